@@ -1,0 +1,1 @@
+"""Mask functions and analytic BlockMasks of the three branches."""

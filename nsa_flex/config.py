@@ -1,0 +1,100 @@
+"""The one description of an NSA layer: block sizes, counts and the window."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+CompressionKind = Literal["mean", "weighted", "linear", "mlp"]
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """Hyperparameters of Native Sparse Attention (arXiv 2502.11089, sections 3 and 4.1).
+
+    Args:
+        compress_block_size: l, tokens that one compressed key or value summarises.
+        compress_stride: d, tokens between the starts of neighbouring compressed blocks.
+        select_block_size: l', tokens of one selectable block.
+        num_selected_blocks: n, blocks each query and KV head attends, forced ones included.
+        num_initial_blocks: blocks at the start of the document that are always chosen.
+        num_local_blocks: blocks ending at the query's own (included) that are always chosen.
+        window_size: w, keys the sliding branch sees, the query itself included.
+        compression: form of the map from l keys (or values) to one, see `Compression`.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: d does not divide l or l', l > l', n < initial + local, or a size is < 1.
+
+    >>> NSAConfig(window_size=256).num_compressed_blocks(100)
+    5
+    """
+
+    compress_block_size: int = 32
+    compress_stride: int = 16
+    select_block_size: int = 64
+    num_selected_blocks: int = 16
+    num_initial_blocks: int = 1
+    num_local_blocks: int = 2
+    window_size: int = 512
+    compression: CompressionKind = "mlp"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name != "compression":
+                self._check_count(field.name)
+        if self.compression not in get_args(CompressionKind):
+            kinds = ", ".join(get_args(CompressionKind))
+            raise ValueError(f"compression is {self.compression!r}; it must be one of {kinds}")
+        for name in ("compress_block_size", "select_block_size"):
+            if getattr(self, name) % self.compress_stride:
+                raise ValueError(
+                    f"compress_stride={self.compress_stride} must divide "
+                    f"{name}={getattr(self, name)}"
+                )
+        if self.compress_block_size > self.select_block_size:
+            raise ValueError(
+                f"compress_block_size={self.compress_block_size} must be at most "
+                f"select_block_size={self.select_block_size}"
+            )
+        if self.num_selected_blocks < self.num_forced_blocks:
+            raise ValueError(
+                f"num_selected_blocks={self.num_selected_blocks} must be at least "
+                f"num_initial_blocks + num_local_blocks = {self.num_forced_blocks}"
+            )
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+        least = 0 if name == "num_initial_blocks" else 1
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+
+    @property
+    def num_forced_blocks(self) -> int:
+        """Blocks chosen whatever their score: initial plus local."""
+        return self.num_initial_blocks + self.num_local_blocks
+
+    def num_compressed_blocks(self, num_tokens: int) -> int:
+        """N = max(0, (S - l) // d + 1): only whole blocks exist."""
+        return max(0, (num_tokens - self.compress_block_size) // self.compress_stride + 1)
+
+    def num_select_blocks(self, num_tokens: int) -> int:
+        """Selectable blocks of a document, the last one perhaps partial: ceil(S / l')."""
+        return -(-num_tokens // self.select_block_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` is its inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> NSAConfig:
+        """Inverse of `to_dict`; unknown names raise ValueError and are listed."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown NSAConfig fields {unknown}; known are {sorted(known)}")
+        return cls(**values)
