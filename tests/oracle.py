@@ -79,9 +79,6 @@ class Problem(NamedTuple):
     gates: Floats
 
 
-# Masks
-
-
 def positions(num_queries: int, offset: ArrayLike) -> Ints:
     """Position t of every query, (B or 1, Sq)."""
     return np.asarray(offset, np.int64).reshape(-1, 1) + np.arange(num_queries)
@@ -152,9 +149,6 @@ def selected_mask(
     return inside & (key <= t[:, None, :, None]) & (key >= start)
 
 
-# Attention
-
-
 def per_query_head(x: NDArray[Any], num_query_heads: int) -> NDArray[Any]:
     """(B, H, ...) to (B, Hq, ...): query head h reads head h // (Hq / H)."""
     return np.repeat(x, num_query_heads // x.shape[1], axis=1)
@@ -223,9 +217,6 @@ def dense_causal(
     t = positions(q.shape[2], offset)
     seen = np.arange(k.shape[2]) <= t[..., None]
     return branch(q, k, v, seen[:, None], scale)[0]
-
-
-# Choice of blocks
 
 
 def block_scores(p_cmp: ArrayLike, cfg: NSAConfig, num_blocks: int, num_kv_heads: int) -> Floats:
@@ -340,9 +331,6 @@ def _query_places(
     t = positions(num_queries, offset)
     first = document_starts(document_start, t, cfg) // cfg.select_block_size
     return np.broadcast_to(t, (batch, num_queries)), np.broadcast_to(first, (batch, num_queries))
-
-
-# The whole
 
 
 def forward(
@@ -527,9 +515,6 @@ def forward_documents(
     return np.concatenate([document.out for document in documents], axis=2)
 
 
-# What tests need besides
-
-
 def relative_error(got: ArrayLike, want: ArrayLike) -> float:
     """||got - want|| / ||want||; 0 when both are zero (or empty), inf when only `want` is.
 
@@ -539,14 +524,14 @@ def relative_error(got: ArrayLike, want: ArrayLike) -> float:
     Raises:
         ValueError: the shapes differ.
     """
-    got, want = (np.asarray(x, np.float64) for x in (got, want))
-    if got.shape != want.shape:
-        raise ValueError(f"got has shape {got.shape}, want has {want.shape}; they must be equal")
-    counted = ~(np.isinf(want) & (got == want))
-    got, want = got[counted], want[counted]
-    if not (np.isfinite(got).all() and np.isfinite(want).all()):
+    a, b = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"got has shape {a.shape}, want has {b.shape}; they must be equal")
+    counted = ~(np.isinf(b) & (a == b))
+    a, b = a[counted], b[counted]
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return float("inf")
-    difference, size = float(np.linalg.norm(got - want)), float(np.linalg.norm(want))
+    difference, size = float(np.linalg.norm(a - b)), float(np.linalg.norm(b))
     if difference == 0.0:
         return 0.0
     return difference / size if size else float("inf")
