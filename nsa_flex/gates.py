@@ -1,0 +1,105 @@
+"""Gates: how much of each branch a query head takes."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+GateInit = Literal["paper", "dense"]
+
+NUM_BRANCHES = 3  # compressed, selected, sliding
+
+_OFFSETS: dict[GateInit, tuple[float, float, float]] = {
+    "paper": (0.0, 0.0, 0.0),
+    "dense": (-0.5, 0.5, -0.5),
+}
+
+
+class Gates(nn.Module):
+    """g = sigmoid(x W + b) + offset, one gate per query head and branch (eq. 5 of the paper).
+
+    W and b start at zero. `init="paper"` has offset 0 and starts at the neutral (½, ½, ½).
+    `init="dense"` has the fixed offset (-½, ½, -½) and starts at exactly (0, 1, 0), the selected
+    branch alone, which is dense attention while S <= n·l'. The sigmoid is then at its steepest
+    (slope ¼), where a gate brought to 0 or 1 by a large bias would hardly learn. The offset is a
+    buffer, saved with the weights, so a reloaded module means the same gates.
+
+    Sigmoid and offset are computed in float32 (float64 for float64): in bfloat16 a sigmoid near
+    ½ moves in steps of 0.002, and a gate that starts at 0 would stay there until its logit
+    passed 0.004.
+
+    Args:
+        hidden_size: E, width of the layer's input.
+        num_query_heads: Hq.
+        init: "paper" or "dense".
+
+    Raises:
+        ValueError: `init` is unknown, or a size is less than 1.
+
+    >>> Gates(64, 8, init="dense")(torch.randn(1, 5, 64))[0, 0, 0].tolist()
+    [0.0, 1.0, 0.0]
+    """
+
+    offset: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_query_heads: int,
+        *,
+        init: GateInit = "paper",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if init not in get_args(GateInit):
+            names = ", ".join(get_args(GateInit))
+            raise ValueError(f"init is {init!r}; it must be one of {names}")
+        for name, size in (("hidden_size", hidden_size), ("num_query_heads", num_query_heads)):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        self.hidden_size = hidden_size
+        self.num_query_heads = num_query_heads
+        self.init: GateInit = init
+        self.linear = nn.Linear(
+            hidden_size, num_query_heads * NUM_BRANCHES, device=device, dtype=dtype
+        )
+        self.register_buffer("offset", torch.empty(NUM_BRANCHES, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Linear map to zero, offset to that of `init`."""
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        for branch, value in enumerate(_OFFSETS[self.init]):
+            self.offset[branch].fill_(value)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        return f"num_query_heads={self.num_query_heads}, init={self.init!r}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gates of every token.
+
+        Args:
+            x: (B, S, E), the input of the attention layer.
+
+        Returns:
+            (B, Hq, S, 3) in the dtype of `x`, order compressed, selected, sliding; a transposed
+            view of (B, S, Hq, 3) memory.
+
+        Raises:
+            ValueError: `x` is not (B, S, E) with this module's E.
+        """
+        if x.dim() != 3 or x.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; "
+                f"expected (batch, tokens, hidden_size={self.hidden_size})"
+            )
+        logits = self.linear(x).unflatten(2, (self.num_query_heads, NUM_BRANCHES))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        gates = logits.to(wide).sigmoid() + self.offset.to(wide)
+        return gates.to(x.dtype).transpose(1, 2)  # [B, Hq, S, 3]
