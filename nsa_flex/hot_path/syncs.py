@@ -1,0 +1,262 @@
+"""Catch host syncs and data-dependent operators while code runs, on any device.
+
+Two modes watch together. A dispatch mode sees every operator that reaches a kernel, also in
+backward and inside compiled code that runs operator by operator. A function mode sees the Python
+calls that read a tensor without an operator on CPU (`.tolist()`, `.numpy()`, printing, `.cpu()`)
+and so would go unseen until the code runs on an accelerator. On CUDA, torch's own sync debug mode
+adds what happens below the operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
+
+from nsa_flex.hot_path.findings import Finding, FindingKind, current_location, unique
+
+aten = torch.ops.aten
+
+_HOST_READS: dict[Callable, str] = {
+    torch.Tensor.item: "Tensor.item()",
+    torch.Tensor.tolist: "Tensor.tolist()",
+    torch.Tensor.numpy: "Tensor.numpy()",
+    torch.Tensor.__array__: "numpy.asarray(tensor)",
+    torch.Tensor.cpu: "Tensor.cpu()",
+    torch.Tensor.__bool__: "bool(tensor)",
+    torch.Tensor.__int__: "int(tensor)",
+    torch.Tensor.__float__: "float(tensor)",
+    torch.Tensor.__complex__: "complex(tensor)",
+    torch.Tensor.__index__: "tensor as a Python index",
+    torch.Tensor.__contains__: "value in tensor",
+    torch.Tensor.__repr__: "printing a tensor",
+    torch.Tensor.__format__: "formatting a tensor",
+}
+_MASK_DTYPES = (torch.bool, torch.uint8)
+_CUDA_SYNC_TEXT = "called a synchronizing CUDA operation"
+
+
+class SyncDetector:
+    """Context manager that records host syncs and data-dependent operators of the code inside.
+
+    It changes no result. Found, forward and backward: reads of a value by Python (`.item()`,
+    `int()`, `bool()`, `.tolist()`, `.numpy()`, printing, …), operators whose output shape depends
+    on values (`nonzero`, boolean indexing, `masked_select`, `unique`, `repeat_interleave` without
+    `output_size`, …: all that torch tags so, custom operators too), `.cpu()`, and blocking copies
+    between host and device. `x[mask] = 0.0` is a fill without a sync, and is no finding.
+
+    Gradient formulas run inside the same modes, on autograd's device threads too, which take
+    them over from the calling thread; there the location is that of the gradient formula where
+    it is Python, and unknown otherwise.
+
+    >>> with SyncDetector() as detector:
+    ...     _ = torch.ones(3).sum().item()
+    >>> detector.findings[0].detail
+    'Tensor.item()'
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Finding] = []
+        self._silenced = False
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, each place once."""
+        return unique(self._found)
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(_FunctionMode(self))
+        self._stack.enter_context(_DispatchMode(self))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def record(self, kind: FindingKind, detail: str) -> None:
+        """Add a finding at the innermost user frame, unless silenced."""
+        if not self._silenced:
+            self._found.append(Finding(kind, detail, current_location()))
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Record nothing inside: for warm-up calls, whose compilation may read values."""
+        before, self._silenced = self._silenced, True
+        try:
+            yield
+        finally:
+            self._silenced = before
+
+
+def find_syncs(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
+    """Run `fn(*args, **kwargs)` and list its host syncs and data-dependent operators.
+
+    The call is made twice: first unwatched, so that compilation and autotuning are over, then
+    under `SyncDetector` and, where CUDA is in use, torch's sync debug mode. Wrap `fn` in
+    `ForwardBackward` to include its backward. Exceptions of `fn` are raised unchanged.
+
+    >>> find_syncs(lambda x: x[x > 0], torch.ones(3))[0].detail
+    'aten.index.Tensor with a mask'
+    """
+    with SyncDetector() as detector, _cuda_sync_warnings(detector):
+        with detector.silenced():
+            fn(*args, **kwargs)
+        fn(*args, **kwargs)
+    return _without_echoes(detector.findings)
+
+
+def _without_echoes(findings: list[Finding]) -> list[Finding]:
+    """Drop CUDA's word on a line for which the modes already gave the operator's name."""
+    named = {finding.location for finding in findings if finding.kind != "cuda-sync"}
+    return [f for f in findings if f.kind != "cuda-sync" or f.location not in named]
+
+
+class _FunctionMode(TorchFunctionMode):
+    def __init__(self, detector: SyncDetector) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func is torch.Tensor.backward:
+            # Below the Tensor method, so that this mode also watches the gradient formulas.
+            with self:
+                return torch.autograd.backward(*args, **_backward_keywords(kwargs))
+        detail = _host_read(func, args, kwargs)
+        if detail is None and not _is_checked_only_on_cpu(func, args, kwargs):
+            return func(*args, **kwargs)
+        if detail is not None:
+            self.detector.record("host-sync", detail)
+        with self.detector.silenced():
+            return func(*args, **kwargs)
+
+
+class _DispatchMode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, detector: SyncDetector) -> None:
+        super().__init__()
+        self.detector = detector
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Compiled code (FlexAttention's eager form too) stays compiled under this mode.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        offence = _offence(func, args, kwargs)
+        if offence is not None:
+            kind, detail = offence
+            self.detector.record(kind, detail + _gradient_formula())
+        return func(*args, **kwargs)
+
+
+def _backward_keywords(kwargs: dict[str, Any]) -> dict[str, Any]:
+    renamed = {"gradient": "grad_tensors"}
+    return {renamed.get(name, name): value for name, value in kwargs.items()}
+
+
+def _gradient_formula() -> str:
+    node = torch._C._current_autograd_node()
+    return "" if node is None else f" in {node.name()}"
+
+
+def _host_read(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    if func is torch.Tensor.__setitem__:
+        # The operator sees a Python scalar and a 0-d CPU tensor alike; only the first is a fill.
+        is_write = _has_mask(args[1]) and isinstance(args[2], torch.Tensor)
+        return "writing a tensor through a mask" if is_write else None
+    return _HOST_READS.get(func)
+
+
+def _is_checked_only_on_cpu(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """`one_hot` with a stated number of classes reads its input's range on CPU alone."""
+    if func is not torch.nn.functional.one_hot:
+        return False
+    num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    return num_classes >= 0
+
+
+def _offence(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[FindingKind, str] | None:
+    """The rule that an operator call breaks, as kind and detail."""
+    if func in (aten._to_copy.default, aten.copy_.default):
+        return _copy_offence(func, args, kwargs)
+    if func is aten._local_scalar_dense.default:
+        return "host-sync", f"{func} (a tensor's value read by Python)"
+    if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        is_fill = func is not aten.index.Tensor and _is_scalar_on_host(args[2])
+        return (
+            ("data-dependent", f"{func} with a mask")
+            if _has_mask(args[1]) and not is_fill
+            else None
+        )
+    if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return None
+    tags = getattr(func, "tags", ())
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return "data-dependent", str(func)
+    return None
+
+
+def _copy_offence(
+    func: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[FindingKind, str] | None:
+    if func is aten._to_copy.default:
+        source, target = args[0].device, kwargs.get("device") or args[0].device
+        non_blocking = kwargs.get("non_blocking", False)
+    else:
+        target, source = args[0].device, args[1].device
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    types = (source.type, target.type)
+    if source.type == target.type or "cpu" not in types or "meta" in types:
+        return None
+    if target.type != "cpu" and non_blocking:
+        return None
+    return "device-copy", f"{func} from {source} to {target}"
+
+
+def _has_mask(index: Any) -> bool:
+    entries = index if isinstance(index, (tuple, list)) else (index,)
+    return any(isinstance(e, torch.Tensor) and e.dtype in _MASK_DTYPES for e in entries)
+
+
+def _is_scalar_on_host(value: torch.Tensor) -> bool:
+    return value.numel() == 1 and value.device.type == "cpu"
+
+
+@contextlib.contextmanager
+def _cuda_sync_warnings(detector: SyncDetector) -> Iterator[None]:
+    """Turn torch's warnings about CUDA synchronisations into findings; without CUDA, nothing."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=f".*{_CUDA_SYNC_TEXT}")
+        show = warnings.showwarning
+
+        def record(message: Any, *rest: Any, **named: Any) -> None:
+            if _CUDA_SYNC_TEXT in str(message):
+                detector.record("cuda-sync", _CUDA_SYNC_TEXT)
+            else:
+                show(message, *rest, **named)
+
+        warnings.showwarning = record
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
