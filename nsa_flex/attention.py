@@ -1,0 +1,377 @@
+"""`nsa_attention`: the three branches, the choice of blocks and the gates as one function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_flex.backends.branch import Branch
+from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import (
+    BRANCHES,
+    IMPLEMENTATIONS,
+    Backend,
+    BranchName,
+    Choice,
+    Facts,
+    choose_backends,
+)
+from nsa_flex.selection import choose_blocks
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class BranchLSE(NamedTuple):
+    """Natural log-sum-exp of each branch, float32 (B, Hq, Sq); -inf where nothing is seen."""
+
+    compressed: Tensor
+    selected: Tensor
+    sliding: Tensor
+
+
+class NSAAux(NamedTuple):
+    """What `nsa_attention(..., return_aux=True)` adds. Neither carries gradients.
+
+    blocks: int32 (B, Hkv, Sq, n), the chosen blocks, ascending, -1 where there are fewer than n.
+    lse: log-sum-exp of each branch.
+    """
+
+    blocks: Tensor
+    lse: BranchLSE
+
+
+@overload
+def nsa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor,
+    compressed_value: Tensor,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float | None = ...,
+    backend: Backend = ...,
+    sliding_key: Tensor | None = ...,
+    sliding_value: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
+    document_start: Tensor | None = ...,
+    return_aux: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def nsa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor,
+    compressed_value: Tensor,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float | None = ...,
+    backend: Backend = ...,
+    sliding_key: Tensor | None = ...,
+    sliding_value: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
+    document_start: Tensor | None = ...,
+    return_aux: Literal[True],
+) -> tuple[Tensor, NSAAux]: ...
+
+
+def nsa_attention(
+    query: Float[Tensor, "B Hq Sq D"],
+    key: Float[Tensor, "B Hkv Sk D"],
+    value: Float[Tensor, "B Hkv Sk Dv"],
+    compressed_key: Float[Tensor, "B Hkv N D"],
+    compressed_value: Float[Tensor, "B Hkv N Dv"],
+    gates: Float[Tensor, "B Hq Sq 3"],
+    *,
+    config: NSAConfig,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    sliding_key: Float[Tensor, "B Hkv Sk D"] | None = None,
+    sliding_value: Float[Tensor, "B Hkv Sk Dv"] | None = None,
+    query_offset: int | Int[Tensor, " B"] | None = None,
+    document_start: Int[Tensor, "B Sq"] | None = None,
+    return_aux: bool = False,
+) -> Tensor | tuple[Tensor, NSAAux]:
+    """Native Sparse Attention: `o_t = sum_c g_c * Attention_c(q_t)` over three branches c.
+
+    Eq. 5 of arXiv 2502.11089 with the choice of Eq. 9 and 10; each branch has its own softmax,
+    accumulated in float32. All tensors take any strides; memory ordered (B, S, H, D) is best.
+
+    Args:
+        query: (B, Hq, Sq, D); Hq is a multiple of Hkv.
+        key: (B, Hkv, Sk, D), value: (B, Hkv, Sk, Dv), for the selected branch, and for the
+            sliding one unless `sliding_key` and `sliding_value` are given.
+        compressed_key: (B, Hkv, N, D), compressed_value: (B, Hkv, N, Dv): one a block of
+            `compress_block_size` tokens, N = config.num_compressed_blocks(Sk). Where that is 0,
+            one block that no query sees may stand in.
+        gates: (B, Hq, Sq, 3), order compressed, selected, sliding.
+        config: block sizes, counts and window.
+        scale: factor of query . key, by default 1 / sqrt(D).
+        backend: "auto", one backend, or a mapping from branch to backend; see `explain`.
+        query_offset: key index of query 0, an int or int (B,); by default Sk - Sq. Keys after a
+            query are never seen, so that Sk may be the length of a larger static cache.
+        document_start: int (B, Sq), key index of the first token of each query's document, a
+            multiple of `select_block_size`; see `nsa_flex.documents` for packed and padded rows.
+        return_aux: also return the chosen blocks and the log-sum-exps.
+
+    Returns:
+        (B, Hq, Sq, Dv) in the query's dtype, and an `NSAAux` if asked. A query that sees no
+        compressed block (t < l - 1) gets 0 from that branch, with zero gradients.
+
+    Raises:
+        ValueError: shapes, head counts, dtypes or devices that do not fit together, or a backend
+            that cannot compute what was asked of it.
+
+    >>> q, k, v = (torch.randn(1, heads, 128, 16) for heads in (4, 2, 2))
+    >>> ck, cv = (x.unfold(2, 32, 16).mean(-1) for x in (k, v))
+    >>> nsa_attention(q, k, v, ck, cv, torch.ones(1, 4, 128, 3), config=NSAConfig()).shape
+    torch.Size([1, 4, 128, 16])
+    """
+    inputs = Inputs(
+        query,
+        key,
+        value,
+        compressed_key,
+        compressed_value,
+        gates,
+        key if sliding_key is None else sliding_key,
+        value if sliding_value is None else sliding_value,
+    )
+    if (sliding_key is None) != (sliding_value is None):
+        raise ValueError("sliding_key and sliding_value must be given together")
+    check_inputs(inputs, config, query_offset, document_start)
+    choices = choose_backends(inputs.facts(query_offset, document_start), backend)
+    offset, positions = _positions(query, key, query_offset)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    compressed_key, compressed_value = (
+        F.pad(x, (0, 0, 0, 1)) if x.shape[2] == 0 else x
+        for x in (compressed_key, compressed_value)
+    )
+
+    def run(branch: BranchName, k: Tensor, v: Tensor, blocks: Tensor | None = None):
+        task = Branch(
+            query, k, v, config, scale, offset, document_start, blocks, need_lse=return_aux
+        )
+        return IMPLEMENTATIONS[choices[branch].backend, branch](task)
+
+    blocks = choose_blocks(
+        query,
+        compressed_key,
+        config=config,
+        scale=scale,
+        num_blocks=config.num_select_blocks(key.shape[2]),
+        positions=positions,
+        document_start=document_start,
+    )
+    results = (
+        run("compressed", compressed_key, compressed_value),
+        run("selected", key, value, blocks),
+        run("sliding", inputs.sliding_key, inputs.sliding_value),
+    )
+    out = merge([out for out, _ in results], gates).to(query.dtype)
+    if not return_aux:
+        return out
+    return out, NSAAux(blocks, BranchLSE(*(lse for _, lse in results)))  # type: ignore[arg-type]
+
+
+def merge(outputs: list[Tensor], gates: Tensor) -> Tensor:
+    """Gated sum of the branches in float32 or better: one fused pass under torch.compile."""
+    precision = torch.promote_types(outputs[0].dtype, torch.float32)
+    gate = gates.to(precision)
+    first, *rest = (out.to(precision) * gate[..., c, None] for c, out in enumerate(outputs))
+    return sum(rest, first)
+
+
+def _positions(
+    query: Tensor, key: Tensor, query_offset: int | Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Offsets int64 (B,), None where queries are all the tokens, and positions (1 or B, Sq)."""
+    rows = torch.arange(query.shape[2], device=query.device)[None]
+    if is_whole(query, key, query_offset):
+        return None, rows
+    if query_offset is None:
+        query_offset = key.shape[2] - query.shape[2]
+    if isinstance(query_offset, Tensor):
+        offset = query_offset.long()
+    else:
+        offset = torch.full((query.shape[0],), query_offset, device=query.device)
+    return offset, rows + offset[:, None]
+
+
+def is_whole(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> bool:
+    """Whether the queries are all the tokens there are."""
+    if isinstance(query_offset, Tensor) or query.shape[2] != key.shape[2]:
+        return False
+    return query_offset is None or query_offset == 0
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, by name."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    compressed_key: Tensor
+    compressed_value: Tensor
+    gates: Tensor
+    sliding_key: Tensor
+    sliding_value: Tensor
+
+    def facts(self, query_offset: int | Tensor | None, document_start: Tensor | None) -> Facts:
+        """What dispatch looks at."""
+        query, key = self.query, self.key
+        return Facts(
+            device_type=query.device.type,
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            value_head_dim=self.value.shape[-1],
+            num_query_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            num_queries=query.shape[2],
+            whole=is_whole(query, key, query_offset),
+            documents=document_start is not None,
+            needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
+            compiling=torch.compiler.is_compiling(),
+        )
+
+
+def check_inputs(
+    inputs: Inputs,
+    config: NSAConfig,
+    query_offset: int | Tensor | None,
+    document_start: Tensor | None,
+) -> None:
+    """Raises ValueError or TypeError naming the first thing that does not fit. Reads no values."""
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    query, key = inputs.query, inputs.key
+    for name, x in inputs._asdict().items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-D (B, H, S, D), got {tuple(x.shape)}")
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device}, query on {query.device}: move one")
+        if name != "gates" and x.dtype != query.dtype:
+            raise ValueError(f"{name} is {x.dtype}, query {query.dtype}: cast one")
+    if query.dtype not in DTYPES:
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"query is {query.dtype}; supported are {names}")
+    if not inputs.gates.is_floating_point():
+        raise ValueError(f"gates must be floating point, got {inputs.gates.dtype}")
+    if 0 in query.shape or 0 in key.shape:
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} must not be empty"
+        )
+    batch, heads, q_len, dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    value_dim = inputs.value.shape[-1]
+    if heads % kv_heads:
+        raise ValueError(f"key has {kv_heads} heads; query's {heads} must be a multiple of it")
+    num_blocks = _num_compressed(inputs, config)
+    expected = {
+        "key": (batch, kv_heads, kv_len, dim),
+        "value": (batch, kv_heads, kv_len, value_dim),
+        "compressed_key": (batch, kv_heads, num_blocks, dim),
+        "compressed_value": (batch, kv_heads, num_blocks, value_dim),
+        "gates": (batch, heads, q_len, 3),
+        "sliding_key": (batch, kv_heads, kv_len, dim),
+        "sliding_value": (batch, kv_heads, kv_len, value_dim),
+    }
+    for name, shape in expected.items():
+        if getattr(inputs, name).shape != shape:
+            got = tuple(getattr(inputs, name).shape)
+            raise ValueError(f"{name} has shape {got}; expected {shape} to fit the other inputs")
+    _check_positions(query, key, query_offset, document_start)
+
+
+def _num_compressed(inputs: Inputs, config: NSAConfig) -> int:
+    """N that the compressed tensors must have: 0 may be written as one unseen block."""
+    kv_len, got = inputs.key.shape[2], inputs.compressed_key.shape[2]
+    if got == 0:
+        return config.num_compressed_blocks(kv_len)
+    return torch.sym_max(1, (kv_len - config.compress_block_size) // config.compress_stride + 1)
+
+
+def _check_positions(
+    query: Tensor, key: Tensor, query_offset: int | Tensor | None, document_start: Tensor | None
+) -> None:
+    batch, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    if query_offset is None and q_len > kv_len:
+        raise ValueError(f"query has {q_len} tokens, key only {kv_len}")
+    if isinstance(query_offset, Tensor):
+        if query_offset.shape != (batch,) or query_offset.is_floating_point():
+            got = f"{query_offset.dtype} {tuple(query_offset.shape)}"
+            raise ValueError(f"query_offset must be an int or int ({batch},), got {got}")
+    elif query_offset is not None and (query_offset < 0 or query_offset + q_len > kv_len):
+        raise ValueError(
+            f"query_offset={query_offset} with {q_len} queries leaves the {kv_len} keys"
+        )
+    if document_start is not None and (
+        document_start.shape != (batch, q_len) or document_start.is_floating_point()
+    ):
+        got = f"{document_start.dtype} {tuple(document_start.shape)}"
+        raise ValueError(f"document_start must be int ({batch}, {q_len}), got {got}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend takes each branch and why; prints as a table."""
+
+    choices: dict[BranchName, Choice]
+
+    def __getitem__(self, branch: BranchName) -> Choice:
+        return self.choices[branch]
+
+    def __str__(self) -> str:
+        return "\n".join(str(self.choices[branch]) for branch in BRANCHES)
+
+    def to_dict(self) -> dict[str, dict[str, str]]:
+        """JSON-able: branch -> backend and reason."""
+        return {n: {"backend": c.backend, "reason": c.reason} for n, c in self.choices.items()}
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+    device: torch.device | str | None = None,
+    query_offset: int | Tensor | None = None,
+    document_start: Tensor | None = None,
+    needs_grad: bool | None = None,
+) -> Explanation:
+    """Says which backend `nsa_attention` would run for each branch, without running it.
+
+    Args:
+        query, key, value: as for `nsa_attention`; meta tensors will do.
+        device: pretend that the tensors are there.
+        needs_grad: pretend that a backward pass follows; by default as the tensors say.
+
+    >>> q, k = torch.empty(1, 8, 64, 64, device="meta"), torch.empty(1, 2, 64, 64, device="meta")
+    >>> print(explain(q, k, device="cpu")["sliding"].backend)
+    dense
+    """
+    value = key if value is None else value
+    inputs = Inputs(query, key, value, key, value, query, key, value)
+    facts = inputs.facts(query_offset, document_start)
+    changes: dict[str, object] = {}
+    if device is not None:
+        changes["device_type"] = torch.device(device).type
+    if needs_grad is not None:
+        changes["needs_grad"] = needs_grad
+    return Explanation(choose_backends(replace(facts, **changes), backend))  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""All three branches as FlexAttention: mask_mods, analytic BlockMasks, fused Triton kernels."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from nsa_flex.backends.branch import Branch
+from nsa_flex.backends.fold import fold_queries, repeat_keys, unfold_outputs
+from nsa_flex.backends.small_block_backward import allow_small_block_backward
+from nsa_flex.masks import (
+    compressed_block_mask,
+    folded_block_mask,
+    selected_block_mask,
+    sliding_block_mask,
+)
+
+Output = tuple[Tensor, Tensor | None]
+
+# Triton's matrix product wants at least 16 rows; a smaller group is padded to that.
+MIN_ROWS = 16
+
+
+def compressed(branch: Branch) -> Output:
+    """Branch 1, folded to causal attention where the queries are all the tokens."""
+    return _run(_folded if branch.offset is None else _staircase, branch)
+
+
+def selected(branch: Branch) -> Output:
+    """Branch 2 with a group's heads folded into rows: one Q block a query, KV blocks as chosen."""
+    return _run(_selected, branch)
+
+
+def sliding(branch: Branch) -> Output:
+    """Branch 3."""
+    return _run(_sliding, branch)
+
+
+def _folded(branch: Branch) -> Output:
+    config, query = branch.config, branch.query
+    num_blocks, heads = branch.key.shape[2], query.shape[1]
+    mask = folded_block_mask(
+        config,
+        num_blocks,
+        heads,
+        query.device,
+        document_start=branch.document_start,
+        backward=branch.needs_grad,
+    )
+    folded = fold_queries(query, num_blocks, config)
+    key, value = (repeat_keys(x, config) for x in (branch.key, branch.value))
+    out, lse = _flex(branch, folded, key, value, mask)
+    out = unfold_outputs(out, query.shape[2], config, 0.0)
+    if lse is not None:
+        lse = unfold_outputs(lse, query.shape[2], config, float("-inf"))
+    return out, lse
+
+
+def _staircase(branch: Branch) -> Output:
+    mask = compressed_block_mask(
+        branch.config,
+        branch.query.shape[2],
+        branch.key.shape[2],
+        branch.query.device,
+        offset=branch.offset,
+        document_start=branch.document_start,
+        backward=branch.needs_grad,
+    )
+    return _flex(branch, branch.query, branch.key, branch.value, mask)
+
+
+def _sliding(branch: Branch) -> Output:
+    mask = sliding_block_mask(
+        branch.config,
+        branch.query.shape[2],
+        branch.key.shape[2],
+        branch.query.device,
+        offset=branch.offset,
+        document_start=branch.document_start,
+        backward=branch.needs_grad,
+    )
+    return _flex(branch, branch.query, branch.key, branch.value, mask)
+
+
+def _selected(branch: Branch) -> Output:
+    assert branch.blocks is not None
+    query, kv_heads, group = branch.query, branch.key.shape[1], branch.group_size
+    rows_per_query = rows_of_group(group)
+    mask = selected_block_mask(
+        branch.config,
+        branch.blocks,
+        branch.key.shape[2],
+        rows_per_query,
+        offset=branch.offset,
+        backward=branch.needs_grad,
+    )
+    grouped = query.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, S, G, D]
+    # The clone fuses into the padding; without it the CPU lowering meets a view and gives up.
+    rows = F.pad(grouped, (0, 0, 0, rows_per_query - group)).flatten(2, 3).clone()
+    options = {}
+    if query.device.type == "cuda":
+        size = min(branch.config.select_block_size, 64)
+        options = {"fwd_BLOCK_M": rows_per_query, "fwd_BLOCK_N": size, "fwd_num_warps": 4}
+        if branch.needs_grad:
+            allow_small_block_backward()
+    out, lse = _flex(branch, rows, branch.key, branch.value, mask, options)
+    out = out.unflatten(2, (-1, rows_per_query))[:, :, :, :group]  # [B, Hkv, S, G, Dv]
+    out = out.transpose(2, 3).flatten(1, 2)
+    if lse is not None:
+        lse = lse.unflatten(2, (-1, rows_per_query))[..., :group].transpose(2, 3).flatten(1, 2)
+    return out, lse
+
+
+def rows_of_group(group_size: int) -> int:
+    """Rows that stand for one query: a power of two, at least 16."""
+    return max(MIN_ROWS, 1 << (group_size - 1).bit_length())
+
+
+def _flex(
+    branch: Branch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    kernel_options: dict[str, Any] | None = None,
+) -> Output:
+    result = flex_attention(
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=branch.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=kernel_options or None,  # type: ignore[arg-type]
+        return_aux=AuxRequest(lse=True) if branch.need_lse else None,
+    )
+    if not branch.need_lse:
+        return result, None
+    out, aux = result
+    return out, aux.lse.detach()
+
+
+def _run(function: Callable[[Branch], Output], branch: Branch) -> Output:
+    """Inlined into the caller's graph, or compiled by itself on CUDA.
+
+    FlexAttention run eagerly evaluates all Sq x Sk scores; on the CPU that is what debugging
+    wants, on CUDA it is never what anybody wants.
+    """
+    if torch.compiler.is_compiling() or branch.query.device.type != "cuda":
+        return function(branch)
+    tensors = (branch.query, branch.key, branch.value)
+    facts = (branch.config, branch.scale, branch.needs_grad, branch.need_lse)
+    shapes = tuple((x.dtype, x.shape[1], x.shape[3]) for x in tensors)
+    optional = (branch.offset is None, branch.document_start is None)
+    return _compiled(function, (*facts, shapes, optional))(branch)
+
+
+@functools.cache
+def _compiled(function: Callable[[Branch], Output], key: object) -> Callable[[Branch], Output]:
+    """`function` compiled for one set of static facts.
+
+    Each gets a code object of its own: Dynamo counts recompilations by code object, and shapes
+    that differ on purpose must not use up the limit.
+    """
+    own = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
+    return torch.compile(own, fullgraph=True)

@@ -1,0 +1,25 @@
+"""The selected branch on hand-tuned Triton kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa_flex.backends.branch import Branch
+
+
+def selected(branch: Branch) -> tuple[Tensor, Tensor]:
+    """Branch 2, key blocks outermost, whatever blocks are chosen."""
+    from nsa_flex.fallback_kernels.selected import selected_attention
+
+    assert branch.blocks is not None
+    config = branch.config
+    return selected_attention(
+        branch.query,
+        branch.key,
+        branch.value,
+        branch.blocks,
+        block_size=config.select_block_size,
+        num_initial_blocks=config.num_initial_blocks,
+        num_local_blocks=config.num_local_blocks,
+        scale=branch.scale,
+    )

@@ -1,0 +1,204 @@
+"""Which backend computes which branch: one table for `auto`, and the reasons for it.
+
+Decided from shapes, dtypes, the device and the need of gradients; never from values.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from nsa_flex.backends import dense, fa2, flex, sdpa, triton
+from nsa_flex.backends.branch import Branch
+
+BranchName = Literal["compressed", "selected", "sliding"]
+BackendName = Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"]
+Backend = BackendName | Mapping[BranchName, BackendName]
+
+BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
+
+IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, Tensor | None]]] = {
+    ("dense", "compressed"): dense.compressed,
+    ("dense", "selected"): dense.selected,
+    ("dense", "sliding"): dense.sliding,
+    ("flex", "compressed"): flex.compressed,
+    ("flex", "selected"): flex.selected,
+    ("flex", "sliding"): flex.sliding,
+    ("sdpa", "compressed"): sdpa.compressed,
+    ("fa2", "compressed"): fa2.compressed,
+    ("fa2", "sliding"): fa2.sliding,
+    ("triton", "selected"): triton.selected,
+}
+
+# What `auto` tries on CUDA, best first; `dense` is what always works.
+CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
+    "compressed": ("sdpa", "flex", "dense"),
+    "selected": ("triton", "flex", "dense"),
+    "sliding": ("flex", "dense"),
+}
+
+# Queries against a longer past: up to so many, one matrix product beats building tables.
+FEW_QUERIES = 16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that dispatch looks at."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    value_head_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    num_queries: int
+    whole: bool  # the queries are all the tokens, from position 0
+    documents: bool
+    needs_grad: bool
+    compiling: bool
+
+    @property
+    def half(self) -> bool:
+        """Whether the dtype is one that flash kernels take."""
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend of one branch, and why."""
+
+    branch: BranchName
+    backend: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.branch:<10} {self.backend:<7} {self.reason}"
+
+
+def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName, Choice]:
+    """One choice a branch.
+
+    Raises:
+        ValueError: an explicitly named backend cannot compute its branch; the message says why.
+            It never falls back. `fa2`, `sdpa` and `triton` alone name what they offer; the
+            branches they do not offer follow `auto`.
+    """
+    wanted = _wanted(backend)
+    return {name: _choose(name, wanted[name], facts, backend) for name in BRANCHES}
+
+
+def _wanted(backend: Backend) -> dict[BranchName, str]:
+    if isinstance(backend, str):
+        known = get_args(BackendName)
+        if backend not in known:
+            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(known)}")
+        offered = {branch for name, branch in IMPLEMENTATIONS if name == backend}
+        return {name: backend if name in offered else "auto" for name in BRANCHES}
+    unknown = sorted(set(backend) - set(BRANCHES))
+    if unknown:
+        raise ValueError(f"backend names branches {unknown}; known are {', '.join(BRANCHES)}")
+    return {name: backend.get(name, "auto") for name in BRANCHES}
+
+
+def _choose(branch: BranchName, wanted: str, facts: Facts, backend: Backend) -> Choice:
+    if wanted != "auto":
+        if (wanted, branch) not in IMPLEMENTATIONS:
+            raise ValueError(f"backend {wanted!r} has no {branch} branch")
+        obstacle = _obstacle(wanted, branch, facts)
+        if obstacle:
+            raise ValueError(f"backend {wanted!r} cannot compute the {branch} branch: {obstacle}")
+        return Choice(branch, wanted, "asked for")
+    if facts.device_type != "cuda":
+        reason = "trains everywhere" if facts.needs_grad else "FlexAttention gains nothing here"
+        return Choice(branch, "dense", f"on {facts.device_type}: {reason}")
+    if not facts.whole and facts.num_queries <= FEW_QUERIES:
+        return Choice(branch, "dense", f"at most {FEW_QUERIES} queries against a longer past")
+    passed_over = []
+    for name in CUDA_ORDER[branch]:
+        obstacle = _obstacle(name, branch, facts)
+        if obstacle is None:
+            return Choice(branch, name, "; ".join(["first in the table", *passed_over]))
+        passed_over.append(f"not {name}: {obstacle}")
+    raise AssertionError("dense has no obstacle")
+
+
+def _obstacle(backend: str, branch: BranchName, facts: Facts) -> str | None:
+    """Why `backend` cannot compute `branch`, or None."""
+    return _OBSTACLES[backend](branch, facts)
+
+
+def _no_obstacle(branch: BranchName, facts: Facts) -> str | None:
+    return None
+
+
+def _flex_obstacle(branch: BranchName, facts: Facts) -> str | None:
+    if facts.device_type == "cpu":
+        return "FlexAttention has no backward on CPU" if facts.needs_grad else None
+    if min(facts.head_dim, facts.value_head_dim) < 16:
+        return f"FlexAttention needs head dims of at least 16, got {_dims(facts)}"
+    return None
+
+
+def _flash_obstacle(facts: Facts) -> str | None:
+    """What fused kernels outside FlexAttention ask for alike."""
+    if facts.device_type != "cuda":
+        return f"it needs a CUDA device, got {facts.device_type}"
+    if not facts.half:
+        return f"it needs float16 or bfloat16, got {facts.dtype}"
+    if not facts.whole:
+        return "it needs the queries to be all the tokens (query_offset 0, Sq = Sk)"
+    if facts.documents:
+        return "it cannot bound the keys a query (document_start)"
+    return None
+
+
+def _sdpa_obstacle(branch: BranchName, facts: Facts) -> str | None:
+    obstacle = _flash_obstacle(facts)
+    if obstacle is None and max(facts.head_dim, facts.value_head_dim) > 128:
+        obstacle = f"cuDNN's backward takes head dims up to 128, got {_dims(facts)}"
+    if obstacle is None and (facts.head_dim % 8 or facts.value_head_dim % 8):
+        obstacle = f"cuDNN needs head dims in multiples of 8, got {_dims(facts)}"
+    return obstacle
+
+
+def _fa2_obstacle(branch: BranchName, facts: Facts) -> str | None:
+    obstacle = _flash_obstacle(facts)
+    if obstacle is None and facts.head_dim != facts.value_head_dim:
+        obstacle = f"FA-2 needs equal key and value head dims, got {_dims(facts)}"
+    if obstacle is None and (facts.head_dim % 8 or facts.head_dim > 256):
+        obstacle = f"FA-2 needs a head dim that 8 divides, up to 256, got {facts.head_dim}"
+    return obstacle
+
+
+def _triton_obstacle(branch: BranchName, facts: Facts) -> str | None:
+    if facts.device_type != "cuda":
+        return f"it needs a CUDA device, got {facts.device_type}"
+    if not _has_triton():
+        return "triton is not installed"
+    if not facts.whole:
+        return "it needs the queries to be all the tokens (query_offset 0, Sq = Sk)"
+    return None
+
+
+_OBSTACLES: dict[str, Callable[[BranchName, Facts], str | None]] = {
+    "dense": _no_obstacle,
+    "flex": _flex_obstacle,
+    "sdpa": _sdpa_obstacle,
+    "fa2": _fa2_obstacle,
+    "triton": _triton_obstacle,
+}
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _dims(facts: Facts) -> str:
+    return f"{facts.head_dim} and {facts.value_head_dim}"

@@ -1,0 +1,173 @@
+"""Choice of blocks: Eq. 9 and 10, forced blocks and the best of the rest, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+
+# Float32 scores alive at once while choosing: 2^26 (256 MB) whatever S is.
+MAX_SCORES = 1 << 26
+
+
+def choose_blocks(
+    query: Tensor,
+    compressed_key: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float,
+    num_blocks: int,
+    positions: Tensor,
+    document_start: Tensor | None = None,
+) -> Tensor:
+    """The blocks each query and KV head attends: forced ones, then the highest scores.
+
+    `p_slc[j] = sum_m sum_n p_cmp[(l'/d) j + m - n]` summed over the G heads of the group (Eq. 9
+    and 10 of arXiv 2502.11089), where p_cmp is the softmax of the compressed branch. Equal scores
+    take the lower index. Float32 throughout; chunked over queries, so that at most 2^26 scores
+    exist at once. Carries no gradient.
+
+    Args:
+        query: (B, Hq, Sq, D); compressed_key: (B, Hkv, N, D), same dtype.
+        scale: factor of query . key before the softmax.
+        num_blocks: selectable blocks among the keys, ceil(Sk / l').
+        positions: int (B or 1, Sq), key index of each query.
+        document_start: int (B, Sq), first key of each query's document, a multiple of l'.
+
+    Returns:
+        int32 (B, Hkv, Sq, n), ascending, -1 behind the last block where there are fewer than n.
+        A NaN score counts as 0: the forced blocks are always there.
+    """
+    return _choose_blocks(
+        query.detach(),
+        compressed_key.detach(),
+        positions,
+        document_start,
+        scale,
+        num_blocks,
+        config.compress_block_size,
+        config.compress_stride,
+        config.select_block_size,
+        config.num_selected_blocks,
+        config.num_initial_blocks,
+        config.num_local_blocks,
+    )
+
+
+@torch.library.custom_op("nsa_flex::choose_blocks", mutates_args=())
+def _choose_blocks(
+    query: Tensor,
+    compressed_key: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    scale: float,
+    num_blocks: int,
+    compress_block_size: int,
+    compress_stride: int,
+    select_block_size: int,
+    num_selected_blocks: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+) -> Tensor:
+    batch, heads, num_queries, dim = query.shape
+    kv_heads, num_compressed = compressed_key.shape[1:3]
+    config = NSAConfig(
+        compress_block_size=compress_block_size,
+        compress_stride=compress_stride,
+        select_block_size=select_block_size,
+        num_selected_blocks=num_selected_blocks,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+    )
+    grouped = query.view(batch, kv_heads, heads // kv_heads, num_queries, dim)
+    blocks = query.new_empty(
+        (batch, kv_heads, num_queries, num_selected_blocks), dtype=torch.int32
+    )
+    chunk = max(1, MAX_SCORES // max(1, batch * heads * num_compressed))
+    for start in range(0, num_queries, chunk):
+        span = slice(start, start + chunk)
+        first = None if document_start is None else document_start[:, span]
+        p = group_probabilities(
+            grouped[:, :, :, span], compressed_key, positions[:, span], first, config, scale
+        )
+        scores = block_scores(p, num_blocks, config)
+        blocks[:, :, span] = best_blocks(scores, positions[:, span], first, config)
+    return blocks
+
+
+@_choose_blocks.register_fake
+def _(query: Tensor, compressed_key: Tensor, *args: object) -> Tensor:
+    num_selected = args[7]
+    assert isinstance(num_selected, int)
+    shape = (query.shape[0], compressed_key.shape[1], query.shape[2], num_selected)
+    return query.new_empty(shape, dtype=torch.int32)
+
+
+def group_probabilities(
+    query: Tensor,
+    compressed_key: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+) -> Tensor:
+    """Softmax of the compressed branch summed over a group: (B, Hkv, G, C, D) -> (B, Hkv, C, N).
+
+    Float32. A query that sees no compressed block gets a row of zeros.
+    """
+    starts = torch.arange(compressed_key.shape[2], device=query.device) * config.compress_stride
+    visible = starts + config.compress_block_size - 1 <= positions[..., None]  # [b, C, N]
+    if document_start is not None:
+        visible = visible & (starts >= document_start[..., None])
+    visible = visible[:, None, None]
+    logits = query.float() @ compressed_key.float()[:, :, None].mT * scale  # [B, Hkv, G, C, N]
+    p = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+    return p.masked_fill(~visible, 0.0).sum(2)
+
+
+def block_scores(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
+    """Eq. 9 in its geometric reading: (..., N) -> (..., num_blocks), float32.
+
+    Score j sums p over i = (l'/d) j + m - n; an i is hit by as many pairs (m, n) as tokens d
+    segments of block i fall into block j. Terms outside [0, N) are 0.
+    """
+    per_select = config.select_block_size // config.compress_stride
+    per_compress = config.compress_block_size // config.compress_stride
+    left = per_compress - 1
+    width = per_select * num_blocks + left
+    padded = torch.nn.functional.pad(p, (left, max(0, width - left - p.shape[-1])))
+    scores = torch.zeros((*p.shape[:-1], num_blocks), device=p.device, dtype=p.dtype)
+    for k in range(per_select + left):  # i = per_select * j + k - left
+        pairs = min(k, left, per_select - 1, per_select + left - 1 - k) + 1
+        stop = k + per_select * (num_blocks - 1) + 1
+        scores += pairs * padded[..., k:stop:per_select]
+    return scores
+
+
+def best_blocks(
+    scores: Tensor, positions: Tensor, document_start: Tensor | None, config: NSAConfig
+) -> Tensor:
+    """The chosen set from float32 scores (B, Hkv, C, num_blocks): int32 (B, Hkv, C, n), ascending.
+
+    Ranks one int64 a block, score bits above reversed index, so that ties have one answer.
+    """
+    num_blocks, n = scores.shape[-1], config.num_selected_blocks
+    j = torch.arange(num_blocks, device=scores.device)
+    own = (positions // config.select_block_size)[:, None, :, None]
+    first = torch.zeros_like(own)
+    if document_start is not None:
+        first = (document_start // config.select_block_size)[:, None, :, None]
+    candidate = (j >= first) & (j <= own)
+    forced = candidate & (
+        (j < first + config.num_initial_blocks) | (j > own - config.num_local_blocks)
+    )
+
+    finite = scores.nan_to_num(nan=0.0).masked_fill(forced, float("inf"))
+    rank = finite.contiguous().view(torch.int32).long() << 32
+    rank = torch.where(candidate, rank + (num_blocks - 1 - j), -1)
+    best = rank.topk(min(n, num_blocks), dim=-1, sorted=False).values
+    chosen = num_blocks - 1 - (best & 0xFFFFFFFF)
+    chosen = torch.where(best >= 0, chosen, num_blocks).sort(-1).values
+    chosen = torch.nn.functional.pad(chosen, (0, n - chosen.shape[-1]), value=num_blocks)
+    return torch.where(chosen < num_blocks, chosen, -1).to(torch.int32)
