@@ -1,0 +1,310 @@
+"""φ: starts as the mean, sees whole blocks only, learns, compiles with symbolic S."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import oracle
+from nsa_flex.compression import Compression, mean_of_blocks, split_segments
+from nsa_flex.config import CompressionKind, NSAConfig
+
+KINDS = get_args(CompressionKind)
+LEARNED = tuple(kind for kind in KINDS if kind != "mean")
+SMALL = NSAConfig(
+    compress_block_size=6, compress_stride=2, select_block_size=8, num_selected_blocks=4
+)
+# l = d, l = 2d, l = 3d, and blocks of one token.
+GEOMETRIES = [(4, 4, 8), (32, 16, 64), (6, 2, 8), (1, 1, 2)]
+
+
+def geometry(block: int, stride: int, select: int) -> NSAConfig:
+    return NSAConfig(compress_block_size=block, compress_stride=stride, select_block_size=select)
+
+
+def randomized(compress: Compression) -> Compression:
+    """Parameters somewhere off their start, the halves of `mlp` unequal."""
+    with torch.no_grad():
+        for parameter in compress.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return compress
+
+
+def by_definition(compress: Compression, x: Tensor) -> np.ndarray:
+    """The formulas of the class docstring, one block after the other, in float64."""
+    x = x.detach().double().numpy()
+    weights = {name: p.detach().double().numpy() for name, p in compress.named_parameters()}
+    block, stride = compress.config.compress_block_size, compress.config.compress_stride
+    starts = range(0, x.shape[2] - block + 1, stride)
+    return np.stack([one_block(weights, x[:, :, i : i + block]) for i in starts], axis=2)
+
+
+def one_block(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
+    """(B, H, l, D) -> (B, H, D)."""
+    if "logits" in weights:
+        odds = np.exp(weights["logits"])
+        return np.einsum("bhpd,hp->bhd", tokens, odds / odds.sum(-1, keepdims=True))
+    if "weight" in weights:
+        return np.einsum("bhpd,hpde->bhe", tokens, weights["weight"])
+    if "position" in weights:
+        z = tokens + weights["position"]
+        out = z.mean(2)
+        for sign, inner, outer in zip(
+            (1, -1), weights["hidden_weight"], weights["output_weight"], strict=True
+        ):
+            hidden = torch.from_numpy(np.einsum("bhpd,pde->bhe", z, inner))
+            out = out + sign * nn.functional.gelu(hidden).numpy() @ outer
+        return out
+    return tokens.mean(2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", GEOMETRIES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_starts_as_the_mean(kind, sizes, dtype, tolerance):
+    config = geometry(*sizes)
+    x = torch.randn(2, 3, 5 * config.compress_block_size + 1, 5, dtype=dtype)
+    got = Compression(config, 3, 5, kind, dtype=dtype)(x)
+    assert got.dtype == dtype
+    assert oracle.relative_error(got.detach(), oracle.compress_mean(x, config)) < tolerance
+
+
+@pytest.mark.parametrize("head_dim", [5, 24, 64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_mlp_starts_as_exactly_the_mean(dtype, head_dim):
+    x = torch.randn(2, 3, 161, head_dim, dtype=dtype)
+    mean = Compression(NSAConfig(), 3, head_dim, "mean")(x)
+    assert torch.equal(Compression(NSAConfig(), 3, head_dim, "mlp", dtype=dtype)(x), mean)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", GEOMETRIES)
+def test_equals_its_formula(kind, sizes):
+    config = geometry(*sizes)
+    compress = randomized(Compression(config, 3, 5, kind, dtype=torch.float64))
+    x = torch.randn(2, 3, 5 * config.compress_block_size + 1, 5, dtype=torch.float64)
+    assert oracle.relative_error(compress(x).detach(), by_definition(compress, x)) < 1e-14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errs_at_most_twice_what_eager_torch_errs(kind, dtype):
+    compress = randomized(Compression(NSAConfig(), 2, 32, kind, dtype=dtype))
+    x = torch.randn(2, 2, 333, 32, dtype=dtype)
+    want = by_definition(compress, x)
+    got = compress(x)
+    assert got.dtype == dtype
+    # Plain torch in that dtype: the windows unfolded, one product over a whole block.
+    windows = x.unfold(2, 32, 16).transpose(3, 4)  # [B, H, N, l, D]
+    plain = torch.stack([plain_block(compress, w) for w in windows.unbind(2)], dim=2)
+    error = oracle.relative_error(got.detach().double(), want)
+    assert error <= 2 * oracle.relative_error(plain.detach().double(), want)
+
+
+def plain_block(compress: Compression, tokens: Tensor) -> Tensor:
+    """(B, H, l, D) -> (B, H, D) as one would write it, in the dtype of its input."""
+    if compress.kind == "weighted":
+        return torch.einsum("bhpd,hp->bhd", tokens, compress.logits.softmax(-1))
+    if compress.kind == "linear":
+        return torch.einsum("bhpd,hpde->bhe", tokens, compress.weight)
+    if compress.kind == "mlp":
+        z = tokens + compress.position
+        hidden = torch.einsum("bhpd,npde->nbhe", z, compress.hidden_weight)
+        residual = torch.einsum(
+            "nbhe,nef->nbhf", nn.functional.gelu(hidden), compress.output_weight
+        )
+        return z.mean(2) + residual[0] - residual[1]
+    return tokens.mean(2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 33, 47, 48, 100])
+def test_number_of_blocks(kind, num_tokens):
+    config = NSAConfig()
+    compress = randomized(Compression(config, 2, 4, kind))
+    got = compress(torch.randn(1, 2, num_tokens, 4))
+    assert got.shape == (1, 2, max(1, config.num_compressed_blocks(num_tokens)), 4)
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_depends_on_its_own_tokens_only(kind):
+    compress = randomized(Compression(SMALL, 2, 3, kind, dtype=torch.float64))
+    x = torch.randn(1, 2, 17, 3, dtype=torch.float64)  # blocks end at 6, 8, ... 16; one left over
+    before = compress(x)
+    assert before.shape[2] == 6
+    for token in range(17):
+        changed = x.clone()
+        changed[:, :, token] += 1.0
+        moved = (compress(changed) != before).any(-1)[0, 0].tolist()
+        assert moved == [2 * i <= token < 2 * i + 6 for i in range(6)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_behind_the_last_whole_block_stays_there(kind):
+    compress = randomized(Compression(SMALL, 2, 3, kind))
+    x = torch.randn(1, 2, 17, 3)
+    x[:, :, 16:] = float("nan")
+    assert compress(x).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_do_not_matter(kind):
+    compress = randomized(Compression(SMALL, 2, 4, kind, dtype=torch.float64))
+    x = torch.randn(2, 2, 21, 4, dtype=torch.float64)
+    want = compress(x)
+    transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
+    spread = torch.stack((x, x + 1), dim=-1)[..., 0]
+    for view in (transposed, spread, x.repeat(1, 1, 2, 1)[:, :, :21]):
+        assert oracle.relative_error(compress(view).detach(), want.detach()) < 1e-14
+
+
+def test_segments_are_a_view():
+    x = torch.randn(2, 100, 3, 8).transpose(1, 2)
+    segments = split_segments(x, NSAConfig())
+    assert segments.shape == (2, 3, 6, 16, 8)
+    assert segments.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_half_precision_sums_in_float32():
+    x = torch.ones(1, 1, 32, 1, dtype=torch.bfloat16)
+    x[:, :, 0] = 256.0  # 256 + 1 is 256 in bfloat16
+    segments = split_segments(x, NSAConfig())
+    assert mean_of_blocks(segments, NSAConfig()).item() == (256 + 31) / 32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [5, 6, 11])
+def test_gradients_against_finite_differences(kind, num_tokens):
+    compress = randomized(Compression(SMALL, 2, 2, kind, dtype=torch.float64))
+    names = [name for name, _ in compress.named_parameters()]
+    x = torch.randn(1, 2, num_tokens, 2, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(compress, dict(zip(names, parameters, strict=True)), x)
+
+    assert torch.autograd.gradcheck(run, (x, *compress.parameters()))
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_has_a_gradient_at_the_start(kind, dtype):
+    compress = Compression(NSAConfig(), 2, 8, kind, dtype=dtype)
+    out = compress(torch.randn(2, 2, 100, 8, dtype=dtype))
+    out.backward(torch.randn_like(out))
+    for name, parameter in compress.named_parameters():
+        reached = (parameter.grad != 0).float().mean()
+        assert reached > 0.99, f"{name}: {reached:.0%} of the gradient is nonzero"
+
+
+def test_halves_of_the_mlp_start_with_opposite_gradients():
+    compress = Compression(SMALL, 2, 4, "mlp", dtype=torch.float64)
+    compress(torch.randn(2, 2, 30, 4, dtype=torch.float64)).square().sum().backward()
+    for parameter in (compress.hidden_weight, compress.output_weight):
+        assert oracle.relative_error(parameter.grad[0], -parameter.grad[1]) < 1e-13
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_learns_what_the_mean_is_not(kind):
+    compress = Compression(SMALL, 1, 4, kind)
+    optimizer = torch.optim.Adam(compress.parameters(), lr=0.03)
+    losses = []
+    for _ in range(60):
+        x = torch.randn(8, 1, 30, 4)
+        last = x[:, :, SMALL.compress_block_size - 1 :: SMALL.compress_stride]
+        loss = (compress(x) - last).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_with_symbolic_length(kind):
+    compress = randomized(Compression(SMALL, 2, 8, kind))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(compress, backend=counter, dynamic=True, fullgraph=True)
+    for num_tokens in (100, 77, 32, 250, 9, 3):
+        x = torch.randn(2, num_tokens, 2, 8).transpose(1, 2).requires_grad_()
+        got, want = compiled(x), compress(x)
+        assert oracle.relative_error(got.detach(), want.detach()) < 1e-6
+        got_grad, want_grad = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
+        assert oracle.relative_error(got_grad, want_grad) < 1e-6
+        assert counter.frame_count == (1 if num_tokens > 6 else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mlp_starts_as_exactly_the_mean_when_compiled(dtype):
+    compress = Compression(NSAConfig(), 2, 24, "mlp", dtype=dtype)
+    mean = Compression(NSAConfig(), 2, 24, "mean")
+    x = torch.randn(1, 2, 75, 24, dtype=dtype)
+    compiled = torch.compile(lambda x: (compress(x), mean(x)), fullgraph=True)
+    assert torch.equal(*compiled(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_parameters_serve_half_precision_input(kind):
+    compress = randomized(Compression(SMALL, 2, 8, kind))
+    x = torch.randn(1, 2, 40, 8)
+    half = compress(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert oracle.relative_error(half.detach().float(), compress(x).detach()) < 2**-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_keeps_the_dtype_of_the_input(kind):
+    compress = randomized(Compression(SMALL, 2, 8, kind))
+    x = torch.randn(1, 2, 40, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = compress(x)
+    assert got.dtype == torch.float32
+    assert oracle.relative_error(got.detach(), compress(x).detach()) < 2**-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meta_device_then_reset(kind):
+    compress = Compression(NSAConfig(), 2, 8, kind, device="meta")
+    assert compress(torch.empty(1, 2, 100, 8, device="meta")).shape == (1, 2, 5, 8)
+    compress = compress.to_empty(device="cpu")
+    compress.reset_parameters()
+    x = torch.randn(1, 2, 100, 8)
+    want = oracle.compress_mean(x, NSAConfig())
+    assert oracle.relative_error(compress(x).detach(), want) < 1e-6
+
+
+def test_kind_comes_from_the_config_unless_given():
+    config = NSAConfig(compression="linear")
+    assert Compression(config, 2, 8).kind == "linear"
+    assert Compression(config, 2, 8, "mean").kind == "mean"
+    assert "kind='linear', num_kv_heads=2, head_dim=8" in repr(Compression(config, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 8, "max"), "kind is 'max'; it must be one of mean, weighted, linear, mlp"),
+        ((0, 8), "num_kv_heads=0 must be at least 1"),
+        ((2, 0), "head_dim=0 must be at least 1"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Compression(NSAConfig(), *arguments)
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 8), (1, 3, 40, 8), (1, 2, 40, 4)])
+def test_bad_shapes(shape):
+    compress = Compression(NSAConfig(), 2, 8)
+    with pytest.raises(ValueError, match=r"x has shape .*; expected \(batch, num_kv_heads=2, "):
+        compress(torch.randn(shape))
+
+
+def test_bad_dtype():
+    with pytest.raises(TypeError, match=r"x has dtype torch\.int64; expected a floating point"):
+        Compression(NSAConfig(), 2, 8)(torch.ones(1, 2, 40, 8, dtype=torch.int64))

@@ -1,0 +1,93 @@
+"""Gates: where they start, that they can learn from there, and in which precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import oracle
+from nsa_flex.gates import Gates
+
+STARTS = {"paper": [0.5, 0.5, 0.5], "dense": [0.0, 1.0, 0.0]}
+
+
+@pytest.mark.parametrize("init", STARTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_start_is_exact(init, dtype):
+    gates = Gates(16, 4, init=init, dtype=dtype)(torch.randn(2, 7, 16, dtype=dtype))
+    assert gates.shape == (2, 4, 7, 3)
+    assert gates.dtype == dtype
+    assert torch.equal(gates, torch.tensor(STARTS[init], dtype=dtype).expand(2, 4, 7, 3))
+
+
+@pytest.mark.parametrize("init", STARTS)
+def test_gradients_at_the_start_are_not_saturated(init):
+    gates = Gates(16, 4, init=init)
+    x = torch.randn(1, 1, 16)
+    gates(x).sum().backward()
+    torch.testing.assert_close(gates.linear.bias.grad, torch.full((12,), 0.25))
+    torch.testing.assert_close(gates.linear.weight.grad, 0.25 * x[0].expand(12, 16))
+
+
+def test_formula_and_order_of_heads_and_branches():
+    gates = Gates(16, 4, init="dense", dtype=torch.float64)
+    torch.nn.init.normal_(gates.linear.weight)
+    torch.nn.init.normal_(gates.linear.bias)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    got = gates(x)
+    for head in range(4):
+        for branch, offset in enumerate((-0.5, 0.5, -0.5)):
+            row = 3 * head + branch
+            logit = x @ gates.linear.weight[row] + gates.linear.bias[row]
+            want = 1 / (1 + torch.exp(-logit)) + offset
+            assert oracle.relative_error(got[:, head, :, branch].detach(), want.detach()) < 1e-14
+
+
+def test_small_logits_move_a_closed_gate_in_bfloat16():
+    gates = Gates(16, 1, init="dense", dtype=torch.bfloat16)
+    torch.nn.init.constant_(gates.linear.bias, 1e-3)
+    got = gates(torch.zeros(1, 1, 16, dtype=torch.bfloat16))[0, 0, 0, 0].item()
+    assert got == pytest.approx(0.25e-3, rel=2**-8)
+
+
+def test_offset_is_saved_but_not_learned():
+    gates = Gates(16, 4, init="dense")
+    assert set(gates.state_dict()) == {"linear.weight", "linear.bias", "offset"}
+    assert {name for name, _ in gates.named_parameters()} == {"linear.weight", "linear.bias"}
+    reloaded = Gates(16, 4, init="paper")
+    reloaded.load_state_dict(gates.state_dict())
+    assert reloaded(torch.zeros(1, 1, 16))[0, 0, 0].tolist() == STARTS["dense"]
+
+
+def test_meta_device_then_reset():
+    gates = Gates(16, 4, init="dense", device="meta").to_empty(device="cpu")
+    gates.reset_parameters()
+    assert gates(torch.randn(1, 1, 16))[0, 3, 0].tolist() == STARTS["dense"]
+
+
+def test_compiles():
+    gates = Gates(16, 4)
+    torch.nn.init.normal_(gates.linear.weight)
+    compiled = torch.compile(gates, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num_tokens in (5, 9):
+        x = torch.randn(2, num_tokens, 16)
+        torch.testing.assert_close(compiled(x), gates(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "init", "message"),
+    [
+        ((16, 4), "closed", "init is 'closed'; it must be one of paper, dense"),
+        ((0, 4), "paper", "hidden_size=0 must be at least 1"),
+        ((16, 0), "paper", "num_query_heads=0 must be at least 1"),
+    ],
+)
+def test_bad_arguments(arguments, init, message):
+    with pytest.raises(ValueError, match=message):
+        Gates(*arguments, init=init)
+
+
+@pytest.mark.parametrize("shape", [(7, 16), (2, 7, 15), (2, 4, 7, 16)])
+def test_bad_shapes(shape):
+    with pytest.raises(ValueError, match=r"x has shape .*; expected \(batch, tokens, hidden_s"):
+        Gates(16, 4)(torch.randn(shape))
