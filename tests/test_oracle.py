@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import oracle
 from nsa_flex.config import NSAConfig
-from tests import oracle
 
 # float64 on sums of some dozen terms of order one: a few hundred units in the last place.
 EXACT = 1e-13
@@ -119,21 +119,18 @@ def difference_quotients(loss, x, step=1e-5):
     return grad
 
 
-def assert_gradients_are_difference_quotients(inputs, cfg, grad_out, **options):
-    """`inputs` maps every name of `Gradients` that is to be checked to its array."""
-    names = list(oracle.Problem._fields)
-    separate = {name: x for name, x in inputs.items() if name not in names}
-
-    def forward(**more):
-        return oracle.forward(*(inputs[name] for name in names), cfg, **separate, **more)
-
+def assert_gradients_are_difference_quotients(problem, cfg, grad_out, **options):
     # The choice is a step function and carries no gradient: hold it while differencing.
-    options["blocks"] = forward(**options).blocks
-    grads = oracle.backward(
-        *(inputs[name] for name in names), cfg, grad_out, **separate, **options
-    )
+    options["blocks"] = oracle.forward(*problem, cfg, **options).blocks
+
+    def loss():
+        return float((oracle.forward(*problem, cfg, **options).out * grad_out).sum())
+
+    separate = {name: x for name, x in options.items() if name.startswith("sliding_")}
+    inputs = {**problem._asdict(), **separate}
+    grads = oracle.backward(*problem, cfg, grad_out, **options)
     for name, x in inputs.items():
-        want = difference_quotients(lambda: float((forward(**options).out * grad_out).sum()), x)
+        want = difference_quotients(loss, x)
         # Truncation step^2 = 1e-10 and rounding 1e-16 / step = 1e-11, with two digits to spare.
         assert oracle.relative_error(getattr(grads, name), want) < 1e-8, name
         assert np.abs(want).max() > 1e-3, f"{name}: nothing was tested"
@@ -143,28 +140,28 @@ def assert_gradients_are_difference_quotients(inputs, cfg, grad_out, **options):
 def test_gradients(rng):
     problem = oracle.random_problem(rng, SMALL, 14, head_dim=3, value_dim=2, compression="random")
     grad_out = rng.standard_normal((1, 4, 14, 2))
-    assert_gradients_are_difference_quotients(problem._asdict(), SMALL, grad_out)
+    assert_gradients_are_difference_quotients(problem, SMALL, grad_out)
 
 
 def test_gradients_of_separate_sliding_keys_with_scale_and_offset(rng):
     problem = oracle.random_problem(
         rng, SMALL, 13, batch=2, kv_heads=1, head_dim=2, value_dim=3, num_queries=4
     )
-    inputs = problem._asdict()
-    inputs["sliding_key"] = rng.standard_normal(problem.key.shape)
-    inputs["sliding_value"] = rng.standard_normal(problem.value.shape)
+    options = {
+        "sliding_key": rng.standard_normal(problem.key.shape),
+        "sliding_value": rng.standard_normal(problem.value.shape),
+        "scale": 0.9,
+        "offset": np.array([2, 9]),
+    }
     grad_out = rng.standard_normal((2, 2, 4, 3))
-    assert_gradients_are_difference_quotients(
-        inputs, SMALL, grad_out, scale=0.9, offset=np.array([2, 9])
-    )
+    assert_gradients_are_difference_quotients(problem, SMALL, grad_out, **options)
 
 
 def test_gradients_of_packed_documents(rng):
     problem = oracle.random_problem(rng, SMALL, 15, kv_heads=1, head_dim=2, compression="random")
     start = np.repeat([0, 4], [4, 11])[None]
     grad_out = rng.standard_normal((1, 2, 15, 2))
-    inputs = problem._asdict()
-    assert_gradients_are_difference_quotients(inputs, SMALL, grad_out, document_start=start)
+    assert_gradients_are_difference_quotients(problem, SMALL, grad_out, document_start=start)
 
 
 def test_queries_that_see_no_block_have_zero_gradients(rng):
@@ -200,6 +197,7 @@ def test_masks_clip_at_the_document():
 def test_a_block_past_the_keys_is_never_seen():
     # Shapes stay nonempty when S < l: one block, which does not exist.
     assert not oracle.compressed_mask(3, 3, 1, SMALL).any()
+    assert oracle.compressed_mask(1, 9, 4, SMALL, offset=20).sum() == 3
 
 
 @pytest.mark.parametrize("offset", [3, np.array([3, 0])])
@@ -385,7 +383,8 @@ def test_an_offset_per_row_is_each_row_alone(rng):
     offsets = np.array([6, 22])
     together = oracle.forward(*problem, SMALL, offset=offsets)
     for b in range(2):
-        alone = oracle.forward(*(x[b : b + 1] for x in problem), SMALL, offset=int(offsets[b]))
+        row = oracle.Problem(*(x[b : b + 1] for x in problem))
+        alone = oracle.forward(*row, SMALL, offset=int(offsets[b]))
         assert oracle.relative_error(together.out[b : b + 1], alone.out) < EXACT
         np.testing.assert_array_equal(together.blocks[b : b + 1], alone.blocks)
 
@@ -492,11 +491,11 @@ def test_relative_error():
 def test_the_oracle_stands_alone():
     """It may not borrow from what it judges."""
     code = (
-        "import sys, tests.oracle\n"
+        "import sys, oracle\n"
         "print(*{name.split('.')[0] for name in sys.modules} & {'torch', 'nsa_flex'})"
     )
-    root = Path(__file__).parents[1]
+    here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=here, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
