@@ -1,0 +1,64 @@
+# On a fresh machine with Python >= 3.10 and a C++ compiler, `make demo` and `make test` each
+# build the environment they need (.venv) and do their whole job.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= hf,ao,cli,bench,dev
+JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One thread a worker: several compiled kernels with a thread per core each only disturb one another.
+PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help env demo test lint format unit wheel-test gpu-test clean
+
+help:
+	@echo "make demo        train, compile and audit a small patched Llama on real text"
+	@echo "make test        lint, type check and every test this machine can run"
+	@echo "make lint        ruff and mypy"
+	@echo "make format      let ruff rewrite what it can"
+	@echo "make unit        the tests alone; ARGS='-k causal --seed 7' narrows them"
+	@echo "make wheel-test  build sdist and wheel, compare them with the tree, import them"
+	@echo "make gpu-test    the tests marked gpu; fails where there is no CUDA device"
+	@echo "make clean       remove the environment, builds and caches"
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || \
+	  { echo "nsa_flex needs Python >= 3.10; name one with make PYTHON=..." >&2; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || \
+	  { echo "torch.compile needs a C++ compiler; install g++ or clang, or set CXX" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/nsa-flex demo $(ARGS)
+
+test: lint unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+unit: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+
+wheel-test: $(STAMP)
+	$(PYTEST) tests/test_packaging.py $(ARGS)
+
+gpu-test: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist nsa_flex.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

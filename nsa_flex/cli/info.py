@@ -1,0 +1,96 @@
+"""`nsa-flex info`: what this machine offers, as far as nsa_flex cares."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from importlib import metadata
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import nsa_flex
+
+PACKAGES = ("torch", "numpy", "triton", "flash-attn", "transformers", "torchao")
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Show versions, devices and the C++ compiler: what a bug report should hold.
+
+    Example: `nsa-flex info`
+
+    Example: `nsa-flex info --json > environment.json`
+    """
+    facts = collect()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        Console().print(_table(facts))
+
+
+def collect() -> dict[str, Any]:
+    """Plain JSON types. A package that is not installed, or no compiler found, is None."""
+    return {
+        "nsa_flex": nsa_flex.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpu": {
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "cxx_compiler": _cxx_compiler(),
+        },
+        "cuda": {
+            "build": torch.version.cuda,
+            "devices": [_cuda_device(index) for index in range(torch.cuda.device_count())],
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cxx_compiler() -> str | None:
+    """Path of the compiler that torch.compile would call on the CPU."""
+    if "CXX" in os.environ:
+        return shutil.which(os.environ["CXX"])
+    found = (shutil.which(name) for name in ("g++", "clang++", "c++"))
+    return next((path for path in found if path), None)
+
+
+def _cuda_device(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+    }
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    table = Table("nsa-flex", facts["nsa_flex"])
+    table.add_row("python", f"{facts['python']} on {facts['platform']}")
+    for name, version in facts["packages"].items():
+        table.add_row(name, version or "not installed")
+    cpu = facts["cpu"]
+    table.add_row("cpu", f"{cpu['capability']}, {cpu['threads']} threads")
+    table.add_row("C++ compiler", cpu["cxx_compiler"] or "none: torch.compile will fail on CPU")
+    for device in facts["cuda"]["devices"]:
+        table.add_row(
+            "cuda",
+            f"{device['name']}, sm {device['capability']}, {device['memory_gib']} GiB",
+        )
+    if not facts["cuda"]["devices"]:
+        table.add_row("cuda", "no device")
+    return table

@@ -1,0 +1,95 @@
+"""What every test shares: seeds, devices, hypothesis profiles, poisoned memory."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import numpy as np
+import poisoned_memory
+import pytest
+import torch
+
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=15)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
+hypothesis.settings.load_profile("ci")  # --hypothesis-profile=thorough overrides
+
+
+class TorchGenerator:
+    """torch's global generators as hypothesis wants them: a replay sees the same numbers."""
+
+    def __init__(self, run_seed: int) -> None:
+        self.run_seed = run_seed
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed((self.run_seed + value) % 2**63)
+
+    def getstate(self) -> Any:
+        return torch.get_rng_state()
+
+    def setstate(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, help="seed of the random tensors; default: a fresh one")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # The options of this process are what pytest-xdist hands to its workers.
+    if config.option.seed is None:
+        config.option.seed = secrets.randbelow(2**31)
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(config.option.seed)
+    config.torch_generator = TorchGenerator(config.option.seed)  # type: ignore[attr-defined]
+    hypothesis.register_random(config.torch_generator)  # type: ignore[attr-defined]
+    poisoned_memory.install()
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [
+        f"seed: {config.option.seed} (--seed {config.option.seed} repeats it)",
+        f"torch {torch.__version__}, CUDA: {', '.join(devices) or 'none, gpu tests left out'}",
+    ]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"repeat with --seed {config.option.seed}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out:
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_random_state(request: pytest.FixtureRequest) -> None:
+    """Depends on the run's seed and the test's name, not on which tests ran before."""
+    seed = (request.config.option.seed + zlib.crc32(request.node.nodeid.encode())) % 2**32
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fresh_compiler() -> Iterator[None]:
+    """No test file sees, or exhausts the recompilation limit of, another's compiled code."""
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Runs the test on the CPU and, where there is one, on the CUDA device."""
+    return torch.device(request.param)

@@ -1,0 +1,94 @@
+"""The rules that conftest.py sets for every other test."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CONFTEST = Path(__file__).with_name("conftest.py")
+
+
+def run_pytest(folder: Path, test: str, *arguments: str) -> str:
+    """Output of pytest, with our conftest, on one file that holds `test`."""
+    (folder / "test_it.py").write_text(test)
+    (folder / "conftest.py").write_text(CONFTEST.read_text())
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs CUDA\n")
+    environment = os.environ | {"PYTHONPATH": str(CONFTEST.parent), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return done.stdout
+
+
+PRINTS = """
+import torch
+def test_first(): print("first", torch.rand(1).item())
+def test_second(): print("second", torch.rand(1).item())
+"""
+
+
+def drawn(output: str) -> dict[str, str]:
+    return dict(re.findall(r"(first|second) (\S+)", output))
+
+
+def test_seed_repeats_each_test_alone_and_differs_between_runs(tmp_path: Path) -> None:
+    both = drawn(run_pytest(tmp_path, PRINTS, "--seed", "5"))
+    alone = drawn(run_pytest(tmp_path, PRINTS, "--seed", "5", "-k", "second"))
+    fresh = drawn(run_pytest(tmp_path, PRINTS))
+    assert both["second"] == alone["second"]
+    assert both["first"] != both["second"]
+    assert both["second"] != fresh["second"]
+
+
+def test_header_and_failure_name_the_seed(tmp_path: Path) -> None:
+    output = run_pytest(tmp_path, "def test_fails(): assert False", "--seed", "77")
+    assert "seed: 77 (--seed 77 repeats it)" in output
+    assert "repeat with --seed 77" in output
+
+
+def test_gpu_tests_are_deselected_without_cuda(tmp_path: Path) -> None:
+    test = "import pytest\n@pytest.mark.gpu\ndef test_gpu(): assert False\n"
+    test += "def test_both(device): assert device.type == 'cpu'\n"
+    output = run_pytest(tmp_path, test)
+    assert "1 passed, 2 deselected" in output
+    assert "CUDA: none, gpu tests left out" in output
+
+
+def test_hypothesis_replays_the_same_tensors(tmp_path: Path) -> None:
+    """A property that fails for a random tensor is reported as a failure, not as flaky."""
+    test = """
+import torch
+from hypothesis import given, strategies as st
+@given(st.integers(1, 9))
+def test_property(size): assert torch.rand(size).max() < 0.5
+"""
+    output = run_pytest(tmp_path, test)
+    assert "1 failed" in output
+    assert "Flaky" not in output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_unwritten_floats_are_nan(dtype: torch.dtype) -> None:
+    made = torch.empty(3, dtype=dtype)
+    others = [torch.empty_like(made), made.new_empty(2), torch.empty_strided((2,), (1,))]
+    assert all(tensor.isnan().all() for tensor in [made, *others])
+
+
+def test_unwritten_integers_are_no_index() -> None:
+    assert (torch.empty(3, dtype=torch.int32) == 2**31 - 1).all()
+    assert (torch.empty(3, dtype=torch.int64) == 2**63 - 1).all()
+
+
+def test_poison_spares_modules_meta_tensors_and_compiled_graphs() -> None:
+    linear = torch.nn.Linear(4, 4)
+    assert linear.weight.isfinite().all()
+    with torch.device("meta"):
+        assert torch.empty(3).is_meta
+    torch.compile(lambda x: torch.empty_like(x).fill_(1) + x, fullgraph=True, backend="eager")(
+        torch.ones(3)
+    )
