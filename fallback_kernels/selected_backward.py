@@ -1,0 +1,612 @@
+"""Gradients of selected attention: dK and dV by KV block, dQ by partial results.
+
+The list kernel mirrors the forward's: a block's keys and values are loaded once, the queries that
+chose it stream past, dK and dV stay in registers until the item ends, and the tile's share of dQ
+goes to the partial buffer, which the merge sums. Dense candidates need no list: the queries of
+block j and of the next `LOCAL - 1` blocks are consecutive, and so are all that follow an initial
+block. Their share of dQ is recomputed in the merge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_flex.fallback_kernels.selected_forward import LOG2E
+from nsa_flex.fallback_kernels.selected_index import SelectedIndex, build_index
+from nsa_flex.fallback_kernels.selected_merge import query_gradient_kernel
+from nsa_flex.fallback_kernels.selected_plan import (
+    INITIAL_CHUNK_TOKENS,
+    SelectedPlan,
+    empty_natural,
+    padded,
+    strides,
+)
+from nsa_flex.fallback_kernels.selected_tiles import item_of, load_block, load_rows, store_rows
+
+DELTA_ROWS = 32
+# How a program hands its dK and dV over.
+STORE, ATOMIC, ADD = 0, 1, 2
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr,
+    grad_out_ptr,
+    lse_ptr,
+    grad_lse_ptr,
+    delta_ptr,
+    lse_log2_ptr,
+    out_stride_b,
+    out_stride_h,
+    out_stride_s,
+    grad_out_stride_b,
+    grad_out_stride_h,
+    grad_out_stride_s,
+    lse_stride_b,
+    lse_stride_h,
+    lse_stride_s,
+    grad_lse_stride_b,
+    grad_lse_stride_h,
+    grad_lse_stride_s,
+    num_queries,
+    query_heads,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """delta = sum(out * grad_out) - grad_lse, and the log-sum-exp in base 2, both (B, Sq, Hq).
+
+    The log-sum-exp of a query without blocks becomes +inf: its probabilities are then 0.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_ok = row < num_queries * query_heads
+    i = (row // query_heads).to(tl.int64)
+    head = row % query_heads
+    out = load_rows(
+        out_ptr + b * out_stride_b,
+        i * out_stride_s + head * out_stride_h,
+        row_ok,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+    )
+    grad_out = load_rows(
+        grad_out_ptr + b * grad_out_stride_b,
+        i * grad_out_stride_s + head * grad_out_stride_h,
+        row_ok,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+    )
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        place = b * grad_lse_stride_b + i * grad_lse_stride_s + head * grad_lse_stride_h
+        delta -= tl.load(grad_lse_ptr + place, mask=row_ok, other=0.0)
+    place = b * lse_stride_b + i * lse_stride_s + head * lse_stride_h
+    lse = tl.load(lse_ptr + place, mask=row_ok, other=0.0)
+    LOG2E_: tl.constexpr = 1.4426950408889634
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E_)
+    place = b * num_queries * query_heads + row
+    tl.store(delta_ptr + place, delta, mask=row_ok)
+    tl.store(lse_log2_ptr + place, lse_log2, mask=row_ok)
+
+
+@triton.jit
+def hand_over(
+    base_ptr,
+    stride,
+    block,
+    value,
+    num_keys,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Put a block's gradient (BLOCK_SIZE, COLUMNS) into the float32 buffer."""
+    position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    column = tl.arange(0, COLUMNS)
+    pointer = base_ptr + (position.to(tl.int64) * stride)[:, None] + column[None, :]
+    ok = (position < num_keys)[:, None] & (column < WIDTH)[None, :]
+    if MODE == 0:
+        tl.store(pointer, value, mask=ok)
+    elif MODE == 1:
+        tl.atomic_add(pointer, value, mask=ok, sem="relaxed")
+    else:
+        tl.store(pointer, tl.load(pointer, mask=ok, other=0.0) + value, mask=ok)
+
+
+@triton.jit(do_not_specialize=["first_batch", "first_list", "window_shift"])
+def list_gradient_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    grad_out_ptr,
+    lse_ptr,
+    delta_ptr,
+    partial_ptr,
+    grad_key_ptr,
+    grad_value_ptr,
+    entries_ptr,
+    list_starts_ptr,
+    item_starts_ptr,
+    item_lists_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_s,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    grad_out_stride_b,
+    grad_out_stride_h,
+    grad_out_stride_s,
+    first_batch,
+    first_list,
+    lists_per_window,
+    window_shift,
+    window_tokens,
+    num_queries,
+    num_keys,
+    num_blocks,
+    kv_heads,
+    scale,
+    scale_log2,
+    GROUP: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Free choices: dK and dV of one chunk of one list, and its share of dQ."""
+    item = tl.program_id(0) + tl.load(item_starts_ptr + first_list)
+    if item >= tl.load(item_starts_ptr + first_list + lists_per_window):
+        return
+    start, stop, batch, head, block = item_of(
+        item,
+        list_starts_ptr,
+        item_starts_ptr,
+        item_lists_ptr,
+        first_batch,
+        first_list,
+        kv_heads,
+        num_blocks,
+        CHUNK,
+    )
+    b, h = batch.to(tl.int64), head.to(tl.int64)
+    query_ptr += b * query_stride_b + h * GROUP * query_stride_h
+    grad_out_ptr += b * grad_out_stride_b + h * GROUP * grad_out_stride_h
+    key_ptr += b * key_stride_b + h * key_stride_h
+    value_ptr += b * value_stride_b + h * value_stride_h
+    k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
+    v = load_block(
+        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
+    )
+    first = ((b - first_batch) * kv_heads + h) * window_tokens + window_shift
+    first = first * NUM_SLOTS
+    query_heads = kv_heads * GROUP
+    row_base = b * num_queries * query_heads + h * GROUP
+
+    TOKENS: tl.constexpr = ROWS // GROUP
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    member = row % GROUP
+    grad_k = tl.zeros([BLOCK_SIZE, HEAD_COLUMNS], tl.float32)
+    grad_v = tl.zeros([BLOCK_SIZE, VALUE_COLUMNS], tl.float32)
+    for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
+        row_ok = (token < TOKENS) & (tile + token < stop)
+        entry = tl.load(entries_ptr + tile + token, mask=row_ok, other=0)
+        i = (entry // NUM_SLOTS).to(tl.int64)
+        q = load_rows(
+            query_ptr,
+            i * query_stride_s + member * query_stride_h,
+            row_ok,
+            HEAD_DIM,
+            HEAD_COLUMNS,
+        )
+        grad_out = load_rows(
+            grad_out_ptr,
+            i * grad_out_stride_s + member * grad_out_stride_h,
+            row_ok,
+            VALUE_DIM,
+            VALUE_COLUMNS,
+        )
+        row_place = row_base + i * query_heads + member
+        lse_log2 = tl.load(lse_ptr + row_place, mask=row_ok, other=float("inf"))
+        delta = tl.load(delta_ptr + row_place, mask=row_ok, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+        grad_v = tl.dot(
+            tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
+        )
+        grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+        grad_scores = (p * (grad_p - delta[:, None])).to(q.dtype)
+        grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
+        grad_q = tl.dot(grad_scores, k, input_precision=PRECISION)
+        place = (first + entry) * GROUP + member
+        store_rows(partial_ptr, place * HEAD_DIM, grad_q, row_ok, HEAD_DIM, HEAD_COLUMNS)
+
+    grad_key_ptr += (b * num_keys * kv_heads + h) * HEAD_DIM
+    grad_value_ptr += (b * num_keys * kv_heads + h) * VALUE_DIM
+    hand_over(
+        grad_key_ptr,
+        kv_heads * HEAD_DIM,
+        block,
+        grad_k * scale,
+        num_keys,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        HEAD_COLUMNS,
+        MODE,
+    )
+    hand_over(
+        grad_value_ptr,
+        kv_heads * VALUE_DIM,
+        block,
+        grad_v,
+        num_keys,
+        BLOCK_SIZE,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+        MODE,
+    )
+
+
+@triton.jit
+def dense_gradient_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    grad_out_ptr,
+    lse_ptr,
+    delta_ptr,
+    summary_ptr,
+    grad_key_ptr,
+    grad_value_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_s,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    grad_out_stride_b,
+    grad_out_stride_h,
+    grad_out_stride_s,
+    query_offset,
+    num_queries,
+    num_keys,
+    num_blocks,
+    num_chunks,
+    kv_heads,
+    scale,
+    scale_log2,
+    GROUP: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LOCAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Dense candidates: dK and dV of one block from consecutive queries.
+
+    The first `num_blocks` programs take a block as a local one, the others a chunk of the later
+    queries that have it as an initial one.
+    """
+    program = tl.program_id(0)
+    batch_head = tl.program_id(1)
+    b = (batch_head // kv_heads).to(tl.int64)
+    h = (batch_head % kv_heads).to(tl.int64)
+    extra = program - num_blocks
+    is_local = extra < 0
+    block = tl.where(is_local, program, extra // num_chunks)
+    start = tl.where(is_local, block, block + LOCAL) * BLOCK_SIZE
+    start += tl.where(is_local, 0, (extra % num_chunks) * CHUNK)
+    stop = tl.minimum(
+        start + tl.where(is_local, LOCAL * BLOCK_SIZE, CHUNK), query_offset + num_queries
+    )
+    # Queries before the first one do not exist: start there, tiles need no alignment.
+    start = tl.maximum(start, query_offset)
+
+    query_ptr += b * query_stride_b + h * GROUP * query_stride_h
+    grad_out_ptr += b * grad_out_stride_b + h * GROUP * grad_out_stride_h
+    key_ptr += b * key_stride_b + h * key_stride_h
+    value_ptr += b * value_stride_b + h * value_stride_h
+    summary_ptr += (b * kv_heads + h) * num_queries
+    k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
+    v = load_block(
+        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
+    )
+    key_position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    query_heads = kv_heads * GROUP
+    row_base = b * num_queries * query_heads + h * GROUP
+
+    TOKENS: tl.constexpr = ROWS // GROUP
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    member = row % GROUP
+    grad_k = tl.zeros([BLOCK_SIZE, HEAD_COLUMNS], tl.float32)
+    grad_v = tl.zeros([BLOCK_SIZE, VALUE_COLUMNS], tl.float32)
+    for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
+        position = tile + token
+        row_ok = (token < TOKENS) & (position < stop)
+        i = (position - query_offset).to(tl.int64)
+        q = load_rows(
+            query_ptr,
+            i * query_stride_s + member * query_stride_h,
+            row_ok,
+            HEAD_DIM,
+            HEAD_COLUMNS,
+        )
+        grad_out = load_rows(
+            grad_out_ptr,
+            i * grad_out_stride_s + member * grad_out_stride_h,
+            row_ok,
+            VALUE_DIM,
+            VALUE_COLUMNS,
+        )
+        row_place = row_base + i * query_heads + member
+        lse_log2 = tl.load(lse_ptr + row_place, mask=row_ok, other=float("inf"))
+        delta = tl.load(delta_ptr + row_place, mask=row_ok, other=0.0)
+        summary = tl.load(summary_ptr + i, mask=row_ok, other=0)
+        age = position // BLOCK_SIZE - block
+        candidate = tl.where(age < LOCAL, age, LOCAL + block)
+        chosen = ((summary >> candidate) & 1) != 0
+        seen = chosen[:, None] & (key_position[None, :] <= position[:, None])
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p = tl.where(seen, tl.exp2(scores * scale_log2 - lse_log2[:, None]), 0.0)
+        grad_v = tl.dot(
+            tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
+        )
+        grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+        grad_scores = (p * (grad_p - delta[:, None])).to(q.dtype)
+        grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
+
+    grad_key_ptr += (b * num_keys * kv_heads + h) * HEAD_DIM
+    grad_value_ptr += (b * num_keys * kv_heads + h) * VALUE_DIM
+    hand_over(
+        grad_key_ptr,
+        kv_heads * HEAD_DIM,
+        block,
+        grad_k * scale,
+        num_keys,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        HEAD_COLUMNS,
+        MODE,
+    )
+    hand_over(
+        grad_value_ptr,
+        kv_heads * VALUE_DIM,
+        block,
+        grad_v,
+        num_keys,
+        BLOCK_SIZE,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+        MODE,
+    )
+
+
+class _Backward:
+    """One backward pass: its inputs by name, its buffers, its launches."""
+
+    def __init__(
+        self,
+        plan: SelectedPlan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_out: Tensor,
+        scale: float,
+        deterministic: bool,
+    ) -> None:
+        # Without float atomics a list is one program, and initial blocks are lists as well.
+        self.plan = replace(plan, num_initial=0) if deterministic else plan
+        self.chunk = plan.window_tokens if deterministic else plan.chunk_tokens
+        self.deterministic = deterministic
+        self.query, self.key, self.value, self.grad_out = query, key, value, grad_out
+        self.scale = scale
+        rows = (plan.batch, plan.num_queries, plan.query_heads)
+        self.delta = torch.empty(rows, dtype=torch.float32, device=query.device)
+        self.lse_log2 = torch.empty_like(self.delta)
+        new_zeros = torch.empty if deterministic else torch.zeros
+        tokens = (plan.batch, plan.num_keys, plan.kv_heads)
+        self.grad_key = new_zeros(
+            (*tokens, plan.head_dim), dtype=torch.float32, device=query.device
+        )
+        self.grad_value = new_zeros(
+            (*tokens, plan.value_dim), dtype=torch.float32, device=query.device
+        )
+
+    def launch_delta(self, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> None:
+        plan = self.plan
+        grid = (triton.cdiv(plan.num_queries * plan.query_heads, DELTA_ROWS), plan.batch)
+        lse_gradient = lse if grad_lse is None else grad_lse
+        delta_kernel[grid](
+            out,
+            self.grad_out,
+            lse,
+            lse_gradient,
+            self.delta,
+            self.lse_log2,
+            *strides(out),
+            *strides(self.grad_out),
+            *lse.stride(),
+            *lse_gradient.stride(),
+            plan.num_queries,
+            plan.query_heads,
+            VALUE_DIM=plan.value_dim,
+            VALUE_COLUMNS=padded(plan.value_dim),
+            HAS_GRAD_LSE=grad_lse is not None,
+            ROWS=DELTA_ROWS,
+        )
+
+    def launch_dense(self, summary: Tensor) -> None:
+        plan = self.plan
+        later = plan.query_offset + plan.num_queries - plan.num_local * plan.block_size
+        chunks = max(1, triton.cdiv(max(later, 0), INITIAL_CHUNK_TOKENS))
+        grid = (plan.num_blocks + plan.num_initial * chunks, plan.batch * plan.kv_heads)
+        dense_gradient_kernel[grid](
+            self.query,
+            self.key,
+            self.value,
+            self.grad_out,
+            self.lse_log2,
+            self.delta,
+            summary,
+            self.grad_key,
+            self.grad_value,
+            *self.all_strides(),
+            plan.query_offset,
+            plan.num_queries,
+            plan.num_keys,
+            plan.num_blocks,
+            chunks,
+            plan.kv_heads,
+            self.scale,
+            self.scale * LOG2E,
+            **plan.constants(),
+            LOCAL=plan.num_local,
+            CHUNK=INITIAL_CHUNK_TOKENS,
+            **self.tiles(),
+            MODE=STORE if self.deterministic else ATOMIC,
+        )
+
+    def launch_lists(self, index: SelectedIndex, partial: Tensor, grad_query: Tensor) -> None:
+        """Lists, then the merge of dQ, window by window: the windows share `partial`."""
+        plan = self.plan
+        for window in plan.windows(self.chunk):
+            list_gradient_kernel[(max(window.max_items, 1),)](
+                self.query,
+                self.key,
+                self.value,
+                self.grad_out,
+                self.lse_log2,
+                self.delta,
+                partial,
+                self.grad_key,
+                self.grad_value,
+                index.entries,
+                index.list_starts,
+                index.item_starts,
+                index.item_lists,
+                *self.all_strides(),
+                window.first_batch,
+                window.first_list,
+                plan.lists_per_window,
+                plan.query_offset - window.start,
+                plan.window_tokens,
+                plan.num_queries,
+                plan.num_keys,
+                plan.num_blocks,
+                plan.kv_heads,
+                self.scale,
+                self.scale * LOG2E,
+                **plan.constants(),
+                CHUNK=self.chunk,
+                **self.tiles(),
+                MODE=ADD if self.deterministic else ATOMIC,
+            )
+            grid = (plan.window_tokens // plan.merge_tokens, window.num_batch * plan.kv_heads)
+            query_gradient_kernel[grid](
+                self.query,
+                self.key,
+                self.value,
+                self.grad_out,
+                self.lse_log2,
+                self.delta,
+                partial,
+                index.summary,
+                grad_query,
+                *self.all_strides(),
+                *strides(grad_query),
+                window.first_batch,
+                window.start,
+                plan.window_tokens,
+                plan.query_offset,
+                plan.num_queries,
+                plan.num_keys,
+                plan.kv_heads,
+                self.scale,
+                self.scale * LOG2E,
+                **plan.constants(),
+                INITIAL=plan.num_initial,
+                LOCAL=plan.num_local,
+                TOKENS=plan.merge_tokens,
+                ROWS=plan.merge_rows,
+                STAGES=plan.merge_stages,
+                num_warps=plan.num_warps,
+            )
+
+    def all_strides(self) -> list[int]:
+        tensors = (self.query, self.key, self.value, self.grad_out)
+        return [stride for tensor in tensors for stride in strides(tensor)]
+
+    def tiles(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "ROWS": plan.tile_rows,
+            "STAGES": plan.gradient_stages,
+            "num_warps": plan.num_warps,
+        }
+
+
+def backward(
+    plan: SelectedPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    scale: float,
+    *,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, in their dtype; dK and dV are summed in float32.
+
+    Items of one block add into dK and dV by float32 atomics, in no fixed order. `deterministic`
+    sorts the lists and gives every list to one program, which adds without atomics: equal inputs
+    then give equal bits, but a block that very many queries chose is worked through alone.
+    """
+    run = _Backward(plan, query, key, value, grad_out, scale, deterministic)
+    index = build_index(run.plan, blocks, run.chunk, ordered=deterministic)
+    partial = torch.empty(
+        (run.plan.partial_rows, plan.head_dim), dtype=query.dtype, device=query.device
+    )
+    grad_query = empty_natural(
+        query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype
+    )
+    run.launch_delta(out, lse, grad_lse)
+    run.launch_dense(index.summary)
+    run.launch_lists(index, partial, grad_query)
+    grad_key = run.grad_key.to(key.dtype).transpose(1, 2)
+    grad_value = run.grad_value.to(value.dtype).transpose(1, 2)
+    return grad_query, grad_key, grad_value

@@ -1,0 +1,259 @@
+"""The inverted index: which queries chose a KV block, in compressed sparse rows.
+
+A query's choices split in two. Those among the first `num_initial` and the last `num_local`
+blocks up to its own are dense candidates: almost every query has them, so they are computed tile
+by tile without an index. Whether a query really chose them is a bit of its summary; nothing is
+taken for granted. All other choices are free: they go into one list per (window of queries,
+batch row, KV head, block), and the programs of the KV-major kernels each take a chunk of a list.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
+
+INDEX_TOKENS = 32  # queries per program of the index kernels
+
+
+class SelectedIndex(NamedTuple):
+    """Lists of free choices; int32 throughout.
+
+    An entry is query * n + slot, where slot counts the free choices of that query: it names the
+    query and the place of its partial result at once.
+    """
+
+    entries: Tensor  # (B * Hkv * Sq * n,), grouped by list; the tail is unused
+    list_starts: Tensor  # (lists + 1,) into entries
+    item_starts: Tensor  # (lists + 1,) number of the first item of a list
+    item_lists: Tensor  # (bound,) list of every item; the tail holds the number of lists
+    summary: Tensor  # (B, Hkv, Sq): bits 0-15 dense candidates chosen, bits 24- free choices
+
+
+@triton.jit
+def split_choices(
+    blocks_ptr,
+    row,
+    row_ok,
+    position,
+    NUM_SLOTS: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """Blocks of some queries, which of them are free, their slots, and the summary's bits.
+
+    A block in a query's future is taken as no choice, so that no kernel reads out of bounds.
+    """
+    column = tl.arange(0, SLOT_COLUMNS)
+    place = row[:, None] * NUM_SLOTS + column[None, :]
+    place_ok = row_ok[:, None] & (column < NUM_SLOTS)[None, :]
+    block = tl.load(blocks_ptr + place, mask=place_ok, other=-1)
+    age = (position // BLOCK_SIZE)[:, None] - block
+    chosen = (block >= 0) & (age >= 0)
+    local = chosen & (age < LOCAL)
+    initial = chosen & (age >= LOCAL) & (block < INITIAL)
+    free = chosen & (age >= LOCAL) & (block >= INITIAL)
+    count = free.to(tl.int32)
+    slot = tl.cumsum(count, 1) - 1
+    candidate = tl.where(local, age, tl.where(initial, LOCAL + block, 0))
+    bit = tl.where(local | initial, 1 << candidate, 0)
+    summary = tl.sum(bit, 1) | (tl.sum(count, 1) << 24)
+    return block, free, slot, summary
+
+
+@triton.jit
+def list_of(
+    block,
+    batch,
+    head,
+    position,
+    base,
+    window_tokens,
+    window_batch,
+    windows_per_row,
+    kv_heads,
+    num_blocks,
+):
+    """Number of the list that a free choice belongs to."""
+    window = (batch // window_batch) * windows_per_row + (position - base) // window_tokens
+    row = window * window_batch + batch % window_batch
+    return ((row * kv_heads + head) * num_blocks)[:, None] + block
+
+
+@triton.jit
+def count_kernel(
+    blocks_ptr,
+    counts_ptr,
+    ranks_ptr,
+    summary_ptr,
+    num_queries,
+    query_offset,
+    base,
+    window_tokens,
+    window_batch,
+    windows_per_row,
+    kv_heads,
+    num_blocks,
+    NUM_SLOTS: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """Summaries of all queries, list lengths, and each entry's rank in its list.
+
+    Ranks come from an atomic counter, in no fixed order. ORDERED leaves the ranking to a stable
+    sort: it writes the list of every entry into `ranks_ptr` and no counts.
+    """
+    batch_head = tl.program_id(1)
+    batch = batch_head // kv_heads
+    head = batch_head % kv_heads
+    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    row_ok = index < num_queries
+    row = batch_head * num_queries + index
+    position = index + query_offset
+    block, free, slot, summary = split_choices(
+        blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
+    )
+    tl.store(summary_ptr + row, summary, mask=row_ok)
+    key = list_of(
+        block,
+        batch,
+        head,
+        position,
+        base,
+        window_tokens,
+        window_batch,
+        windows_per_row,
+        kv_heads,
+        num_blocks,
+    )
+    place = row[:, None] * NUM_SLOTS + slot
+    if ORDERED:
+        tl.store(ranks_ptr + place, key, mask=free)
+    else:
+        rank = tl.atomic_add(counts_ptr + key, 1, mask=free, sem="relaxed")
+        tl.store(ranks_ptr + place, rank, mask=free)
+
+
+@triton.jit
+def scatter_kernel(
+    blocks_ptr,
+    list_starts_ptr,
+    ranks_ptr,
+    entries_ptr,
+    num_queries,
+    query_offset,
+    base,
+    window_tokens,
+    window_batch,
+    windows_per_row,
+    kv_heads,
+    num_blocks,
+    NUM_SLOTS: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write each entry to its place: start of its list plus its rank."""
+    batch_head = tl.program_id(1)
+    batch = batch_head // kv_heads
+    head = batch_head % kv_heads
+    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    row_ok = index < num_queries
+    row = batch_head * num_queries + index
+    position = index + query_offset
+    block, free, slot, _ = split_choices(
+        blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
+    )
+    key = list_of(
+        block,
+        batch,
+        head,
+        position,
+        base,
+        window_tokens,
+        window_batch,
+        windows_per_row,
+        kv_heads,
+        num_blocks,
+    )
+    rank = tl.load(ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=free, other=0)
+    start = tl.load(list_starts_ptr + key, mask=free, other=0)
+    tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=free)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Exclusive running sum with the total at the end."""
+    starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
+    return starts
+
+
+def build_index(
+    plan: SelectedPlan, blocks: Tensor, chunk: int, *, ordered: bool = False
+) -> SelectedIndex:
+    """Invert `blocks` (B, Hkv, Sq, n) on its device, without a look at its values on the host.
+
+    Args:
+        plan: sizes; `plan.num_initial` and `plan.num_local` say which blocks are no list entries.
+        blocks: int32, contiguous.
+        chunk: entries per item.
+        ordered: lists ascend by query, the same in every run; costs a sort of all entries.
+    """
+    grid = (triton.cdiv(plan.num_queries, INDEX_TOKENS), plan.batch * plan.kv_heads)
+    sizes = (
+        plan.num_queries,
+        plan.query_offset,
+        plan.base,
+        plan.window_tokens,
+        plan.window_batch,
+        plan.windows_per_row,
+        plan.kv_heads,
+        plan.num_blocks,
+    )
+    constants = {
+        "NUM_SLOTS": plan.num_slots,
+        "SLOT_COLUMNS": padded(plan.num_slots),
+        "BLOCK_SIZE": plan.block_size,
+        "INITIAL": plan.num_initial,
+        "LOCAL": plan.num_local,
+        "TOKENS": INDEX_TOKENS,
+    }
+    counts = torch.zeros(plan.num_lists, dtype=torch.int32, device=blocks.device)
+    summary = torch.empty(blocks.shape[:3], dtype=torch.int32, device=blocks.device)
+    if ordered:
+        keys = torch.full_like(blocks, plan.num_lists)
+        count_kernel[grid](blocks, counts, keys, summary, *sizes, **constants, ORDERED=True)
+        entries, list_starts = _sorted_entries(plan, keys)
+        counts = list_starts.diff()
+    else:
+        entries = torch.empty(blocks.numel(), dtype=torch.int32, device=blocks.device)
+        ranks = torch.empty_like(blocks)
+        count_kernel[grid](blocks, counts, ranks, summary, *sizes, **constants, ORDERED=False)
+        list_starts = _starts(counts)
+        scatter_kernel[grid](blocks, list_starts, ranks, entries, *sizes, **constants)
+    item_starts = _starts((counts + (chunk - 1)) // chunk)
+    bound = sum(window.max_items for window in plan.windows(chunk))
+    items = torch.arange(bound, dtype=torch.int32, device=blocks.device)
+    item_lists = torch.searchsorted(item_starts[1:], items, right=True, out_int32=True)
+    return SelectedIndex(entries, list_starts, item_starts, item_lists, summary)
+
+
+def _sorted_entries(plan: SelectedPlan, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries and list starts from the list of every entry, by a stable sort."""
+    in_order, places = torch.sort(keys.flatten(), stable=True)
+    entries = (places % (plan.num_queries * plan.num_slots)).to(torch.int32)
+    lists = torch.arange(plan.num_lists + 1, dtype=torch.int32, device=keys.device)
+    return entries, torch.searchsorted(in_order, lists, out_int32=True)

@@ -1,0 +1,302 @@
+"""The merges: dense candidates computed on the spot, partial results of free choices added.
+
+A tile holds the query heads of a few neighbouring queries, all in one block, so that they share
+their dense candidates: own block, the ones before it, the first ones. A candidate that no query
+of the tile chose is left out; one that some chose is masked by row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_flex.fallback_kernels.selected_tiles import load_block, load_rows, store_rows
+
+
+@triton.jit
+def merge_rows_of(
+    first_batch,
+    window_start,
+    window_tokens,
+    query_offset,
+    num_queries,
+    kv_heads,
+    GROUP: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Where the rows of this program's tile are: query, position, first partial row."""
+    batch_head = tl.program_id(1)
+    batch = first_batch + batch_head // kv_heads
+    head = batch_head % kv_heads
+    row = tl.arange(0, ROWS)
+    token = tl.program_id(0) * TOKENS + row // GROUP
+    member = row % GROUP
+    position = window_start + token
+    query = position - query_offset
+    row_ok = (row < TOKENS * GROUP) & (query >= 0) & (query < num_queries)
+    place = (batch_head.to(tl.int64) * window_tokens + token) * NUM_SLOTS * GROUP + member
+    return batch, head, member, position, query, row_ok, place
+
+
+@triton.jit
+def candidate_block(candidate, own, LOCAL: tl.constexpr):
+    """Dense candidates in the order of the summary's bits: own block and back, then the first."""
+    return tl.where(candidate < LOCAL, own - candidate, candidate - LOCAL)
+
+
+@triton.jit(do_not_specialize=["first_batch", "window_start"])
+def merge_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    summary_ptr,
+    out_ptr,
+    lse_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_s,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    out_stride_b,
+    out_stride_h,
+    out_stride_s,
+    first_batch,
+    window_start,
+    window_tokens,
+    query_offset,
+    num_queries,
+    num_keys,
+    kv_heads,
+    scale_log2,
+    GROUP: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    batch, head, member, position, query, row_ok, place = merge_rows_of(
+        first_batch,
+        window_start,
+        window_tokens,
+        query_offset,
+        num_queries,
+        kv_heads,
+        GROUP,
+        NUM_SLOTS,
+        TOKENS,
+        ROWS,
+    )
+    b, h, i = batch.to(tl.int64), head.to(tl.int64), query.to(tl.int64)
+    query_head = h * GROUP + member
+    key_ptr += b * key_stride_b + h * key_stride_h
+    value_ptr += b * value_stride_b + h * value_stride_h
+    q = load_rows(
+        query_ptr + b * query_stride_b,
+        i * query_stride_s + query_head * query_stride_h,
+        row_ok,
+        HEAD_DIM,
+        HEAD_COLUMNS,
+    )
+    summary = tl.load(summary_ptr + (b * kv_heads + h) * num_queries + i, mask=row_ok, other=0)
+    own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    for candidate in range(LOCAL + INITIAL):
+        chosen = ((summary >> candidate) & 1) != 0
+        if tl.max(chosen.to(tl.int32), 0) > 0:
+            block = candidate_block(candidate, own, LOCAL)
+            k = load_block(
+                key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS
+            )
+            v = load_block(
+                value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
+            )
+            key_position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            seen = chosen[:, None] & (key_position[None, :] <= position[:, None])
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+            scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            # A row that has seen nothing yet has top -inf; subtracting it would give NaN.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(top - shift)
+            total = total * decay + tl.sum(p, 1)
+            out = tl.dot(p.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
+            top = new_top
+
+    free = summary >> 24
+    slot = tl.arange(0, SLOT_COLUMNS)
+    partial_lse = tl.load(
+        partial_lse_ptr + place[:, None] + slot[None, :] * GROUP,
+        mask=slot[None, :] < free[:, None],
+        other=float("-inf"),
+    )
+    new_top = tl.maximum(top, tl.max(partial_lse, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(tl.exp2(partial_lse - shift[:, None]), 1)
+    empty = total == 0.0
+    lse_log2 = tl.where(empty, float("-inf"), shift + tl.log2(total))
+    out *= tl.where(empty, 0.0, decay / total)[:, None]
+    for s in tl.range(0, tl.max(free, 0), num_stages=STAGES):
+        slot_ok = s < free
+        lse_s = tl.load(partial_lse_ptr + place + s * GROUP, mask=slot_ok, other=float("-inf"))
+        weight = tl.where(slot_ok, tl.exp2(lse_s - lse_log2), 0.0)
+        part = load_rows(
+            partial_ptr, (place + s * GROUP) * VALUE_DIM, slot_ok, VALUE_DIM, VALUE_COLUMNS
+        )
+        out += part.to(tl.float32) * weight[:, None]
+
+    store_rows(
+        out_ptr + b * out_stride_b,
+        i * out_stride_s + query_head * out_stride_h,
+        out,
+        row_ok,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+    )
+    LN2: tl.constexpr = 0.6931471805599453
+    lse_place = (b * num_queries + i) * (kv_heads * GROUP) + query_head
+    tl.store(lse_ptr + lse_place, lse_log2 * LN2, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=["first_batch", "window_start"])
+def query_gradient_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    grad_out_ptr,
+    lse_ptr,
+    delta_ptr,
+    partial_ptr,
+    summary_ptr,
+    grad_query_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_s,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    grad_out_stride_b,
+    grad_out_stride_h,
+    grad_out_stride_s,
+    grad_query_stride_b,
+    grad_query_stride_h,
+    grad_query_stride_s,
+    first_batch,
+    window_start,
+    window_tokens,
+    query_offset,
+    num_queries,
+    num_keys,
+    kv_heads,
+    scale,
+    scale_log2,
+    GROUP: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dQ: dense candidates by recomputation, free choices by their partial results."""
+    batch, head, member, position, query, row_ok, place = merge_rows_of(
+        first_batch,
+        window_start,
+        window_tokens,
+        query_offset,
+        num_queries,
+        kv_heads,
+        GROUP,
+        NUM_SLOTS,
+        TOKENS,
+        ROWS,
+    )
+    b, h, i = batch.to(tl.int64), head.to(tl.int64), query.to(tl.int64)
+    query_head = h * GROUP + member
+    key_ptr += b * key_stride_b + h * key_stride_h
+    value_ptr += b * value_stride_b + h * value_stride_h
+    q = load_rows(
+        query_ptr + b * query_stride_b,
+        i * query_stride_s + query_head * query_stride_h,
+        row_ok,
+        HEAD_DIM,
+        HEAD_COLUMNS,
+    )
+    grad_out = load_rows(
+        grad_out_ptr + b * grad_out_stride_b,
+        i * grad_out_stride_s + query_head * grad_out_stride_h,
+        row_ok,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+    )
+    row_place = (b * num_queries + i) * (kv_heads * GROUP) + query_head
+    # +inf as the log-sum-exp of rows that are not there makes their probabilities 0.
+    lse_log2 = tl.load(lse_ptr + row_place, mask=row_ok, other=float("inf"))
+    delta = tl.load(delta_ptr + row_place, mask=row_ok, other=0.0)
+    summary = tl.load(summary_ptr + (b * kv_heads + h) * num_queries + i, mask=row_ok, other=0)
+    own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
+
+    grad = tl.zeros([ROWS, HEAD_COLUMNS], tl.float32)
+    for candidate in range(LOCAL + INITIAL):
+        chosen = ((summary >> candidate) & 1) != 0
+        if tl.max(chosen.to(tl.int32), 0) > 0:
+            block = candidate_block(candidate, own, LOCAL)
+            k = load_block(
+                key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS
+            )
+            v = load_block(
+                value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
+            )
+            key_position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            seen = chosen[:, None] & (key_position[None, :] <= position[:, None])
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+            p = tl.where(seen, p, 0.0)
+            grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            grad_scores = (p * (grad_p - delta[:, None])).to(k.dtype)
+            grad = tl.dot(grad_scores, k, grad, input_precision=PRECISION)
+
+    free = summary >> 24
+    for s in tl.range(0, tl.max(free, 0), num_stages=STAGES):
+        part = load_rows(
+            partial_ptr, (place + s * GROUP) * HEAD_DIM, s < free, HEAD_DIM, HEAD_COLUMNS
+        )
+        grad += part.to(tl.float32)
+    store_rows(
+        grad_query_ptr + b * grad_query_stride_b,
+        i * grad_query_stride_s + query_head * grad_query_stride_h,
+        grad * scale,
+        row_ok,
+        HEAD_DIM,
+        HEAD_COLUMNS,
+    )

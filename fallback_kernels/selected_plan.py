@@ -1,0 +1,242 @@
+"""Sizes of the selection kernels' grids, tiles and buffers: shapes in, plain integers out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+PARTIAL_BYTES = 1 << 30  # one window's partial results; DESIGN: short windows waste the tiles
+MIN_WINDOW_TOKENS = 512
+MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's summary
+CHUNK_ROWS = 4096  # query rows one program streams past one KV block
+INITIAL_CHUNK_TOKENS = 256  # queries per program that reduce into one initial block
+
+
+class Window(NamedTuple):
+    """Queries whose partial results are in memory at once."""
+
+    first_batch: int
+    num_batch: int
+    start: int  # position of the first query, a multiple of the block size
+    first_list: int  # of the lists (window, batch, KV head, block)
+    max_items: int  # upper bound of the programs; those beyond the true count leave at once
+
+
+def padded(size: int) -> int:
+    """Width of the tile that holds `size` columns; tl.dot wants 16 at least."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+@dataclass(frozen=True)
+class SelectedPlan:
+    """Everything about a call that shapes and dtypes decide.
+
+    Queries sit at positions [query_offset, query_offset + num_queries). Tiles, windows and blocks
+    are aligned in positions, so that a tile of the merge never straddles two blocks.
+    """
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    num_queries: int
+    num_keys: int
+    head_dim: int
+    value_dim: int
+    num_slots: int
+    block_size: int
+    num_initial: int
+    num_local: int
+    query_offset: int
+    element_size: int
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        blocks: Tensor,
+        block_size: int,
+        num_initial_blocks: int,
+        num_local_blocks: int,
+        query_offset: int,
+    ) -> SelectedPlan:
+        batch, query_heads, num_queries, head_dim = query.shape
+        return cls(
+            batch=batch,
+            query_heads=query_heads,
+            kv_heads=key.shape[1],
+            num_queries=num_queries,
+            num_keys=key.shape[2],
+            head_dim=head_dim,
+            value_dim=value.shape[3],
+            num_slots=blocks.shape[3],
+            block_size=block_size,
+            num_initial=min(num_initial_blocks, MAX_DENSE_BLOCKS),
+            num_local=min(num_local_blocks, MAX_DENSE_BLOCKS),
+            query_offset=query_offset,
+            element_size=query.element_size(),
+        )
+
+    @property
+    def group(self) -> int:
+        """G, query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_keys // self.block_size)
+
+    @property
+    def base(self) -> int:
+        """Position where the first window starts."""
+        return self.query_offset // self.block_size * self.block_size
+
+    @property
+    def span(self) -> int:
+        """Positions that the windows cover, a multiple of the block size."""
+        return round_up(self.query_offset + self.num_queries - self.base, self.block_size)
+
+    @property
+    def _affordable_tokens(self) -> int:
+        width = max(self.head_dim, self.value_dim)
+        token_bytes = self.query_heads * self.num_slots * width * self.element_size
+        return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // token_bytes)
+
+    @property
+    def window_tokens(self) -> int:
+        """Positions of one window: the whole span, or equal parts of it that fit the buffer."""
+        count = -(-self.span // self._affordable_tokens)
+        return round_up(-(-self.span // count), self.block_size)
+
+    @property
+    def window_batch(self) -> int:
+        """Batch rows of one window; more than one only if a window holds whole rows."""
+        if self.window_tokens < self.span:
+            return 1
+        return max(1, min(self.batch, self._affordable_tokens // self.span))
+
+    @property
+    def windows_per_row(self) -> int:
+        return -(-self.span // self.window_tokens)
+
+    @property
+    def num_windows(self) -> int:
+        return -(-self.batch // self.window_batch) * self.windows_per_row
+
+    @property
+    def lists_per_window(self) -> int:
+        return self.window_batch * self.kv_heads * self.num_blocks
+
+    @property
+    def num_lists(self) -> int:
+        return self.num_windows * self.lists_per_window
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of the partial buffer: (batch row, KV head, token, slot, query head)."""
+        tokens = self.window_batch * self.kv_heads * self.window_tokens
+        return tokens * self.num_slots * self.group
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Queries of one item; longer lists are split over several."""
+        return min(512, max(128, CHUNK_ROWS // self.group))
+
+    def max_items(self, first_batch: int, start: int, chunk: int) -> int:
+        """Sum of ceil(list length / chunk) over the lists of a window, at most."""
+        heads = min(self.window_batch, self.batch - first_batch) * self.kv_heads
+        stop = min(start + self.window_tokens, self.query_offset + self.num_queries)
+        entries = heads * (stop - max(start, self.query_offset)) * self.num_slots
+        lists = heads * min(self.num_blocks, -(-stop // self.block_size))
+        return min(entries, lists + entries // chunk)
+
+    def windows(self, chunk: int) -> Iterator[Window]:
+        """All windows, in the order of their lists."""
+        for index in range(self.num_windows):
+            first_batch = index // self.windows_per_row * self.window_batch
+            start = self.base + index % self.windows_per_row * self.window_tokens
+            yield Window(
+                first_batch=first_batch,
+                num_batch=min(self.window_batch, self.batch - first_batch),
+                start=start,
+                first_list=index * self.lists_per_window,
+                max_items=self.max_items(first_batch, start, chunk),
+            )
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows (query, head) of a streamed tile: 64 measured best, fewer where tiles are wide."""
+        wide = self.element_size * max(self.head_dim, self.value_dim, 2 * self.block_size) > 512
+        rows = 32 if wide else 64
+        return max(rows, padded(self.group))
+
+    @property
+    def merge_tokens(self) -> int:
+        """Queries of a merge tile: a power of two, so that it divides the block."""
+        fitting = max(1, self.tile_rows // self.group)
+        return min(self.block_size, 1 << (fitting.bit_length() - 1))
+
+    @property
+    def merge_rows(self) -> int:
+        return padded(self.merge_tokens * self.group)
+
+    @property
+    def num_warps(self) -> int:
+        widest = max(self.head_dim, self.value_dim)
+        return 8 if widest > 128 or self.block_size > 64 else 4
+
+    @property
+    def stages(self) -> int:
+        """Tiles of gathered queries in flight in the forward."""
+        return 3 if self.num_warps == 4 else 2
+
+    @property
+    def gradient_stages(self) -> int:
+        """The same in the backward, where a tile is query and output gradient."""
+        return 2 if self.num_warps == 4 else 1
+
+    @property
+    def merge_stages(self) -> int:
+        """Partial results in flight in the merges."""
+        return 3
+
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments that every kernel over query, key and value takes."""
+        return {
+            "GROUP": self.group,
+            "NUM_SLOTS": self.num_slots,
+            "BLOCK_SIZE": self.block_size,
+            "HEAD_DIM": self.head_dim,
+            "HEAD_COLUMNS": padded(self.head_dim),
+            "VALUE_DIM": self.value_dim,
+            "VALUE_COLUMNS": padded(self.value_dim),
+            "PRECISION": "ieee" if self.element_size == 4 else "tf32",
+        }
+
+
+def strides(tensor: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, head and token; the kernels take the last dimension as contiguous."""
+    assert tensor.stride(3) == 1 or tensor.shape[3] == 1
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def rows_contiguous(tensor: Tensor) -> Tensor:
+    """`tensor`, copied only if its last dimension is strided."""
+    if tensor.stride(3) == 1 or tensor.shape[3] == 1:
+        return tensor
+    return tensor.contiguous()
+
+
+def empty_natural(like: Tensor, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """New (B, heads, tokens, width) tensor whose memory is (B, tokens, heads, width)."""
+    shape = (like.shape[0], tokens, heads, width)
+    return torch.empty(shape, dtype=dtype, device=like.device).transpose(1, 2)
