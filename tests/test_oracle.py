@@ -119,7 +119,9 @@ def difference_quotients(loss, x, step=1e-5):
     return grad
 
 
-def assert_gradients_are_difference_quotients(problem, cfg, grad_out, **options):
+def assert_gradients_are_difference_quotients(
+    problem: oracle.Problem, cfg: NSAConfig, grad_out, **options
+):
     # The choice is a step function and carries no gradient: hold it while differencing.
     options["blocks"] = oracle.forward(*problem, cfg, **options).blocks
 
