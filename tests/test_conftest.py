@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 CONFTEST = Path(__file__).with_name("conftest.py")
 
@@ -45,31 +47,27 @@ def test_seed_repeats_each_test_alone_and_differs_between_runs(tmp_path: Path) -
     assert both["second"] != fresh["second"]
 
 
-def test_header_and_failure_name_the_seed(tmp_path: Path) -> None:
-    output = run_pytest(tmp_path, "def test_fails(): assert False", "--seed", "77")
+def test_without_cuda_gpu_tests_are_deselected_and_a_failure_names_the_seed(
+    tmp_path: Path,
+) -> None:
+    test = "import pytest\n@pytest.mark.gpu\ndef test_gpu(): pass\n"
+    test += "def test_both(device): assert device.type == 'meta'\n"
+    output = run_pytest(tmp_path, test, "--seed", "77")
+    assert "1 failed, 2 deselected" in output
+    assert "CUDA: none, gpu tests left out" in output
     assert "seed: 77 (--seed 77 repeats it)" in output
     assert "repeat with --seed 77" in output
 
 
-def test_gpu_tests_are_deselected_without_cuda(tmp_path: Path) -> None:
-    test = "import pytest\n@pytest.mark.gpu\ndef test_gpu(): assert False\n"
-    test += "def test_both(device): assert device.type == 'cpu'\n"
-    output = run_pytest(tmp_path, test)
-    assert "1 passed, 2 deselected" in output
-    assert "CUDA: none, gpu tests left out" in output
+def test_hypothesis_starts_every_example_from_the_same_torch_state() -> None:
+    drawn_numbers = set()
 
+    @given(st.integers(0, 9))
+    def draw(_: int) -> None:
+        drawn_numbers.add(torch.rand(()).item())
 
-def test_hypothesis_replays_the_same_tensors(tmp_path: Path) -> None:
-    """A property that fails for a random tensor is reported as a failure, not as flaky."""
-    test = """
-import torch
-from hypothesis import given, strategies as st
-@given(st.integers(1, 9))
-def test_property(size): assert torch.rand(size).max() < 0.5
-"""
-    output = run_pytest(tmp_path, test)
-    assert "1 failed" in output
-    assert "Flaky" not in output
+    draw()
+    assert len(drawn_numbers) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
