@@ -16,6 +16,7 @@ def check(fn: Callable, *args: Any, **kwargs: Any) -> Report:
 
     Wrap `fn` in `ForwardBackward` to include its backward.
 
+    >>> import torch
     >>> check(lambda x: x.sin(), torch.ones(3)).ok
     True
     """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,8 @@ _UNKNOWN = "<no user frame>"
 _MACHINERY = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent) + os.sep,
+    contextlib.__file__,
+    warnings.__file__,
     "<frozen ",
     "<eval_with_key>",
 )

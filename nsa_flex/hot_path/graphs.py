@@ -1,19 +1,15 @@
 """Graph breaks, graph counts and recompiles of torch.compile.
 
-The private names of torch that this package leans on for compilation all stand in this file.
-`torch._dynamo.reset()` is called before and after each question, since torch remembers shapes
-that it has seen: code compiled earlier in the process compiles again at its next call.
+The compiler is reset before and after each question, since torch remembers shapes that it has
+seen: code compiled earlier in the process compiles again at its next call.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch._dynamo.backends.registry import lookup_backend
 
 from nsa_flex.hot_path.backward import ForwardBackward
 from nsa_flex.hot_path.findings import (
@@ -23,36 +19,36 @@ from nsa_flex.hot_path.findings import (
     traceback_location,
     unique,
 )
+from nsa_flex.hot_path.torch_internals import (
+    TorchDynamoException,
+    fresh_compiler,
+    lookup_backend,
+    optimize,
+)
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-# The limit that makes torch give up and run eagerly would hide the recompiles that are counted.
-_NO_LIMIT = 1 << 20
 
 
 class _Watcher:
-    """A torch.compile backend that notes each graph it is given, and why, then delegates."""
+    """A torch.compile backend that counts the graphs it is given and notes the recompiles."""
 
     def __init__(self, backend: str) -> None:
         self.compile = lookup_backend(backend)
         self.graphs = 0
-        self.findings: list[Finding] = []
+        self.recompiles: list[Finding] = []
         self._failed_guards: list[Finding] = []
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Any) -> Callable:
         self.graphs += 1
         # One compilation may have failed several cached entries; the newest comes first.
-        self.findings += self._failed_guards[:1]
+        self.recompiles += self._failed_guards[:1]
         self._failed_guards.clear()
-        reason = getattr(module, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
-            where = summary_location(reversed(reason.user_stack))
-            self.findings.append(Finding("graph-break", _one_line(reason.reason), where))
         return self.compile(module, example_inputs)
 
     def guard_failed(self, failure: Any) -> None:
         code = failure.orig_code
         where = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
-        self._failed_guards.append(Finding("recompile", _one_line(failure.reason), where))
+        self._failed_guards.append(Finding("recompile", " ".join(failure.reason.split()), where))
 
 
 def find_graph_breaks(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
@@ -68,11 +64,12 @@ def find_graph_breaks(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
     """
     fn = _forward_of(fn)
     watcher = _Watcher("eager")
-    with _fresh_compiler():
-        _compiled(fn, watcher)(*args, **kwargs)
-    if watcher.findings:
-        return unique(watcher.findings)
-    with _fresh_compiler():
+    with fresh_compiler() as reasons:
+        optimize(fn, watcher, watcher.guard_failed, None)(*args, **kwargs)
+        breaks = _breaks(reasons)
+    if breaks:
+        return breaks
+    with fresh_compiler():
         return _fullgraph_error(fn, args, kwargs)
 
 
@@ -97,44 +94,42 @@ def count_graphs(
     """
     fn = _forward_of(fn)
     watcher = _Watcher(backend)
-    with _fresh_compiler():
-        compiled = _compiled(fn, watcher, dynamic=dynamic)
+    with fresh_compiler() as reasons:
+        compiled = optimize(fn, watcher, watcher.guard_failed, dynamic)
         for each in inputs:
             compiled(**each) if isinstance(each, Mapping) else compiled(*each)
-    return Report(tuple(unique(watcher.findings)), watcher.graphs)
+        breaks = _breaks(reasons)
+    return Report((*breaks, *unique(watcher.recompiles)), watcher.graphs)
 
 
 def _forward_of(fn: Callable) -> Callable:
     return fn.fn if isinstance(fn, ForwardBackward) else fn
 
 
-def _compiled(fn: Callable, watcher: _Watcher, dynamic: bool | None = None) -> Callable:
-    optimize = torch._dynamo.optimize(watcher, guard_fail_fn=watcher.guard_failed, dynamic=dynamic)
-    return optimize(fn)
+def _breaks(reasons: Iterable[Any]) -> list[Finding]:
+    return unique(
+        Finding("graph-break", _headline(r.reason), summary_location(reversed(r.user_stack)))
+        for r in reasons
+        if r.graph_break
+    )
 
 
 def _fullgraph_error(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Finding]:
     try:
         torch.compile(fn, backend="eager", fullgraph=True)(*args, **kwargs)
-    except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
+    except (TorchDynamoException, RuntimeError) as error:
         stack = getattr(error, "real_stack", None)
         where = (
             summary_location(reversed(stack)) if stack else traceback_location(error.__traceback__)
         )
-        return [Finding("graph-break", _one_line(str(error)), where)]
+        return [Finding("graph-break", _headline(str(error)), where)]
     return []
 
 
-@contextlib.contextmanager
-def _fresh_compiler() -> Iterator[None]:
-    limits = {"recompile_limit": _NO_LIMIT, "accumulated_recompile_limit": _NO_LIMIT}
-    torch._dynamo.reset()
-    try:
-        with torch._dynamo.config.patch(limits):
-            yield
-    finally:
-        torch._dynamo.reset()
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _headline(reason: str) -> str:
+    """First line of torch's reason and its explanation, without hints and links."""
+    first, *rest = (line.strip() for line in reason.strip().splitlines())
+    if first.startswith("generic_jump"):
+        return f"data-dependent branching ({first})"
+    explanations = [line for line in rest if line.startswith("Explanation: ")]
+    return ": ".join([first, *(e.removeprefix("Explanation: ") for e in explanations[:1])])

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 from nsa_flex.hot_path.findings import Finding, FindingKind, current_location, unique
+from nsa_flex.hot_path.torch_internals import backward_node_name, inside_backward
 
 aten = torch.ops.aten
 
@@ -48,8 +49,9 @@ class SyncDetector:
     It changes no result. Found, forward and backward: reads of a value by Python (`.item()`,
     `int()`, `bool()`, `.tolist()`, `.numpy()`, printing, …), operators whose output shape depends
     on values (`nonzero`, boolean indexing, `masked_select`, `unique`, `repeat_interleave` without
-    `output_size`, …: all that torch tags so, custom operators too), `.cpu()`, and blocking copies
-    between host and device. `x[mask] = 0.0` is a fill without a sync, and is no finding.
+    `output_size`, …: all that carry torch's tags for it, custom operators too), `.cpu()`, and
+    blocking copies between host and device. `x[mask] = 0.0` is a fill without a sync, and is no
+    finding. What a custom operator does inside is not seen, save by CUDA's own debug mode.
 
     Gradient formulas run inside the same modes, on autograd's device threads too, which take
     them over from the calling thread; there the location is that of the gradient formula where
@@ -73,6 +75,7 @@ class SyncDetector:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(_FunctionMode(self))
+        self._stack.enter_context(inside_backward(lambda: _FunctionMode(self)))
         self._stack.enter_context(_DispatchMode(self))
         return self
 
@@ -97,17 +100,21 @@ class SyncDetector:
 def find_syncs(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
     """Run `fn(*args, **kwargs)` and list its host syncs and data-dependent operators.
 
-    The call is made twice: first unwatched, so that compilation and autotuning are over, then
-    under `SyncDetector` and, where CUDA is in use, torch's sync debug mode. Wrap `fn` in
-    `ForwardBackward` to include its backward. Exceptions of `fn` are raised unchanged.
+    The first call is not watched, so that compilation and autotuning are over. The second runs
+    under `SyncDetector`. Where CUDA is in use, a third runs under torch's own sync debug mode
+    alone, since some gradient formulas of torch (`cumprod`) read no value while a mode is active.
+    Wrap `fn` in `ForwardBackward` to include its backward. Exceptions of `fn` are raised.
 
     >>> find_syncs(lambda x: x[x > 0], torch.ones(3))[0].detail
     'aten.index.Tensor with a mask'
     """
-    with SyncDetector() as detector, _cuda_sync_warnings(detector):
+    with SyncDetector() as detector:
         with detector.silenced():
             fn(*args, **kwargs)
         fn(*args, **kwargs)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        with _cuda_sync_warnings(detector):
+            fn(*args, **kwargs)
     return _without_echoes(detector.findings)
 
 
@@ -128,10 +135,6 @@ class _FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func is torch.Tensor.backward:
-            # Below the Tensor method, so that this mode also watches the gradient formulas.
-            with self:
-                return torch.autograd.backward(*args, **_backward_keywords(kwargs))
         detail = _host_read(func, args, kwargs)
         if detail is None and not _is_checked_only_on_cpu(func, args, kwargs):
             return func(*args, **kwargs)
@@ -164,14 +167,9 @@ class _DispatchMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _backward_keywords(kwargs: dict[str, Any]) -> dict[str, Any]:
-    renamed = {"gradient": "grad_tensors"}
-    return {renamed.get(name, name): value for name, value in kwargs.items()}
-
-
 def _gradient_formula() -> str:
-    node = torch._C._current_autograd_node()
-    return "" if node is None else f" in {node.name()}"
+    name = backward_node_name()
+    return "" if name is None else f" in {name}"
 
 
 def _host_read(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str | None:
@@ -239,10 +237,7 @@ def _is_scalar_on_host(value: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _cuda_sync_warnings(detector: SyncDetector) -> Iterator[None]:
-    """Turn torch's warnings about CUDA synchronisations into findings; without CUDA, nothing."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        yield
-        return
+    """Turn torch's warnings about CUDA synchronisations into findings."""
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f".*{_CUDA_SYNC_TEXT}")
         show = warnings.showwarning

@@ -1,0 +1,75 @@
+"""The private names of torch that the detectors lean on, all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import graph_break_reasons
+
+__all__ = [
+    "TorchDynamoException",
+    "backward_node_name",
+    "fresh_compiler",
+    "inside_backward",
+    "lookup_backend",
+    "optimize",
+]
+
+# The limit that makes torch give up and run eagerly would hide the recompiles that are counted.
+_NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+
+
+def backward_node_name() -> str | None:
+    """Name of the gradient formula that runs in this thread, e.g. `MulBackward0`."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node.name()
+
+
+@contextlib.contextmanager
+def inside_backward(mode: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Within this context, enter `mode()` around each run of the autograd engine.
+
+    `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` are overridable
+    functions: torch takes a function mode off while they run, gradient formulas included.
+    """
+    run = torch.autograd._engine_run_backward
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode():
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_in_mode
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run
+
+
+@contextlib.contextmanager
+def fresh_compiler() -> Iterator[list[Any]]:
+    """Forget all compiled code before and after, and lift the recompile limits inside.
+
+    Yields torch's list of the reasons of all graph breaks so far, which grows inside: graphs
+    handed to a backend carry theirs too, but a break that ends an empty graph only shows here.
+    """
+    torch._dynamo.reset()
+    graph_break_reasons.clear()
+    try:
+        with torch._dynamo.config.patch(_NO_LIMIT):
+            yield graph_break_reasons
+    finally:
+        torch._dynamo.reset()
+
+
+def optimize(
+    fn: Callable, backend: Callable, guard_failed: Callable[[Any], None], dynamic: bool | None
+) -> Callable:
+    """torch.compile, plus a hook that is told of each guard that failed."""
+    return torch._dynamo.optimize(backend, guard_fail_fn=guard_failed, dynamic=dynamic)(fn)
