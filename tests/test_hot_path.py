@@ -225,16 +225,39 @@ def test_gradient_formula_is_named():
     ]
 
 
-def test_custom_operator_with_a_data_dependent_shape():
-    @torch.library.custom_op(
-        "nsa_flex_tests::positives", mutates_args=(), tags=(torch.Tag.dynamic_output_shape,)
-    )
-    def positives(x: torch.Tensor) -> torch.Tensor:
-        return x[x > 0]
+@torch.library.custom_op(
+    "nsa_flex_tests::positives", mutates_args=(), tags=(torch.Tag.dynamic_output_shape,)
+)
+def positives(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0].clone()
 
-    (finding,) = find_syncs(positives, example())
-    assert finding.kind == "data-dependent"
-    assert "nsa_flex_tests.positives" in finding.detail
+
+@torch.library.custom_op("nsa_flex_tests::normalized", mutates_args=())
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    x.tolist()
+    return x / x.max().item()
+
+
+@normalized.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_custom_operator_with_a_data_dependent_shape():
+    outside, inside = find_syncs(positives, example())
+    assert "nsa_flex_tests.positives" in outside.detail
+    assert inside.detail == "aten.index.Tensor with a mask"
+    assert inside.location.endswith("in positives")
+
+
+def test_offender_inside_a_custom_operator():
+    expected = [("Tensor.tolist()", "normalized"), ("Tensor.item()", "normalized")]
+    for fn in (normalized, torch.compile(normalized, backend="aot_eager")):
+        findings = find_syncs(fn, example())
+        assert [(f.detail, f.location.split(" in ")[1]) for f in findings] == expected
+    with SyncDetector():
+        watched = normalized(example())
+    assert torch.equal(watched, example() / 3)
 
 
 def test_offender_inside_compiled_code():

@@ -20,7 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 from nsa_flex.hot_path.findings import Finding, FindingKind, current_location, unique
-from nsa_flex.hot_path.torch_internals import backward_node_name, inside_backward
+from nsa_flex.hot_path.torch_internals import (
+    backward_node_name,
+    custom_op_kernel,
+    inside_backward,
+)
 
 aten = torch.ops.aten
 
@@ -49,9 +53,9 @@ class SyncDetector:
     It changes no result. Found, forward and backward: reads of a value by Python (`.item()`,
     `int()`, `bool()`, `.tolist()`, `.numpy()`, printing, …), operators whose output shape depends
     on values (`nonzero`, boolean indexing, `masked_select`, `unique`, `repeat_interleave` without
-    `output_size`, …: all that carry torch's tags for it, custom operators too), `.cpu()`, and
-    blocking copies between host and device. `x[mask] = 0.0` is a fill without a sync, and is no
-    finding. What a custom operator does inside is not seen, save by CUDA's own debug mode.
+    `output_size`, …: all that carry torch's tags for it), `.cpu()`, and blocking copies between
+    host and device; also inside custom operators. `x[mask] = 0.0` is a fill without a sync, and
+    is no finding. Code below the operators (C++, kernels) is left to CUDA's own debug mode.
 
     Gradient formulas run inside the same modes, on autograd's device threads too, which take
     them over from the calling thread; there the location is that of the gradient formula where
@@ -164,7 +168,12 @@ class _DispatchMode(TorchDispatchMode):
         if offence is not None:
             kind, detail = offence
             self.detector.record(kind, detail + _gradient_formula())
-        return func(*args, **kwargs)
+        kernel = custom_op_kernel(func, args, kwargs)
+        if kernel is None:
+            return func(*args, **kwargs)
+        # Look inside: the modes are off while they handle a call, so enter them again.
+        with _FunctionMode(self.detector), self:
+            return kernel(*args, **kwargs)
 
 
 def _gradient_formula() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,16 +13,20 @@ import torch._dynamo
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import graph_break_reasons
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "TorchDynamoException",
     "backward_node_name",
+    "custom_op_kernel",
     "fresh_compiler",
     "inside_backward",
     "lookup_backend",
     "optimize",
 ]
 
+_TORCH_NAMESPACES = {"aten", "prim", "prims", "inductor", "quantized", "c10d", "_c10d_functional"}
 # The limit that makes torch give up and run eagerly would hide the recompiles that are counted.
 _NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 
@@ -30,6 +35,25 @@ def backward_node_name() -> str | None:
     """Name of the gradient formula that runs in this thread, e.g. `MulBackward0`."""
     node = torch._C._current_autograd_node()
     return None if node is None else node.name()
+
+
+def custom_op_kernel(func: Any, args: tuple, kwargs: dict[str, Any]) -> Callable | None:
+    """The kernel that a call of a custom operator will reach, None for operators of torch.
+
+    Called within a dispatch mode, it runs without going through that mode, but the operators in
+    its body do go through it. None also where another mode waits, which must see the call.
+    """
+    is_custom = isinstance(func, OpOverload) and func.namespace not in _TORCH_NAMESPACES
+    if not is_custom or torch._C._len_torch_dispatch_stack():
+        return None
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if not tensors:
+        return None
+    key = torch._C._dispatch_key_for_device(tensors[0].device.type)
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
+        return None
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return functools.partial(func.redispatch, keys)
 
 
 @contextlib.contextmanager
