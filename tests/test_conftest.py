@@ -38,13 +38,11 @@ def drawn(output: str) -> dict[str, str]:
     return dict(re.findall(r"(first|second) (\S+)", output))
 
 
-def test_seed_repeats_each_test_alone_and_differs_between_runs(tmp_path: Path) -> None:
+def test_seed_repeats_a_test_whichever_others_run(tmp_path: Path) -> None:
     both = drawn(run_pytest(tmp_path, PRINTS, "--seed", "5"))
     alone = drawn(run_pytest(tmp_path, PRINTS, "--seed", "5", "-k", "second"))
-    fresh = drawn(run_pytest(tmp_path, PRINTS))
     assert both["second"] == alone["second"]
     assert both["first"] != both["second"]
-    assert both["second"] != fresh["second"]
 
 
 def test_without_cuda_gpu_tests_are_deselected_and_a_failure_names_the_seed(
