@@ -20,7 +20,7 @@ help:
 	@echo "make test        lint, type check and every test this machine can run"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff rewrite what it can"
-	@echo "make unit        the tests alone; ARGS='-k causal --seed 7' narrows them"
+	@echo "make unit        the CPU tests alone; ARGS='-k causal --seed 7' narrows them"
 	@echo "make wheel-test  build sdist and wheel, compare them with the tree, import them"
 	@echo "make gpu-test    the tests marked gpu; fails where there is no CUDA device"
 	@echo "make clean       remove the environment, builds and caches"
@@ -30,8 +30,8 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || \
 	  { echo "nsa_flex needs Python >= 3.10; name one with make PYTHON=..." >&2; exit 1; }
-	@command -v "$${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || \
-	  { echo "torch.compile needs a C++ compiler; install g++ or clang, or set CXX" >&2; exit 1; }
+	@command -v "$${CXX:-g++}" >/dev/null || \
+	  { echo "torch.compile needs a C++ compiler: install g++, or set CXX" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e ".[$(EXTRAS)]"
@@ -41,6 +41,8 @@ demo: $(STAMP)
 	$(BIN)/nsa-flex demo $(ARGS)
 
 test: lint unit
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+	  then $(MAKE) gpu-test; else echo "no CUDA device: the tests marked gpu were left out"; fi
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -52,7 +54,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 unit: $(STAMP)
-	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) -m "not gpu" -n $(JOBS) --dist worksteal $(ARGS)
 
 wheel-test: $(STAMP)
 	$(PYTEST) tests/test_packaging.py $(ARGS)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -63,10 +64,8 @@ def _version(package: str) -> str | None:
 
 def _cxx_compiler() -> str | None:
     """Path of the compiler that torch.compile would call on the CPU."""
-    if "CXX" in os.environ:
-        return shutil.which(os.environ["CXX"])
-    found = (shutil.which(name) for name in ("g++", "clang++", "c++"))
-    return next((path for path in found if path), None)
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    return shutil.which(os.environ.get("CXX", default))
 
 
 def _cuda_device(index: int) -> dict[str, Any]:
