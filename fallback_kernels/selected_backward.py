@@ -27,7 +27,14 @@ from nsa_flex.fallback_kernels.selected_plan import (
     padded,
     strides,
 )
-from nsa_flex.fallback_kernels.selected_tiles import item_of, load_block, load_rows, store_rows
+from nsa_flex.fallback_kernels.selected_tiles import (
+    gather_rows,
+    item_of,
+    load_block,
+    load_rows,
+    store_rows,
+    widen,
+)
 
 DELTA_ROWS = 32
 # How a program hands its dK and dV over.
@@ -156,6 +163,7 @@ def list_gradient_kernel(
     window_tokens,
     num_queries,
     num_keys,
+    grad_tokens,
     num_blocks,
     kv_heads,
     scale,
@@ -169,6 +177,7 @@ def list_gradient_kernel(
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MODE: tl.constexpr,
@@ -197,10 +206,11 @@ def list_gradient_kernel(
     v = load_block(
         value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
     )
-    first = ((b - first_batch) * kv_heads + h) * window_tokens + window_shift
-    first = first * NUM_SLOTS
+    first = ((batch - first_batch) * kv_heads + head) * window_tokens + window_shift
+    first = widen(first, WIDE) * NUM_SLOTS
     query_heads = kv_heads * GROUP
-    row_base = b * num_queries * query_heads + h * GROUP
+    lse_ptr += b * num_queries * query_heads + h * GROUP
+    delta_ptr += b * num_queries * query_heads + h * GROUP
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -210,25 +220,22 @@ def list_gradient_kernel(
     grad_v = tl.zeros([BLOCK_SIZE, VALUE_COLUMNS], tl.float32)
     for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
         row_ok = (token < TOKENS) & (tile + token < stop)
-        entry = tl.load(entries_ptr + tile + token, mask=row_ok, other=0)
-        i = (entry // NUM_SLOTS).to(tl.int64)
-        q = load_rows(
-            query_ptr,
-            i * query_stride_s + member * query_stride_h,
-            row_ok,
-            HEAD_DIM,
-            HEAD_COLUMNS,
+        # Rows past the end repeat the last entry with probability 0: no tile load needs a mask.
+        entry = tl.load(entries_ptr + tl.minimum(tile + token, stop - 1))
+        i = widen(entry // NUM_SLOTS, WIDE)
+        q = gather_rows(
+            query_ptr, i * query_stride_s + member * query_stride_h, HEAD_DIM, HEAD_COLUMNS
         )
-        grad_out = load_rows(
+        grad_out = gather_rows(
             grad_out_ptr,
             i * grad_out_stride_s + member * grad_out_stride_h,
-            row_ok,
             VALUE_DIM,
             VALUE_COLUMNS,
         )
-        row_place = row_base + i * query_heads + member
-        lse_log2 = tl.load(lse_ptr + row_place, mask=row_ok, other=float("inf"))
-        delta = tl.load(delta_ptr + row_place, mask=row_ok, other=0.0)
+        row_place = i * query_heads + member
+        lse_log2 = tl.load(lse_ptr + row_place)
+        lse_log2 = tl.where(row_ok, lse_log2, float("inf"))
+        delta = tl.load(delta_ptr + row_place)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         grad_v = tl.dot(
@@ -241,8 +248,8 @@ def list_gradient_kernel(
         place = (first + entry) * GROUP + member
         store_rows(partial_ptr, place * HEAD_DIM, grad_q, row_ok, HEAD_DIM, HEAD_COLUMNS)
 
-    grad_key_ptr += (b * num_keys * kv_heads + h) * HEAD_DIM
-    grad_value_ptr += (b * num_keys * kv_heads + h) * VALUE_DIM
+    grad_key_ptr += (b * grad_tokens * kv_heads + h) * HEAD_DIM
+    grad_value_ptr += (b * grad_tokens * kv_heads + h) * VALUE_DIM
     hand_over(
         grad_key_ptr,
         kv_heads * HEAD_DIM,
@@ -293,6 +300,7 @@ def dense_gradient_kernel(
     query_offset,
     num_queries,
     num_keys,
+    grad_tokens,
     num_blocks,
     num_chunks,
     kv_heads,
@@ -308,6 +316,7 @@ def dense_gradient_kernel(
     PRECISION: tl.constexpr,
     LOCAL: tl.constexpr,
     CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MODE: tl.constexpr,
@@ -343,7 +352,8 @@ def dense_gradient_kernel(
     )
     key_position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     query_heads = kv_heads * GROUP
-    row_base = b * num_queries * query_heads + h * GROUP
+    lse_ptr += b * num_queries * query_heads + h * GROUP
+    delta_ptr += b * num_queries * query_heads + h * GROUP
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -352,27 +362,23 @@ def dense_gradient_kernel(
     grad_k = tl.zeros([BLOCK_SIZE, HEAD_COLUMNS], tl.float32)
     grad_v = tl.zeros([BLOCK_SIZE, VALUE_COLUMNS], tl.float32)
     for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
-        position = tile + token
-        row_ok = (token < TOKENS) & (position < stop)
-        i = (position - query_offset).to(tl.int64)
-        q = load_rows(
-            query_ptr,
-            i * query_stride_s + member * query_stride_h,
-            row_ok,
-            HEAD_DIM,
-            HEAD_COLUMNS,
+        row_ok = (token < TOKENS) & (tile + token < stop)
+        position = tl.minimum(tile + token, stop - 1)
+        i = widen(position - query_offset, WIDE)
+        q = gather_rows(
+            query_ptr, i * query_stride_s + member * query_stride_h, HEAD_DIM, HEAD_COLUMNS
         )
-        grad_out = load_rows(
+        grad_out = gather_rows(
             grad_out_ptr,
             i * grad_out_stride_s + member * grad_out_stride_h,
-            row_ok,
             VALUE_DIM,
             VALUE_COLUMNS,
         )
-        row_place = row_base + i * query_heads + member
-        lse_log2 = tl.load(lse_ptr + row_place, mask=row_ok, other=float("inf"))
-        delta = tl.load(delta_ptr + row_place, mask=row_ok, other=0.0)
-        summary = tl.load(summary_ptr + i, mask=row_ok, other=0)
+        row_place = i * query_heads + member
+        lse_log2 = tl.load(lse_ptr + row_place)
+        lse_log2 = tl.where(row_ok, lse_log2, float("inf"))
+        delta = tl.load(delta_ptr + row_place)
+        summary = tl.load(summary_ptr + i)
         age = position // BLOCK_SIZE - block
         candidate = tl.where(age < LOCAL, age, LOCAL + block)
         chosen = ((summary >> candidate) & 1) != 0
@@ -386,8 +392,8 @@ def dense_gradient_kernel(
         grad_scores = (p * (grad_p - delta[:, None])).to(q.dtype)
         grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
 
-    grad_key_ptr += (b * num_keys * kv_heads + h) * HEAD_DIM
-    grad_value_ptr += (b * num_keys * kv_heads + h) * VALUE_DIM
+    grad_key_ptr += (b * grad_tokens * kv_heads + h) * HEAD_DIM
+    grad_value_ptr += (b * grad_tokens * kv_heads + h) * VALUE_DIM
     hand_over(
         grad_key_ptr,
         kv_heads * HEAD_DIM,
@@ -434,12 +440,11 @@ class _Backward:
         rows = (plan.batch, plan.num_queries, plan.query_heads)
         self.delta = torch.empty(rows, dtype=torch.float32, device=query.device)
         self.lse_log2 = torch.empty_like(self.delta)
-        new_zeros = torch.empty if deterministic else torch.zeros
-        tokens = (plan.batch, plan.num_keys, plan.kv_heads)
-        self.grad_key = new_zeros(
+        tokens = (plan.batch, key.shape[2], plan.kv_heads)
+        self.grad_key = torch.zeros(
             (*tokens, plan.head_dim), dtype=torch.float32, device=query.device
         )
-        self.grad_value = new_zeros(
+        self.grad_value = torch.zeros(
             (*tokens, plan.value_dim), dtype=torch.float32, device=query.device
         )
 
@@ -485,6 +490,7 @@ class _Backward:
             plan.query_offset,
             plan.num_queries,
             plan.num_keys,
+            self.grad_key.shape[1],
             plan.num_blocks,
             chunks,
             plan.kv_heads,
@@ -523,6 +529,7 @@ class _Backward:
                 plan.window_tokens,
                 plan.num_queries,
                 plan.num_keys,
+                self.grad_key.shape[1],
                 plan.num_blocks,
                 plan.kv_heads,
                 self.scale,
@@ -570,6 +577,7 @@ class _Backward:
     def tiles(self) -> dict[str, Any]:
         plan = self.plan
         return {
+            "WIDE": plan.wide(self.query, self.grad_out),
             "ROWS": plan.tile_rows,
             "STAGES": plan.gradient_stages,
             "num_warps": plan.num_warps,

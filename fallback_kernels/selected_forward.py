@@ -24,7 +24,13 @@ from nsa_flex.fallback_kernels.selected_plan import (
     padded,
     strides,
 )
-from nsa_flex.fallback_kernels.selected_tiles import item_of, load_block, load_rows, store_rows
+from nsa_flex.fallback_kernels.selected_tiles import (
+    gather_rows,
+    item_of,
+    load_block,
+    store_rows,
+    widen,
+)
 
 LOG2E = math.log2(math.e)
 
@@ -67,6 +73,7 @@ def partial_kernel(
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -93,8 +100,8 @@ def partial_kernel(
         value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
     )
     # Partial row of entry e: (first + e) * GROUP + query head within the group.
-    first = ((b - first_batch) * kv_heads + h) * window_tokens + window_shift
-    first = first * NUM_SLOTS
+    first = ((batch - first_batch) * kv_heads + head) * window_tokens + window_shift
+    first = widen(first, WIDE) * NUM_SLOTS
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -102,14 +109,11 @@ def partial_kernel(
     member = row % GROUP
     for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
         row_ok = (token < TOKENS) & (tile + token < stop)
-        entry = tl.load(entries_ptr + tile + token, mask=row_ok, other=0)
-        query = (entry // NUM_SLOTS).to(tl.int64)
-        q = load_rows(
-            query_ptr,
-            query * query_stride_s + member * query_stride_h,
-            row_ok,
-            HEAD_DIM,
-            HEAD_COLUMNS,
+        # Rows past the end repeat the last entry: no load needs a mask, no store sees them.
+        entry = tl.load(entries_ptr + tl.minimum(tile + token, stop - 1))
+        i = widen(entry // NUM_SLOTS, WIDE)
+        q = gather_rows(
+            query_ptr, i * query_stride_s + member * query_stride_h, HEAD_DIM, HEAD_COLUMNS
         )
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         top = tl.max(scores, 1) * scale_log2
@@ -156,6 +160,7 @@ def _launch_partial(
         scale * LOG2E,
         **plan.constants(),
         CHUNK=plan.chunk_tokens,
+        WIDE=plan.wide(query),
         ROWS=plan.tile_rows,
         STAGES=plan.stages,
         num_warps=plan.num_warps,

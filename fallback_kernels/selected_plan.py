@@ -40,7 +40,8 @@ class SelectedPlan:
     """Everything about a call that shapes and dtypes decide.
 
     Queries sit at positions [query_offset, query_offset + num_queries). Tiles, windows and blocks
-    are aligned in positions, so that a tile of the merge never straddles two blocks.
+    are aligned in positions, so that a tile of the merge never straddles two blocks. `num_keys`
+    leaves out the keys after the last query: nobody sees them.
     """
 
     batch: int
@@ -75,7 +76,7 @@ class SelectedPlan:
             query_heads=query_heads,
             kv_heads=key.shape[1],
             num_queries=num_queries,
-            num_keys=key.shape[2],
+            num_keys=min(key.shape[2], query_offset + num_queries),
             head_dim=head_dim,
             value_dim=value.shape[3],
             num_slots=blocks.shape[3],
@@ -208,6 +209,14 @@ class SelectedPlan:
     def merge_stages(self) -> int:
         """Partial results in flight in the merges."""
         return 3
+
+    def wide(self, *tensors: Tensor) -> bool:
+        """Whether an offset within a batch row or the partial buffer needs 64 bits."""
+        rows = max(
+            self.num_queries * x.stride(2) + self.query_heads * x.stride(1) for x in tensors
+        )
+        partial = self.partial_rows * max(self.head_dim, self.value_dim)
+        return max(rows, partial) >= 2**31
 
     def constants(self) -> dict[str, Any]:
         """Compile-time arguments that every kernel over query, key and value takes."""

@@ -32,6 +32,24 @@ def item_of(
 
 
 @triton.jit
+def widen(index, WIDE: tl.constexpr):
+    """`index` as int64 where its product with a stride may pass 2**31; else it saves registers."""
+    if WIDE:
+        return index.to(tl.int64)
+    return index
+
+
+@triton.jit
+def gather_rows(base_ptr, offset, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows at `offset` (elements), all of them real, as a tile; columns past WIDTH are 0."""
+    column = tl.arange(0, COLUMNS)
+    pointer = base_ptr + offset[:, None] + column[None, :]
+    if WIDTH == COLUMNS:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=(column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
 def load_rows(base_ptr, offset, row_ok, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows at `offset` (elements) as a tile of COLUMNS columns; masked rows and columns are 0."""
     column = tl.arange(0, COLUMNS)

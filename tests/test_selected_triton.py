@@ -1,0 +1,653 @@
+"""The Triton kernels of selected attention against the float64 oracle.
+
+Triton decides at import whether its kernels run in its interpreter, so on the CPU they run in a
+process of their own: `test_kernels_under_the_interpreter` starts this same file there. On CUDA the
+tests marked gpu run the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from nsa_flex.config import NSAConfig
+
+pytest.importorskip("triton")
+from nsa_flex.fallback_kernels import selected, selected_plan
+from nsa_flex.fallback_kernels.selected import selected_attention
+
+INTERPRETED = selected.INTERPRETED
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# The interpreter computes with NumPy, which has no bfloat16.
+LOW_PRECISION = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+
+kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # log2(0) in the interpreter
+if not INTERPRETED:
+    kernels = pytest.mark.gpu
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """Every test below that does not need a GPU, on the CPU."""
+    seed = str(request.config.option.seed)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, "--seed", seed, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(result.stdout, result.stderr)
+    assert result.returncode == 0, "kernel tests failed under the interpreter; output above"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one call; see `inputs`."""
+
+    batch: int = 1
+    kv_heads: int = 1
+    group: int = 4
+    num_queries: int = 70
+    num_keys: int | None = None
+    offset: int = 0
+    head_dim: int = 32
+    value_dim: int = 32
+    block_size: int = 16
+    num_slots: int = 4
+    initial: int = 1
+    local: int = 2
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def keys(self) -> int:
+        return self.num_keys or self.offset + self.num_queries
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def config(self) -> NSAConfig:
+        return NSAConfig(
+            compress_block_size=16,
+            compress_stride=16,
+            select_block_size=self.block_size,
+            num_selected_blocks=max(self.num_slots, self.initial + self.local),
+            num_initial_blocks=self.initial,
+            num_local_blocks=self.local,
+        )
+
+    def owns(self) -> np.ndarray:
+        """Own block of every query."""
+        return (np.arange(self.num_queries) + self.offset) // self.block_size
+
+
+def choices(case: Case, forced: bool = True) -> Tensor:
+    """Random blocks (B, Hkv, Sq, n) on the CPU.
+
+    Without `forced` any subset of the past may come, the empty one too.
+    """
+    rng = np.random.default_rng(torch.randint(2**31, (1,)).item())
+    shape = (case.batch, case.kv_heads, case.num_queries, case.num_slots)
+    blocks = np.full(shape, -1, np.int32)
+    for b, h, i in np.ndindex(shape[:3]):
+        own = int(case.owns()[i])
+        musts = oracle.forced_blocks(i + case.offset, case.config) if forced else set()
+        others = [j for j in rng.permutation(own + 1).tolist() if j not in musts]
+        size = case.num_slots if forced else int(rng.integers(0, case.num_slots + 1))
+        chosen = sorted([*musts, *others][:size])
+        blocks[b, h, i, : len(chosen)] = chosen
+    return torch.from_numpy(blocks)
+
+
+def inputs(case: Case, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with memory (B, S, H, D), ready for gradients."""
+
+    def new(tokens: int, heads: int, width: int) -> Tensor:
+        x = torch.randn(case.batch, tokens, heads, width, device=device, dtype=torch.float32)
+        return x.to(case.dtype).transpose(1, 2).requires_grad_()
+
+    return (
+        new(case.num_queries, case.kv_heads * case.group, case.head_dim),
+        new(case.keys, case.kv_heads, case.head_dim),
+        new(case.keys, case.kv_heads, case.value_dim),
+    )
+
+
+def attend(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
+    return selected_attention(
+        q,
+        k,
+        v,
+        blocks.to(q.device),
+        block_size=case.block_size,
+        num_initial_blocks=case.initial,
+        num_local_blocks=case.local,
+        scale=case.scale,
+        query_offset=case.offset,
+        deterministic=deterministic,
+    )
+
+
+def eager(case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain PyTorch operations, in the inputs' dtype."""
+    mask = oracle.selected_mask(blocks.numpy(), case.keys, case.config, case.offset)
+    seen = torch.from_numpy(mask).to(q.device).repeat_interleave(case.group, 1)
+    scores = case.scale * (q @ k.repeat_interleave(case.group, 1).transpose(-1, -2))
+    scores = scores.masked_fill(~seen, float("-inf"))
+    p = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    return p @ v.repeat_interleave(case.group, 1), scores.logsumexp(-1)
+
+
+NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+
+
+def results(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor
+) -> list[np.ndarray]:
+    gradients = torch.autograd.grad(out, (q, k, v), grad_out)
+    return [x.detach().double().cpu().numpy() for x in (out, lse, *gradients)]
+
+
+def wanted(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, grad_out: Tensor
+) -> list[np.ndarray]:
+    """The oracle's output, log-sum-exp and gradients."""
+    mask = oracle.selected_mask(blocks.numpy(), case.keys, case.config, case.offset)
+    arrays = [x.detach().double().cpu().numpy() for x in (q, k, v)]
+    out, lse, _ = oracle.branch(*arrays, mask, case.scale)
+    upstream = grad_out.double().cpu().numpy()
+    return [out, lse, *oracle.branch_backward(*arrays, mask, case.scale, upstream)]
+
+
+def distances(got: list[np.ndarray], want: list[np.ndarray]) -> dict[str, float]:
+    return {name: oracle.relative_error(a, b) for name, a, b in zip(NAMES, got, want, strict=True)}
+
+
+def check(case: Case, blocks: Tensor, deterministic: bool = False) -> None:
+    """Values and gradients against the oracle, by the error rule of the project."""
+    q, k, v = inputs(case)
+    out, lse = attend(case, q, k, v, blocks, deterministic)
+    grad_out = torch.randn(out.shape, device=out.device).to(out.dtype)
+    want = wanted(case, q, k, v, blocks, grad_out)
+    errors = distances(results(q, k, v, out, lse, grad_out), want)
+    if case.dtype == torch.float32:
+        allowed = dict.fromkeys(NAMES, 1e-5)
+    else:
+        plain = results(q, k, v, *eager(case, q, k, v, blocks), grad_out)
+        # Eager's softmax leaves rows without keys NaN before they are zeroed: not its error.
+        allowed = {name: 2 * error for name, error in distances(plain, want).items()}
+    assert out.dtype == case.dtype
+    assert lse.dtype == torch.float32
+    for name in NAMES:
+        assert errors[name] <= allowed[name], f"{name}: {errors[name]} > {allowed[name]} {case}"
+
+
+@kernels
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
+def test_group_sizes(group: int) -> None:
+    case = Case(group=group)
+    check(case, choices(case))
+
+
+@kernels
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 8), (80, 80), (96, 64), (192, 128)])
+def test_head_dims(head_dim: int, value_dim: int) -> None:
+    case = Case(head_dim=head_dim, value_dim=value_dim)
+    check(case, choices(case))
+
+
+@kernels
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_block_sizes(block_size: int) -> None:
+    """Five blocks, the last of them partial."""
+    case = Case(block_size=block_size, num_queries=4 * block_size + 3, group=2)
+    check(case, choices(case))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("group", [1, 4])
+def test_low_precision(dtype: torch.dtype, group: int) -> None:
+    case = Case(dtype=dtype, group=group, kv_heads=2)
+    check(case, choices(case))
+
+
+@kernels
+@pytest.mark.parametrize(("initial", "local", "num_slots"), [(0, 1, 1), (2, 1, 4), (1, 3, 5)])
+def test_counts_of_forced_blocks(initial: int, local: int, num_slots: int) -> None:
+    case = Case(initial=initial, local=local, num_slots=num_slots, num_queries=100)
+    check(case, choices(case))
+
+
+@kernels
+def test_more_forced_blocks_than_dense_candidates() -> None:
+    case = Case(initial=10, local=10, num_slots=22, num_queries=400, group=1)
+    check(case, choices(case))
+
+
+@kernels
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_any_subset_may_be_chosen(deterministic: bool) -> None:
+    """Forced blocks may be missing, and so may all: only `blocks` decides."""
+    case = Case(batch=2, kv_heads=2, num_queries=90)
+    blocks = choices(case, forced=False)
+    blocks[:, :, 20:40] = -1
+    check(case, blocks, deterministic)
+
+
+@kernels
+def test_no_blocks_at_all() -> None:
+    case = Case()
+    q, k, v = inputs(case)
+    blocks = torch.full((1, 1, case.num_queries, case.num_slots), -1, dtype=torch.int32)
+    out, lse = attend(case, q, k, v, blocks)
+    out.sum().backward()
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert (x.grad == 0).all()
+
+
+def filled(case: Case, first: np.ndarray) -> Tensor:
+    """Per query the block `first` (-1: none), and nothing else."""
+    blocks = torch.full(
+        (case.batch, case.kv_heads, case.num_queries, case.num_slots), -1, dtype=torch.int32
+    )
+    blocks[..., 0] = torch.from_numpy(first.astype(np.int32))
+    return blocks
+
+
+@kernels
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("pattern", ["same", "one", "disjoint"])
+def test_adversarial_choices(pattern: str, deterministic: bool) -> None:
+    """Lists as long, as unequal and as short as they get."""
+    case = Case(num_queries=160, initial=0, local=1, group=2, num_slots=3)
+    own = case.owns()
+    if pattern == "one":  # every query that may picks block 1
+        blocks = filled(case, np.where(own >= 1, 1, -1))
+    elif pattern == "disjoint":  # neighbours share no block
+        blocks = filled(case, np.arange(case.num_queries) % (own + 1))
+    else:  # every query picks 0, 2 and 4 if it may
+        blocks = torch.stack([filled(case, np.where(own >= j, j, -1))[..., 0] for j in (0, 2, 4)])
+        blocks = blocks.movedim(0, -1).contiguous()
+    check(case, blocks, deterministic)
+
+
+@kernels
+@pytest.mark.parametrize("num_queries", [1, 2, 16, 17])
+def test_short_sequences(num_queries: int) -> None:
+    case = Case(num_queries=num_queries, batch=2)
+    q, k, v = inputs(case)
+    blocks = choices(case)
+    out, lse = attend(case, q, k, v, blocks)
+    grad_out = torch.randn_like(out)
+    want = wanted(case, q, k, v, blocks, grad_out)
+    for name, a, b in zip(NAMES, results(q, k, v, out, lse, grad_out), want, strict=True):
+        # A softmax over one key has a gradient of 0: no relative error there.
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(0, 1, 4, 8), (1, 1, 0, 8)])
+def test_empty_inputs(shape: tuple[int, int, int, int]) -> None:
+    x = torch.zeros(shape, device=DEVICE, requires_grad=True)
+    blocks = torch.zeros((*shape[:3], 2), dtype=torch.int32, device=DEVICE)
+    case = Case(head_dim=shape[3])
+    out, lse = attend(case, x, x, x, blocks)
+    out.sum().backward()
+    assert out.shape == shape
+    assert lse.shape == shape[:3]
+
+
+@kernels
+@pytest.mark.parametrize(("batch", "num_queries"), [(1, 200), (3, 100), (5, 20)])
+def test_windows(monkeypatch: pytest.MonkeyPatch, batch: int, num_queries: int) -> None:
+    """A buffer for 64 queries: several windows a row, and several rows a window."""
+    case = Case(batch=batch, num_queries=num_queries, kv_heads=2, group=2)
+    row_bytes = 4 * case.num_slots * case.head_dim * case.kv_heads * case.group
+    monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 64 * row_bytes)
+    monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 16)
+    check(case, choices(case))
+    check(case, choices(case), deterministic=True)
+
+
+@kernels
+@pytest.mark.parametrize("offset", [16, 29])
+def test_query_offset(offset: int) -> None:
+    """Chunked prefill; keys after the last query may hold anything."""
+    case = Case(num_queries=37, offset=offset, num_keys=offset + 37 + 20)
+    check(case, choices(case))
+    check(case, choices(case), deterministic=True)
+    q, k, v = inputs(case)
+    blocks = choices(case)
+    out, _ = attend(case, q, k, v, blocks)
+    with torch.no_grad():
+        k[:, :, offset + 37 :] = float("nan")
+        v[:, :, offset + 37 :] = float("nan")
+    again, _ = attend(case, q, k, v, blocks)
+    assert torch.equal(out, again)
+
+
+@kernels
+def test_wide_offsets_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(kv_heads=2)
+    q, k, v = inputs(case)
+    blocks = choices(case)
+    narrow = attend(case, q, k, v, blocks, deterministic=True)
+    narrow_gradients = torch.autograd.grad(narrow[0].sum(), (q, k, v))
+    monkeypatch.setattr(selected_plan.SelectedPlan, "wide", lambda *_: True)
+    wide = attend(case, q, k, v, blocks, deterministic=True)
+    wide_gradients = torch.autograd.grad(wide[0].sum(), (q, k, v))
+    for a, b in zip((*narrow, *narrow_gradients), (*wide, *wide_gradients), strict=True):
+        assert torch.equal(a, b)
+
+
+@kernels
+@pytest.mark.parametrize("layout", ["heads first", "last dimension strided", "expanded"])
+def test_strides(layout: str) -> None:
+    case = Case(kv_heads=2, batch=2)
+    q, k, v = (x.detach() for x in inputs(case))
+    blocks = choices(case)
+    want = attend(case, q, k, v, blocks)
+    if layout == "heads first":
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    elif layout == "last dimension strided":
+        q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v))
+    else:
+        k = k[:, :1].expand(-1, 2, -1, -1)
+        want = attend(case, q, k.contiguous(), v, blocks)
+    got = attend(case, q, k, v, blocks)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@kernels
+def test_blocks_after_the_query_count_as_none() -> None:
+    case = Case()
+    q, k, v = inputs(case)
+    blocks = filled(case, case.owns())
+    want, _ = attend(case, q, k, v, blocks)
+    blocks[..., 1] = 1 + torch.from_numpy(case.owns().astype(np.int32))
+    blocks[..., 2] = 10**6
+    got, _ = attend(case, q, k, v, blocks)
+    assert torch.equal(got, want)
+
+
+@kernels
+def test_gradient_of_the_log_sum_exp() -> None:
+    case = Case(kv_heads=2)
+    q, k, v = inputs(case)
+    blocks = choices(case)
+    out, lse = attend(case, q, k, v, blocks)
+    eager_out, eager_lse = eager(case, q, k, v, blocks)
+    grads = (torch.randn_like(out), torch.randn_like(lse))
+    got = torch.autograd.grad((out, lse), (q, k, v), grads)
+    want = torch.autograd.grad((eager_out, eager_lse), (q, k, v), grads)
+    only = torch.autograd.grad(attend(case, q, k, v, blocks)[1], (q, k), grads[1])
+    only_want = torch.autograd.grad(eager(case, q, k, v, blocks)[1], (q, k), grads[1])
+    for a, b in zip((*got, *only), (*want, *only_want), strict=True):
+        assert oracle.relative_error(a.cpu().numpy(), b.cpu().numpy()) < 1e-5
+
+
+@kernels
+def test_repeated_runs_give_equal_bits() -> None:
+    case = Case(batch=2, num_queries=80, dtype=torch.float16)
+    q, k, v = inputs(case)
+    blocks = choices(case)
+    grad_out = torch.randn_like(q)
+    first = results(q, k, v, *attend(case, q, k, v, blocks, True), grad_out)
+    second = results(q, k, v, *attend(case, q, k, v, blocks, True), grad_out)
+    for a, b in zip(first, second, strict=True):
+        assert np.array_equal(a, b)
+    atomic = results(q, k, v, *attend(case, q, k, v, blocks, False), grad_out)
+    for a, b in zip(first[:2], atomic[:2], strict=True):
+        assert np.array_equal(a, b)
+    for name, a, b in zip(NAMES, atomic, first, strict=True):
+        # Only the order of float32 sums may differ, and where dQ's partial sums are rounded.
+        assert oracle.relative_error(a, b) < 1e-3, name
+
+
+@kernels
+def test_operators_obey_the_library_rules() -> None:
+    case = Case(num_queries=40)
+    q, k, v = inputs(case)
+    blocks = choices(case).to(DEVICE)
+    options = (case.block_size, case.initial, case.local, case.scale, case.offset, True)
+    torch.library.opcheck(selected.selected_forward, (q, k, v, blocks, *options))
+    out, lse = (x.detach() for x in selected.selected_forward(q, k, v, blocks, *options))
+    q, k, v = (x.detach() for x in (q, k, v))
+    arguments = (q, k, v, blocks, out, lse, torch.randn_like(out), None, *options)
+    torch.library.opcheck(selected.selected_backward, arguments)
+
+
+@kernels
+def test_compiles_into_one_graph_with_dynamic_length() -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
+        out, lse = attend(Case(), 2 * q, k, v, blocks, deterministic=True)
+        return (out * out).sum() + lse.sum()
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
+    for num_queries in (33, 50, 71):
+        case = Case(num_queries=num_queries)
+        tensors = inputs(case)
+        blocks = choices(case).to(DEVICE)
+        want = torch.autograd.grad(loss(*tensors, blocks), tensors)
+        got = torch.autograd.grad(compiled(*tensors, blocks), tensors)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+GOOD = Case(num_queries=32)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 48}, "block_size is 48; the Triton kernels take (16, 32, 64, 128)"),
+        ({"offset": 1}, "query_offset=1 with 32 queries must lie within 32 keys"),
+        ({"local": 0}, "num_local_blocks=0 at least 1"),
+    ],
+)
+def test_refused_options(change: dict[str, int], message: str) -> None:
+    q, k, v = inputs(GOOD)
+    blocks = choices(GOOD)
+    with pytest.raises(ValueError, match="^.*" + message.replace("(", r"\(").replace(")", r"\)")):
+        attend(replace(GOOD, **change), q, k, v, blocks)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("position", "change", "message"),
+    [
+        (0, lambda x: x.double(), "query is torch.float64; the Triton kernels take"),
+        (0, lambda x: x[0], "query has shape .* it must have 4 dimensions"),
+        (1, lambda x: x.half(), "key is torch.float16, query torch.float32; they must agree"),
+        (1, lambda x: x[..., :8], "key has shape .* it must be "),
+        (2, lambda x: x[:, :, :8], "value has shape .* it must be "),
+        (0, lambda x: x[:, :, :8], "blocks has shape .* it must be "),
+        (3, lambda x: x.long(), "blocks is torch.int64; it must be torch.int32"),
+        (3, lambda x: x.repeat(1, 1, 1, 20), "blocks offers 80 blocks a query; at most 64"),
+        (3, lambda x: x.to("meta"), "blocks is on meta, query on "),
+    ],
+)
+def test_refused_tensors(position: int, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    tensors = [*inputs(GOOD), choices(GOOD).to(DEVICE)]
+    tensors[position] = change(tensors[position])
+    with pytest.raises(ValueError, match=message):
+        attend(GOOD, *tensors) if position < 3 else selected_attention(
+            *tensors,
+            block_size=16,
+            num_initial_blocks=1,
+            num_local_blocks=2,
+            scale=1.0,
+        )
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ((6, 4), "key has 4 heads; query's 6 must be a multiple of it"),
+        ((65, 1), "65 query heads share a KV head; at most 64 can"),
+    ],
+)
+def test_refused_head_counts(heads: tuple[int, int], message: str) -> None:
+    q = torch.randn(1, heads[0], 16, 16, device=DEVICE)
+    k = torch.randn(1, heads[1], 16, 16, device=DEVICE)
+    blocks = torch.zeros(1, heads[1], 16, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        attend(Case(), q, k, k, blocks)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes CPU tensors")
+def test_refused_on_the_cpu() -> None:
+    q, k, v = inputs(GOOD, "cpu")
+    with pytest.raises(ValueError, match="the Triton kernels need CUDA tensors, got cpu"):
+        attend(GOOD, q, k, v, choices(GOOD))
+
+
+def random_choices(case: Case) -> Tensor:
+    """Forced blocks and the best of random scores (B, Hkv, Sq, n), built on the GPU by rows."""
+    num_blocks = -(-case.keys // case.block_size)
+    block = torch.arange(num_blocks, device=DEVICE)
+    parts = []
+    for _ in range(case.batch * case.kv_heads):
+        for start in range(0, case.num_queries, 8192):
+            stop = min(start + 8192, case.num_queries)
+            own = torch.arange(start, stop, device=DEVICE)[:, None] // case.block_size
+            age = own - block
+            scores = torch.rand(stop - start, num_blocks, device=DEVICE)
+            scores = torch.where((age < case.local) | (block < case.initial), 2.0, scores)
+            scores = torch.where(age < 0, -1.0, scores)
+            best = scores.topk(min(case.num_slots, num_blocks))
+            chosen = torch.where(best.values < 0, num_blocks, best.indices).sort().values
+            parts.append(torch.where(chosen == num_blocks, -1, chosen).int())
+    return torch.cat(parts).reshape(case.batch, case.kv_heads, case.num_queries, -1)
+
+
+def sampled_rows(case: Case) -> list[int]:
+    last = case.num_queries - 1
+    rows = torch.randint(last, (24,)).tolist()
+    return [*rows, 0, 1, case.block_size - 1, case.block_size, last - case.block_size, last]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 4, 16, 16384, None, 0, 128, 128, 64, 16, 1, 2, torch.bfloat16),
+        Case(1, 8, 4, 20001, None, 0, 128, 128, 64, 16, 1, 2, torch.bfloat16),
+        Case(2, 16, 1, 8192, None, 0, 64, 64, 32, 16, 1, 2, torch.float16),
+        Case(1, 2, 12, 8192, None, 0, 192, 128, 64, 16, 1, 2, torch.bfloat16),
+        Case(1, 2, 6, 8192, None, 0, 256, 256, 128, 8, 1, 1, torch.bfloat16),
+        Case(1, 1, 3, 8192, None, 0, 96, 80, 16, 64, 2, 3, torch.bfloat16),
+    ],
+)
+def test_long_sequences(case: Case) -> None:
+    """Output of sampled queries, and gradients that only those queries cause."""
+    q, k, v = inputs(case)
+    blocks = random_choices(case)
+    out, lse = attend(case, q, k, v, blocks)
+    rows = torch.tensor(sorted(set(sampled_rows(case))), device=DEVICE)
+    grad_out = torch.zeros_like(out)
+    grad_out[:, :, rows] = torch.randn_like(grad_out[:, :, rows])
+    got = torch.autograd.grad(out, (q, k, v), grad_out)
+    mask = _seen_by(case, blocks, rows)
+    exact = [x.detach()[:, :, rows].double() if x is q else x.detach().double() for x in (q, k, v)]
+    want_out, want_lse, want = _reference(case, exact, mask, grad_out[:, :, rows].double())
+    plain = [x.to(case.dtype) for x in exact]
+    plain_out, _, plain_grads = _reference(case, plain, mask, grad_out[:, :, rows])
+    assert (lse[:, :, rows].double() - want_lse).abs().max() < 1e-3
+    pairs = [(out[:, :, rows], plain_out, want_out), (got[0][:, :, rows], plain_grads[0], want[0])]
+    pairs += list(zip(got[1:], plain_grads[1:], want[1:], strict=True))
+    for ours, theirs, exactly in pairs:
+        error = _distance(ours, exactly)
+        assert error <= 2 * _distance(theirs, exactly), (case, error)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+def _seen_by(case: Case, blocks: Tensor, rows: Tensor) -> Tensor:
+    """(B, Hq, rows, Sk): keys that the sampled queries see."""
+    key = torch.arange(case.keys, device=DEVICE)
+    chosen = blocks[:, :, rows]
+    seen = torch.stack(
+        [(chosen[:, :, i, :, None] == key // case.block_size).any(-2) for i in range(len(rows))], 2
+    )
+    seen &= key <= rows[:, None]
+    return seen.repeat_interleave(case.group, 1)
+
+
+def _reference(
+    case: Case, tensors: list[Tensor], mask: Tensor, grad_out: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    scores = case.scale * (q @ k.repeat_interleave(case.group, 1).transpose(-1, -2))
+    scores = scores.masked_fill(~mask, float("-inf"))
+    out = scores.softmax(-1) @ v.repeat_interleave(case.group, 1)
+    return out, scores.logsumexp(-1), torch.autograd.grad(out, (q, k, v), grad_out)
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31() -> None:
+    """Query of 2.2e9 elements; its last rows are what a 32-bit offset would miss."""
+    case = Case(1, 2, 32, 140_000, None, 0, 256, 16, 64, 4, 1, 1, torch.bfloat16)
+    q, k, v = (x.detach() for x in inputs(case))
+    assert q.numel() > 2**31
+    blocks = random_choices(case)
+    out, _ = attend(case, q, k, v, blocks)
+    rows = torch.arange(case.num_queries - 8, case.num_queries, device=DEVICE)
+    exact = [q[:, :, rows].double(), k.double(), v.double()]
+    upstream = torch.zeros_like(out[:, :, rows]).double()
+    want, _, _ = _reference(case, exact, _seen_by(case, blocks, rows), upstream)
+    assert _distance(out[:, :, rows], want) < 1e-2
+
+
+@pytest.mark.gpu
+def test_replays_as_a_cuda_graph_without_waiting_for_the_device() -> None:
+    case = Case(1, 2, 8, 4096, None, 0, 128, 128, 64, 16, 1, 2, torch.bfloat16)
+    q, k, v = inputs(case)
+    blocks = random_choices(case)
+    grad_out = torch.randn_like(q)
+
+    def step() -> tuple[Tensor, ...]:
+        out, _ = attend(case, q, k, v, blocks, deterministic=True)
+        return (out, *torch.autograd.grad(out, (q, k, v), grad_out))
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+    blocks.copy_(random_choices(case))
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)
