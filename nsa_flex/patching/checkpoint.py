@@ -1,0 +1,121 @@
+"""`load`: a patched transformers model from what its `save_pretrained` wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import Backend
+from nsa_flex.patching.patch import patch
+from nsa_flex.patching.sites import patched_layers
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+# Arguments of from_pretrained that say where files are.
+_HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
+def load(
+    path: str | Path,
+    *,
+    backend: Backend | None = None,
+    model_class: Any = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Read a patched model that `model.save_pretrained(path)` wrote, on disk or on the hub.
+
+    The model is built and loaded by transformers, patched as the record in its config says, and
+    given the saved `...nsa.*` tensors, in the dtype they were saved in unless `dtype` is among
+    the arguments. Only safetensors files are read.
+
+    Args:
+        path: directory or hub name.
+        backend: as of `nsa_attention`; the saved one if None.
+        model_class: whose `from_pretrained` to call; AutoModelForCausalLM if None.
+        kwargs: passed to `from_pretrained`.
+
+    Raises:
+        ValueError: the checkpoint is not of a patched model, or lacks tensors of it.
+
+    >>> model = nsa_flex.load("my-checkpoint", dtype=torch.bfloat16, device_map="cuda")
+    """
+    from transformers import AutoModelForCausalLM
+
+    loader = AutoModelForCausalLM if model_class is None else model_class
+    model, report = loader.from_pretrained(
+        path, **{**kwargs, "use_safetensors": True, "output_loading_info": True}
+    )
+    record = _pop_record(model, path)
+    names = record["layers"]
+    patch(
+        model,
+        NSAConfig.from_dict(record["config"]),
+        init=record["init"],
+        backend=record["backend"] if backend is None else backend,
+        filter_fn=lambda _, name: any(f".{name}".endswith(f".{known}") for known in names),
+    )
+    saved = _read_added(path, {k: v for k, v in kwargs.items() if k in _HUB_ARGUMENTS})
+    _assign(model, saved, cast="dtype" in kwargs or "torch_dtype" in kwargs)
+    return model
+
+
+def _pop_record(model: nn.Module, path: str | Path) -> dict[str, Any]:
+    """Take the record of the patch out of the config of a model that is not patched yet."""
+    config = model.config.get_text_config()
+    record = vars(config).pop("nsa_flex", None)
+    if record is None:
+        raise ValueError(
+            f"{path} is not a checkpoint of a patched model (its config has no nsa_flex): load it "
+            "with transformers and call nsa_flex.patch"
+        )
+    return record
+
+
+def _read_added(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that patch added, by the names they were saved under."""
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    index = cached_file(path, _INDEX_FILE, _raise_exceptions_for_missing_entries=False, **hub)
+    names = {_SINGLE_FILE}
+    if index is not None:
+        files = json.loads(Path(index).read_text())["weight_map"]
+        names = {file for key, file in files.items() if _is_added(key)}
+    tensors = {}
+    for name in sorted(names):
+        with safe_open(cached_file(path, name, **hub), framework="pt") as file:
+            tensors.update({key: file.get_tensor(key) for key in file.keys() if _is_added(key)})
+    return tensors
+
+
+def _is_added(key: str) -> bool:
+    return ".nsa." in f".{key}"
+
+
+def _assign(model: nn.Module, saved: dict[str, Tensor], *, cast: bool) -> None:
+    """Put the saved tensors into the layers; transformers may save under another prefix."""
+    inside = model.config.get_text_config().nsa_flex["layers"]
+    by_place = {key[key.index(name) :]: key for name in inside for key in saved if name in key}
+    for full_name, (_, layer) in patched_layers(model).items():
+        name = next(name for name in inside if f".{full_name}".endswith(f".{name}"))
+        state = layer.state_dict()
+        keys = {key: by_place.get(f"{name}.nsa.{key}") for key in state}
+        missing = [f"{full_name}.nsa.{key}" for key, found in keys.items() if found is None]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing)}")
+        for key, own in state.items():
+            tensor = saved[keys[key]]
+            state[key] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
+        layer.load_state_dict(state, assign=True)

@@ -1,0 +1,137 @@
+"""What NSA adds to one attention layer of an existing model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nsa_flex.attention import nsa_attention
+from nsa_flex.compression import Compression
+from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import Backend
+from nsa_flex.gates import GateInit, Gates
+from nsa_flex.patching.rows import Rows
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one attention layer.
+
+    Args:
+        hidden_size: E, width of the layer's input.
+        num_query_heads: Hq.
+        num_kv_heads: Hkv; divides Hq.
+        head_dim: D, of queries and keys.
+        value_head_dim: Dv; D if None.
+
+    Raises:
+        ValueError: a size is less than 1, or Hkv does not divide Hq.
+    """
+
+    hidden_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_query_heads={self.num_query_heads} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+
+
+class NSALayer(nn.Module):
+    """The learned parts of NSA in one layer (φ of keys and values, gates), and its attention.
+
+    `patch` registers one as `nsa` on every attention module that it changes, so that all new
+    parameters are named `...nsa.*`. An adapter calls it with its queries, keys and values.
+
+    Args:
+        shape: sizes of the layer.
+        config: NSA's block sizes, counts and window.
+        init: "paper" or "dense", where the gates start (see `Gates`).
+        backend: passed to `nsa_attention`.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        config: NSAConfig,
+        *,
+        init: GateInit = "paper",
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.config = config
+        self.init: GateInit = init
+        self.backend = backend
+        value_dim = shape.head_dim if shape.value_head_dim is None else shape.value_head_dim
+        self.compress_key = Compression(
+            config, shape.num_kv_heads, shape.head_dim, device=device, dtype=dtype
+        )
+        self.compress_value = Compression(
+            config, shape.num_kv_heads, value_dim, device=device, dtype=dtype
+        )
+        self.gates = Gates(
+            shape.hidden_size, shape.num_query_heads, init=init, device=device, dtype=dtype
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        rows: Rows | None = None,
+    ) -> Tensor:
+        """NSA of queries against keys and values.
+
+        Args:
+            hidden_states: (B, Sq, E), the layer's input, from which the gates come.
+            query: (B, Hq, Sq, D), after position embedding; taken in the dtype of `value`.
+            key: (B, Hkv, Sk, D), after position embedding, cached tokens first; likewise.
+            value: (B, Hkv, Sk, Dv).
+            scale: factor of query . key; 1/√D if None.
+            rows: padding, packed documents or cached keys (`packed_rows`, `padded_rows`); None
+                where each row is one document whose last Sq tokens are the queries.
+
+        Returns:
+            (B, Hq, Sq, Dv) in the dtype of `value`.
+        """
+        rows = Rows() if rows is None else rows
+        gates = self.gates(hidden_states)
+        # Under autocast rotary embeddings leave queries and keys in float32, values in half.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if rows.keys is not None:
+            key, value = rows.keys.align(key), rows.keys.align(value)
+        if rows.queries is not None:
+            query, gates = rows.queries.align(query), rows.queries.align(gates)
+        output = nsa_attention(
+            query,
+            key,
+            value,
+            self.compress_key(key),
+            self.compress_value(value),
+            gates.to(value.dtype),
+            config=self.config,
+            scale=scale,
+            backend=self.backend,
+            query_offset=rows.query_offset,
+            document_start=None if rows.queries is None else rows.queries.start,
+        )
+        return output if rows.queries is None else rows.queries.restore(output)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"init={self.init!r}, backend={self.backend!r}"

@@ -1,0 +1,132 @@
+"""`patch` and `unpatch`: NSA into the attention layers of a model, in place, and out again."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, get_args
+
+from torch import nn
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import Backend, choose_backends
+from nsa_flex.gates import GateInit
+from nsa_flex.patching import adapters
+from nsa_flex.patching.layer import NSALayer
+from nsa_flex.patching.sites import Filter, Site, choose_sites, huggingface, patched_layers
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def patch(
+    model: ModelT,
+    config: NSAConfig | None = None,
+    *,
+    init: GateInit = "paper",
+    filter_fn: Filter | None = None,
+    backend: Backend = "auto",
+) -> ModelT:
+    """Give the causal self-attention layers of `model` Native Sparse Attention, in place.
+
+    Each of them gets a submodule `nsa` (`NSALayer`: φ of keys and values, gates) on the device
+    and in the dtype of its projections. No existing parameter is touched.
+
+    Args:
+        model: a transformers decoder, or any module whose attention type has an adapter
+            (`register_adapter`). Patch it before torch.compile.
+        config: NSA's sizes; `NSAConfig()` if None.
+        init: "paper" starts with neutral gates; "dense" with gates (0, 1, 0), so that a
+            pretrained model computes what it did while S <= num_selected_blocks *
+            select_block_size, and its gates can learn.
+        filter_fn: (module, name) -> whether to patch this attention module. If None, all of them
+            but those with a sliding window (or another limit on their context), which keep
+            their own attention.
+        backend: as of `nsa_attention`.
+
+    Returns:
+        `model`. Patching again with the same arguments changes nothing.
+
+    Raises:
+        ValueError: the model was patched with other arguments, has no attention module that can
+            be patched, or has one with a feature that NSA does not compute; the message names
+            it. The model is then as it was.
+
+    >>> model = nsa_flex.patch(model, NSAConfig(window_size=256), init="dense")
+    """
+    config = NSAConfig() if config is None else config
+    _check_arguments(model, config, init)
+    sites = choose_sites(model, filter_fn)
+    arguments = {"config": config, "init": init, "backend": _plain(backend)}
+    if _is_patched_so(model, sites, arguments):
+        return model
+    groups = _by_decoder(sites)
+    for decoder, group in groups.items():
+        huggingface().check_decoder(decoder, {site.module for site in group})
+    layers = [
+        NSALayer(site.shape(), **arguments, **site.tensor_options()).train(site.module.training)
+        for site in sites
+    ]
+    # Everything that can fail has passed: the model changes from here on.
+    for site, layer in zip(sites, layers, strict=True):
+        site.module.nsa = layer
+        if site.adapter is not None:
+            adapters.install(site.module)
+    for decoder, group in groups.items():
+        huggingface().install(decoder, [site.module for site in group])
+    return model
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Undo `patch`, in place: modules, state dict, hooks and configs are as they were before.
+
+    Pretrained parameters that were trained meanwhile keep their values. A model that is not
+    patched is returned as it is.
+    """
+    decoders: dict[nn.Module, list[nn.Module]] = {}
+    for name, (module, _) in patched_layers(model).items():
+        if adapters.is_installed(module):
+            adapters.remove(module)
+        else:
+            decoders.setdefault(huggingface().decoder_of(model, name), []).append(module)
+    for decoder, modules in decoders.items():
+        huggingface().remove(decoder, modules)
+    for module, _ in patched_layers(model).values():
+        del module.nsa
+    return model
+
+
+def _check_arguments(model: nn.Module, config: NSAConfig, init: GateInit) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config is a {type(config).__name__}; it must be an NSAConfig")
+    if init not in get_args(GateInit):
+        names = ", ".join(get_args(GateInit))
+        raise ValueError(f"init is {init!r}; it must be one of {names}")
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise ValueError("the model is compiled already: patch it before torch.compile")
+
+
+def _is_patched_so(model: nn.Module, sites: list[Site], arguments: dict[str, Any]) -> bool:
+    """Whether the model is patched with these arguments; ValueError if with others."""
+    found = {
+        name: {"config": layer.config, "init": layer.init, "backend": layer.backend}
+        for name, (_, layer) in patched_layers(model).items()
+    }
+    if found and found != {site.name: arguments for site in sites}:
+        raise ValueError(
+            "the model is patched already, with other arguments (config, init, backend or "
+            "layers): call nsa_flex.unpatch(model) first"
+        )
+    return bool(found)
+
+
+def _by_decoder(sites: list[Site]) -> dict[nn.Module, list[Site]]:
+    groups: dict[nn.Module, list[Site]] = {}
+    for site in sites:
+        if site.adapter is None:
+            groups.setdefault(site.decoder, []).append(site)
+    return groups
+
+
+def _plain(backend: Backend) -> str | dict[str, str]:
+    return backend if isinstance(backend, str) else dict(backend)

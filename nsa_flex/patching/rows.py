@@ -1,0 +1,74 @@
+"""Where the tokens of one forward call lie: padding, packed documents, cached keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_flex.documents import DocumentLayout
+
+
+class Rows(NamedTuple):
+    """How queries, and keys and values, are moved before attention, and the output back.
+
+    queries: layout of the queries (and gates); None leaves them where they are.
+    keys: layout of keys and values; None leaves them where they are.
+    query_offset: key index of query 0 after the move: an int, an int tensor (B,), or None for
+        "the queries are the last tokens of the keys".
+    """
+
+    queries: DocumentLayout | None = None
+    keys: DocumentLayout | None = None
+    query_offset: int | Tensor | None = None
+
+
+def packed_rows(layout: DocumentLayout) -> Rows:
+    """Rows of packed documents, all of whose tokens are in this call."""
+    return Rows(queries=layout, keys=layout)
+
+
+def padded_rows(
+    attention_mask: Tensor, num_queries: int, query_offset: int | Tensor | None = None
+) -> Rows:
+    """Rows of a padded batch: each is computed as its real tokens alone.
+
+    Args:
+        attention_mask: (B, Sk), nonzero at real tokens: padded on the left, on the right, or with
+            gaps, as a right-padded prompt that generation went on from has.
+        num_queries: Sq; the queries are the tokens at query_offset ... query_offset + Sq - 1.
+        query_offset: number of cached tokens before the queries, int or integer tensor of one
+            element; Sk - Sq if None.
+
+    Returns:
+        rows whose padding tokens come behind the real ones, where causal attention never looks.
+    """
+    num_keys = attention_mask.shape[1]
+    real = attention_mask != 0
+    keys = gather_real(real)
+    if num_queries == num_keys:
+        return Rows(queries=keys, keys=keys)
+    if query_offset is None:
+        query_offset = num_keys - num_queries
+    place = torch.arange(num_keys, device=real.device)
+    cached = (real & (place < query_offset)).sum(1)
+    chunk = real.index_select(1, query_offset + torch.arange(num_queries, device=real.device))
+    queries = gather_real(chunk) if num_queries > 1 else None
+    return Rows(queries=queries, keys=keys, query_offset=cached)
+
+
+def gather_real(real: Tensor) -> DocumentLayout:
+    """Layout that moves the true tokens of each row to its front and keeps their order.
+
+    Args:
+        real: bool (B, S).
+    """
+    batch, length = real.shape
+    rank = real.cumsum(1)
+    behind = rank[:, -1:] + (~real).cumsum(1)
+    place = torch.where(real, rank, behind) - 1
+    row = torch.arange(batch, device=real.device)[:, None] * length
+    token = torch.arange(length, device=real.device).expand(batch, length)
+    source = torch.zeros_like(place).scatter(1, place, token)
+    return DocumentLayout(source + row, place + row, None)

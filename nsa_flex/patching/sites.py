@@ -1,0 +1,115 @@
+"""Which modules of a model are attention layers that `patch` can change."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from nsa_flex.patching.adapters import Adapter, find_adapter, has_own_forward
+from nsa_flex.patching.layer import AttentionShape, NSALayer
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention module of a model.
+
+    Args:
+        name: its name in the model.
+        module: the module.
+        adapter: what runs it; None for transformers' attention interface.
+        decoder: the transformers model that holds it, where there is no adapter.
+    """
+
+    name: str
+    module: nn.Module
+    adapter: Adapter[Any] | None = None
+    decoder: Any = None
+
+    def local_attention(self) -> str | None:
+        """What limits this layer's context, or None. Adapters speak for their modules."""
+        return None if self.adapter else huggingface().local_attention(self.module)
+
+    def shape(self) -> AttentionShape:
+        """Sizes of the layer; ValueError if NSA cannot stand in for its attention."""
+        if hasattr(self.module, "nsa"):
+            raise ValueError(f"{self.name} has an attribute nsa already, which patch would hide")
+        if self.adapter is None:
+            return huggingface().attention_shape(self.module, self.decoder)
+        if has_own_forward(self.module):
+            raise ValueError(
+                f"{self.name} has a forward of its own on the instance, which the adapter would "
+                "hide: patch the model before other tools wrap it"
+            )
+        return self.adapter.shape(self.module)
+
+    def tensor_options(self) -> dict[str, Any]:
+        """Device and dtype of the projections, for the new parameters."""
+        for parameter in self.module.parameters():
+            if parameter.is_floating_point():
+                return {"device": parameter.device, "dtype": parameter.dtype}
+        return {"dtype": torch.get_default_dtype()}
+
+
+def huggingface() -> ModuleType:
+    """The transformers half of this package, imported when there is a transformers model."""
+    from nsa_flex.patching import huggingface
+
+    return huggingface
+
+
+def find_sites(model: nn.Module) -> Iterator[Site]:
+    """Every attention module in `model`, patched or not."""
+    for name, module in model.named_modules():
+        adapter = find_adapter(module)
+        if adapter is not None:
+            yield Site(name, module, adapter)
+        elif "transformers" in sys.modules and huggingface().is_attention(module):
+            yield Site(name, module, decoder=huggingface().decoder_of(model, name))
+
+
+def choose_sites(model: nn.Module, filter_fn: Filter | None) -> list[Site]:
+    """The attention modules to patch: those `filter_fn` names, or all with unlimited context.
+
+    Raises:
+        ValueError: there is none, or `filter_fn` names one with a limited context.
+    """
+    sites = list(find_sites(model))
+    if not sites:
+        raise ValueError(
+            f"{type(model).__name__} has no attention module that patch knows; tell it how to "
+            "run yours with nsa_flex.register_adapter"
+        )
+    if filter_fn is None:
+        chosen = [site for site in sites if site.local_attention() is None]
+        refused = [] if chosen else sites
+    else:
+        chosen = [site for site in sites if filter_fn(site.module, site.name)]
+        refused = [site for site in chosen if site.local_attention() is not None]
+    for site in refused:
+        raise ValueError(
+            f"{site.name} sees a limited context ({site.local_attention()}), which NSA would "
+            "widen: leave such layers out with filter_fn or, if they are meant to see "
+            "everything, set sliding_window=None in the config before the model is built"
+        )
+    if not chosen:
+        names = ", ".join(site.name for site in sites)
+        raise ValueError(f"filter_fn chose none of the attention modules: {names}")
+    return chosen
+
+
+def patched_layers(model: nn.Module) -> dict[str, tuple[nn.Module, NSALayer]]:
+    """Patched attention modules by name, each with its NSA part."""
+    found = {}
+    for name, module in model.named_modules():
+        layer = getattr(module, "nsa", None)
+        if isinstance(layer, NSALayer):
+            found[name] = (module, layer)
+    return found
