@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa_flex.config import CompressionKind, NSAConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -178,7 +181,7 @@ class Compression(nn.Module):
             f"block_size={self.config.compress_block_size}, stride={self.config.compress_stride}"
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B Hkv S D"]) -> Float[Tensor, "B Hkv N D"]:
         """Compress each whole block of `x`.
 
         Args:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 GateInit = Literal["paper", "dense"]
 
@@ -81,7 +84,7 @@ class Gates(nn.Module):
         """What `print(module)` shows."""
         return f"num_query_heads={self.num_query_heads}, init={self.init!r}"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B Hq S 3"]:
         """Gates of every token.
 
         Args:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
 
-def rotary_cos_sin(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+
+def rotary_cos_sin(
+    positions: Shaped[Tensor, "*rows S"], rotary_dim: int, theta: float
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of `position · theta^(-2i / rotary_dim)`, i < rotary_dim / 2.
 
     Computed from the positions each time, in float32: no table whose length bounds S.
@@ -35,7 +42,9 @@ def rotary_cos_sin(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Te
     return angles.cos(), angles.sin()
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(
+    x: Float[Tensor, "B H S D"], cos: Float[Tensor, "#B 1 S R"], sin: Float[Tensor, "#B 1 S R"]
+) -> Float[Tensor, "B H S D"]:
     """Rotate feature i against feature i + rotary_dim/2; features past rotary_dim pass through.
 
     Args:
