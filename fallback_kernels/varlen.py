@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,9 +50,9 @@ def varlen_attention(
     """
     batch, length, heads = query.shape[:3]
     cu_seqlens = torch.arange(batch + 1, device=query.device, dtype=torch.int32) * length
-    packed = [x.flatten(0, 1) for x in (query, key, value)]
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     call = _flash_attn if provider() == "flash_attn" else _torch
-    out, lse = call(*packed, cu_seqlens, length, window, scale, need_lse)
+    out, lse = call(q, k, v, cu_seqlens, length, window, scale, need_lse)
     if lse is not None:  # [Hq, B * S]
         lse = lse.view(heads, batch, length).transpose(0, 1).detach()
     return out.view(batch, length, heads, -1), lse
@@ -70,8 +70,8 @@ def _torch(
 ) -> tuple[Tensor, Tensor | None]:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    options = {"enable_gqa": True} if _takes_enable_gqa() else {}
-    result = varlen_attn(
+    options: dict[str, Any] = {"enable_gqa": True} if _takes_enable_gqa() else {}
+    result: Any = varlen_attn(
         query,
         key,
         value,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,9 +14,52 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 TILE = 128  # rows and columns of one block of the sliding and compressed masks
 
 
+@overload
+def cdiv(numerator: int, denominator: int) -> int: ...
+@overload
+def cdiv(numerator: Tensor, denominator: int) -> Tensor: ...
 def cdiv(numerator: Tensor | int, denominator: int) -> Tensor | int:
     """Integer division rounded up; exact for negative numerators too."""
     return -(-numerator // denominator)
+
+
+@torch.library.custom_op("nsa_flex::table", mutates_args=())
+def _copy(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_copy.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def as_table(x: Tensor | None) -> Tensor | None:
+    """`x` in memory of its own, for a mask_mod to capture; None stays None.
+
+    Inductor's C++ template refuses a captured tensor that it could have fused, and a captured
+    table made by a traced scatter reads as zeros: what comes out of a custom op has neither fault.
+    """
+    return None if x is None else _copy(x)
+
+
+def token_table(x: Tensor | None, num_tokens: int) -> Tensor | None:
+    """`as_table` of (B, S) `x`, lengthened with zeros to at least `num_tokens` tokens and a tile.
+
+    Kernels evaluate a mask on whole tiles; what they read past the end is never used.
+    """
+    if x is None:
+        return None
+    return as_table(torch.nn.functional.pad(x, (0, cdiv(num_tokens, TILE) * TILE - x.shape[1])))
+
+
+def index_range(length: int, device: torch.device) -> Tensor:
+    """`torch.arange(length)`, opaque to the compiler on the CPU.
+
+    Inductor's C++ code for a quotient of its own loop index is wrong in the vectorised tail (torch
+    2.13: compiled `arange(150) // 16` ends in garbage); a quotient of loaded numbers is right.
+    """
+    indices = torch.arange(length, device=device)
+    return _copy(indices) if device.type == "cpu" else indices
 
 
 class BlockRanges(NamedTuple):
@@ -101,7 +144,7 @@ def table_width(needed: int, num_columns: int, device: torch.device) -> int:
 
 def tile_rows(num_tokens: int, device: torch.device) -> Tensor:
     """First token of each tile of rows, shaped [1, 1, tiles] to broadcast over batch and head."""
-    return torch.arange(cdiv(num_tokens, TILE), device=device)[None, None] * TILE
+    return index_range(cdiv(num_tokens, TILE), device)[None, None] * TILE
 
 
 def offset_rows(offset: Tensor | None) -> Tensor | int:

@@ -11,12 +11,14 @@ from nsa_flex.masks.block_mask import (
     TILE,
     BlockRanges,
     MaskMod,
+    as_table,
     build_block_mask,
     cdiv,
     offset_rows,
     table_width,
     tables_from_ranges,
     tile_rows,
+    token_table,
 )
 
 
@@ -84,7 +86,9 @@ def compressed_block_mask(
             full_high=end,
         )
         q_tables = tables_from_ranges(columns, num_rows, table_width(num_rows, num_rows, device))
-    mask_mod = compressed_mask_mod(config, offset=offset, document_start=document_start)
+    mask_mod = compressed_mask_mod(
+        config, offset=as_table(offset), document_start=token_table(document_start, q_len)
+    )
     return build_block_mask(mask_mod, (q_len, num_blocks), (TILE, TILE), kv_tables, q_tables)
 
 
@@ -94,7 +98,8 @@ def folded_mask_mod(
     """`compressed_mask_mod` after the fold: plain causal attention over rows `j >= i`.
 
     Row `j` of head `r * num_query_heads + h` is query `t = j*d + r + l - 1`, so that
-    `i*d + l - 1 <= t` is `i <= j`. `document_start` stays indexed by token.
+    `i*d + l - 1 <= t` is `i <= j`. `document_start` stays indexed by token; it must reach as far
+    as the last row, which may lie past the last token.
     """
     stride, reach = config.compress_stride, config.compress_block_size - 1
 
@@ -102,8 +107,7 @@ def folded_mask_mod(
         visible = block <= row
         if document_start is not None:
             t = row * stride + h // num_query_heads + reach
-            token = torch.clamp(t, max=document_start.shape[1] - 1)
-            visible = visible & (block * stride >= document_start[b, token])
+            visible = visible & (block * stride >= document_start[b, t])
         return visible
 
     return mask_mod
@@ -131,5 +135,7 @@ def folded_block_mask(
         end = zero + num_tiles - 1
         columns = BlockRanges(tile, end, tile + 1 if whole else end + 1, end)
         q_tables = tables_from_ranges(columns, num_tiles, width)
-    mask_mod = folded_mask_mod(config, num_query_heads, document_start=document_start)
+    rows_end = cdiv(num_blocks, TILE) * TILE * config.compress_stride + config.compress_block_size
+    starts = token_table(document_start, rows_end)
+    mask_mod = folded_mask_mod(config, num_query_heads, document_start=starts)
     return build_block_mask(mask_mod, (num_blocks, num_blocks), (TILE, TILE), kv_tables, q_tables)

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.masks.block_mask import BlockTables, MaskMod, build_block_mask
+from nsa_flex.masks.block_mask import (
+    BlockTables,
+    MaskMod,
+    as_table,
+    build_block_mask,
+    index_range,
+)
 
 
 def selected_mask_mod(
@@ -29,9 +35,14 @@ def selected_mask_mod(
     The head index of the mask_mod counts KV heads.
     """
     size = config.select_block_size
+    query_of_row = None
+    if blocks.device.type == "cpu" and rows_per_query > 1:
+        # Inductor's C++ template cannot index by a quotient of its own row symbol: look it up.
+        rows = index_range(blocks.shape[2] * rows_per_query, blocks.device)
+        query_of_row = as_table(rows // rows_per_query)
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, kv: Tensor) -> Tensor:
-        q = row // rows_per_query
+        q = row // rows_per_query if query_of_row is None else query_of_row[row]
         t = q if offset is None else q + offset[b]
         mine = kv // size
         chosen = blocks[b, h, q, 0] == mine
@@ -58,14 +69,14 @@ def selected_block_mask(
     bounded by them (537 MB a KV head at 64k tokens and l' = 64).
     """
     num_queries, num_columns = blocks.shape[2], config.num_select_blocks(kv_len)
-    own = torch.arange(num_queries, device=blocks.device)[None]  # [1, Sq]
+    own = index_range(num_queries, blocks.device)[None]  # [1, Sq]
     if offset is not None:
         own = own + offset[:, None]
     own = own // config.select_block_size
     width = num_columns if blocks.device.type == "cpu" else blocks.shape[3]
     kv_tables = BlockTables(*query_tables(blocks, own, width))
     q_tables = BlockTables(*key_tables(blocks, own, num_columns)) if backward else None
-    mask_mod = selected_mask_mod(config, blocks, rows_per_query, offset=offset)
+    mask_mod = selected_mask_mod(config, blocks, rows_per_query, offset=as_table(offset))
     return build_block_mask(
         mask_mod,
         (num_queries * rows_per_query, kv_len),

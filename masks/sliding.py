@@ -11,12 +11,14 @@ from nsa_flex.masks.block_mask import (
     TILE,
     BlockRanges,
     MaskMod,
+    as_table,
     build_block_mask,
     cdiv,
     offset_rows,
     table_width,
     tables_from_ranges,
     tile_rows,
+    token_table,
 )
 
 
@@ -86,5 +88,7 @@ def sliding_block_mask(
         )
         num_rows = cdiv(q_len, TILE)
         q_tables = tables_from_ranges(columns, num_rows, table_width(tiles_seen, num_rows, device))
-    mask_mod = sliding_mask_mod(config, offset=offset, document_start=document_start)
+    mask_mod = sliding_mask_mod(
+        config, offset=as_table(offset), document_start=token_table(document_start, q_len)
+    )
     return build_block_mask(mask_mod, (q_len, kv_len), (TILE, TILE), kv_tables, q_tables)

@@ -183,7 +183,7 @@ def nsa_attention(
     out = merge([out for out, _ in results], gates).to(query.dtype)
     if not return_aux:
         return out
-    return out, NSAAux(blocks, BranchLSE(*(lse for _, lse in results)))  # type: ignore[arg-type]
+    return out, NSAAux(blocks, BranchLSE(*(lse for _, lse in results)))
 
 
 def merge(outputs: list[Tensor], gates: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def _choose(branch: BranchName, wanted: str, facts: Facts, backend: Backend) -> 
         return Choice(branch, "dense", f"on {facts.device_type}: {reason}")
     if not facts.whole and facts.num_queries <= FEW_QUERIES:
         return Choice(branch, "dense", f"at most {FEW_QUERIES} queries against a longer past")
-    passed_over = []
+    passed_over: list[str] = []
     for name in CUDA_ORDER[branch]:
         obstacle = _obstacle(name, branch, facts)
         if obstacle is None:

@@ -21,6 +21,7 @@ from nsa_flex.masks import (
     selected_block_mask,
     sliding_block_mask,
 )
+from nsa_flex.masks.block_mask import index_range
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -101,9 +102,7 @@ def _selected(branch: Branch) -> Output:
         offset=branch.offset,
         backward=branch.needs_grad,
     )
-    grouped = query.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, S, G, D]
-    # The clone fuses into the padding; without it the CPU lowering meets a view and gives up.
-    rows = F.pad(grouped, (0, 0, 0, rows_per_query - group)).flatten(2, 3).clone()
+    rows = group_rows(query, kv_heads, rows_per_query)
     options = {}
     if query.device.type == "cuda":
         size = min(branch.config.select_block_size, 64)
@@ -116,6 +115,19 @@ def _selected(branch: Branch) -> Output:
     if lse is not None:
         lse = lse.unflatten(2, (-1, rows_per_query))[..., :group].transpose(2, 3).flatten(1, 2)
     return out, lse
+
+
+def group_rows(query: Tensor, kv_heads: int, rows_per_query: int) -> Tensor:
+    """(B, Hq, S, D) -> (B, Hkv, S * rows_per_query, D), a group's heads side by side."""
+    grouped = query.unflatten(1, (kv_heads, -1)).transpose(2, 3)  # [B, Hkv, S, G, D]
+    group = grouped.shape[3]
+    rows = F.pad(grouped, (0, 0, 0, rows_per_query - group)).flatten(2, 3)
+    if query.device.type == "cpu":
+        # Inductor's C++ template takes a view of a 5-D buffer for its query and fails on it: an
+        # operation over the 4-D rows, though it changes nothing, gives it a buffer of its own.
+        row = index_range(rows.shape[2], rows.device)[:, None]
+        rows = torch.where(row % rows_per_query < group, rows, 0.0)
+    return rows
 
 
 def rows_of_group(group_size: int) -> int:
@@ -131,7 +143,10 @@ def _flex(
     mask: BlockMask,
     kernel_options: dict[str, Any] | None = None,
 ) -> Output:
-    result = flex_attention(
+    q_len = query.shape[2]
+    if query.device.type == "cpu" and torch.compiler.is_compiling():
+        query, key, value = _whole_blocks(query, key, value, mask)
+    result: Any = flex_attention(
         query,
         key,
         value,
@@ -139,12 +154,26 @@ def _flex(
         scale=branch.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         kernel_options=kernel_options or None,  # type: ignore[arg-type]
-        return_aux=AuxRequest(lse=True) if branch.need_lse else None,
+        return_aux=AuxRequest(lse=True) if branch.need_lse else None,  # type: ignore[arg-type]
     )
     if not branch.need_lse:
-        return result, None
+        return result[:, :, :q_len], None
     out, aux = result
-    return out, aux.lse.detach()
+    return out[:, :, :q_len], aux.lse[:, :, :q_len].detach()
+
+
+def _whole_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero-pads to whole blocks: the C++ template is silently wrong on a partial last one.
+
+    Keys past the end are behind every query, so the masks hide them.
+    """
+    (q_size, kv_size), (q_len, kv_len) = mask.BLOCK_SIZE, (query.shape[2], key.shape[2])
+    q_pad, kv_pad = -q_len % q_size, -kv_len % kv_size
+    mask.seq_lengths = (q_len + q_pad, kv_len + kv_pad)
+    key, value = (F.pad(x, (0, 0, 0, kv_pad)) for x in (key, value))
+    return F.pad(query, (0, 0, 0, q_pad)), key, value
 
 
 def _run(function: Callable[[Branch], Output], branch: Branch) -> Output:

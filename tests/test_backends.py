@@ -1,0 +1,246 @@
+"""Each backend of each branch against the float64 oracle, values and gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from accuracy import assert_close, eager_attention, gradients, leaf, to_float64
+from torch import Tensor
+
+import oracle
+from nsa_flex.backends.branch import Branch
+from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import IMPLEMENTATIONS, BranchName
+
+SMALL = NSAConfig(
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=4,
+    window_size=20,
+)
+PAPER = NSAConfig()
+NARROW = NSAConfig(select_block_size=32, num_selected_blocks=8, window_size=1)
+WIDE = NSAConfig(64, 32, 128, 5, window_size=4096)
+
+# D, Dv, G, dtype, config, S: every head dim and group size, odd lengths, several configs.
+SHAPES = [
+    (16, 16, 16, torch.bfloat16, PAPER, 333),
+    (32, 32, 1, torch.bfloat16, NARROW, 200),
+    (64, 64, 4, torch.bfloat16, PAPER, 512),
+    (64, 64, 12, torch.float16, WIDE, 700),
+    (80, 80, 2, torch.float16, PAPER, 777),
+    (96, 96, 6, torch.bfloat16, NARROW, 131),
+    (128, 128, 8, torch.bfloat16, PAPER, 1100),
+    (128, 128, 3, torch.float16, PAPER, 65),
+    (128, 128, 32, torch.bfloat16, PAPER, 40),
+    (192, 128, 4, torch.bfloat16, PAPER, 300),
+    (256, 256, 2, torch.bfloat16, PAPER, 257),
+    (64, 64, 2, torch.float32, PAPER, 400),
+    (128, 64, 4, torch.float32, WIDE, 150),
+]
+
+
+def random_choice(
+    batch: int, kv_heads: int, length: int, cfg: NSAConfig, past: int, starts: np.ndarray | None
+) -> Tensor:
+    """Random blocks in the form `choose_blocks` gives: forced ones and any others, ascending."""
+    rng = np.random.default_rng(torch.randint(2**31, ()).item())
+    scores = rng.uniform(size=(batch, kv_heads, length, cfg.num_select_blocks(length + past)))
+    return torch.from_numpy(oracle.choose_all(scores, cfg, past, starts)).int()
+
+
+def mask_of(
+    branch: BranchName,
+    cfg: NSAConfig,
+    length: int,
+    keys: int,
+    num_blocks: int,
+    blocks: Tensor,
+    past: int,
+    starts: np.ndarray | None,
+) -> np.ndarray:
+    if branch == "sliding":
+        return oracle.sliding_mask(length, keys, cfg, past, starts)
+    if branch == "compressed":
+        return oracle.compressed_mask(length, keys, num_blocks, cfg, past, starts)
+    return oracle.selected_mask(blocks.numpy(), keys, cfg, past, starts)
+
+
+def check(
+    branch: BranchName,
+    backend: str,
+    device: str,
+    shape: tuple,
+    *,
+    batch: int = 2,
+    kv_heads: int = 2,
+    past: int = 0,
+    documents: bool = False,
+    backward: bool = True,
+    compiled: bool = False,
+    need_lse: bool = True,
+) -> None:
+    dim, value_dim, group, dtype, cfg, length = shape
+    keys = length + past
+    num_keys = max(1, cfg.num_compressed_blocks(keys)) if branch == "compressed" else keys
+    q = leaf((batch, kv_heads * group, length, dim), dtype, device, grad=backward)
+    k = leaf((batch, kv_heads, num_keys, dim), dtype, device, grad=backward)
+    v = leaf((batch, kv_heads, num_keys, value_dim), dtype, device, grad=backward)
+    starts = None
+    if documents:  # two rows with documents of different lengths
+        edges = np.array([[1], [2]]) * cfg.select_block_size
+        starts = (np.arange(length) + past) // edges * edges
+    blocks = random_choice(batch, kv_heads, length, cfg, past, starts)
+    task = {
+        "config": cfg,
+        "scale": dim**-0.5,
+        "offset": torch.full((batch,), past, device=device) if past else None,
+        "document_start": torch.from_numpy(starts).int().to(device) if documents else None,
+        "blocks": blocks.to(device) if branch == "selected" else None,
+        "need_lse": need_lse,
+    }
+    mask = mask_of(branch, cfg, length, keys, num_keys, blocks, past, starts)
+
+    lse: list[Tensor] = []
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        return IMPLEMENTATIONS[backend, branch](Branch(q, k, v, **task))
+
+    call = torch.compile(run, fullgraph=True) if compiled else run
+
+    def value(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, got_lse = call(q, k, v)
+        lse.append(got_lse)
+        return out
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return eager_attention(q, k, v, torch.from_numpy(mask).to(device), dim**-0.5)
+
+    arrays = [to_float64(x) for x in (q, k, v)]
+    want, want_lse, _ = oracle.branch(*arrays, mask, dim**-0.5)
+    if not backward:
+        assert_close("output", value(q, k, v), want, eager(q, k, v), dtype)
+    else:
+        grad_out = leaf(want.shape, dtype, device, grad=False)
+        got, grads = gradients(value, (q, k, v), grad_out)
+        base, base_grads = gradients(eager, (q, k, v), grad_out)
+        assert_close("output", got, want, base, dtype)
+        want_grads = oracle.branch_backward(*arrays, mask, dim**-0.5, to_float64(grad_out))
+        least = 0.1 * float(np.linalg.norm(to_float64(grad_out)))
+        for name, *three in zip("qkv", grads, want_grads, base_grads, strict=True):
+            if branch == "compressed" and not mask.any():
+                assert not three[0].any(), f"gradient of {name} where nothing is seen"
+            else:
+                assert_close(f"gradient of {name}", *three, dtype, least=least)
+    if lse[0] is not None:
+        assert lse[0].dtype == torch.float32
+        assert_close("log-sum-exp", lse[0], want_lse, None, torch.float32) if (
+            dtype == torch.float32
+        ) else np.testing.assert_allclose(to_float64(lse[0]), want_lse, atol=0.03)
+
+
+BRANCHES: list[BranchName] = ["compressed", "selected", "sliding"]
+
+
+def name_of(shape: tuple) -> str:
+    dim, value_dim, group, dtype, _, length = shape
+    return f"D{dim}-Dv{value_dim}-G{group}-{str(dtype)[6:]}-S{length}"
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("length", [1, 5, 7, 8, 9, 64, 150])
+def test_dense(branch: BranchName, length: int) -> None:
+    check(branch, "dense", "cpu", (16, 12, 3, torch.float32, SMALL, length))
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dense_in_low_precision(branch: BranchName, dtype: torch.dtype) -> None:
+    check(branch, "dense", "cpu", (32, 32, 2, dtype, SMALL, 100))
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_dense_with_a_past_and_with_documents(branch: BranchName) -> None:
+    check(branch, "dense", "cpu", (16, 16, 2, torch.float32, SMALL, 37), past=50)
+    check(branch, "dense", "cpu", (16, 16, 2, torch.float32, SMALL, 100), documents=True)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("length", [1, 9, 150])
+def test_flex_eager_on_cpu(branch: BranchName, length: int, eager_flex: None) -> None:
+    check(branch, "flex", "cpu", (16, 12, 3, torch.float32, SMALL, length), backward=False)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_flex_compiled_on_cpu(branch: BranchName) -> None:
+    shape = (16, 12, 3, torch.float32, SMALL, 150)
+    options = {"backward": False, "compiled": True, "need_lse": False}
+    check(branch, "flex", "cpu", shape, **options)
+    check(branch, "flex", "cpu", shape, documents=True, **options)
+    check(branch, "flex", "cpu", shape, past=7, **options)
+
+
+@pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention's debug mode: no compilation, all scores at once."""
+    flex = torch.nn.attention.flex_attention
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_flex_on_cuda(branch: BranchName, shape: tuple) -> None:
+    check(branch, "flex", "cuda", shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_flex_on_cuda_with_a_past_and_with_documents(branch: BranchName) -> None:
+    check(branch, "flex", "cuda", (64, 64, 4, torch.bfloat16, PAPER, 200), past=300)
+    check(branch, "flex", "cuda", (64, 64, 4, torch.bfloat16, PAPER, 500), documents=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_dense_on_cuda(branch: BranchName) -> None:
+    check(branch, "dense", "cuda", (64, 64, 4, torch.bfloat16, PAPER, 333))
+    check(branch, "dense", "cuda", (64, 64, 4, torch.bfloat16, PAPER, 1), past=300)
+
+
+def flash_shapes(*, equal_dims: bool, largest: int) -> list[tuple]:
+    half = [s for s in SHAPES if s[3] != torch.float32 and max(s[:2]) <= largest]
+    return [s for s in half if s[0] == s[1] or not equal_dims]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", ["compressed", "sliding"])
+@pytest.mark.parametrize("shape", flash_shapes(equal_dims=True, largest=256), ids=name_of)
+def test_fa2_on_cuda(branch: BranchName, shape: tuple) -> None:
+    check(branch, "fa2", "cuda", shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 299, 300, 301, 5000])
+def test_fa2_window_boundaries(window: int) -> None:
+    cfg = NSAConfig(window_size=window)
+    check("sliding", "fa2", "cuda", (64, 64, 4, torch.bfloat16, cfg, 300))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", flash_shapes(equal_dims=False, largest=128), ids=name_of)
+def test_sdpa_on_cuda(shape: tuple) -> None:
+    check("compressed", "sdpa", "cuda", shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_triton_on_cuda(shape: tuple) -> None:
+    check("selected", "triton", "cuda", shape)
+
+
+@pytest.mark.gpu
+def test_triton_on_cuda_with_documents() -> None:
+    check("selected", "triton", "cuda", (64, 64, 4, torch.bfloat16, PAPER, 500), documents=True)
