@@ -52,7 +52,8 @@ def apply_rotary(
         cos: (1 or B, 1, S, rotary_dim / 2), as from `rotary_cos_sin`; so is `sin`.
 
     Returns:
-        The shape and dtype of `x`; computed in float32 (float64 for float64).
+        The shape and dtype of `x`, in memory ordered (B, S, H, D), which the kernels like best;
+        computed in float32 (float64 for float64).
 
     Raises:
         ValueError: D is less than rotary_dim.
@@ -65,6 +66,8 @@ def apply_rotary(
     if x.shape[-1] < 2 * half:
         raise ValueError(f"x has head dim {x.shape[-1]}; rotary_dim={2 * half} must not exceed it")
     wide = torch.promote_types(x.dtype, torch.float32)
+    x, cos, sin = x.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)
     first, second = x[..., :half].to(wide), x[..., half : 2 * half].to(wide)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    rest = () if x.shape[-1] == 2 * half else (x[..., 2 * half :],)
+    return torch.cat([*(part.to(x.dtype) for part in turned), *rest], dim=-1).transpose(1, 2)

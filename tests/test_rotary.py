@@ -75,3 +75,9 @@ def test_bad_shapes():
         rotary_cos_sin(torch.zeros(1, 1, 4), 8, 1e4)
     with pytest.raises(ValueError, match="x has head dim 8; rotary_dim=16 must not exceed it"):
         rotated(torch.randn(1, 1, 4, 8), torch.arange(4), rotary_dim=16)
+
+
+def test_result_is_in_token_major_memory():
+    x = torch.randn(2, 3, 5, 8)
+    for rotary_dim in (8, 4):
+        assert rotated(x, torch.arange(5), rotary_dim).transpose(1, 2).is_contiguous()
