@@ -3,8 +3,11 @@
 from nsa_flex.attention import Explanation, NSAAux, explain, nsa_attention
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, align_positions
+from nsa_flex.patching import Adapter, AttentionShape, load, patch, register_adapter, unpatch
 
 __all__ = [
+    "Adapter",
+    "AttentionShape",
     "DocumentLayout",
     "Explanation",
     "NSAAux",
@@ -13,6 +16,10 @@ __all__ = [
     "align_padded",
     "align_positions",
     "explain",
+    "load",
     "nsa_attention",
+    "patch",
+    "register_adapter",
+    "unpatch",
 ]
 __version__ = "0.1.0"

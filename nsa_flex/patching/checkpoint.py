@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
-from nsa_flex.patching.patch import patch
+from nsa_flex.patching.apply import patch
 from nsa_flex.patching.sites import patched_layers
 
 _SINGLE_FILE = "model.safetensors"
@@ -51,12 +52,7 @@ def load(
 
     >>> model = nsa_flex.load("my-checkpoint", dtype=torch.bfloat16, device_map="cuda")
     """
-    from transformers import AutoModelForCausalLM
-
-    loader = AutoModelForCausalLM if model_class is None else model_class
-    model, report = loader.from_pretrained(
-        path, **{**kwargs, "use_safetensors": True, "output_loading_info": True}
-    )
+    model = _load_unpatched(path, model_class, kwargs)
     record = _pop_record(model, path)
     names = record["layers"]
     patch(
@@ -68,6 +64,28 @@ def load(
     )
     saved = _read_added(path, {k: v for k, v in kwargs.items() if k in _HUB_ARGUMENTS})
     _assign(model, saved, cast="dtype" in kwargs or "torch_dtype" in kwargs)
+    return model
+
+
+def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) -> nn.Module:
+    """The model without its NSA layers, whose tensors transformers does not expect."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    loader = AutoModelForCausalLM if model_class is None else model_class
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would list every tensor of NSA; the rest is checked below
+    try:
+        model, report = loader.from_pretrained(
+            path, **{**kwargs, "use_safetensors": True, "output_loading_info": True}
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    if report["missing_keys"]:
+        raise ValueError(f"the checkpoint lacks {', '.join(sorted(report['missing_keys']))}")
+    unexpected = sorted(key for key in report["unexpected_keys"] if not _is_added(key))
+    if unexpected:
+        warnings.warn(f"not in the model, left out: {', '.join(unexpected)}", stacklevel=3)
     return model
 
 

@@ -90,18 +90,22 @@ def attention_shape(module: nn.Module, decoder: PreTrainedModel | None) -> Atten
     """
     feature = _unsupported_feature(module, decoder)
     if feature is not None:
-        raise ValueError(f"{type(module).__name__} has {feature}, which NSA does not compute")
+        raise ValueError(
+            f"{type(module).__name__} has {feature}, which NSA does not compute: leave such "
+            "layers out with filter_fn"
+        )
     config = module.config
-    heads, dim = config.num_attention_heads, module.head_dim
+    heads, dim = config.num_attention_heads, getattr(module, "head_dim", 0)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     expected, found = _projection_widths(module, heads * dim, kv_heads * dim)
-    if expected != found:
+    if expected != found or dim == 0:
         raise ValueError(
             f"{type(module).__name__} has projections {found}, expected {expected} for "
-            f"{heads} query heads, {kv_heads} key-value heads and head_dim {dim}; "
-            "register an adapter for it (nsa_flex.register_adapter)"
+            f"{heads} query heads, {kv_heads} key-value heads and head_dim {dim}: register an "
+            "adapter for it (nsa_flex.register_adapter)"
         )
-    return AttentionShape(config.hidden_size, heads, kv_heads, dim)
+    first = getattr(module, next(iter(expected)))
+    return AttentionShape(first.in_features, heads, kv_heads, dim)
 
 
 def _projection_widths(
@@ -110,16 +114,12 @@ def _projection_widths(
     expected = {"q_proj": query, "k_proj": key, "v_proj": key}
     if hasattr(module, "qkv_proj"):
         expected = {"qkv_proj": query + 2 * key}
-    found = {
-        name: getattr(getattr(module, name, None), "out_features", None) for name in expected
-    }
+    found = {name: getattr(getattr(module, name, None), "out_features", None) for name in expected}
     return expected, found
 
 
 def _unsupported_feature(module: nn.Module, decoder: PreTrainedModel | None) -> str | None:
     config = module.config
-    if decoder is None or not getattr(decoder, "_supports_attention_backend", False):
-        return "an attention outside transformers' attention interface (attn_implementation)"
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:
         return f"logit soft-capping (attn_logit_softcapping={softcap})"
@@ -128,16 +128,27 @@ def _unsupported_feature(module: nn.Module, decoder: PreTrainedModel | None) -> 
     if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
         return "bidirectional attention (is_causal=False)"
     if getattr(config, "is_encoder_decoder", False):
-        return "an encoder (is_encoder_decoder=True)"
+        return "an encoder beside it (is_encoder_decoder=True)"
+    if decoder is None or not _hands_down_arguments(module, decoder):
+        return "a way to attention other than transformers' attention interface"
     if config is not decoder.config:
-        return "a config of its own, other than its decoder's"
-    missing = _DECODER_ARGUMENTS - set(inspect.signature(decoder.forward).parameters)
-    if missing:
-        return f"a decoder whose forward lacks {', '.join(sorted(missing))}"
+        return "a config other than its decoder's"
     return None
 
 
-_DECODER_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "kwargs"}
+def _hands_down_arguments(module: nn.Module, decoder: PreTrainedModel) -> bool:
+    """Whether what the hooks add reaches the attention function."""
+    wanted = {"attention_mask", "position_ids", "past_key_values"}
+    return (
+        getattr(decoder, "_supports_attention_backend", False)
+        and wanted <= set(inspect.signature(decoder.forward).parameters)
+        and all(_takes_any_argument(part) for part in (decoder, module))
+    )
+
+
+def _takes_any_argument(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 # --- installing --------------------------------------------------------------------------------
@@ -404,8 +415,9 @@ def attention_forward(
     _refuse(dropout, kwargs)
     if nsa_hidden_states is None or nsa_rows is None:
         raise RuntimeError(
-            "a patched attention module was called outside its decoder, which tells it padding "
-            "and packed documents; call the decoder, or unpatch the model"
+            f"{type(module).__name__} was not told of padding and packed documents: it was called "
+            "outside its decoder, or its decoder layer does not hand keyword arguments down; call "
+            "the decoder, or unpatch the model"
         )
     output = layer(nsa_hidden_states, query, key, value, scale=scaling, rows=nsa_rows)
     return output.transpose(1, 2), None

@@ -14,6 +14,7 @@ from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates
 from nsa_flex.patching.rows import Rows
 
+
 @dataclass(frozen=True)
 class AttentionShape:
     """Sizes of one attention layer.

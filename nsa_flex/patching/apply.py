@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 from torch import nn
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import Backend, choose_backends
+from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit
 from nsa_flex.patching import adapters
 from nsa_flex.patching.layer import NSALayer
