@@ -378,6 +378,37 @@ def test_detector_changes_no_result_and_leaves_no_mode():
     assert detector.findings == []
 
 
+def test_compiled_code_is_watched_as_it_is():
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def rows(x):
+        y = x.unflatten(0, (-1, 3))
+        y[:, 0] = 1.0
+        return y
+
+    rows(example())
+    assert find_syncs(rows, example()) == []
+    rows(example())
+    assert len(graphs) == 1
+
+
+def test_compilation_itself_is_no_finding():
+    @torch.compile(backend="aot_eager")
+    def classes(x):
+        return F.one_hot(x.long().clamp(0, 3), 4).float() + torch.tensor(1.0)
+
+    classes(example())
+    with SyncDetector() as detector:
+        classes(example())
+        classes(torch.ones(5, 4))
+    assert detector.findings == []
+
+
 def test_eager_flex_attention_runs_under_the_detector():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -437,13 +468,31 @@ def test_modules_run_on_meta_and_stay_as_they_were():
     assert module.first.weight.grad is None
 
 
+def test_functions_run_on_meta_with_what_they_hold():
+    weight = torch.ones(4)
+
+    def countdown(x, steps=2, *, bias=weight):
+        return countdown(x * weight + bias, steps - 1) if steps else x
+
+    def with_default(x, weight=weight):
+        return x * weight
+
+    for fn in (countdown, with_default, torch.no_grad()(with_default)):
+        assert find_value_reads(fn, example()) == []
+        assert find_value_reads(lambda x, fn=fn: fn(x), example()) == []
+
+
 def test_caches_and_other_objects_run_on_meta():
     class Cache:
         def __init__(self):
+            self.device = torch.device("cpu")
             self.layers = [{"keys": torch.zeros(3, 4)}]
 
+    def add(x, cache):
+        return x + cache.layers[0]["keys"] + torch.ones(4, device=cache.device)
+
     cache = Cache()
-    assert find_value_reads(lambda x, cache: x + cache.layers[0]["keys"], example(), cache) == []
+    assert find_value_reads(add, example(), cache) == []
     assert cache.layers[0]["keys"].device.type == "cpu"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -40,58 +41,64 @@ def find_value_reads(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
 
 
 def to_meta(value: Any) -> Any:
-    """A deep copy of `value` whose tensors are on the meta device; `value` if it holds none.
+    """A deep copy of `value` with its tensors on the meta device; `value` if it holds none.
 
-    Tensors that were the same object stay the same object: tied weights stay tied.
+    Tensors that were the same object stay the same object: tied weights stay tied. A
+    `torch.device` that an object remembers becomes the meta device too.
     """
-    memo = {id(tensor): _meta_tensor(tensor) for tensor in _tensors_in(value, set())}
+    memo = {id(placed): _on_meta(placed) for placed in _placed_in(value, set())}
     return copy.deepcopy(value, memo) if memo else value
 
 
-def _callable_to_meta(fn: Callable) -> Callable:
-    plain = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
-    return _plain_callable_to_meta(plain)
-
-
-def _plain_callable_to_meta(fn: Any) -> Callable:
+def _callable_to_meta(fn: Any, made: dict[types.FunctionType, Any] | None = None) -> Any:
+    """`fn` on meta copies of what it holds; `made` are the functions that were copied so far."""
+    made = {} if made is None else made
+    fn = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
     if isinstance(fn, ForwardBackward):
-        return ForwardBackward(_callable_to_meta(fn.fn))
+        return ForwardBackward(_callable_to_meta(fn.fn, made))
     if isinstance(fn, functools.partial):
-        args, keywords = to_meta(fn.args), to_meta(fn.keywords)
-        return functools.partial(_callable_to_meta(fn.func), *args, **keywords)
-    if isinstance(fn, types.FunctionType) and fn.__closure__:
-        return _with_meta_closure(fn)
-    return to_meta(fn)
+        inner = _callable_to_meta(fn.func, made)
+        return functools.partial(inner, *to_meta(fn.args), **to_meta(fn.keywords))
+    if not isinstance(fn, types.FunctionType):
+        return to_meta(fn)
+    if fn not in made:
+        _copy_function(fn, made)
+    return made[fn]
 
 
-def _with_meta_closure(fn: types.FunctionType) -> types.FunctionType:
-    cells = tuple(_meta_cell(cell) for cell in fn.__closure__ or ())
-    made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
-    made.__kwdefaults__ = fn.__kwdefaults__
-    return made
+def _copy_function(fn: types.FunctionType, made: dict[types.FunctionType, Any]) -> None:
+    def copied(value: Any) -> Any:
+        return _callable_to_meta(value, made) if callable(value) else to_meta(value)
+
+    cells = tuple(types.CellType() for _ in fn.__closure__ or ())
+    made[fn] = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells)
+    # It may hold itself: fill it after it is known.
+    made[fn].__defaults__ = tuple(map(copied, fn.__defaults__ or ()))
+    made[fn].__kwdefaults__ = {n: copied(value) for n, value in (fn.__kwdefaults__ or {}).items()}
+    for cell, original in zip(cells, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # Not assigned yet.
+            cell.cell_contents = copied(original.cell_contents)
 
 
-def _meta_cell(cell: types.CellType) -> types.CellType:
-    held = cell.cell_contents
-    return types.CellType(_callable_to_meta(held) if callable(held) else to_meta(held))
+def _on_meta(placed: torch.Tensor | torch.device) -> torch.Tensor | torch.device:
+    if isinstance(placed, torch.device):
+        return torch.device("meta")
+    made = placed.detach().to("meta")
+    if isinstance(placed, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=placed.requires_grad)
+    return made.requires_grad_(placed.requires_grad)
 
 
-def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    made = tensor.detach().to("meta")
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _placed_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor | torch.device]:
+    """Every tensor and device that `value` holds, however deep."""
     if id(value) in seen or isinstance(value, _LEAVES):
         return
     seen.add(id(value))
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, torch.device)):
         yield value
         return
     for child in _children(value):
-        yield from _tensors_in(child, seen)
+        yield from _placed_in(child, seen)
 
 
 def _children(value: Any) -> Iterator[Any]:

@@ -1,9 +1,9 @@
 """Catch host syncs and data-dependent operators while code runs, on any device.
 
-Two modes watch together. A dispatch mode sees every operator that reaches a kernel, also in
-backward and inside compiled code that runs operator by operator. A function mode sees the Python
-calls that read a tensor without an operator on CPU (`.tolist()`, `.numpy()`, printing, `.cpu()`)
-and so would go unseen until the code runs on an accelerator. On CUDA, torch's own sync debug mode
+A dispatch mode sees every operator that reaches a kernel, also in backward and inside compiled
+code that runs operator by operator. Some Python calls read a tensor without an operator on CPU
+(`.tolist()`, `.numpy()`, `.cpu()`, printing) and would go unseen until the code runs on an
+accelerator: those methods of Tensor are wrapped meanwhile. On CUDA, torch's own sync debug mode
 adds what happens below the operators.
 """
 
@@ -15,35 +15,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 from nsa_flex.hot_path.findings import Finding, FindingKind, current_location, unique
+from nsa_flex.hot_path.host_reads import has_mask, watch_host_reads
 from nsa_flex.hot_path.torch_internals import (
     backward_node_name,
     custom_op_kernel,
-    inside_backward,
+    is_being_compiled,
 )
 
 aten = torch.ops.aten
 
-_HOST_READS: dict[Callable, str] = {
-    torch.Tensor.item: "Tensor.item()",
-    torch.Tensor.tolist: "Tensor.tolist()",
-    torch.Tensor.numpy: "Tensor.numpy()",
-    torch.Tensor.__array__: "numpy.asarray(tensor)",
-    torch.Tensor.cpu: "Tensor.cpu()",
-    torch.Tensor.__bool__: "bool(tensor)",
-    torch.Tensor.__int__: "int(tensor)",
-    torch.Tensor.__float__: "float(tensor)",
-    torch.Tensor.__complex__: "complex(tensor)",
-    torch.Tensor.__index__: "tensor as a Python index",
-    torch.Tensor.__contains__: "value in tensor",
-    torch.Tensor.__repr__: "printing a tensor",
-    torch.Tensor.__format__: "formatting a tensor",
-}
-_MASK_DTYPES = (torch.bool, torch.uint8)
 _CUDA_SYNC_TEXT = "called a synchronizing CUDA operation"
 
 
@@ -57,9 +41,9 @@ class SyncDetector:
     host and device; also inside custom operators. `x[mask] = 0.0` is a fill without a sync, and
     is no finding. Code below the operators (C++, kernels) is left to CUDA's own debug mode.
 
-    Gradient formulas run inside the same modes, on autograd's device threads too, which take
-    them over from the calling thread; there the location is that of the gradient formula where
-    it is Python, and unknown otherwise.
+    Gradient formulas are watched too, on autograd's device threads as well: they take the
+    caller's modes over. There a location is known where the formula is Python code. While a
+    detector is active, what other threads read is recorded with the rest.
 
     >>> with SyncDetector() as detector:
     ...     _ = torch.ones(3).sum().item()
@@ -78,8 +62,7 @@ class SyncDetector:
         return unique(self._found)
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(_FunctionMode(self))
-        self._stack.enter_context(inside_backward(lambda: _FunctionMode(self)))
+        self._stack.enter_context(watch_host_reads(self))
         self._stack.enter_context(_DispatchMode(self))
         return self
 
@@ -87,13 +70,13 @@ class SyncDetector:
         self._stack.close()
 
     def record(self, kind: FindingKind, detail: str) -> None:
-        """Add a finding at the innermost user frame, unless silenced."""
-        if not self._silenced:
+        """Add a finding at the innermost user frame, unless silenced or while code is compiled."""
+        if not self._silenced and not is_being_compiled():
             self._found.append(Finding(kind, detail, current_location()))
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
-        """Record nothing inside: for warm-up calls, whose compilation may read values."""
+        """Record nothing inside: what a recorded call does in turn is no finding of its own."""
         before, self._silenced = self._silenced, True
         try:
             yield
@@ -112,9 +95,8 @@ def find_syncs(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
     >>> find_syncs(lambda x: x[x > 0], torch.ones(3))[0].detail
     'aten.index.Tensor with a mask'
     """
+    fn(*args, **kwargs)
     with SyncDetector() as detector:
-        with detector.silenced():
-            fn(*args, **kwargs)
         fn(*args, **kwargs)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         with _cuda_sync_warnings(detector):
@@ -126,26 +108,6 @@ def _without_echoes(findings: list[Finding]) -> list[Finding]:
     """Drop CUDA's word on a line for which the modes already gave the operator's name."""
     named = {finding.location for finding in findings if finding.kind != "cuda-sync"}
     return [f for f in findings if f.kind != "cuda-sync" or f.location not in named]
-
-
-class _FunctionMode(TorchFunctionMode):
-    def __init__(self, detector: SyncDetector) -> None:
-        super().__init__()
-        self.detector = detector
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        detail = _host_read(func, args, kwargs)
-        if detail is None and not _is_checked_only_on_cpu(func, args, kwargs):
-            return func(*args, **kwargs)
-        if detail is not None:
-            self.detector.record("host-sync", detail)
-        with self.detector.silenced():
-            return func(*args, **kwargs)
 
 
 class _DispatchMode(TorchDispatchMode):
@@ -171,30 +133,14 @@ class _DispatchMode(TorchDispatchMode):
         kernel = custom_op_kernel(func, args, kwargs)
         if kernel is None:
             return func(*args, **kwargs)
-        # Look inside: the modes are off while they handle a call, so enter them again.
-        with _FunctionMode(self.detector), self:
+        # Look inside: a mode is off while it handles a call, so enter it again.
+        with self:
             return kernel(*args, **kwargs)
 
 
 def _gradient_formula() -> str:
     name = backward_node_name()
     return "" if name is None else f" in {name}"
-
-
-def _host_read(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    if func is torch.Tensor.__setitem__:
-        # The operator sees a Python scalar and a 0-d CPU tensor alike; only the first is a fill.
-        is_write = _has_mask(args[1]) and isinstance(args[2], torch.Tensor)
-        return "writing a tensor through a mask" if is_write else None
-    return _HOST_READS.get(func)
-
-
-def _is_checked_only_on_cpu(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """`one_hot` with a stated number of classes reads its input's range on CPU alone."""
-    if func is not torch.nn.functional.one_hot:
-        return False
-    num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    return num_classes >= 0
 
 
 def _offence(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[FindingKind, str] | None:
@@ -207,7 +153,7 @@ def _offence(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[FindingKin
         is_fill = func is not aten.index.Tensor and _is_scalar_on_host(args[2])
         return (
             ("data-dependent", f"{func} with a mask")
-            if _has_mask(args[1]) and not is_fill
+            if has_mask(args[1]) and not is_fill
             else None
         )
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
@@ -233,11 +179,6 @@ def _copy_offence(
     if target.type != "cpu" and non_blocking:
         return None
     return "device-copy", f"{func} from {source} to {target}"
-
-
-def _has_mask(index: Any) -> bool:
-    entries = index if isinstance(index, (tuple, list)) else (index,)
-    return any(isinstance(e, torch.Tensor) and e.dtype in _MASK_DTYPES for e in entries)
 
 
 def _is_scalar_on_host(value: torch.Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch._dynamo
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import graph_break_reasons
+from torch._guards import CompileContext
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +21,7 @@ __all__ = [
     "backward_node_name",
     "custom_op_kernel",
     "fresh_compiler",
-    "inside_backward",
+    "is_being_compiled",
     "lookup_backend",
     "optimize",
 ]
@@ -35,6 +35,11 @@ def backward_node_name() -> str | None:
     """Name of the gradient formula that runs in this thread, e.g. `MulBackward0`."""
     node = torch._C._current_autograd_node()
     return None if node is None else node.name()
+
+
+def is_being_compiled() -> bool:
+    """Whether torch.compile is at work in this thread, whose own reads are no part of a run."""
+    return CompileContext.current_compile_id() is not None
 
 
 def custom_op_kernel(func: Any, args: tuple, kwargs: dict[str, Any]) -> Callable | None:
@@ -54,26 +59,6 @@ def custom_op_kernel(func: Any, args: tuple, kwargs: dict[str, Any]) -> Callable
         return None
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return functools.partial(func.redispatch, keys)
-
-
-@contextlib.contextmanager
-def inside_backward(mode: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Within this context, enter `mode()` around each run of the autograd engine.
-
-    `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` are overridable
-    functions: torch takes a function mode off while they run, gradient formulas included.
-    """
-    run = torch.autograd._engine_run_backward
-
-    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-        with mode():
-            return run(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = run_in_mode
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run
 
 
 @contextlib.contextmanager

@@ -1,0 +1,105 @@
+"""Python calls that read a tensor on the host, seen by wrapping methods of Tensor for a while.
+
+Not a function mode: torch.compile traces through one and compiles anew under it, so it would
+change the very code that is watched. Dynamo knows tensor methods by name and never sees these
+wrappers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from nsa_flex.hot_path.syncs import SyncDetector
+
+HOST_READS = {
+    "item": "Tensor.item()",
+    "tolist": "Tensor.tolist()",
+    "numpy": "Tensor.numpy()",
+    "cpu": "Tensor.cpu()",
+    "__array__": "numpy.asarray(tensor)",
+    "__bool__": "bool(tensor)",
+    "__int__": "int(tensor)",
+    "__float__": "float(tensor)",
+    "__complex__": "complex(tensor)",
+    "__index__": "tensor as a Python index",
+    "__contains__": "value in tensor",
+    "__repr__": "printing a tensor",
+    "__format__": "formatting a tensor",
+}
+MASK_DTYPES = (torch.bool, torch.uint8)
+
+
+@contextlib.contextmanager
+def watch_host_reads(detector: SyncDetector) -> Iterator[None]:
+    """Within this context, record calls of the methods in `HOST_READS`, from any thread."""
+    with contextlib.ExitStack() as stack:
+        for name, detail in HOST_READS.items():
+            original = getattr(torch.Tensor, name)
+            stack.enter_context(
+                _replaced(torch.Tensor, name, _watched(original, detail, detector))
+            )
+        for owner, name, wrap in (
+            (torch.Tensor, "__setitem__", _watched_setitem),
+            (torch.nn.functional, "one_hot", _silenced_one_hot),
+        ):
+            stack.enter_context(_replaced(owner, name, wrap(getattr(owner, name), detector)))
+        yield
+
+
+def has_mask(index: Any) -> bool:
+    """Whether an index, or the tensors of one, holds a boolean mask."""
+    entries = index if isinstance(index, (tuple, list)) else (index,)
+    return any(isinstance(e, torch.Tensor) and e.dtype in MASK_DTYPES for e in entries)
+
+
+def _watched(original: Callable, detail: str, detector: SyncDetector) -> Callable:
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        detector.record("host-sync", detail)
+        with detector.silenced():
+            return original(*args, **kwargs)
+
+    return method
+
+
+def _watched_setitem(original: Callable, detector: SyncDetector) -> Callable:
+    # The operator sees a Python scalar and a 0-d CPU tensor alike; only the first is a fill.
+    write = _watched(original, "writing a tensor through a mask", detector)
+
+    @functools.wraps(original)
+    def setitem(self: torch.Tensor, index: Any, value: Any) -> None:
+        is_write = isinstance(value, torch.Tensor) and has_mask(index)
+        return (write if is_write else original)(self, index, value)
+
+    return setitem
+
+
+def _silenced_one_hot(original: Callable, detector: SyncDetector) -> Callable:
+    # With a stated number of classes it reads its input, to check the range, on the CPU alone.
+    @functools.wraps(original)
+    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if num_classes < 0:
+            return original(tensor, num_classes)
+        with detector.silenced():
+            return original(tensor, num_classes)
+
+    return one_hot
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replacement: Callable) -> Iterator[None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)  # It was inherited.
+        else:
+            setattr(owner, name, own)
