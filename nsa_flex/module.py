@@ -123,7 +123,7 @@ class NSAAttention(nn.Module):
         x: Float[Tensor, "B S E"],
         *,
         positions: Shaped[Tensor, "*rows S"] | None = None,
-        cu_seqlens: Int[Tensor, " M+1"] | None = None,
+        cu_seqlens: Int[Tensor, " bounds"] | None = None,
         attention_mask: Shaped[Tensor, "B S"] | None = None,
         return_aux: bool = False,
     ) -> Tensor | tuple[Tensor, NSAAux]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def rotary_cos_sin(
-    positions: Shaped[Tensor, "*rows S"], rotary_dim: int, theta: float
+    positions: Shaped[Tensor, "*rows S"], rotary_dim: int, theta: int | float
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of `position · theta^(-2i / rotary_dim)`, i < rotary_dim / 2.
 
