@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import inspect
+from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-Provider = Literal["torch", "flash_attn"]
+# flash-attn where it is installed, else torch's own FA-2.
+PROVIDER: Literal["flash_attn", "torch"] = (
+    "flash_attn" if importlib.util.find_spec("flash_attn") else "torch"
+)
+# torch 2.11 has no such argument and takes fewer KV heads as they are.
+GQA_OPTION = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def fa2_window(window_size: int) -> tuple[int, int]:
@@ -20,12 +25,6 @@ def fa2_window(window_size: int) -> tuple[int, int]:
     ((0, 0), (511, 0))
     """
     return window_size - 1, 0
-
-
-@functools.cache
-def provider() -> Provider:
-    """`flash_attn` where it is installed, else `torch`."""
-    return "flash_attn" if importlib.util.find_spec("flash_attn") else "torch"
 
 
 def varlen_attention(
@@ -51,7 +50,7 @@ def varlen_attention(
     batch, length, heads = query.shape[:3]
     cu_seqlens = torch.arange(batch + 1, device=query.device, dtype=torch.int32) * length
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
-    call = _flash_attn if provider() == "flash_attn" else _torch
+    call = _flash_attn if PROVIDER == "flash_attn" else _torch
     out, lse = call(q, k, v, cu_seqlens, length, window, scale, need_lse)
     if lse is not None:  # [Hq, B * S]
         lse = lse.view(heads, batch, length).transpose(0, 1).detach()
@@ -68,9 +67,7 @@ def _torch(
     scale: float,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    options: dict[str, Any] = {"enable_gqa": True} if _takes_enable_gqa() else {}
+    options: dict[str, Any] = GQA_OPTION
     result: Any = varlen_attn(
         query,
         key,
@@ -85,14 +82,6 @@ def _torch(
         **options,
     )
     return result if need_lse else (result, None)
-
-
-@functools.cache
-def _takes_enable_gqa() -> bool:
-    """torch 2.11 has no such argument and takes fewer KV heads as they are."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _flash_attn(

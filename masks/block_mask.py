@@ -139,7 +139,7 @@ def table_width(needed: int, num_columns: int, device: torch.device) -> int:
     """Columns of an index table: the CPU lowering reads full width, CUDA what is listed."""
     if device.type == "cpu":
         return num_columns
-    return torch.sym_min(needed, num_columns)
+    return min(needed, num_columns)
 
 
 def tile_rows(num_tokens: int, device: torch.device) -> Tensor:

@@ -302,7 +302,7 @@ def _num_compressed(inputs: Inputs, config: NSAConfig) -> int:
     kv_len, got = inputs.key.shape[2], inputs.compressed_key.shape[2]
     if got == 0:
         return config.num_compressed_blocks(kv_len)
-    return torch.sym_max(1, (kv_len - config.compress_block_size) // config.compress_stride + 1)
+    return max(1, (kv_len - config.compress_block_size) // config.compress_stride + 1)
 
 
 def _check_positions(

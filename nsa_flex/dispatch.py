@@ -5,7 +5,6 @@ Decided from shapes, dtypes, the device and the need of gradients; never from va
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,6 +41,8 @@ CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
     "selected": ("triton", "flex", "dense"),
     "sliding": ("flex", "dense"),
 }
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Queries against a longer past: up to so many, one matrix product beats building tables.
 FEW_QUERIES = 16
@@ -179,7 +180,7 @@ def _fa2_obstacle(branch: BranchName, facts: Facts) -> str | None:
 def _triton_obstacle(branch: BranchName, facts: Facts) -> str | None:
     if facts.device_type != "cuda":
         return f"it needs a CUDA device, got {facts.device_type}"
-    if not _has_triton():
+    if not HAS_TRITON:
         return "triton is not installed"
     if not facts.whole:
         return "it needs the queries to be all the tokens (query_offset 0, Sq = Sk)"
@@ -193,11 +194,6 @@ _OBSTACLES: dict[str, Callable[[BranchName, Facts], str | None]] = {
     "fa2": _fa2_obstacle,
     "triton": _triton_obstacle,
 }
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _dims(facts: Facts) -> str:

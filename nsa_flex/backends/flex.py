@@ -103,13 +103,11 @@ def _selected(branch: Branch) -> Output:
         backward=branch.needs_grad,
     )
     rows = group_rows(query, kv_heads, rows_per_query)
-    options = {}
-    if query.device.type == "cuda":
-        size = min(branch.config.select_block_size, 64)
-        options = {"fwd_BLOCK_M": rows_per_query, "fwd_BLOCK_N": size, "fwd_num_warps": 4}
-        if branch.needs_grad:
-            allow_small_block_backward()
-    out, lse = _flex(branch, rows, branch.key, branch.value, mask, options)
+    if query.device.type == "cuda" and branch.needs_grad:
+        allow_small_block_backward()
+    columns = min(branch.config.select_block_size, 64)
+    tiles = {"fwd_BLOCK_M": rows_per_query, "fwd_BLOCK_N": columns, "fwd_num_warps": 4}
+    out, lse = _flex(branch, rows, branch.key, branch.value, mask, tiles)
     out = out.unflatten(2, (-1, rows_per_query))[:, :, :, :group]  # [B, Hkv, S, G, Dv]
     out = out.transpose(2, 3).flatten(1, 2)
     if lse is not None:
@@ -141,9 +139,11 @@ def _flex(
     key: Tensor,
     value: Tensor,
     mask: BlockMask,
-    kernel_options: dict[str, Any] | None = None,
+    tiles: dict[str, Any] | None = None,
 ) -> Output:
     q_len = query.shape[2]
+    # Not the decode kernel, which would take over below 128 rows: it is wrong on the fold.
+    options = {"BACKEND": "TRITON", **(tiles or {})} if query.device.type == "cuda" else None
     if query.device.type == "cpu" and torch.compiler.is_compiling():
         query, key, value = _whole_blocks(query, key, value, mask)
     result: Any = flex_attention(
@@ -153,7 +153,7 @@ def _flex(
         block_mask=mask,
         scale=branch.scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options=kernel_options or None,  # type: ignore[arg-type]
+        kernel_options=options,  # type: ignore[arg-type]
         return_aux=AuxRequest(lse=True) if branch.need_lse else None,  # type: ignore[arg-type]
     )
     if not branch.need_lse:

@@ -8,7 +8,6 @@ knows. In memory ordered (B, S, H, D) the fold is a view.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -39,8 +38,3 @@ def repeat_keys(key: Tensor, config: NSAConfig) -> Tensor:
     batch, heads, length, dim = key.shape
     repeated = key[:, None].expand(batch, config.compress_stride, heads, length, dim)
     return repeated.reshape(batch, config.compress_stride * heads, length, dim)
-
-
-def num_fold_rows(key: Tensor) -> int:
-    """N, at least 1: the side of the folded square."""
-    return torch.sym_max(key.shape[2], 1)

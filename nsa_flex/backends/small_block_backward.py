@@ -20,11 +20,16 @@ MENDED_IN = TorchVersion("2.14")
 SMALLEST_STOCK_BLOCK = 128
 
 
+@torch.compiler.assume_constant_result
+def allow_small_block_backward() -> bool:
+    """Installs the choice once, also while a graph is traced; whether it was needed."""
+    return _install()
+
+
 @functools.cache
-def allow_small_block_backward() -> None:
-    """Installs the choice once; nothing to do from torch 2.14 on."""
+def _install() -> bool:
     if torch.__version__ >= MENDED_IN:
-        return
+        return False
     from torch._inductor.choices import InductorChoices
 
     stock = InductorChoices.get_flex_attention_bwd_configs
@@ -35,6 +40,7 @@ def allow_small_block_backward() -> None:
         return [small] if small is not None else stock(self, head_dim, dtype, device_type)
 
     InductorChoices.get_flex_attention_bwd_configs = configs  # type: ignore[method-assign]
+    return True
 
 
 def _lowered_block_size() -> tuple[int, int] | None:
