@@ -84,7 +84,7 @@ def find_adapter(module: nn.Module) -> Adapter[Any] | None:
 def install(module: nn.Module) -> None:
     """Run `module` through its adapter from now on."""
     # An instance attribute: the class and the other modules of this type keep their forward.
-    module.forward = types.MethodType(_adapted_forward, module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(_adapted_forward, module)
 
 
 def remove(module: nn.Module) -> None:
@@ -102,7 +102,7 @@ def is_installed(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__func__", None) is _adapted_forward
 
 
-def _adapted_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _adapted_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     adapter = find_adapter(module)
     if adapter is None:
         raise RuntimeError(

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 from torch import nn
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import Backend
+from nsa_flex.dispatch import BRANCHES, Backend, BackendName
 from nsa_flex.gates import GateInit
 from nsa_flex.patching import adapters
 from nsa_flex.patching.layer import NSALayer
@@ -53,8 +53,9 @@ def patch(
     """
     config = NSAConfig() if config is None else config
     _check_arguments(model, config, init)
+    _check_backend(backend)
     sites = choose_sites(model, filter_fn)
-    arguments = {"config": config, "init": init, "backend": _plain(backend)}
+    arguments: dict[str, Any] = {"config": config, "init": init, "backend": _plain(backend)}
     if _is_patched_so(model, sites, arguments):
         return model
     groups = _by_decoder(sites)
@@ -66,7 +67,7 @@ def patch(
     ]
     # Everything that can fail has passed: the model changes from here on.
     for site, layer in zip(sites, layers, strict=True):
-        site.module.nsa = layer
+        site.module.add_module("nsa", layer)
         if site.adapter is not None:
             adapters.install(site.module)
     for decoder, group in groups.items():
@@ -106,6 +107,18 @@ def _check_arguments(model: nn.Module, config: NSAConfig, init: GateInit) -> Non
             raise ValueError("the model is compiled already: patch it before torch.compile")
 
 
+def _check_backend(backend: Backend) -> None:
+    """Names only: what a backend can compute depends on the device that the model runs on."""
+    by_branch = {"backend": backend} if isinstance(backend, str) else dict(backend)
+    unknown = sorted(set(by_branch) - {"backend", *BRANCHES})
+    if unknown:
+        raise ValueError(f"backend names branches {unknown}; known are {', '.join(BRANCHES)}")
+    for name in by_branch.values():
+        if name not in get_args(BackendName):
+            known = ", ".join(get_args(BackendName))
+            raise ValueError(f"backend is {name!r}; it must be one of {known}")
+
+
 def _is_patched_so(model: nn.Module, sites: list[Site], arguments: dict[str, Any]) -> bool:
     """Whether the model is patched with these arguments; ValueError if with others."""
     found = {
@@ -128,5 +141,6 @@ def _by_decoder(sites: list[Site]) -> dict[nn.Module, list[Site]]:
     return groups
 
 
-def _plain(backend: Backend) -> str | dict[str, str]:
+def _plain(backend: Backend) -> Backend:
+    """A backend that equal ones compare equal to, and that JSON takes."""
     return backend if isinstance(backend, str) else dict(backend)

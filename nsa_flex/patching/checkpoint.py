@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
@@ -34,7 +34,7 @@ def load(
     backend: Backend | None = None,
     model_class: Any = None,
     **kwargs: Any,
-) -> nn.Module:
+) -> Any:
     """Read a patched model that `model.save_pretrained(path)` wrote, on disk or on the hub.
 
     The model is built and loaded by transformers, patched as the record in its config says, and
@@ -67,7 +67,7 @@ def load(
     return model
 
 
-def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) -> nn.Module:
+def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) -> Any:
     """The model without its NSA layers, whose tensors transformers does not expect."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -89,7 +89,7 @@ def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) 
     return model
 
 
-def _pop_record(model: nn.Module, path: str | Path) -> dict[str, Any]:
+def _pop_record(model: Any, path: str | Path) -> dict[str, Any]:
     """Take the record of the patch out of the config of a model that is not patched yet."""
     config = model.config.get_text_config()
     record = vars(config).pop("nsa_flex", None)
@@ -114,7 +114,8 @@ def _read_added(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
     tensors = {}
     for name in sorted(names):
         with safe_open(cached_file(path, name, **hub), framework="pt") as file:
-            tensors.update({key: file.get_tensor(key) for key in file.keys() if _is_added(key)})
+            keys = [key for key in file.keys() if _is_added(key)]  # noqa: SIM118 -- not a dict
+            tensors.update({key: file.get_tensor(key) for key in keys})
     return tensors
 
 
@@ -122,18 +123,19 @@ def _is_added(key: str) -> bool:
     return ".nsa." in f".{key}"
 
 
-def _assign(model: nn.Module, saved: dict[str, Tensor], *, cast: bool) -> None:
+def _assign(model: Any, saved: dict[str, Tensor], *, cast: bool) -> None:
     """Put the saved tensors into the layers; transformers may save under another prefix."""
     inside = model.config.get_text_config().nsa_flex["layers"]
     by_place = {key[key.index(name) :]: key for name in inside for key in saved if name in key}
     for full_name, (_, layer) in patched_layers(model).items():
         name = next(name for name in inside if f".{full_name}".endswith(f".{name}"))
         state = layer.state_dict()
-        keys = {key: by_place.get(f"{name}.nsa.{key}") for key in state}
-        missing = [f"{full_name}.nsa.{key}" for key, found in keys.items() if found is None]
+        missing = [
+            f"{full_name}.nsa.{key}" for key in state if f"{name}.nsa.{key}" not in by_place
+        ]
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(missing)}")
         for key, own in state.items():
-            tensor = saved[keys[key]]
+            tensor = saved[by_place[f"{name}.nsa.{key}"]]
             state[key] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
         layer.load_state_dict(state, assign=True)

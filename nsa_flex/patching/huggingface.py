@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,11 @@ from nsa_flex.patching.layer import AttentionShape
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
 IMPLEMENTATION = "nsa_flex"
+
+# Attention modules of transformers share attributes, not a type.
+Attention: TypeAlias = Any
+# A PreTrainedModel, whose attributes type checkers know no better.
+Decoder: TypeAlias = Any
 
 # Keyword arguments of attention functions that ask for more than softmax(scale * q k) v.
 _REFUSED_ARGUMENTS = {
@@ -51,7 +56,7 @@ def is_attention(module: nn.Module) -> bool:
     return is_attention and hasattr(module, "layer_idx") and hasattr(module, "config")
 
 
-def decoder_of(model: nn.Module, name: str) -> PreTrainedModel | None:
+def decoder_of(model: nn.Module, name: str) -> Decoder:
     """The innermost transformers model that holds the module called `name`."""
     while name:
         name = name.rpartition(".")[0]
@@ -61,7 +66,7 @@ def decoder_of(model: nn.Module, name: str) -> PreTrainedModel | None:
     return None
 
 
-def local_attention(module: nn.Module) -> str | None:
+def local_attention(module: Attention) -> str | None:
     """How the config limits this layer's context, or None if it sees all of it.
 
     A window at least as long as the context the model was made for is no limit.
@@ -81,7 +86,7 @@ def local_attention(module: nn.Module) -> str | None:
     return f"sliding_window={window}"
 
 
-def attention_shape(module: nn.Module, decoder: PreTrainedModel | None) -> AttentionShape:
+def attention_shape(module: Attention, decoder: Decoder) -> AttentionShape:
     """Sizes of a transformers attention module.
 
     Raises:
@@ -109,7 +114,7 @@ def attention_shape(module: nn.Module, decoder: PreTrainedModel | None) -> Atten
 
 
 def _projection_widths(
-    module: nn.Module, query: int, key: int
+    module: Attention, query: int, key: int
 ) -> tuple[dict[str, int], dict[str, int | None]]:
     expected = {"q_proj": query, "k_proj": key, "v_proj": key}
     if hasattr(module, "qkv_proj"):
@@ -118,7 +123,7 @@ def _projection_widths(
     return expected, found
 
 
-def _unsupported_feature(module: nn.Module, decoder: PreTrainedModel | None) -> str | None:
+def _unsupported_feature(module: Attention, decoder: Decoder) -> str | None:
     config = module.config
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:
@@ -136,7 +141,7 @@ def _unsupported_feature(module: nn.Module, decoder: PreTrainedModel | None) -> 
     return None
 
 
-def _hands_down_arguments(module: nn.Module, decoder: PreTrainedModel) -> bool:
+def _hands_down_arguments(module: Attention, decoder: Decoder) -> bool:
     """Whether what the hooks add reaches the attention function."""
     wanted = {"attention_mask", "position_ids", "past_key_values"}
     return (
@@ -146,7 +151,7 @@ def _hands_down_arguments(module: nn.Module, decoder: PreTrainedModel) -> bool:
     )
 
 
-def _takes_any_argument(module: nn.Module) -> bool:
+def _takes_any_argument(module: Attention) -> bool:
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -154,7 +159,7 @@ def _takes_any_argument(module: nn.Module) -> bool:
 # --- installing --------------------------------------------------------------------------------
 
 
-def install(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
+def install(decoder: Decoder, modules: list[Attention]) -> None:
     """Route attention `modules` of `decoder`, which have their `nsa`, through NSA.
 
     The decoder's config gets a record of it, plain JSON, which `save_pretrained` writes.
@@ -181,7 +186,7 @@ def install(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
     config._attn_implementation_internal = IMPLEMENTATION
 
 
-def remove(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
+def remove(decoder: Decoder, modules: list[Attention]) -> None:
     """Undo `install`."""
     for module in modules:
         module.nsa.hook.remove()
@@ -191,7 +196,7 @@ def remove(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
     del decoder.config.nsa_flex
 
 
-def kept_masks(decoder: PreTrainedModel, patched: set[nn.Module]) -> list[str]:
+def kept_masks(decoder: Decoder, patched: set[nn.Module]) -> list[str]:
     """Kinds of mask, of "full" and "local", that the unpatched attention modules read."""
     kinds = {
         "full" if local_attention(module) is None else "local"
@@ -201,7 +206,7 @@ def kept_masks(decoder: PreTrainedModel, patched: set[nn.Module]) -> list[str]:
     return sorted(kinds)
 
 
-def check_decoder(decoder: PreTrainedModel, patched: set[nn.Module]) -> None:
+def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
     """ValueError if the unpatched attention modules of `decoder` could not run beside NSA."""
     implementation = decoder.config._attn_implementation
     if not kept_masks(decoder, patched) or implementation in ("eager", "sdpa"):
@@ -216,7 +221,7 @@ def check_decoder(decoder: PreTrainedModel, patched: set[nn.Module]) -> None:
 
 
 def _pass_hidden_states(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return args, {**kwargs, "nsa_hidden_states": hidden_states}
@@ -225,6 +230,8 @@ def _pass_hidden_states(
 @dataclass(frozen=True)
 class RowsHook:
     """Forward pre-hook of a decoder: reads padding, documents and cache from the call.
+
+    Of its own it takes `nsa_max_documents`, the bound on packed documents of `align_positions`.
 
     Args:
         arguments: names of the decoder's parameters in order.
@@ -239,7 +246,7 @@ class RowsHook:
     keeps_masks: bool
 
     def __call__(
-        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         if call.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
@@ -247,7 +254,8 @@ class RowsHook:
                 "output_attentions=True is not supported: NSA never forms attention weights; "
                 "unpatch the model to look at them"
             )
-        call["nsa_rows"] = self._rows(decoder, call)
+        max_documents = call.pop("nsa_max_documents", None)
+        call["nsa_rows"] = self._rows(decoder, call, max_documents)
         if self._would_search_documents(decoder, call):
             # Documents are known by now. Without a mask transformers would look for them itself,
             # which reads position_ids on the host.
@@ -257,7 +265,7 @@ class RowsHook:
             )
         return (), call
 
-    def _rows(self, decoder: PreTrainedModel, call: dict[str, Any]) -> Rows:
+    def _rows(self, decoder: Decoder, call: dict[str, Any], max_documents: int | None) -> Rows:
         batch, length = _tokens(call).shape[:2]
         mask = _padding_mask(call.get("attention_mask"))
         num_keys, cached = self._cache_sizes(decoder, call, length)
@@ -279,10 +287,10 @@ class RowsHook:
                 "expected (batch, tokens)"
             )
         position_ids = position_ids.expand(batch, length)
-        return packed_rows(align_positions(position_ids, self.config))
+        return packed_rows(align_positions(position_ids, self.config, max_documents))
 
     def _cache_sizes(
-        self, decoder: PreTrainedModel, call: dict[str, Any], length: int
+        self, decoder: Decoder, call: dict[str, Any], length: int
     ) -> tuple[int, int | Tensor]:
         """How many keys attention will get, and the index of the first new one."""
         cache = call.get("past_key_values")
@@ -312,7 +320,7 @@ class RowsHook:
                 "the documents; pass position_ids that restart at each of them too"
             )
 
-    def _would_search_documents(self, decoder: PreTrainedModel, call: dict[str, Any]) -> bool:
+    def _would_search_documents(self, decoder: Decoder, call: dict[str, Any]) -> bool:
         no_mask = call.get("attention_mask") is None
         return no_mask and not self.keeps_masks and not _uses_cache(decoder, call)
 
@@ -325,7 +333,7 @@ def _tokens(call: dict[str, Any]) -> Tensor:
     return tokens
 
 
-def _uses_cache(decoder: PreTrainedModel, call: dict[str, Any]) -> bool:
+def _uses_cache(decoder: Decoder, call: dict[str, Any]) -> bool:
     if call.get("past_key_values") is not None:
         return True
     if _is_checkpointing(decoder):
@@ -346,7 +354,7 @@ def _assert_one_document(position_ids: Tensor) -> None:
     )
 
 
-def _is_checkpointing(decoder: PreTrainedModel) -> bool:
+def _is_checkpointing(decoder: Decoder) -> bool:
     return decoder.training and getattr(decoder, "gradient_checkpointing", False)
 
 
@@ -385,7 +393,7 @@ def _padding_mask(mask: Any) -> Tensor | None:
 
 
 def attention_forward(
-    module: nn.Module,
+    module: Attention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -436,7 +444,7 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{feature} is not something that NSA computes")
 
 
-def _former_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _former_attention(module: Attention) -> Callable[..., tuple[Tensor, Tensor | None]]:
     eager = sys.modules[type(module).__module__].eager_attention_forward
     name = module.config.nsa_flex["attn_implementation"]
     return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
