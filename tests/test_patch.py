@@ -408,7 +408,7 @@ def test_a_prepared_4d_mask_cannot_tell_padding() -> None:
 
 
 def test_image_tokens_that_look_ahead_are_refused() -> None:
-    from nsa_flex.patching.huggingface import mask_for_attention
+    from nsa_flex.patching.hf_attention import mask_for_attention
 
     model = nsa_flex.patch(tiny_model(), NSA)
     embeds = torch.zeros(1, 4, 32)

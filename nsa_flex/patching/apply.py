@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, TypeVar, get_args
 
 from torch import nn
@@ -11,7 +12,7 @@ from nsa_flex.dispatch import BRANCHES, Backend, BackendName
 from nsa_flex.gates import GateInit
 from nsa_flex.patching import adapters
 from nsa_flex.patching.layer import NSALayer
-from nsa_flex.patching.sites import Filter, Site, choose_sites, huggingface, patched_layers
+from nsa_flex.patching.sites import Filter, Site, choose_sites, patched_sites
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -60,7 +61,7 @@ def patch(
         return model
     groups = _by_decoder(sites)
     for decoder, group in groups.items():
-        huggingface().check_decoder(decoder, {site.module for site in group})
+        _transformers_decoder().check_decoder(decoder, {site.module for site in group})
     layers = [
         NSALayer(site.shape(), **arguments, **site.tensor_options()).train(site.module.training)
         for site in sites
@@ -71,7 +72,7 @@ def patch(
         if site.adapter is not None:
             adapters.install(site.module)
     for decoder, group in groups.items():
-        huggingface().install(decoder, [site.module for site in group])
+        _transformers_decoder().install(decoder, [site.module for site in group])
     return model
 
 
@@ -81,16 +82,14 @@ def unpatch(model: ModelT) -> ModelT:
     Pretrained parameters that were trained meanwhile keep their values. A model that is not
     patched is returned as it is.
     """
-    decoders: dict[nn.Module, list[nn.Module]] = {}
-    for name, (module, _) in patched_layers(model).items():
-        if adapters.is_installed(module):
-            adapters.remove(module)
-        else:
-            decoders.setdefault(huggingface().decoder_of(model, name), []).append(module)
-    for decoder, modules in decoders.items():
-        huggingface().remove(decoder, modules)
-    for module, _ in patched_layers(model).values():
-        del module.nsa
+    sites = list(patched_sites(model))
+    for site in sites:
+        if site.decoder is None:
+            adapters.remove(site.module)
+    for decoder, group in _by_decoder(sites).items():
+        _transformers_decoder().remove(decoder, [site.module for site in group])
+    for site in sites:
+        del site.module.nsa
     return model
 
 
@@ -121,9 +120,10 @@ def _check_backend(backend: Backend) -> None:
 
 def _is_patched_so(model: nn.Module, sites: list[Site], arguments: dict[str, Any]) -> bool:
     """Whether the model is patched with these arguments; ValueError if with others."""
+    layers = {site.name: site.module.nsa for site in patched_sites(model)}
     found = {
         name: {"config": layer.config, "init": layer.init, "backend": layer.backend}
-        for name, (_, layer) in patched_layers(model).items()
+        for name, layer in layers.items()
     }
     if found and found != {site.name: arguments for site in sites}:
         raise ValueError(
@@ -136,7 +136,7 @@ def _is_patched_so(model: nn.Module, sites: list[Site], arguments: dict[str, Any
 def _by_decoder(sites: list[Site]) -> dict[nn.Module, list[Site]]:
     groups: dict[nn.Module, list[Site]] = {}
     for site in sites:
-        if site.adapter is None:
+        if site.decoder is not None:
             groups.setdefault(site.decoder, []).append(site)
     return groups
 
@@ -144,3 +144,10 @@ def _by_decoder(sites: list[Site]) -> dict[nn.Module, list[Site]]:
 def _plain(backend: Backend) -> Backend:
     """A backend that equal ones compare equal to, and that JSON takes."""
     return backend if isinstance(backend, str) else dict(backend)
+
+
+def _transformers_decoder() -> ModuleType:
+    """What patches transformers' decoders; imported only where there is one."""
+    from nsa_flex.patching import hf_decoder
+
+    return hf_decoder

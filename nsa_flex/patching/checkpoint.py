@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.patching.apply import patch
-from nsa_flex.patching.sites import patched_layers
+from nsa_flex.patching.sites import patched_sites
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -127,15 +127,15 @@ def _assign(model: Any, saved: dict[str, Tensor], *, cast: bool) -> None:
     """Put the saved tensors into the layers; transformers may save under another prefix."""
     inside = model.config.get_text_config().nsa_flex["layers"]
     by_place = {key[key.index(name) :]: key for name in inside for key in saved if name in key}
-    for full_name, (_, layer) in patched_layers(model).items():
-        name = next(name for name in inside if f".{full_name}".endswith(f".{name}"))
-        state = layer.state_dict()
+    for site in patched_sites(model):
+        name = next(name for name in inside if f".{site.name}".endswith(f".{name}"))
+        state = site.module.nsa.state_dict()
         missing = [
-            f"{full_name}.nsa.{key}" for key in state if f"{name}.nsa.{key}" not in by_place
+            f"{site.name}.nsa.{key}" for key in state if f"{name}.nsa.{key}" not in by_place
         ]
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(missing)}")
         for key, own in state.items():
             tensor = saved[by_place[f"{name}.nsa.{key}"]]
             state[key] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
-        layer.load_state_dict(state, assign=True)
+        site.module.nsa.load_state_dict(state, assign=True)

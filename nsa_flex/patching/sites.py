@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa_flex.patching.adapters import Adapter, find_adapter, has_own_forward
+from nsa_flex.patching.adapters import Adapter, find_adapter, has_own_forward, is_installed
 from nsa_flex.patching.layer import AttentionShape, NSALayer
 
 Filter = Callable[[nn.Module, str], bool]
@@ -25,24 +25,24 @@ class Site:
         name: its name in the model.
         module: the module.
         adapter: what runs it; None for transformers' attention interface.
-        decoder: the transformers model that holds it, where there is no adapter.
+        decoder: the transformers model that holds it; None where an adapter runs it.
     """
 
     name: str
-    module: nn.Module
+    module: Any
     adapter: Adapter[Any] | None = None
     decoder: Any = None
 
     def local_attention(self) -> str | None:
         """What limits this layer's context, or None. Adapters speak for their modules."""
-        return None if self.adapter else huggingface().local_attention(self.module)
+        return None if self.adapter else _transformers_layers().local_attention(self.module)
 
     def shape(self) -> AttentionShape:
         """Sizes of the layer; ValueError if NSA cannot stand in for its attention."""
         if hasattr(self.module, "nsa"):
             raise ValueError(f"{self.name} has an attribute nsa already, which patch would hide")
         if self.adapter is None:
-            return huggingface().attention_shape(self.module, self.decoder)
+            return _transformers_layers().attention_shape(self.module, self.decoder)
         if has_own_forward(self.module):
             raise ValueError(
                 f"{self.name} has a forward of its own on the instance, which the adapter would "
@@ -58,11 +58,11 @@ class Site:
         return {"dtype": torch.get_default_dtype()}
 
 
-def huggingface() -> ModuleType:
-    """The transformers half of this package, imported when there is a transformers model."""
-    from nsa_flex.patching import huggingface
+def _transformers_layers() -> ModuleType:
+    """What knows transformers' attention; imported only where there may be some."""
+    from nsa_flex.patching import hf_layers
 
-    return huggingface
+    return hf_layers
 
 
 def find_sites(model: nn.Module) -> Iterator[Site]:
@@ -71,8 +71,8 @@ def find_sites(model: nn.Module) -> Iterator[Site]:
         adapter = find_adapter(module)
         if adapter is not None:
             yield Site(name, module, adapter)
-        elif "transformers" in sys.modules and huggingface().is_attention(module):
-            yield Site(name, module, decoder=huggingface().decoder_of(model, name))
+        elif "transformers" in sys.modules and _transformers_layers().is_attention(module):
+            yield Site(name, module, decoder=_transformers_layers().decoder_of(model, name))
 
 
 def choose_sites(model: nn.Module, filter_fn: Filter | None) -> list[Site]:
@@ -105,11 +105,10 @@ def choose_sites(model: nn.Module, filter_fn: Filter | None) -> list[Site]:
     return chosen
 
 
-def patched_layers(model: nn.Module) -> dict[str, tuple[nn.Module, NSALayer]]:
-    """Patched attention modules by name, each with its NSA part."""
-    found = {}
+def patched_sites(model: nn.Module) -> Iterator[Site]:
+    """The patched attention modules, those that run through an adapter without a decoder."""
     for name, module in model.named_modules():
-        layer = getattr(module, "nsa", None)
-        if isinstance(layer, NSALayer):
-            found[name] = (module, layer)
-    return found
+        if isinstance(getattr(module, "nsa", None), NSALayer):
+            by_adapter = is_installed(module)
+            decoder = None if by_adapter else _transformers_layers().decoder_of(model, name)
+            yield Site(name, module, decoder=decoder)

@@ -1,0 +1,183 @@
+"""What the caller of a patched transformers decoder passed: padding, documents, cache.
+
+Read before transformers turns it into a mask, from shapes alone, and handed down to attention as
+the keyword argument `nsa_rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.documents import align_packed, align_positions
+from nsa_flex.patching.hf_layers import Decoder
+from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
+
+
+@dataclass(frozen=True)
+class RowsHook:
+    """Forward pre-hook of a decoder: reads padding, documents and cache from the call.
+
+    Of its own it takes `nsa_max_documents`, the bound on packed documents of `align_positions`.
+
+    Args:
+        arguments: names of the decoder's parameters in order.
+        layer_idx: first patched layer, whose cache tells how many tokens came before.
+        config: for the block size that documents are aligned to.
+        keeps_masks: whether some attention modules stay unpatched.
+    """
+
+    arguments: tuple[str, ...]
+    layer_idx: int
+    config: NSAConfig
+    keeps_masks: bool
+
+    def __call__(
+        self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        if call.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+            raise ValueError(
+                "output_attentions=True is not supported: NSA never forms attention weights; "
+                "unpatch the model to look at them"
+            )
+        max_documents = call.pop("nsa_max_documents", None)
+        call["nsa_rows"] = self._rows(decoder, call, max_documents)
+        if self._would_search_documents(decoder, call):
+            # Documents are known by now. Without a mask transformers would look for them itself,
+            # which reads position_ids on the host.
+            tokens = _tokens(call)
+            call["attention_mask"] = torch.ones(
+                tokens.shape[:2], dtype=torch.bool, device=tokens.device
+            )
+        return (), call
+
+    def _rows(self, decoder: Decoder, call: dict[str, Any], max_documents: int | None) -> Rows:
+        batch, length = _tokens(call).shape[:2]
+        mask = _padding_mask(call.get("attention_mask"))
+        num_keys, cached = self._cache_sizes(decoder, call, length)
+        if mask is not None:
+            return padded_rows(_fit(mask, num_keys, cached, length), length, cached)
+        cu_seqlens, position_ids = call.get("cu_seq_lens_q"), call.get("position_ids")
+        uses_cache = _uses_cache(decoder, call)
+        if cu_seqlens is not None:
+            self._check_packed(call, batch, uses_cache)
+            return packed_rows(align_packed(cu_seqlens, length, self.config))
+        if position_ids is None or length == 1:
+            return _unpadded_rows(batch, num_keys, cached, length)
+        if uses_cache:
+            _assert_one_document(position_ids)
+            return _unpadded_rows(batch, num_keys, cached, length)
+        if position_ids.dim() != 2:
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)}; without attention_mask "
+                "expected (batch, tokens)"
+            )
+        position_ids = position_ids.expand(batch, length)
+        return packed_rows(align_positions(position_ids, self.config, max_documents))
+
+    def _cache_sizes(
+        self, decoder: Decoder, call: dict[str, Any], length: int
+    ) -> tuple[int, int | Tensor]:
+        """How many keys attention will get, and the index of the first new one."""
+        cache = call.get("past_key_values")
+        if cache is None:
+            return length, 0
+        if not hasattr(cache, "get_mask_sizes") or hasattr(cache, "self_attention_cache"):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}; NSA runs with DynamicCache and "
+                "StaticCache"
+            )
+        if _is_checkpointing(decoder):
+            raise ValueError("past_key_values with gradient checkpointing: leave the cache out")
+        num_keys, _ = cache.get_mask_sizes(length, self.layer_idx)
+        return num_keys, cache.get_seq_length(self.layer_idx)
+
+    def _check_packed(self, call: dict[str, Any], batch: int, uses_cache: bool) -> None:
+        keys = call.get("cu_seq_lens_k")
+        if uses_cache:
+            raise ValueError("cu_seq_lens_q with a cache is not supported: pass use_cache=False")
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q describes one row of tokens, got a batch of {batch}")
+        if keys is not None and keys.shape != call["cu_seq_lens_q"].shape:
+            raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q; expected self-attention")
+        if self.keeps_masks and call.get("position_ids") is None:
+            raise ValueError(
+                "cu_seq_lens_q without position_ids: the unpatched attention layers would mix "
+                "the documents; pass position_ids that restart at each of them too"
+            )
+
+    def _would_search_documents(self, decoder: Decoder, call: dict[str, Any]) -> bool:
+        no_mask = call.get("attention_mask") is None
+        return no_mask and not self.keeps_masks and not _uses_cache(decoder, call)
+
+
+def _tokens(call: dict[str, Any]) -> Tensor:
+    embeds = call.get("inputs_embeds")
+    tokens = call.get("input_ids") if embeds is None else embeds
+    if tokens is None:
+        raise ValueError("pass one of input_ids and inputs_embeds")
+    return tokens
+
+
+def _uses_cache(decoder: Decoder, call: dict[str, Any]) -> bool:
+    if call.get("past_key_values") is not None:
+        return True
+    if _is_checkpointing(decoder):
+        return False
+    use_cache = call.get("use_cache")
+    return bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
+
+
+def _assert_one_document(position_ids: Tensor) -> None:
+    """With a cache, position_ids are plain positions (`generate` passes them): check just that.
+
+    An assertion on the device, which the host does not wait for.
+    """
+    torch._assert_async(
+        (position_ids.diff(dim=-1) == 1).all(),
+        "position_ids restart, as those of packed documents do, but a cache cannot tell documents "
+        "apart: pass use_cache=False",
+    )
+
+
+def _is_checkpointing(decoder: Decoder) -> bool:
+    return decoder.training and getattr(decoder, "gradient_checkpointing", False)
+
+
+def _fit(mask: Tensor, num_keys: int, cached: int | Tensor, length: int) -> Tensor:
+    """The padding mask, filled up over the places that a static cache has yet to use."""
+    is_static = isinstance(cached, Tensor) or num_keys > cached + length
+    if mask.shape[1] == num_keys:
+        return mask
+    if mask.shape[1] > num_keys or not is_static:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; expected one entry for each cached "
+            f"and each new token, {num_keys} a row"
+        )
+    return torch.nn.functional.pad(mask, (0, num_keys - mask.shape[1]))
+
+
+def _unpadded_rows(batch: int, num_keys: int, cached: int | Tensor, length: int) -> Rows:
+    if isinstance(cached, Tensor):
+        # A static cache counts in a tensor that it changes in place: take a copy.
+        return Rows(query_offset=cached.repeat(batch))
+    return Rows(query_offset=None if cached + length == num_keys else cached)
+
+
+def _padding_mask(mask: Any) -> Tensor | None:
+    """The 2-D mask among what callers (and `generate`, ahead of a static cache) pass."""
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return mask
+    shape = tuple(getattr(mask, "shape", ()))
+    raise ValueError(
+        f"attention_mask has shape {shape}; expected a padding mask (batch, tokens). NSA chooses "
+        "what each query attends: custom masks are not supported, nor is a static cache while "
+        "filter_fn leaves full-attention layers unpatched"
+    )

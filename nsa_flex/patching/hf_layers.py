@@ -1,0 +1,120 @@
+"""Attention layers of transformers decoders: which they are, their sizes, what they ask for."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeAlias
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from nsa_flex.patching.layer import AttentionShape
+
+# Attention modules of transformers share attributes, not a type.
+Attention: TypeAlias = Any
+# A PreTrainedModel, whose attributes type checkers know no better.
+Decoder: TypeAlias = Any
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether `module` looks like the self-attention of a decoder layer."""
+    is_attention = type(module).__name__.endswith("Attention")
+    return is_attention and hasattr(module, "layer_idx") and hasattr(module, "config")
+
+
+def decoder_of(model: nn.Module, name: str) -> Decoder:
+    """The innermost transformers model that holds the module called `name`."""
+    while name:
+        name = name.rpartition(".")[0]
+        owner = model.get_submodule(name)
+        if isinstance(owner, PreTrainedModel):
+            return owner
+    return None
+
+
+def local_attention(module: Attention) -> str | None:
+    """How the config limits this layer's context, or None if it sees all of it.
+
+    A window at least as long as the context the model was made for is no limit.
+    """
+    config = module.config
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[module.layer_idx] if layer_types else "sliding_attention"
+    if kind == "full_attention":
+        return None
+    if kind != "sliding_attention":
+        return f"layer type {kind}"
+    window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    if window is None or window >= getattr(config, "max_position_embeddings", float("inf")):
+        return None
+    return f"sliding_window={window}"
+
+
+def attention_shape(module: Attention, decoder: Decoder) -> AttentionShape:
+    """Sizes of a transformers attention module.
+
+    Raises:
+        ValueError: the module computes something that NSA cannot stand in for; the message names
+            the feature.
+    """
+    feature = _unsupported_feature(module, decoder)
+    if feature is not None:
+        raise ValueError(
+            f"{type(module).__name__} has {feature}, which NSA does not compute: leave such "
+            "layers out with filter_fn"
+        )
+    config = module.config
+    heads, dim = config.num_attention_heads, getattr(module, "head_dim", 0)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    expected, found = _projection_widths(module, heads * dim, kv_heads * dim)
+    if expected != found or dim == 0:
+        raise ValueError(
+            f"{type(module).__name__} has projections {found}, expected {expected} for "
+            f"{heads} query heads, {kv_heads} key-value heads and head_dim {dim}: register an "
+            "adapter for it (nsa_flex.register_adapter)"
+        )
+    first = getattr(module, next(iter(expected)))
+    return AttentionShape(first.in_features, heads, kv_heads, dim)
+
+
+def _projection_widths(
+    module: Attention, query: int, key: int
+) -> tuple[dict[str, int], dict[str, int | None]]:
+    expected = {"q_proj": query, "k_proj": key, "v_proj": key}
+    if hasattr(module, "qkv_proj"):
+        expected = {"qkv_proj": query + 2 * key}
+    found = {name: getattr(getattr(module, name, None), "out_features", None) for name in expected}
+    return expected, found
+
+
+def _unsupported_feature(module: Attention, decoder: Decoder) -> str | None:
+    config = module.config
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        return f"logit soft-capping (attn_logit_softcapping={softcap})"
+    if getattr(module, "sinks", None) is not None:
+        return "attention sinks (sinks)"
+    if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
+        return "bidirectional attention (is_causal=False)"
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder beside it (is_encoder_decoder=True)"
+    if decoder is None or not _hands_down_arguments(module, decoder):
+        return "a way to attention other than transformers' attention interface"
+    if config is not decoder.config:
+        return "a config other than its decoder's"
+    return None
+
+
+def _hands_down_arguments(module: Attention, decoder: Decoder) -> bool:
+    """Whether what the hooks add reaches the attention function."""
+    wanted = {"attention_mask", "position_ids", "past_key_values"}
+    return (
+        getattr(decoder, "_supports_attention_backend", False)
+        and wanted <= set(inspect.signature(decoder.forward).parameters)
+        and all(_takes_any_argument(part) for part in (decoder, module))
+    )
+
+
+def _takes_any_argument(module: Attention) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
