@@ -85,14 +85,16 @@ def _choose_blocks(
         (batch, kv_heads, num_queries, num_selected_blocks), dtype=torch.int32
     )
     chunk = max(1, MAX_SCORES // max(1, batch * heads * num_compressed))
-    for start in range(0, num_queries, chunk):
-        span = slice(start, start + chunk)
-        first = None if document_start is None else document_start[:, span]
-        p = group_probabilities(
-            grouped[:, :, :, span], compressed_key, positions[:, span], first, config, scale
-        )
-        scores = block_scores(p, num_blocks, config)
-        blocks[:, :, span] = best_blocks(scores, positions[:, span], first, config)
+    # Autocast would make the float32 products half precision, here where it is still on.
+    with torch.autocast(query.device.type, enabled=False):
+        for start in range(0, num_queries, chunk):
+            span = slice(start, start + chunk)
+            first = None if document_start is None else document_start[:, span]
+            p = group_probabilities(
+                grouped[:, :, :, span], compressed_key, positions[:, span], first, config, scale
+            )
+            scores = block_scores(p, num_blocks, config)
+            blocks[:, :, span] = best_blocks(scores, positions[:, span], first, config)
     return blocks
 
 
@@ -121,9 +123,19 @@ def group_probabilities(
     if document_start is not None:
         visible = visible & (starts >= document_start[..., None])
     visible = visible[:, None, None]
-    logits = query.float() @ compressed_key.float()[:, :, None].mT * scale  # [B, Hkv, G, C, N]
-    p = logits.masked_fill(~visible, float("-inf")).softmax(-1)
-    return p.masked_fill(~visible, 0.0).sum(2)
+    hidden = ~visible
+    logits = _float32_products(query, compressed_key).mul_(scale)  # [B, Hkv, G, C, N]
+    p = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+    return p.masked_fill_(hidden, 0.0).sum(2)
+
+
+def _float32_products(query: Tensor, key: Tensor) -> Tensor:
+    """(B, Hkv, G, C, D) @ (B, Hkv, N, D)^T in float32: (B, Hkv, G, C, N)."""
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+        return query.float() @ key.float()[:, :, None].mT
+    # Half precision inputs, float32 sums and output: exact products at the matrix units' rate.
+    rows, columns = query.flatten(2, 3).flatten(0, 1), key.flatten(0, 1)
+    return torch.bmm(rows, columns.mT, out_dtype=torch.float32).view(*query.shape[:-1], -1)
 
 
 def block_scores(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
