@@ -256,6 +256,7 @@ def check_inputs(
     """Raises ValueError or TypeError naming the first thing that does not fit. Reads no values."""
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    config.specialize()
     query, key = inputs.query, inputs.key
     for name, x in inputs._asdict().items():
         if not isinstance(x, Tensor):

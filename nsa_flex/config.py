@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -72,6 +73,16 @@ class NSAConfig:
         least = 0 if name == "num_initial_blocks" else 1
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
+
+    def specialize(self) -> None:
+        """Makes a compiled graph treat every count as a constant, guarded by its value.
+
+        Dynamo turns an integer attribute that changed between calls into a symbol; tile sizes,
+        slots and strides must not be symbols. Costs nothing outside of tracing.
+        """
+        for field in dataclasses.fields(self):
+            if field.name != "compression":
+                operator.index(getattr(self, field.name))
 
     @property
     def num_forced_blocks(self) -> int:

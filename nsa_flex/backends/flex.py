@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -195,10 +196,14 @@ def _run(function: Callable[[Branch], Output], branch: Branch) -> Output:
 def _compiled(function: Callable[[Branch], Output], key: object) -> Callable[[Branch], Output]:
     """`function` compiled for one set of static facts.
 
-    Each gets a code object of its own: Dynamo counts recompilations by code object, and shapes
-    that differ on purpose must not use up the limit.
+    Each gets a code object and a name of its own. By code object Dynamo counts recompilations,
+    and shapes that differ on purpose must not use up the limit; by name it remembers which numbers
+    have changed and makes symbols of them, and what `key` holds must not become one.
     """
-    own = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
-    )
+    code = function.__code__
+    code = code.replace(co_name=f"{code.co_name}_{next(_serial)}")
+    own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__)
     return torch.compile(own, fullgraph=True)
+
+
+_serial = itertools.count()
