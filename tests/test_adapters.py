@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_models import NSA, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -199,6 +200,45 @@ def test_the_nearest_base_class_decides() -> None:
     with pytest.raises(ValueError, match="ALiBi is not something"):
         nsa_flex.patch(model, NSA)
     assert not hasattr(model.blocks[1].attention, "nsa")
+
+
+class GPT2Adapter:
+    """For a transformers model whose attention has another form than `patch` knows."""
+
+    def shape(self, module: Any) -> nsa_flex.AttentionShape:
+        return nsa_flex.AttentionShape(
+            module.embed_dim, module.num_heads, module.num_heads, module.head_dim
+        )
+
+    def forward(
+        self,
+        module: Any,
+        attend: NSALayer,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if past_key_values is not None or attention_mask is not None:
+            raise ValueError("this adapter takes neither a cache nor a mask")
+        parts = module.c_attn(hidden_states).unflatten(2, (3, module.num_heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
+        output = attend(hidden_states, query, key, value)
+        return module.c_proj(output.transpose(1, 2).flatten(2)), None
+
+
+def test_an_adapter_for_a_transformers_model() -> None:
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 50, "n_positions": 64}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    with pytest.raises(ValueError, match="register an adapter"):
+        nsa_flex.patch(model, NSA)
+    nsa_flex.register_adapter(type(model.transformer.h[0].attn), GPT2Adapter())
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(TOKENS, use_cache=False).logits
+        found = nsa_flex.patch(model, NSA, init="dense")(TOKENS, use_cache=False).logits
+    assert relative_error(found, expected) < 1e-5
+    assert not hasattr(model.config, "nsa_flex")
+    assert not hasattr(nsa_flex.unpatch(model).transformer.h[0].attn, "nsa")
 
 
 def test_without_an_adapter_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, NSA, relative_error, tiny_model, tokens
 
-from nsa_flex.patching import patch, unpatch
+from nsa_flex.config import NSAConfig
+from nsa_flex.patching import NSALayer, patch, unpatch
 
 DENSE_TOKENS = NSA.num_selected_blocks * NSA.select_block_size
 
@@ -145,3 +146,20 @@ def test_generation_equals_one_forward_a_step(family: str, padding: int) -> None
             expected = torch.cat((expected, following[None]), 1)
         for found in generated.values():
             assert torch.equal(found[row, first:], expected[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_it_errs_as_eager_attention_does(family: str) -> None:
+    # S <= n * l': every block is chosen, so that rounding cannot choose others.
+    config = NSAConfig(num_selected_blocks=4, window_size=64)
+    model = patch(tiny_model(family, hidden_size=256, head_dim=64), config, backend="dense")
+    ids = tokens(2, 200)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(ids).logits
+        eager = copy.deepcopy(model).bfloat16()(ids).logits
+        for layer in model.modules():
+            if isinstance(layer, NSALayer):
+                layer.backend = "auto"
+        found = model.bfloat16().cuda()(ids.cuda()).logits.cpu()
+    assert relative_error(found, expected) < 2 * relative_error(eager, expected)

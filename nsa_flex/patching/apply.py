@@ -50,7 +50,12 @@ def patch(
             be patched, or has one with a feature that NSA does not compute; the message names
             it. The model is then as it was.
 
-    >>> model = nsa_flex.patch(model, NSAConfig(window_size=256), init="dense")
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=9, **sizes))
+    >>> model = patch(model, NSAConfig(window_size=256), init="dense")
+    >>> [name for name, _ in model.named_modules() if name.endswith("nsa")]
+    ['model.layers.0.self_attn.nsa', 'model.layers.1.self_attn.nsa']
     """
     config = NSAConfig() if config is None else config
     _check_arguments(model, config, init)

@@ -16,10 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from nsa_flex.patching.hf_layers import Attention
+from nsa_flex.patching.hf_layers import IMPLEMENTATION, Attention
 from nsa_flex.patching.rows import Rows
-
-IMPLEMENTATION = "nsa_flex"
 
 # Keyword arguments of attention functions that ask for more than softmax(scale * q k) v.
 _REFUSED_ARGUMENTS = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import align_packed, align_positions
-from nsa_flex.patching.hf_layers import Decoder
+from nsa_flex.patching.hf_layers import IMPLEMENTATION, Decoder
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
 
@@ -39,6 +39,8 @@ class RowsHook:
     def __call__(
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if decoder.config._attn_implementation != IMPLEMENTATION:
+            return args, kwargs  # switched by set_attn_implementation, for a while
         call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         if call.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
             raise ValueError(

@@ -17,9 +17,15 @@ from typing import Any
 
 from torch import nn
 
-from nsa_flex.patching.hf_attention import IMPLEMENTATION
+from nsa_flex.patching import hf_attention  # noqa: F401 -- registers the implementation
 from nsa_flex.patching.hf_calls import RowsHook
-from nsa_flex.patching.hf_layers import Attention, Decoder, is_attention, local_attention
+from nsa_flex.patching.hf_layers import (
+    IMPLEMENTATION,
+    Attention,
+    Decoder,
+    is_attention,
+    local_attention,
+)
 
 
 def install(decoder: Decoder, modules: list[Attention]) -> None:

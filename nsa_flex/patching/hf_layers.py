@@ -10,6 +10,9 @@ from transformers import PreTrainedModel
 
 from nsa_flex.patching.layer import AttentionShape
 
+# The attention implementation of a patched decoder, as its config names it.
+IMPLEMENTATION = "nsa_flex"
+
 # Attention modules of transformers share attributes, not a type.
 Attention: TypeAlias = Any
 # A PreTrainedModel, whose attributes type checkers know no better.
