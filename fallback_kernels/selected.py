@@ -17,6 +17,7 @@ from nsa_flex.fallback_kernels.selected_index import count_kernel
 from nsa_flex.fallback_kernels.selected_plan import (
     SelectedPlan,
     empty_natural,
+    natural,
     rows_contiguous,
 )
 
@@ -65,7 +66,7 @@ def selected_attention(
         Output (B, Hq, Sq, Dv) in query's dtype and natural log-sum-exp (B, Hq, Sq) in float32;
         0 and -inf for a query without blocks. Scores, softmax and sums are float32; partial
         results are kept in query's dtype. Both outputs are differentiable, once. Strides are
-        free; the memory of results is (B, S, H, D).
+        free; the memory of results is (B, S, H, D), and a query of other memory is copied.
 
     Raises:
         ValueError: a shape, dtype, device or option that the kernels do not take.
@@ -122,7 +123,7 @@ def selected_forward(
     with torch.cuda.device_of(query):
         return forward(
             plan,
-            rows_contiguous(query),
+            natural(query),
             rows_contiguous(key),
             rows_contiguous(value),
             blocks.contiguous(),
@@ -164,13 +165,13 @@ def selected_backward(
     with torch.cuda.device_of(query):
         return backward(
             plan,
-            rows_contiguous(query),
+            natural(query),
             rows_contiguous(key),
             rows_contiguous(value),
             blocks.contiguous(),
-            rows_contiguous(out),
+            natural(out),
             lse,
-            rows_contiguous(grad_out),
+            natural(grad_out),
             grad_lse,
             scale,
             deterministic=deterministic,

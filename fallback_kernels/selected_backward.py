@@ -25,15 +25,15 @@ from nsa_flex.fallback_kernels.selected_plan import (
     SelectedPlan,
     empty_natural,
     padded,
+    round_up,
     strides,
 )
 from nsa_flex.fallback_kernels.selected_tiles import (
-    gather_rows,
     item_of,
     load_block,
     load_rows,
+    load_some_rows,
     store_rows,
-    widen,
 )
 
 DELTA_ROWS = 32
@@ -49,12 +49,6 @@ def delta_kernel(
     grad_lse_ptr,
     delta_ptr,
     lse_log2_ptr,
-    out_stride_b,
-    out_stride_h,
-    out_stride_s,
-    grad_out_stride_b,
-    grad_out_stride_h,
-    grad_out_stride_s,
     lse_stride_b,
     lse_stride_h,
     lse_stride_s,
@@ -65,6 +59,7 @@ def delta_kernel(
     query_heads,
     VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -73,23 +68,15 @@ def delta_kernel(
     The log-sum-exp of a query without blocks becomes +inf: its probabilities are then 0.
     """
     b = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_ok = row < num_queries * query_heads
-    i = (row // query_heads).to(tl.int64)
-    head = row % query_heads
-    out = load_rows(
-        out_ptr + b * out_stride_b,
-        i * out_stride_s + head * out_stride_h,
-        row_ok,
-        VALUE_DIM,
-        VALUE_COLUMNS,
-    )
-    grad_out = load_rows(
-        grad_out_ptr + b * grad_out_stride_b,
-        i * grad_out_stride_s + head * grad_out_stride_h,
-        row_ok,
-        VALUE_DIM,
-        VALUE_COLUMNS,
+    num_lines = num_queries * query_heads
+    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_ok = line < num_lines
+    i = (line // query_heads).to(tl.int64)
+    head = line % query_heads
+    first = b * num_lines
+    out = load_some_rows(out_ptr + first * VALUE_DIM, line, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
+    grad_out = load_some_rows(
+        grad_out_ptr + first * VALUE_DIM, line, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS
     )
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     if HAS_GRAD_LSE:
@@ -99,37 +86,36 @@ def delta_kernel(
     lse = tl.load(lse_ptr + place, mask=row_ok, other=0.0)
     LOG2E_: tl.constexpr = 1.4426950408889634
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E_)
-    place = b * num_queries * query_heads + row
-    tl.store(delta_ptr + place, delta, mask=row_ok)
-    tl.store(lse_log2_ptr + place, lse_log2, mask=row_ok)
+    tl.store(delta_ptr + first + line, delta, mask=row_ok)
+    tl.store(lse_log2_ptr + first + line, lse_log2, mask=row_ok)
 
 
 @triton.jit
 def hand_over(
     base_ptr,
-    stride,
-    block,
-    value,
-    num_keys,
+    kv_heads,
+    tile,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Put a block's gradient (BLOCK_SIZE, COLUMNS) into the float32 buffer."""
-    position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    """Put a block's gradient (BLOCK_SIZE, COLUMNS) into the float32 buffer at `base_ptr`."""
+    position = tl.arange(0, BLOCK_SIZE)
     column = tl.arange(0, COLUMNS)
-    pointer = base_ptr + (position.to(tl.int64) * stride)[:, None] + column[None, :]
-    ok = (position < num_keys)[:, None] & (column < WIDTH)[None, :]
+    pointer = base_ptr + (position * (kv_heads * WIDTH))[:, None] + column[None, :]
+    ok = tl.full([BLOCK_SIZE, COLUMNS], True, tl.int1)
+    if WIDTH != COLUMNS:
+        ok = ok & (column < WIDTH)[None, :]
     if MODE == 0:
-        tl.store(pointer, value, mask=ok)
+        tl.store(pointer, tile, mask=ok)
     elif MODE == 1:
-        tl.atomic_add(pointer, value, mask=ok, sem="relaxed")
+        tl.atomic_add(pointer, tile, mask=ok, sem="relaxed")
     else:
-        tl.store(pointer, tl.load(pointer, mask=ok, other=0.0) + value, mask=ok)
+        tl.store(pointer, tl.load(pointer, mask=ok, other=0.0) + tile, mask=ok)
 
 
-@triton.jit(do_not_specialize=["first_batch", "first_list", "window_shift"])
+@triton.jit(do_not_specialize=["first_item", "first_batch", "first_list", "window_shift"])
 def list_gradient_kernel(
     query_ptr,
     key_ptr,
@@ -141,24 +127,16 @@ def list_gradient_kernel(
     grad_key_ptr,
     grad_value_ptr,
     entries_ptr,
-    list_starts_ptr,
-    item_starts_ptr,
-    item_lists_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
+    items_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    grad_out_stride_b,
-    grad_out_stride_h,
-    grad_out_stride_s,
+    first_item,
     first_batch,
     first_list,
-    lists_per_window,
     window_shift,
     window_tokens,
     num_queries,
@@ -176,30 +154,25 @@ def list_gradient_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MODE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """Free choices: dK and dV of one chunk of one list, and its share of dQ."""
-    item = tl.program_id(0) + tl.load(item_starts_ptr + first_list)
-    if item >= tl.load(item_starts_ptr + first_list + lists_per_window):
-        return
     start, stop, batch, head, block = item_of(
-        item,
-        list_starts_ptr,
-        item_starts_ptr,
-        item_lists_ptr,
-        first_batch,
-        first_list,
-        kv_heads,
-        num_blocks,
-        CHUNK,
+        items_ptr, first_item + tl.program_id(0), first_batch, first_list, kv_heads, num_blocks
     )
+    if start >= stop:
+        return
     b, h = batch.to(tl.int64), head.to(tl.int64)
-    query_ptr += b * query_stride_b + h * GROUP * query_stride_h
-    grad_out_ptr += b * grad_out_stride_b + h * GROUP * grad_out_stride_h
+    query_heads = kv_heads * GROUP
+    first_line = b * num_queries * query_heads + h * GROUP
+    query_ptr += first_line * HEAD_DIM
+    grad_out_ptr += first_line * VALUE_DIM
+    lse_ptr += first_line
+    delta_ptr += first_line
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
     k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
@@ -207,10 +180,7 @@ def list_gradient_kernel(
         value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
     )
     first = ((batch - first_batch) * kv_heads + head) * window_tokens + window_shift
-    first = widen(first, WIDE) * NUM_SLOTS
-    query_heads = kv_heads * GROUP
-    lse_ptr += b * num_queries * query_heads + h * GROUP
-    delta_ptr += b * num_queries * query_heads + h * GROUP
+    first = first * NUM_SLOTS
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -219,59 +189,40 @@ def list_gradient_kernel(
     grad_k = tl.zeros([BLOCK_SIZE, HEAD_COLUMNS], tl.float32)
     grad_v = tl.zeros([BLOCK_SIZE, VALUE_COLUMNS], tl.float32)
     for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
-        row_ok = (token < TOKENS) & (tile + token < stop)
-        # Rows past the end repeat the last entry with probability 0: no tile load needs a mask.
+        # Rows past the end repeat the last entry with probability 0: no load needs a mask.
         entry = tl.load(entries_ptr + tl.minimum(tile + token, stop - 1))
-        i = widen(entry // NUM_SLOTS, WIDE)
-        q = gather_rows(
-            query_ptr, i * query_stride_s + member * query_stride_h, HEAD_DIM, HEAD_COLUMNS
-        )
-        grad_out = gather_rows(
-            grad_out_ptr,
-            i * grad_out_stride_s + member * grad_out_stride_h,
-            VALUE_DIM,
-            VALUE_COLUMNS,
-        )
-        row_place = i * query_heads + member
-        lse_log2 = tl.load(lse_ptr + row_place)
-        lse_log2 = tl.where(row_ok, lse_log2, float("inf"))
-        delta = tl.load(delta_ptr + row_place)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
-        grad_v = tl.dot(
-            tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
-        )
-        grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-        grad_scores = (p * (grad_p - delta[:, None])).to(q.dtype)
-        grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
-        grad_q = tl.dot(grad_scores, k, input_precision=PRECISION)
+        line = (entry // NUM_SLOTS) * query_heads + member
+        q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
+        grad_out = load_rows(grad_out_ptr, line, WIDE, VALUE_DIM, VALUE_COLUMNS)
+        row_ok = (token < TOKENS) & (tile + token < stop)
+        lse_log2 = tl.where(row_ok, tl.load(lse_ptr + line), float("inf"))
+        delta = tl.load(delta_ptr + line)
+        if TRANSPOSED:
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
+            grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
+            grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
+            grad_scores = (p * (grad_p - delta[None, :])).to(q.dtype)
+            grad_k = tl.dot(grad_scores, q, grad_k, input_precision=PRECISION)
+            grad_q = tl.dot(tl.trans(grad_scores), k, input_precision=PRECISION)
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+            grad_v = tl.dot(
+                tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
+            )
+            grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            grad_scores = (p * (grad_p - delta[:, None])).to(q.dtype)
+            grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
+            grad_q = tl.dot(grad_scores, k, input_precision=PRECISION)
         place = (first + entry) * GROUP + member
-        store_rows(partial_ptr, place * HEAD_DIM, grad_q, row_ok, HEAD_DIM, HEAD_COLUMNS)
+        store_rows(partial_ptr, place, grad_q, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
 
-    grad_key_ptr += (b * grad_tokens * kv_heads + h) * HEAD_DIM
-    grad_value_ptr += (b * grad_tokens * kv_heads + h) * VALUE_DIM
-    hand_over(
-        grad_key_ptr,
-        kv_heads * HEAD_DIM,
-        block,
-        grad_k * scale,
-        num_keys,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        HEAD_COLUMNS,
-        MODE,
-    )
-    hand_over(
-        grad_value_ptr,
-        kv_heads * VALUE_DIM,
-        block,
-        grad_v,
-        num_keys,
-        BLOCK_SIZE,
-        VALUE_DIM,
-        VALUE_COLUMNS,
-        MODE,
-    )
+    grad_line = (b * grad_tokens + block * BLOCK_SIZE) * kv_heads + h
+    grad_key_ptr += grad_line * HEAD_DIM
+    grad_value_ptr += grad_line * VALUE_DIM
+    hand_over(grad_key_ptr, kv_heads, grad_k * scale, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, MODE)
+    hand_over(grad_value_ptr, kv_heads, grad_v, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS, MODE)
 
 
 @triton.jit
@@ -285,18 +236,12 @@ def dense_gradient_kernel(
     summary_ptr,
     grad_key_ptr,
     grad_value_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
     key_stride_b,
     key_stride_h,
     key_stride_s,
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    grad_out_stride_b,
-    grad_out_stride_h,
-    grad_out_stride_s,
     query_offset,
     num_queries,
     num_keys,
@@ -314,9 +259,9 @@ def dense_gradient_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
     LOCAL: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MODE: tl.constexpr,
@@ -333,27 +278,29 @@ def dense_gradient_kernel(
     extra = program - num_blocks
     is_local = extra < 0
     block = tl.where(is_local, program, extra // num_chunks)
+    if block >= num_blocks:
+        return
     start = tl.where(is_local, block, block + LOCAL) * BLOCK_SIZE
     start += tl.where(is_local, 0, (extra % num_chunks) * CHUNK)
-    stop = tl.minimum(
-        start + tl.where(is_local, LOCAL * BLOCK_SIZE, CHUNK), query_offset + num_queries
-    )
-    # Queries before the first one do not exist: start there, tiles need no alignment.
-    start = tl.maximum(start, query_offset)
+    stop = start + tl.where(is_local, LOCAL * BLOCK_SIZE, CHUNK)
+    # As indices of queries; those before the first one or after the last do not exist.
+    start = tl.maximum(start - query_offset, 0)
+    stop = tl.minimum(stop - query_offset, num_queries)
 
-    query_ptr += b * query_stride_b + h * GROUP * query_stride_h
-    grad_out_ptr += b * grad_out_stride_b + h * GROUP * grad_out_stride_h
+    query_heads = kv_heads * GROUP
+    first_line = b * num_queries * query_heads + h * GROUP
+    query_ptr += first_line * HEAD_DIM
+    grad_out_ptr += first_line * VALUE_DIM
+    lse_ptr += first_line
+    delta_ptr += first_line
+    summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
-    summary_ptr += (b * kv_heads + h) * num_queries
     k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
     v = load_block(
         value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
     )
-    key_position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    query_heads = kv_heads * GROUP
-    lse_ptr += b * num_queries * query_heads + h * GROUP
-    delta_ptr += b * num_queries * query_heads + h * GROUP
+    key_index = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) - query_offset
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -362,29 +309,21 @@ def dense_gradient_kernel(
     grad_k = tl.zeros([BLOCK_SIZE, HEAD_COLUMNS], tl.float32)
     grad_v = tl.zeros([BLOCK_SIZE, VALUE_COLUMNS], tl.float32)
     for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
+        query = tl.minimum(tile + token, stop - 1)
+        line = query * query_heads + member
+        q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
+        grad_out = load_rows(grad_out_ptr, line, WIDE, VALUE_DIM, VALUE_COLUMNS)
         row_ok = (token < TOKENS) & (tile + token < stop)
-        position = tl.minimum(tile + token, stop - 1)
-        i = widen(position - query_offset, WIDE)
-        q = gather_rows(
-            query_ptr, i * query_stride_s + member * query_stride_h, HEAD_DIM, HEAD_COLUMNS
-        )
-        grad_out = gather_rows(
-            grad_out_ptr,
-            i * grad_out_stride_s + member * grad_out_stride_h,
-            VALUE_DIM,
-            VALUE_COLUMNS,
-        )
-        row_place = i * query_heads + member
-        lse_log2 = tl.load(lse_ptr + row_place)
-        lse_log2 = tl.where(row_ok, lse_log2, float("inf"))
-        delta = tl.load(delta_ptr + row_place)
-        summary = tl.load(summary_ptr + i)
-        age = position // BLOCK_SIZE - block
+        lse_log2 = tl.where(row_ok, tl.load(lse_ptr + line), float("inf"))
+        delta = tl.load(delta_ptr + line)
+        age = (query + query_offset) // BLOCK_SIZE - block
         candidate = tl.where(age < LOCAL, age, LOCAL + block)
-        chosen = ((summary >> candidate) & 1) != 0
-        seen = chosen[:, None] & (key_position[None, :] <= position[:, None])
+        chosen = ((tl.load(summary_ptr + query) >> candidate) & 1) != 0
+        # The last key that the row sees, none if it did not choose the block.
+        limit = tl.where(chosen, query, -query_offset - 1)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p = tl.where(seen, tl.exp2(scores * scale_log2 - lse_log2[:, None]), 0.0)
+        p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+        p = tl.where(key_index[None, :] <= limit[:, None], p, 0.0)
         grad_v = tl.dot(
             tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
         )
@@ -392,30 +331,11 @@ def dense_gradient_kernel(
         grad_scores = (p * (grad_p - delta[:, None])).to(q.dtype)
         grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
 
-    grad_key_ptr += (b * grad_tokens * kv_heads + h) * HEAD_DIM
-    grad_value_ptr += (b * grad_tokens * kv_heads + h) * VALUE_DIM
-    hand_over(
-        grad_key_ptr,
-        kv_heads * HEAD_DIM,
-        block,
-        grad_k * scale,
-        num_keys,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        HEAD_COLUMNS,
-        MODE,
-    )
-    hand_over(
-        grad_value_ptr,
-        kv_heads * VALUE_DIM,
-        block,
-        grad_v,
-        num_keys,
-        BLOCK_SIZE,
-        VALUE_DIM,
-        VALUE_COLUMNS,
-        MODE,
-    )
+    grad_line = (b * grad_tokens + block * BLOCK_SIZE) * kv_heads + h
+    grad_key_ptr += grad_line * HEAD_DIM
+    grad_value_ptr += grad_line * VALUE_DIM
+    hand_over(grad_key_ptr, kv_heads, grad_k * scale, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, MODE)
+    hand_over(grad_value_ptr, kv_heads, grad_v, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS, MODE)
 
 
 class _Backward:
@@ -440,7 +360,8 @@ class _Backward:
         rows = (plan.batch, plan.num_queries, plan.query_heads)
         self.delta = torch.empty(rows, dtype=torch.float32, device=query.device)
         self.lse_log2 = torch.empty_like(self.delta)
-        tokens = (plan.batch, key.shape[2], plan.kv_heads)
+        # Whole blocks, so that no program needs a mask where it adds its block's gradient.
+        tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
         self.grad_key = torch.zeros(
             (*tokens, plan.head_dim), dtype=torch.float32, device=query.device
         )
@@ -459,14 +380,13 @@ class _Backward:
             lse_gradient,
             self.delta,
             self.lse_log2,
-            *strides(out),
-            *strides(self.grad_out),
             *lse.stride(),
             *lse_gradient.stride(),
             plan.num_queries,
             plan.query_heads,
             VALUE_DIM=plan.value_dim,
             VALUE_COLUMNS=padded(plan.value_dim),
+            WIDE=plan.wide,
             HAS_GRAD_LSE=grad_lse is not None,
             ROWS=DELTA_ROWS,
         )
@@ -486,7 +406,8 @@ class _Backward:
             summary,
             self.grad_key,
             self.grad_value,
-            *self.all_strides(),
+            *strides(self.key),
+            *strides(self.value),
             plan.query_offset,
             plan.num_queries,
             plan.num_keys,
@@ -518,13 +439,12 @@ class _Backward:
                 self.grad_key,
                 self.grad_value,
                 index.entries,
-                index.list_starts,
-                index.item_starts,
-                index.item_lists,
-                *self.all_strides(),
+                index.items,
+                *strides(self.key),
+                *strides(self.value),
+                window.index * index.items.shape[1],
                 window.first_batch,
                 window.first_list,
-                plan.lists_per_window,
                 plan.query_offset - window.start,
                 plan.window_tokens,
                 plan.num_queries,
@@ -535,9 +455,9 @@ class _Backward:
                 self.scale,
                 self.scale * LOG2E,
                 **plan.constants(),
-                CHUNK=self.chunk,
                 **self.tiles(),
                 MODE=ADD if self.deterministic else ATOMIC,
+                TRANSPOSED=plan.transposed,
             )
             grid = (plan.window_tokens // plan.merge_tokens, window.num_batch * plan.kv_heads)
             query_gradient_kernel[grid](
@@ -550,8 +470,8 @@ class _Backward:
                 partial,
                 index.summary,
                 grad_query,
-                *self.all_strides(),
-                *strides(grad_query),
+                *strides(self.key),
+                *strides(self.value),
                 window.first_batch,
                 window.start,
                 plan.window_tokens,
@@ -566,18 +486,13 @@ class _Backward:
                 LOCAL=plan.num_local,
                 TOKENS=plan.merge_tokens,
                 ROWS=plan.merge_rows,
-                STAGES=plan.merge_stages,
+                STAGES=plan.merge_stages(plan.head_dim),
                 num_warps=plan.num_warps,
             )
-
-    def all_strides(self) -> list[int]:
-        tensors = (self.query, self.key, self.value, self.grad_out)
-        return [stride for tensor in tensors for stride in strides(tensor)]
 
     def tiles(self) -> dict[str, Any]:
         plan = self.plan
         return {
-            "WIDE": plan.wide(self.query, self.grad_out),
             "ROWS": plan.tile_rows,
             "STAGES": plan.gradient_stages,
             "num_warps": plan.num_warps,
@@ -615,6 +530,6 @@ def backward(
     run.launch_delta(out, lse, grad_lse)
     run.launch_dense(index.summary)
     run.launch_lists(index, partial, grad_query)
-    grad_key = run.grad_key.to(key.dtype).transpose(1, 2)
-    grad_value = run.grad_value.to(value.dtype).transpose(1, 2)
-    return grad_query, grad_key, grad_value
+    grad_key = run.grad_key[:, : key.shape[2]].to(key.dtype).contiguous()
+    grad_value = run.grad_value[:, : key.shape[2]].to(value.dtype).contiguous()
+    return grad_query, grad_key.transpose(1, 2), grad_value.transpose(1, 2)

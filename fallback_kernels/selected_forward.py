@@ -24,18 +24,12 @@ from nsa_flex.fallback_kernels.selected_plan import (
     padded,
     strides,
 )
-from nsa_flex.fallback_kernels.selected_tiles import (
-    gather_rows,
-    item_of,
-    load_block,
-    store_rows,
-    widen,
-)
+from nsa_flex.fallback_kernels.selected_tiles import item_of, load_block, load_rows, store_rows
 
 LOG2E = math.log2(math.e)
 
 
-@triton.jit(do_not_specialize=["first_batch", "first_list", "window_shift"])
+@triton.jit(do_not_specialize=["first_item", "first_batch", "first_list", "window_shift"])
 def partial_kernel(
     query_ptr,
     key_ptr,
@@ -43,23 +37,19 @@ def partial_kernel(
     partial_ptr,
     partial_lse_ptr,
     entries_ptr,
-    list_starts_ptr,
-    item_starts_ptr,
-    item_lists_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
+    items_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
     value_stride_b,
     value_stride_h,
     value_stride_s,
+    first_item,
     first_batch,
     first_list,
-    lists_per_window,
     window_shift,
     window_tokens,
+    num_queries,
     num_keys,
     num_blocks,
     kv_heads,
@@ -72,57 +62,54 @@ def partial_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    item = tl.program_id(0) + tl.load(item_starts_ptr + first_list)
-    if item >= tl.load(item_starts_ptr + first_list + lists_per_window):
-        return
     start, stop, batch, head, block = item_of(
-        item,
-        list_starts_ptr,
-        item_starts_ptr,
-        item_lists_ptr,
-        first_batch,
-        first_list,
-        kv_heads,
-        num_blocks,
-        CHUNK,
+        items_ptr, first_item + tl.program_id(0), first_batch, first_list, kv_heads, num_blocks
     )
+    if start >= stop:
+        return
     b, h = batch.to(tl.int64), head.to(tl.int64)
-    query_ptr += b * query_stride_b + h * GROUP * query_stride_h
+    query_heads = kv_heads * GROUP
+    query_ptr += (b * num_queries * query_heads + h * GROUP) * HEAD_DIM
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
-    k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
-    v = load_block(
-        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
-    )
-    # Partial row of entry e: (first + e) * GROUP + query head within the group.
+    # Partial row of an entry: (first + entry) * GROUP + query head within the group.
     first = ((batch - first_batch) * kv_heads + head) * window_tokens + window_shift
-    first = widen(first, WIDE) * NUM_SLOTS
+    first = first * NUM_SLOTS
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
     token = row // GROUP
     member = row % GROUP
-    for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
-        row_ok = (token < TOKENS) & (tile + token < stop)
-        # Rows past the end repeat the last entry: no load needs a mask, no store sees them.
-        entry = tl.load(entries_ptr + tl.minimum(tile + token, stop - 1))
-        i = widen(entry // NUM_SLOTS, WIDE)
-        q = gather_rows(
-            query_ptr, i * query_stride_s + member * query_stride_h, HEAD_DIM, HEAD_COLUMNS
-        )
+    # Rows past the end repeat the last entry: no load needs a mask, no store sees them. The next
+    # tile is read while this one is computed; Triton's own pipeliner does not overlap a gather.
+    last = stop - 1
+    entry = tl.load(entries_ptr + tl.minimum(start + token, last))
+    ahead = tl.load(entries_ptr + tl.minimum(start + TOKENS + token, last))
+    k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
+    v = load_block(
+        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
+    )
+    line = (entry // NUM_SLOTS) * query_heads + member
+    q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
+    for tile in tl.range(start, stop, TOKENS, num_stages=1):
+        further = tl.load(entries_ptr + tl.minimum(tile + 2 * TOKENS + token, last))
+        line = (ahead // NUM_SLOTS) * query_heads + member
+        next_q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         top = tl.max(scores, 1) * scale_log2
         p = tl.exp2(scores * scale_log2 - top[:, None])
         total = tl.sum(p, 1)
         out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
         place = (first + entry) * GROUP + member
-        store_rows(partial_ptr, place * VALUE_DIM, out, row_ok, VALUE_DIM, VALUE_COLUMNS)
+        row_ok = (token < TOKENS) & (tile + token < stop)
+        store_rows(partial_ptr, place, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
         tl.store(partial_lse_ptr + place, top + tl.log2(total), mask=row_ok)
+        entry = ahead
+        ahead = further
+        q = next_q
 
 
 def _launch_partial(
@@ -143,26 +130,21 @@ def _launch_partial(
         partial,
         partial_lse,
         index.entries,
-        index.list_starts,
-        index.item_starts,
-        index.item_lists,
-        *strides(query),
+        index.items,
         *strides(key),
         *strides(value),
+        window.index * index.items.shape[1],
         window.first_batch,
         window.first_list,
-        plan.lists_per_window,
         plan.query_offset - window.start,
         plan.window_tokens,
+        plan.num_queries,
         plan.num_keys,
         plan.num_blocks,
         plan.kv_heads,
         scale * LOG2E,
         **plan.constants(),
-        CHUNK=plan.chunk_tokens,
-        WIDE=plan.wide(query),
         ROWS=plan.tile_rows,
-        STAGES=plan.stages,
         num_warps=plan.num_warps,
     )
 
@@ -190,10 +172,8 @@ def _launch_merge(
         index.summary,
         out,
         lse,
-        *strides(query),
         *strides(key),
         *strides(value),
-        *strides(out),
         window.first_batch,
         window.start,
         plan.window_tokens,
@@ -208,7 +188,7 @@ def _launch_merge(
         LOCAL=plan.num_local,
         TOKENS=plan.merge_tokens,
         ROWS=plan.merge_rows,
-        STAGES=plan.merge_stages,
+        STAGES=plan.merge_stages(plan.value_dim),
         num_warps=plan.num_warps,
     )
 
@@ -220,14 +200,15 @@ def forward(
 
     The order of the lists is not fixed, but no sum depends on it: equal inputs give equal bits.
     """
-    index = build_index(plan, blocks, plan.chunk_tokens)
+    chunk = plan.chunk_tokens
+    index = build_index(plan, blocks, chunk)
     out = empty_natural(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_natural(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
     partial = torch.empty(
         (plan.partial_rows, plan.value_dim), dtype=query.dtype, device=query.device
     )
     partial_lse = torch.empty(plan.partial_rows, dtype=torch.float32, device=query.device)
-    for window in plan.windows(plan.chunk_tokens):
+    for window in plan.windows(chunk):
         inputs = (plan, window, index, query, key, value, partial, partial_lse)
         if window.max_items:
             _launch_partial(*inputs, scale)

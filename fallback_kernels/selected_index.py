@@ -19,6 +19,7 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
 
 INDEX_TOKENS = 32  # queries per program of the index kernels
+ITEMS = 128  # items per program that writes their records
 
 
 class SelectedIndex(NamedTuple):
@@ -29,9 +30,7 @@ class SelectedIndex(NamedTuple):
     """
 
     entries: Tensor  # (B * Hkv * Sq * n,), grouped by list; the tail is unused
-    list_starts: Tensor  # (lists + 1,) into entries
-    item_starts: Tensor  # (lists + 1,) number of the first item of a list
-    item_lists: Tensor  # (bound,) list of every item; the tail holds the number of lists
+    items: Tensor  # (windows, bound, 3): list, first entry, entry behind the last; empty: 0, 0, 0
     summary: Tensor  # (B, Hkv, Sq): bits 0-15 dense candidates chosen, bits 24- free choices
 
 
@@ -194,6 +193,42 @@ def scatter_kernel(
     tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=free)
 
 
+@triton.jit
+def item_kernel(
+    list_starts_ptr,
+    item_starts_ptr,
+    items_ptr,
+    bound,
+    lists_per_window,
+    chunk,
+    steps,
+    ITEMS: tl.constexpr,
+):
+    """Cut the lists of one window into chunks; the records after the last item stay empty."""
+    window = tl.program_id(1)
+    index = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    first = window * lists_per_window
+    item = tl.load(item_starts_ptr + first) + index
+    some = item < tl.load(item_starts_ptr + first + lists_per_window)
+    # The last list that starts at or before the item: a binary search.
+    low = tl.zeros([ITEMS], tl.int32) + first
+    high = low + lists_per_window
+    for _ in range(steps):
+        middle = (low + high) // 2
+        below = tl.load(item_starts_ptr + middle) <= item
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    start = tl.load(list_starts_ptr + low)
+    stop = tl.load(list_starts_ptr + low + 1)
+    start += (item - tl.load(item_starts_ptr + low)) * chunk
+    stop = tl.minimum(start + chunk, stop)
+    record = items_ptr + (window * bound + index) * 3
+    inside = index < bound
+    tl.store(record, tl.where(some, low, 0), mask=inside)
+    tl.store(record + 1, tl.where(some, start, 0), mask=inside)
+    tl.store(record + 2, tl.where(some, stop, 0), mask=inside)
+
+
 def _starts(counts: Tensor) -> Tensor:
     """Exclusive running sum with the total at the end."""
     starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
@@ -244,11 +279,26 @@ def build_index(
         count_kernel[grid](blocks, counts, ranks, summary, *sizes, **constants, ORDERED=False)
         list_starts = _starts(counts)
         scatter_kernel[grid](blocks, list_starts, ranks, entries, *sizes, **constants)
+    items = _cut_lists(plan, counts, list_starts, chunk)
+    return SelectedIndex(entries, items, summary)
+
+
+def _cut_lists(plan: SelectedPlan, counts: Tensor, list_starts: Tensor, chunk: int) -> Tensor:
+    """Records of all items; `counts` are the lengths of the lists."""
     item_starts = _starts((counts + (chunk - 1)) // chunk)
-    bound = sum(window.max_items for window in plan.windows(chunk))
-    items = torch.arange(bound, dtype=torch.int32, device=blocks.device)
-    item_lists = torch.searchsorted(item_starts[1:], items, right=True, out_int32=True)
-    return SelectedIndex(entries, list_starts, item_starts, item_lists, summary)
+    bound = max(1, *(window.max_items for window in plan.windows(chunk)))
+    items = torch.empty((plan.num_windows, bound, 3), dtype=torch.int32, device=counts.device)
+    item_kernel[(triton.cdiv(bound, ITEMS), plan.num_windows)](
+        list_starts,
+        item_starts,
+        items,
+        bound,
+        plan.lists_per_window,
+        chunk,
+        plan.lists_per_window.bit_length(),
+        ITEMS=ITEMS,
+    )
+    return items
 
 
 def _sorted_entries(plan: SelectedPlan, keys: Tensor) -> tuple[Tensor, Tensor]:

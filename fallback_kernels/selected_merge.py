@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.selected_tiles import load_block, load_rows, store_rows
+from nsa_flex.fallback_kernels.selected_tiles import load_block, load_some_rows, store_rows
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def merge_rows_of(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Where the rows of this program's tile are: query, position, first partial row."""
+    """Rows (query, head) of this program's tile: where they are, and their first partial row."""
     batch_head = tl.program_id(1)
     batch = first_batch + batch_head // kv_heads
     head = batch_head % kv_heads
@@ -36,7 +36,7 @@ def merge_rows_of(
     position = window_start + token
     query = position - query_offset
     row_ok = (row < TOKENS * GROUP) & (query >= 0) & (query < num_queries)
-    place = (batch_head.to(tl.int64) * window_tokens + token) * NUM_SLOTS * GROUP + member
+    place = (batch_head * window_tokens + token) * NUM_SLOTS * GROUP + member
     return batch, head, member, position, query, row_ok, place
 
 
@@ -56,18 +56,12 @@ def merge_kernel(
     summary_ptr,
     out_ptr,
     lse_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
     key_stride_b,
     key_stride_h,
     key_stride_s,
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    out_stride_b,
-    out_stride_h,
-    out_stride_s,
     first_batch,
     window_start,
     window_tokens,
@@ -84,6 +78,7 @@ def merge_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
     SLOT_COLUMNS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -103,18 +98,18 @@ def merge_kernel(
         TOKENS,
         ROWS,
     )
-    b, h, i = batch.to(tl.int64), head.to(tl.int64), query.to(tl.int64)
-    query_head = h * GROUP + member
+    b, h = batch.to(tl.int64), head.to(tl.int64)
+    query_heads = kv_heads * GROUP
+    first_line = b * num_queries * query_heads + h * GROUP
+    query_ptr += first_line * HEAD_DIM
+    out_ptr += first_line * VALUE_DIM
+    lse_ptr += first_line
+    line = query * query_heads + member
+    summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
-    q = load_rows(
-        query_ptr + b * query_stride_b,
-        i * query_stride_s + query_head * query_stride_h,
-        row_ok,
-        HEAD_DIM,
-        HEAD_COLUMNS,
-    )
-    summary = tl.load(summary_ptr + (b * kv_heads + h) * num_queries + i, mask=row_ok, other=0)
+    q = load_some_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
+    summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
     own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -161,22 +156,14 @@ def merge_kernel(
         slot_ok = s < free
         lse_s = tl.load(partial_lse_ptr + place + s * GROUP, mask=slot_ok, other=float("-inf"))
         weight = tl.where(slot_ok, tl.exp2(lse_s - lse_log2), 0.0)
-        part = load_rows(
-            partial_ptr, (place + s * GROUP) * VALUE_DIM, slot_ok, VALUE_DIM, VALUE_COLUMNS
+        part = load_some_rows(
+            partial_ptr, place + s * GROUP, slot_ok, WIDE, VALUE_DIM, VALUE_COLUMNS
         )
         out += part.to(tl.float32) * weight[:, None]
 
-    store_rows(
-        out_ptr + b * out_stride_b,
-        i * out_stride_s + query_head * out_stride_h,
-        out,
-        row_ok,
-        VALUE_DIM,
-        VALUE_COLUMNS,
-    )
+    store_rows(out_ptr, line, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
     LN2: tl.constexpr = 0.6931471805599453
-    lse_place = (b * num_queries + i) * (kv_heads * GROUP) + query_head
-    tl.store(lse_ptr + lse_place, lse_log2 * LN2, mask=row_ok)
+    tl.store(lse_ptr + line, lse_log2 * LN2, mask=row_ok)
 
 
 @triton.jit(do_not_specialize=["first_batch", "window_start"])
@@ -190,21 +177,12 @@ def query_gradient_kernel(
     partial_ptr,
     summary_ptr,
     grad_query_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
     key_stride_b,
     key_stride_h,
     key_stride_s,
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    grad_out_stride_b,
-    grad_out_stride_h,
-    grad_out_stride_s,
-    grad_query_stride_b,
-    grad_query_stride_h,
-    grad_query_stride_s,
     first_batch,
     window_start,
     window_tokens,
@@ -222,6 +200,7 @@ def query_gradient_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -241,29 +220,24 @@ def query_gradient_kernel(
         TOKENS,
         ROWS,
     )
-    b, h, i = batch.to(tl.int64), head.to(tl.int64), query.to(tl.int64)
-    query_head = h * GROUP + member
+    b, h = batch.to(tl.int64), head.to(tl.int64)
+    query_heads = kv_heads * GROUP
+    first_line = b * num_queries * query_heads + h * GROUP
+    query_ptr += first_line * HEAD_DIM
+    grad_out_ptr += first_line * VALUE_DIM
+    grad_query_ptr += first_line * HEAD_DIM
+    lse_ptr += first_line
+    delta_ptr += first_line
+    line = query * query_heads + member
+    summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
-    q = load_rows(
-        query_ptr + b * query_stride_b,
-        i * query_stride_s + query_head * query_stride_h,
-        row_ok,
-        HEAD_DIM,
-        HEAD_COLUMNS,
-    )
-    grad_out = load_rows(
-        grad_out_ptr + b * grad_out_stride_b,
-        i * grad_out_stride_s + query_head * grad_out_stride_h,
-        row_ok,
-        VALUE_DIM,
-        VALUE_COLUMNS,
-    )
-    row_place = (b * num_queries + i) * (kv_heads * GROUP) + query_head
+    q = load_some_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
+    grad_out = load_some_rows(grad_out_ptr, line, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
     # +inf as the log-sum-exp of rows that are not there makes their probabilities 0.
-    lse_log2 = tl.load(lse_ptr + row_place, mask=row_ok, other=float("inf"))
-    delta = tl.load(delta_ptr + row_place, mask=row_ok, other=0.0)
-    summary = tl.load(summary_ptr + (b * kv_heads + h) * num_queries + i, mask=row_ok, other=0)
+    lse_log2 = tl.load(lse_ptr + line, mask=row_ok, other=float("inf"))
+    delta = tl.load(delta_ptr + line, mask=row_ok, other=0.0)
+    summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
     own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
 
     grad = tl.zeros([ROWS, HEAD_COLUMNS], tl.float32)
@@ -288,15 +262,8 @@ def query_gradient_kernel(
 
     free = summary >> 24
     for s in tl.range(0, tl.max(free, 0), num_stages=STAGES):
-        part = load_rows(
-            partial_ptr, (place + s * GROUP) * HEAD_DIM, s < free, HEAD_DIM, HEAD_COLUMNS
+        part = load_some_rows(
+            partial_ptr, place + s * GROUP, s < free, WIDE, HEAD_DIM, HEAD_COLUMNS
         )
         grad += part.to(tl.float32)
-    store_rows(
-        grad_query_ptr + b * grad_query_stride_b,
-        i * grad_query_stride_s + query_head * grad_query_stride_h,
-        grad * scale,
-        row_ok,
-        HEAD_DIM,
-        HEAD_COLUMNS,
-    )
+    store_rows(grad_query_ptr, line, grad * scale, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)

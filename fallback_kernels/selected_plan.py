@@ -19,6 +19,7 @@ INITIAL_CHUNK_TOKENS = 256  # queries per program that reduce into one initial b
 class Window(NamedTuple):
     """Queries whose partial results are in memory at once."""
 
+    index: int
     first_batch: int
     num_batch: int
     start: int  # position of the first query, a multiple of the block size
@@ -166,6 +167,7 @@ class SelectedPlan:
             first_batch = index // self.windows_per_row * self.window_batch
             start = self.base + index % self.windows_per_row * self.window_tokens
             yield Window(
+                index=index,
                 first_batch=first_batch,
                 num_batch=min(self.window_batch, self.batch - first_batch),
                 start=start,
@@ -195,28 +197,25 @@ class SelectedPlan:
         widest = max(self.head_dim, self.value_dim)
         return 8 if widest > 128 or self.block_size > 64 else 4
 
-    @property
-    def stages(self) -> int:
-        """Tiles of gathered queries in flight in the forward."""
-        return 3 if self.num_warps == 4 else 2
+    def merge_stages(self, width: int) -> int:
+        """Partial results in flight in the merges of rows of `width` columns."""
+        return 5 if self.merge_rows * padded(width) * self.element_size <= 1 << 14 else 3
 
     @property
     def gradient_stages(self) -> int:
-        """The same in the backward, where a tile is query and output gradient."""
+        """Tiles in flight in the backward, where a tile is queries and output gradients."""
         return 2 if self.num_warps == 4 else 1
 
     @property
-    def merge_stages(self) -> int:
-        """Partial results in flight in the merges."""
-        return 3
+    def transposed(self) -> bool:
+        return False
 
-    def wide(self, *tensors: Tensor) -> bool:
+    @property
+    def wide(self) -> bool:
         """Whether an offset within a batch row or the partial buffer needs 64 bits."""
-        rows = max(
-            self.num_queries * x.stride(2) + self.query_heads * x.stride(1) for x in tensors
-        )
-        partial = self.partial_rows * max(self.head_dim, self.value_dim)
-        return max(rows, partial) >= 2**31
+        width = max(self.head_dim, self.value_dim)
+        rows = max(self.num_queries * self.query_heads, self.partial_rows)
+        return rows * width >= 2**31
 
     def constants(self) -> dict[str, Any]:
         """Compile-time arguments that every kernel over query, key and value takes."""
@@ -229,6 +228,7 @@ class SelectedPlan:
             "VALUE_DIM": self.value_dim,
             "VALUE_COLUMNS": padded(self.value_dim),
             "PRECISION": "ieee" if self.element_size == 4 else "tf32",
+            "WIDE": self.wide,
         }
 
 
@@ -243,6 +243,11 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
     if tensor.stride(3) == 1 or tensor.shape[3] == 1:
         return tensor
     return tensor.contiguous()
+
+
+def natural(tensor: Tensor) -> Tensor:
+    """`tensor` (B, H, S, D) with dense memory (B, S, H, D), copied only if it has another."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def empty_natural(like: Tensor, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -7,68 +7,62 @@ import triton.language as tl
 
 
 @triton.jit
-def item_of(
-    item,
-    entries_start_ptr,
-    item_starts_ptr,
-    item_lists_ptr,
-    first_batch,
-    first_list,
-    kv_heads,
-    num_blocks,
-    CHUNK: tl.constexpr,
-):
-    """List of an item, its range of entries, and the list's batch row, KV head and block."""
-    key = tl.load(item_lists_ptr + item)
-    start = tl.load(entries_start_ptr + key)
-    start += (item - tl.load(item_starts_ptr + key)) * CHUNK
-    stop = tl.minimum(start + CHUNK, tl.load(entries_start_ptr + key + 1))
+def item_of(items_ptr, item, first_batch, first_list, kv_heads, num_blocks):
+    """An item's range of entries, and its list's batch row, KV head and block."""
+    key = tl.load(items_ptr + item * 3)
+    start = tl.load(items_ptr + item * 3 + 1)
+    stop = tl.load(items_ptr + item * 3 + 2)
     local = key - first_list
-    block = local % num_blocks
     batch_head = local // num_blocks
     batch = first_batch + batch_head // kv_heads
-    head = batch_head % kv_heads
-    return start, stop, batch, head, block
+    return start, stop, batch, batch_head % kv_heads, local % num_blocks
 
 
 @triton.jit
-def widen(index, WIDE: tl.constexpr):
-    """`index` as int64 where its product with a stride may pass 2**31; else it saves registers."""
+def load_rows(base_ptr, row, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of a dense (rows, WIDTH) matrix, all of them real; columns past WIDTH are 0.
+
+    WIDE computes offsets in 64 bits, which costs registers.
+    """
     if WIDE:
-        return index.to(tl.int64)
-    return index
-
-
-@triton.jit
-def gather_rows(base_ptr, offset, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows at `offset` (elements), all of them real, as a tile; columns past WIDTH are 0."""
+        row = row.to(tl.int64)
     column = tl.arange(0, COLUMNS)
-    pointer = base_ptr + offset[:, None] + column[None, :]
+    pointer = base_ptr + (row * WIDTH)[:, None] + column[None, :]
     if WIDTH == COLUMNS:
-        return tl.load(pointer)
-    return tl.load(pointer, mask=(column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def load_rows(base_ptr, offset, row_ok, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows at `offset` (elements) as a tile of COLUMNS columns; masked rows and columns are 0."""
-    column = tl.arange(0, COLUMNS)
-    pointer = base_ptr + offset[:, None] + column[None, :]
-    if WIDTH == COLUMNS:
-        return tl.load(pointer, mask=row_ok[:, None], other=0.0)
-    return tl.load(pointer, mask=row_ok[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(base_ptr, offset, value, row_ok, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Inverse of `load_rows`."""
-    column = tl.arange(0, COLUMNS)
-    pointer = base_ptr + offset[:, None] + column[None, :]
-    value = value.to(base_ptr.dtype.element_ty)
-    if WIDTH == COLUMNS:
-        tl.store(pointer, value, mask=row_ok[:, None])
+        tile = tl.load(pointer)
     else:
-        tl.store(pointer, value, mask=row_ok[:, None] & (column < WIDTH)[None, :])
+        tile = tl.load(pointer, mask=(column < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_some_rows(
+    base_ptr, row, row_ok, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """`load_rows`, with 0 for the rows that are not there."""
+    if WIDE:
+        row = row.to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    pointer = base_ptr + (row * WIDTH)[:, None] + column[None, :]
+    mask = row_ok[:, None]
+    if WIDTH != COLUMNS:
+        mask = mask & (column < WIDTH)[None, :]
+    return tl.load(pointer, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    base_ptr, row, tile, row_ok, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Inverse of `load_some_rows`."""
+    if WIDE:
+        row = row.to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    pointer = base_ptr + (row * WIDTH)[:, None] + column[None, :]
+    mask = row_ok[:, None]
+    if WIDTH != COLUMNS:
+        mask = mask & (column < WIDTH)[None, :]
+    tl.store(pointer, tile.to(base_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -83,5 +77,9 @@ def load_block(
 ):
     """Keys or values of one block (BLOCK_SIZE, COLUMNS); 0 past the last key."""
     position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    offset = position.to(tl.int64) * stride
-    return load_rows(base_ptr, offset, position < num_keys, WIDTH, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    pointer = base_ptr + (position.to(tl.int64) * stride)[:, None] + column[None, :]
+    mask = (position < num_keys)[:, None]
+    if WIDTH != COLUMNS:
+        mask = mask & (column < WIDTH)[None, :]
+    return tl.load(pointer, mask=mask, other=0.0)
