@@ -2,7 +2,8 @@
 
 Every mask is a FlexAttention `mask_mod` (a function of batch, head, query row and key index) that
 encodes the branch completely, and a `BlockMask` whose tables are computed from shapes and chosen
-block indices alone. Nothing here evaluates a mask over queries x keys.
+block indices alone. Nothing but `materialize` evaluates a mask over queries x keys; `show` uses it
+to draw.
 """
 
 from nsa_flex.masks.block_mask import materialize
@@ -13,6 +14,7 @@ from nsa_flex.masks.compressed import (
     folded_mask_mod,
 )
 from nsa_flex.masks.selected import selected_block_mask, selected_mask_mod
+from nsa_flex.masks.show import show
 from nsa_flex.masks.sliding import sliding_block_mask, sliding_mask_mod
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "materialize",
     "selected_block_mask",
     "selected_mask_mod",
+    "show",
     "sliding_block_mask",
     "sliding_mask_mod",
 ]
