@@ -168,8 +168,9 @@ def materialize(
     >>> materialize(lambda b, h, q, kv: q >= kv, 1, 1, 2, 2)[0, 0].tolist()
     [[True, False], [True, True]]
     """
-    b = torch.arange(batch, device=device)[:, None, None, None]
-    h = torch.arange(heads, device=device)[None, :, None, None]
-    q = torch.arange(q_len, device=device)[None, None, :, None]
-    kv = torch.arange(kv_len, device=device)[None, None, None, :]
+    device = torch.device(device)
+    b = index_range(batch, device)[:, None, None, None]
+    h = index_range(heads, device)[None, :, None, None]
+    q = index_range(q_len, device)[None, None, :, None]
+    kv = index_range(kv_len, device)[None, None, None, :]
     return mask_mod(b, h, q, kv).expand(batch, heads, q_len, kv_len)

@@ -14,7 +14,7 @@ import poisoned_memory
 import pytest
 import torch
 
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=15)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("ci")  # --hypothesis-profile=thorough overrides
 
