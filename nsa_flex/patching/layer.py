@@ -118,21 +118,19 @@ class NSALayer(nn.Module):
             key, value = rows.keys.align(key), rows.keys.align(value)
         if rows.queries is not None:
             query, gates = rows.queries.align(query), rows.queries.align(gates)
-        # Every dtype is chosen by now; autocast would also take what must be float32.
-        with torch.autocast(value.device.type, enabled=False):
-            output = nsa_attention(
-                query,
-                key,
-                value,
-                self.compress_key(key),
-                self.compress_value(value),
-                gates,
-                config=self.config,
-                scale=scale,
-                backend=self.backend,
-                query_offset=rows.query_offset,
-                document_start=None if rows.queries is None else rows.queries.start,
-            )
+        output = nsa_attention(
+            query,
+            key,
+            value,
+            self.compress_key(key),
+            self.compress_value(value),
+            gates,
+            config=self.config,
+            scale=scale,
+            backend=self.backend,
+            query_offset=rows.query_offset,
+            document_start=None if rows.queries is None else rows.queries.start,
+        )
         return output if rows.queries is None else rows.queries.restore(output)
 
     def extra_repr(self) -> str:
