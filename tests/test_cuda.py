@@ -1,0 +1,291 @@
+"""What claims to run on CUDA, run there: the function, the module, patched models, long rows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accuracy import assert_close, eager_attention, leaf, to_float64
+from torch import Tensor
+
+import oracle
+from nsa_flex import NSAAttention, NSAConfig, nsa_attention, patch
+from nsa_flex.masks import (
+    compressed_mask_mod,
+    materialize,
+    selected_mask_mod,
+    sliding_mask_mod,
+)
+
+pytestmark = pytest.mark.gpu
+
+PAPER = NSAConfig()
+SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
+NAMES = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
+# Blocks whose group scores are this close may be swapped: float32 sums of G probabilities.
+CHOICE_ROUNDING = 1e-4
+
+# D, Dv, G, dtype, config, S, batch
+WHOLE = [
+    (64, 64, 4, torch.bfloat16, PAPER, 1100, 2),
+    (128, 128, 8, torch.float16, PAPER, 777, 1),
+    (192, 128, 2, torch.bfloat16, PAPER, 333, 1),
+    (32, 32, 16, torch.bfloat16, SMALL, 150, 2),
+    (80, 80, 3, torch.float16, SMALL, 65, 1),
+    (64, 64, 1, torch.float32, PAPER, 400, 1),
+    (64, 64, 4, torch.bfloat16, PAPER, 1, 2),
+    (64, 64, 4, torch.bfloat16, PAPER, 31, 2),
+]
+
+
+def eager_nsa(inputs: list[Tensor], blocks: Tensor, config: NSAConfig) -> Tensor:
+    """The function as one writes it in PyTorch, every step in the inputs' dtype."""
+    q, k, v, ck, cv, gates = inputs
+    size = q.shape[2], k.shape[2]
+    masks = (
+        materialize(compressed_mask_mod(config), 1, 1, size[0], ck.shape[2], q.device),
+        materialize(selected_mask_mod(config, blocks), *blocks.shape[:2], *size, q.device),
+        materialize(sliding_mask_mod(config), 1, 1, *size, q.device),
+    )
+    scale = q.shape[-1] ** -0.5
+    outs = [
+        eager_attention(q, *kv, mask, scale)
+        for kv, mask in zip(((ck, cv), (k, v), (k, v)), masks, strict=True)
+    ]
+    return sum(out * gates[..., c, None] for c, out in enumerate(outs))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["auto", "flex", "fa2"])
+@pytest.mark.parametrize("shape", WHOLE, ids=lambda s: f"D{s[0]}-{s[1]}-G{s[2]}-S{s[5]}-B{s[6]}")
+def test_whole_function(shape: tuple[Any, ...], backend: str, compiled: bool) -> None:
+    dim, value_dim, _, dtype, config, length, _ = shape
+    if backend == "fa2" and (dim != value_dim or dtype == torch.float32):
+        with pytest.raises(ValueError, match="backend 'fa2' cannot compute"):
+            nsa_attention(*problem(shape), config=config, backend="fa2")
+        return
+    if compiled and (backend == "fa2" or length < 32):
+        return  # compiled once above; the backends' own tests cover short rows
+    inputs = problem(shape)
+    call = torch.compile(nsa_attention, fullgraph=True) if compiled else nsa_attention
+    out, aux = call(*inputs, config=config, backend=backend, return_aux=True)
+    arrays = [to_float64(x) for x in inputs]
+    scores = oracle.forward(*arrays, config).scores
+    assert oracle.choice_excess(aux.blocks.cpu(), scores, config) <= CHOICE_ROUNDING
+
+    blocks = aux.blocks.cpu().numpy()
+    want = oracle.forward(*arrays, config, blocks=blocks)
+    base = eager_nsa(inputs, aux.blocks, config)
+    assert_close("output", out, want.out, base, dtype)
+    grad_out = torch.randn_like(out)
+    want_grads = oracle.backward(*arrays, config, to_float64(grad_out), blocks=blocks)
+    grads, base_grads = (
+        torch.autograd.grad(x, inputs, grad_out, allow_unused=True) for x in (out, base)
+    )
+    least = 0.1 * float(grad_out.float().norm())
+    for name, grad, base_grad, x in zip(NAMES, grads, base_grads, inputs, strict=True):
+        got, eager = (torch.zeros_like(x) if g is None else g for g in (grad, base_grad))
+        want_grad = getattr(want_grads, name)
+        assert_close(f"gradient of {name}", got, want_grad, eager, dtype, least=least)
+
+
+def problem(shape: tuple[Any, ...]) -> list[Tensor]:
+    dim, value_dim, group, dtype, config, length, batch = shape
+    blocks = max(1, config.num_compressed_blocks(length))
+    heads, kv_heads = 2 * group, 2
+    sizes = [
+        (heads, length, dim),
+        (kv_heads, length, dim),
+        (kv_heads, length, value_dim),
+        (kv_heads, blocks, dim),
+        (kv_heads, blocks, value_dim),
+    ]
+    tensors = [leaf((batch, *size), dtype, "cuda") for size in sizes]
+    gates = torch.rand(batch, heads, length, 3, device="cuda").to(dtype).requires_grad_(True)
+    return [*tensors, gates]
+
+
+@pytest.mark.parametrize("kind", ["mean", "weighted", "linear", "mlp"])
+def test_module_in_bfloat16(kind: str) -> None:
+    """The compiled module against itself in float64 on the CPU; eager bf16 sets the allowance."""
+    # So many blocks that all are chosen: bf16 scores would move some choices.
+    config = NSAConfig(8, 4, 16, 16, window_size=20, compression=kind)
+    exact = NSAAttention(128, 8, 2, config=config, backend="dense").double()
+    for parameter in exact.parameters():
+        torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    layer = copy.deepcopy(exact).to("cuda", torch.bfloat16)
+    exact.load_state_dict({k: v.double().cpu() for k, v in layer.state_dict().items()})
+    baseline = copy.deepcopy(layer)
+    layer.backend = "auto"
+    x = torch.randn(2, 150, 128, device="cuda", dtype=torch.bfloat16)
+    grad_out = torch.randn_like(x)
+    want = exact(x.double().cpu())
+    want.backward(grad_out.double().cpu())
+    got = torch.compile(layer, fullgraph=True)(x)
+    got.backward(grad_out)
+    base = baseline(x)
+    base.backward(grad_out)
+    error = oracle.relative_error(to_float64(got), to_float64(want))
+    allowed = 2 * oracle.relative_error(to_float64(base), to_float64(want)) + 2**-8
+    assert error <= allowed
+    for (name, parameter), other, exact_parameter in zip(
+        layer.named_parameters(), baseline.parameters(), exact.parameters(), strict=True
+    ):
+        assert parameter.grad.any(), f"{name} got no gradient"
+        want_grad = to_float64(exact_parameter.grad)
+        error = oracle.relative_error(to_float64(parameter.grad), want_grad)
+        allowed = 2 * oracle.relative_error(to_float64(other.grad), want_grad) + 2**-8
+        assert error <= allowed, f"gradient of {name}: {error:.1e}, allowed {allowed:.1e}"
+
+
+def tiny_llama(**changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes)).cuda()
+
+
+def test_patched_model_is_the_dense_one_on_short_rows() -> None:
+    model = tiny_llama().eval()
+    ids = torch.randint(2, 97, (2, 64), device="cuda")
+    with torch.no_grad():
+        want = model(ids).logits
+        patch(model, SMALL, init="dense")
+        got = model(ids).logits
+        compiled = torch.compile(model, fullgraph=True)(ids).logits
+    assert oracle.relative_error(to_float64(got), to_float64(want)) < 1e-5
+    assert oracle.relative_error(to_float64(compiled), to_float64(want)) < 1e-5
+
+
+def test_patched_model_trains_compiled_in_bfloat16() -> None:
+    model = patch(tiny_llama().bfloat16(), SMALL)
+    ids = torch.randint(2, 97, (2, 200), device="cuda")
+    compiled = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(8):
+        loss = compiled(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if step == 0:
+            for name, parameter in model.named_parameters():
+                if ".nsa." in name:
+                    assert parameter.grad is not None, name
+                    assert parameter.grad.any(), name
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert torch.stack(losses).isfinite().all()
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_generate_with_a_cache_is_the_full_pass(padding: int) -> None:
+    model = patch(tiny_llama().eval(), SMALL)
+    for name, parameter in model.named_parameters():
+        if ".nsa." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    ids = torch.randint(2, 97, (2, 60), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
+        full = torch.nn.functional.pad(mask, (0, out.shape[1] - mask.shape[1]), value=1)
+        logits = model(out, attention_mask=full).logits
+    assert torch.equal(logits[:, 59:-1].argmax(-1), out[:, 60:])
+
+
+@pytest.mark.parametrize("backend", ["auto", "flex"])
+def test_offsets_past_two_to_the_31(backend: str) -> None:
+    """64 heads of 128 over 2^18 tokens and some: sampled rows, the last ones among them."""
+    length, heads, kv_heads, dim = 2**18 + 77, 64, 2, 128
+    assert length * heads * dim > 2**31
+    config = PAPER
+
+    def tensor(h: int, s: int) -> Tensor:
+        return torch.randn(1, s, h, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+    q, k, v = tensor(heads, length), tensor(kv_heads, length), tensor(kv_heads, length)
+    blocks = config.num_compressed_blocks(length)
+    ck, cv = tensor(kv_heads, blocks), tensor(kv_heads, blocks)
+    gates = torch.rand(1, heads, length, 3, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        out, aux = nsa_attention(
+            q, k, v, ck, cv, gates, config=config, backend=backend, return_aux=True
+        )
+    rows = [0, 31, 63, 64, 4096, 2**17 + 5, 2**18 - 1, 2**18, 2**18 + 1, length - 1]
+    for t in rows:
+        want = row_of(q, k, v, ck, cv, gates, aux.blocks, t, config)
+        error = oracle.relative_error(to_float64(out[0, :, t]), want)
+        assert error < 2**-7, f"row {t}: {error:.1e}"
+
+
+def row_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    gates: Tensor,
+    blocks: Tensor,
+    t: int,
+    config: NSAConfig,
+) -> np.ndarray[Any, Any]:
+    """One query of every head by the definition, float64."""
+    group = q.shape[1] // k.shape[1]
+    out = np.zeros((q.shape[1], v.shape[-1]))
+    for h in range(q.shape[1]):
+        kv = h // group
+        chosen = blocks[0, kv, t].tolist()
+        size = config.select_block_size
+        tokens = [i for b in chosen if b >= 0 for i in range(b * size, (b + 1) * size) if i <= t]
+        ends = range(config.num_compressed_blocks(t + 1))
+        window = range(max(0, t - config.window_size + 1), t + 1)
+        branches = ((ck, cv, ends), (k, v, tokens), (k, v, window))
+        for c, (keys, values, seen) in enumerate(branches):
+            if len(seen):
+                index = torch.tensor(list(seen), device=q.device)
+                logits = (
+                    to_float64(keys[0, kv, index]) @ to_float64(q[0, h, t]) * q.shape[-1] ** -0.5
+                )
+                p = np.exp(logits - logits.max())
+                values_seen = to_float64(values[0, kv, index])
+                out[h] += float(gates[0, h, t, c]) * (p / p.sum()) @ values_seen
+    return out
+
+
+def test_twice_the_same() -> None:
+    """What is right once and not again is a race."""
+    inputs = problem((64, 64, 4, torch.bfloat16, PAPER, 3000, 2))
+    first, aux = nsa_attention(*inputs, config=PAPER, return_aux=True)
+    again, again_aux = nsa_attention(*inputs, config=PAPER, return_aux=True)
+    assert torch.equal(aux.blocks, again_aux.blocks)
+    torch.testing.assert_close(first, again, rtol=2**-7, atol=2**-7)
+
+
+def test_inference_in_a_cuda_graph() -> None:
+    inputs = [x.detach() for x in problem((64, 64, 4, torch.bfloat16, PAPER, 1000, 1))]
+    with torch.no_grad():
+        want = nsa_attention(*inputs, config=PAPER)  # compiles outside of the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = nsa_attention(*inputs, config=PAPER)
+        for x in inputs[:3]:
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.testing.assert_close(
+            out, nsa_attention(*inputs, config=PAPER), rtol=2**-6, atol=2**-6
+        )
+    assert not torch.equal(out, want)
