@@ -1,0 +1,342 @@
+"""The fused choice of blocks as a custom operator: scores by chunks of queries, then the best n.
+
+Needs triton; import it only where it is to run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.choose_scores import score_kernel
+from nsa_flex.fallback_kernels.choose_top import top_kernel
+from nsa_flex.fallback_kernels.selected_plan import padded, round_up, rows_contiguous, strides
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64
+MAX_SLOTS = 64
+MAX_BLOCKS = 1 << 16  # one row of scores is held in the registers of one program
+MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
+SCORE_BYTES = 1 << 27  # scores in memory at once
+PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
+INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
+LOG2E = math.log2(math.e)
+
+
+def obstacle(query: Tensor, compressed_key: Tensor, config: NSAConfig, num_blocks: int) -> str:
+    """Why the kernels do not take these inputs; empty if they do. Looks at no values."""
+    heads, dim = query.shape[1], query.shape[3]
+    batch, kv_heads = compressed_key.shape[:2]
+    limits = (
+        (heads // kv_heads, MAX_GROUP, "query heads share a KV head"),
+        (dim, MAX_HEAD_DIM, "is the head dim"),
+        (config.num_selected_blocks, MAX_SLOTS, "blocks are to be chosen"),
+        (num_blocks, MAX_BLOCKS, "blocks can be chosen"),
+        (batch * kv_heads, MAX_HEADS, "KV heads in all batch rows"),
+    )
+    if query.device.type != "cuda" and not INTERPRETED:
+        return f"the Triton kernels need CUDA tensors, got {query.device}"
+    if query.dtype not in DTYPES:
+        return f"query is {query.dtype}; the Triton kernels take {DTYPES}"
+    for value, most, meaning in limits:
+        if value > most:
+            return f"{value} {meaning}; the Triton kernels take at most {most}"
+    return ""
+
+
+class Chunk(NamedTuple):
+    """Queries whose scores are in memory at once."""
+
+    start: int
+    size: int
+    width: int  # blocks that they may choose from, a multiple of 16
+
+
+@dataclass(frozen=True)
+class ChoicePlan:
+    """Everything about a call that shapes and dtypes decide."""
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    num_queries: int
+    head_dim: int
+    num_blocks: int
+    num_slots: int
+    select_block_size: int
+    element_size: int
+
+    @property
+    def group(self) -> int:
+        """G, query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def members(self) -> int:
+        """G, rounded up to a power of two."""
+        return 1 << (self.group - 1).bit_length()
+
+    @property
+    def head_columns(self) -> tuple[int, int]:
+        """Widths of the two tiles that hold the head dim; the second may be 0."""
+        main = 1 << (self.head_dim.bit_length() - 1)
+        if main < 16:
+            return 16, 0
+        return main, padded(self.head_dim - main) if self.head_dim > main else 0
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns (query head, token) of a tile of scores."""
+        if self.element_size == 4 or self.head_dim > 128 or self.members == 1:
+            return max(64, self.members)
+        return 128
+
+    @property
+    def tile_tokens(self) -> int:
+        most = self.tile_columns // self.members
+        return max(16 // self.members, min(most, 1 << (self.num_queries - 1).bit_length()), 1)
+
+    @property
+    def tile_rows(self) -> int:
+        """Keys of a tile: what one warp group multiplies at once, less where it is float32."""
+        return 32 if self.element_size == 4 else 64
+
+    @property
+    def stages(self) -> int:
+        """Tiles of keys in flight."""
+        return 2
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All queries, as many at a time as `SCORE_BYTES` holds the scores of."""
+        row_bytes = 4 * self.batch * self.kv_heads * round_up(self.num_blocks, 16)
+        size = max(1, SCORE_BYTES // row_bytes)
+        size = min(self.num_queries, max(self.tile_tokens, size // 64 * 64))
+        # No query sits later than if the last one were the last key.
+        past = self.num_blocks * self.select_block_size - self.num_queries
+        for start in range(0, self.num_queries, size):
+            stop = min(start + size, self.num_queries)
+            own = (past + stop - 1) // self.select_block_size
+            yield Chunk(start, stop - start, round_up(min(own + 1, self.num_blocks), 16))
+
+    def splits(self, chunk: Chunk) -> int:
+        """Programs that share the keys of one tile of queries."""
+        tiles = -(-chunk.size // self.tile_tokens) * self.batch * self.kv_heads
+        return max(1, min(-(-PROGRAMS // tiles), -(-chunk.width // (self.tile_rows - 1))))
+
+
+def choose_blocks(
+    query: Tensor,
+    compressed_key: Tensor,
+    lse: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    num_blocks: int,
+) -> Tensor:
+    """`nsa_flex.selection.choose_blocks` from the log-sum-exp of the compressed branch.
+
+    Recomputes the probabilities tile by tile; scores of at most 128 MB exist at once.
+
+    Args:
+        query: (B, Hq, Sq, D), float16, bfloat16 or float32, any strides.
+        compressed_key: (B, Hkv, N, D).
+        lse: float32 (B, Hq, Sq), natural log-sum-exp of the compressed branch; of no matter for a
+            query that sees no compressed block.
+        positions: int (B or 1, Sq), consecutive, the last below `num_blocks * l'`.
+        document_start: int (B, Sq), multiples of l', or None.
+
+    Returns:
+        int32 (B, Hkv, Sq, n), ascending, -1 at the end. A NaN score counts as 0.
+
+    Raises:
+        ValueError: a shape, dtype or device that the kernels do not take.
+    """
+    problem = obstacle(query, compressed_key, config, num_blocks)
+    if problem:
+        raise ValueError(problem)
+    if lse.shape != query.shape[:3] or lse.dtype != torch.float32:
+        got = f"{lse.dtype} {tuple(lse.shape)}"
+        raise ValueError(f"lse must be torch.float32 {tuple(query.shape[:3])}, got {got}")
+    return choose_blocks_operator(
+        query.detach(),
+        compressed_key.detach(),
+        lse.detach(),
+        positions,
+        document_start,
+        scale,
+        num_blocks,
+        config.compress_block_size,
+        config.compress_stride,
+        config.select_block_size,
+        config.num_selected_blocks,
+        config.num_initial_blocks,
+        config.num_local_blocks,
+    )
+
+
+@torch.library.custom_op("nsa_flex::choose_blocks_fused", mutates_args=())
+def choose_blocks_operator(
+    query: Tensor,
+    compressed_key: Tensor,
+    lse: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    scale: float,
+    num_blocks: int,
+    compress_block_size: int,
+    compress_stride: int,
+    select_block_size: int,
+    num_selected_blocks: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+) -> Tensor:
+    """Operator under `choose_blocks`."""
+    batch, heads, num_queries, dim = query.shape
+    plan = ChoicePlan(
+        batch=batch,
+        query_heads=heads,
+        kv_heads=compressed_key.shape[1],
+        num_queries=num_queries,
+        head_dim=dim,
+        num_blocks=num_blocks,
+        num_slots=num_selected_blocks,
+        select_block_size=select_block_size,
+        element_size=query.element_size(),
+    )
+    constants = {
+        "SELECT": select_block_size,
+        "NUM_SLOTS": num_selected_blocks,
+        "INITIAL": num_initial_blocks,
+        "LOCAL": num_local_blocks,
+        "DOCUMENTS": document_start is not None,
+    }
+    shape = (batch, plan.kv_heads, num_queries, num_selected_blocks)
+    blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
+    places = _places(positions, document_start, batch)
+    with torch.cuda.device_of(query):
+        for chunk in plan.chunks():
+            shape = (batch * plan.kv_heads, chunk.size, chunk.width)
+            scores = torch.empty(shape, dtype=torch.float32, device=query.device)
+            _launch_scores(
+                plan,
+                chunk,
+                rows_contiguous(query),
+                rows_contiguous(compressed_key),
+                lse,
+                places,
+                scores,
+                scale,
+                COMPRESS=compress_block_size,
+                STRIDE=compress_stride,
+                **constants,
+            )
+            _launch_top(plan, chunk, scores, blocks, places, **constants)
+    return blocks
+
+
+@choose_blocks_operator.register_fake
+def _(query: Tensor, compressed_key: Tensor, *others: Any) -> Tensor:
+    num_selected = others[8]
+    shape = (query.shape[0], compressed_key.shape[1], query.shape[2], num_selected)
+    return query.new_empty(shape, dtype=torch.int32)
+
+
+class Places(NamedTuple):
+    """Where the queries and their documents are, with the strides of a batch row."""
+
+    positions: Tensor
+    starts: Tensor
+    position_stride: int
+    start_stride: int
+
+
+def _places(positions: Tensor, document_start: Tensor | None, batch: int) -> Places:
+    positions = positions.contiguous()
+    stride = positions.stride(0) if positions.shape[0] > 1 else 0
+    if document_start is None:
+        return Places(positions, positions, stride, 0)
+    starts = document_start.contiguous()
+    return Places(positions, starts, stride, starts.stride(0) if starts.shape[0] > 1 else 0)
+
+
+def _launch_scores(
+    plan: ChoicePlan,
+    chunk: Chunk,
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    places: Places,
+    scores: Tensor,
+    scale: float,
+    **constants: int,
+) -> None:
+    tiles = -(-chunk.size // plan.tile_tokens)
+    head_columns, tail_columns = plan.head_columns
+    score_kernel[(tiles, plan.batch * plan.kv_heads, plan.splits(chunk))](
+        query,
+        key,
+        lse,
+        places.positions,
+        places.starts,
+        scores,
+        *strides(query),
+        *strides(key),
+        *lse.stride(),
+        places.position_stride,
+        places.start_stride,
+        chunk.start,
+        chunk.size,
+        key.shape[2],
+        plan.kv_heads,
+        chunk.width,
+        scale * LOG2E,
+        GROUP=plan.group,
+        MEMBERS=plan.members,
+        TOKENS=plan.tile_tokens,
+        ROWS=plan.tile_rows,
+        HEAD_DIM=plan.head_dim,
+        HEAD_COLUMNS=head_columns,
+        TAIL_COLUMNS=tail_columns,
+        PRECISION="ieee" if plan.element_size == 4 else "tf32",
+        STAGES=plan.stages,
+        **constants,
+        num_warps=4,
+    )
+
+
+def _launch_top(
+    plan: ChoicePlan,
+    chunk: Chunk,
+    scores: Tensor,
+    blocks: Tensor,
+    places: Places,
+    **constants: int,
+) -> None:
+    columns = padded(chunk.width)
+    top_kernel[(chunk.size, plan.batch * plan.kv_heads)](
+        scores,
+        blocks,
+        places.positions,
+        places.starts,
+        places.position_stride,
+        places.start_stride,
+        chunk.start,
+        chunk.size,
+        plan.num_queries,
+        plan.kv_heads,
+        chunk.width,
+        SLOT_COLUMNS=1 << (plan.num_slots - 1).bit_length(),
+        COLUMNS=columns,
+        **constants,
+        num_warps=max(1, min(16, columns // 1024)),
+    )

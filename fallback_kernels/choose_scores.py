@@ -1,0 +1,203 @@
+"""Scores of the selectable blocks, recomputed from query, compressed keys and log-sum-exp.
+
+A tile is the transposed product keys x (query head, token): the sum over the heads of a group then
+runs over columns that one thread holds. The keys of a tile are taken one residue at a time: row j
+of residue m is compressed block `(l'/d) j + m`, so that Eq. 9 adds tiles and shuffles nothing.
+What block j - 1 lends to block j (compressed blocks that straddle both) is one shift of the
+finished, group-summed tile; a tile's first row exists for that alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_queries(
+    query_ptr,
+    query_stride_h,
+    query_stride_s,
+    token,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FIRST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """[MEMBERS * TOKENS, COLUMNS] of head dims FIRST onwards; heads past the group repeat one."""
+    column = tl.arange(0, MEMBERS * TOKENS)
+    member = tl.minimum(column // TOKENS, GROUP - 1).to(tl.int64)
+    token_of = tl.reshape(tl.broadcast_to(token[None, :], (MEMBERS, TOKENS)), (MEMBERS * TOKENS,))
+    dim = FIRST + tl.arange(0, COLUMNS)
+    place = member * query_stride_h + token_of.to(tl.int64) * query_stride_s
+    pointers = query_ptr + place[:, None] + dim[None, :]
+    if FIRST + COLUMNS > HEAD_DIM:
+        return tl.load(pointers, mask=dim[None, :] < HEAD_DIM, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def load_keys(
+    key_ptr,
+    key_stride_s,
+    first_key,
+    num_keys,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    FIRST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Keys first_key + STEP * row [ROWS, COLUMNS]; 0 outside the keys."""
+    row = tl.arange(0, ROWS) * STEP
+    dim = FIRST + tl.arange(0, COLUMNS)
+    base = key_ptr + first_key.to(tl.int64) * key_stride_s
+    pointers = base + (row * key_stride_s)[:, None] + dim[None, :]
+    exists = ((row >= -first_key) & (row < num_keys - first_key))[:, None]
+    if FIRST + COLUMNS > HEAD_DIM:
+        exists = exists & (dim[None, :] < HEAD_DIM)
+    return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit(
+    do_not_specialize=["first_query", "num_queries", "chunk_queries", "num_keys", "kv_heads"]
+)
+def score_kernel(
+    query_ptr,
+    key_ptr,
+    lse_ptr,
+    position_ptr,
+    start_ptr,
+    score_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_s,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    lse_stride_b,
+    lse_stride_h,
+    lse_stride_s,
+    position_stride_b,
+    start_stride_b,
+    first_query,
+    chunk_queries,
+    num_keys,
+    kv_heads,
+    width,
+    scale_log2,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    TAIL_COLUMNS: tl.constexpr,
+    COMPRESS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SELECT: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    PER: tl.constexpr = SELECT // STRIDE
+    LEFT: tl.constexpr = COMPRESS // STRIDE - 1
+    LENT: tl.constexpr = 1 if LEFT > 0 else 0
+    VALID: tl.constexpr = ROWS - LENT
+    # Late queries have the most to do: they go first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    split, num_splits = tl.program_id(2), tl.num_programs(2)
+
+    place = tile * TOKENS + tl.arange(0, TOKENS)
+    token = first_query + tl.minimum(place, chunk_queries - 1)
+    position = tl.load(position_ptr + batch * position_stride_b + token).to(tl.int32)
+    own = position // SELECT
+    first = tl.zeros_like(own)
+    start = tl.zeros_like(own)
+    if DOCUMENTS:
+        start = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32)
+        first = start // SELECT
+    # Where all candidates fit, nobody asks for scores; nor for those of forced blocks.
+    crowded = own - first >= NUM_SLOTS
+    lowest = tl.min(tl.where(crowded, first + INITIAL, width), 0)
+    highest = tl.minimum(tl.max(tl.where(crowded, own - LOCAL, -1), 0), width - 1)
+    num_tiles = tl.cdiv(highest - lowest + 1, VALID)
+    if split >= num_tiles:
+        return
+
+    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h
+    key_ptr += batch * key_stride_b + head * key_stride_h
+    q = load_queries(
+        query_ptr, query_stride_h, query_stride_s, token,
+        GROUP, MEMBERS, TOKENS, 0, HEAD_DIM, HEAD_COLUMNS,
+    )  # fmt: skip
+    if TAIL_COLUMNS > 0:
+        q_tail = load_queries(
+            query_ptr, query_stride_h, query_stride_s, token,
+            GROUP, MEMBERS, TOKENS, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
+        )  # fmt: skip
+    member = tl.arange(0, MEMBERS)[:, None]
+    lse_ptr += batch * lse_stride_b + (head * GROUP + member) * lse_stride_h
+    lse = tl.load(
+        lse_ptr + token[None, :].to(tl.int64) * lse_stride_s,
+        mask=(member < GROUP) & (token[None, :] >= 0),
+        other=float("inf"),
+    )
+    lse = tl.reshape(lse, (MEMBERS * TOKENS,)) * LOG2E
+
+    row = tl.arange(0, ROWS)
+    above = tl.broadcast_to(tl.maximum(row - 1, 0)[:, None], (ROWS, TOKENS))
+    score_row = tl.program_id(1) * chunk_queries + place
+    score_ptr += score_row.to(tl.int64)[None, :] * width
+    own_part = tl.zeros((ROWS, TOKENS), tl.float32)
+    lent_part = tl.zeros((ROWS, TOKENS), tl.float32)
+    steps = tl.cdiv(num_tiles - split, num_splits) * PER
+    for step in tl.range(0, steps, num_stages=STAGES):
+        residue = step % PER
+        first_block = lowest - LENT + (split + step // PER * num_splits) * VALID
+        first_key = first_block * PER + residue
+        k = load_keys(
+            key_ptr, key_stride_s, first_key, num_keys, ROWS, PER, 0, HEAD_DIM, HEAD_COLUMNS
+        )
+        logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if TAIL_COLUMNS > 0:
+            k_tail = load_keys(
+                key_ptr, key_stride_s, first_key, num_keys,
+                ROWS, PER, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
+            )  # fmt: skip
+            logits = tl.dot(k_tail, tl.trans(q_tail), logits, input_precision=PRECISION)
+        p = tl.exp2(logits * scale_log2 - lse[None, :])
+        p = tl.sum(tl.reshape(p, (ROWS, MEMBERS, TOKENS)), 1)
+        key = first_key + PER * row
+        # Last token of the compressed block; what must not count may be inf or NaN by now.
+        seen = (key * STRIDE + COMPRESS - 1)[:, None] <= position[None, :]
+        seen = seen & ((key >= 0) & (key < num_keys))[:, None]
+        if DOCUMENTS:
+            seen = seen & ((key * STRIDE)[:, None] >= start[None, :])
+        p = tl.where(seen, p, 0.0)
+        own_weight = (tl.minimum(LEFT, PER - 1 - residue) + 1).to(tl.float32)
+        own_part = tl.where(residue == 0, 0.0, own_part) + own_weight * p
+        if LEFT > 1:
+            lent_weight = tl.maximum(residue - (PER - 1 - LEFT), 0).to(tl.float32)
+            lent_part = tl.where(residue == 0, 0.0, lent_part) + lent_weight * p
+        if residue == PER - 1:
+            scores = own_part
+            if LEFT == 1:
+                scores += tl.gather(p, above, 0)
+            if LEFT > 1:
+                scores += tl.gather(lent_part, above, 0)
+            block = first_block + row
+            wanted = (row >= LENT) & (block <= highest)
+            tl.store(
+                score_ptr + block[:, None],
+                scores,
+                mask=wanted[:, None] & (place < chunk_queries)[None, :],
+            )
