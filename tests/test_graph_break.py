@@ -1,0 +1,319 @@
+"""The audit of this package: no hot path breaks the graph, waits for the device or recompiles.
+
+Every path runs under the detectors of `nsa_flex.hot_path` eagerly, on the meta device, and
+compiled with `fullgraph=True`, forward and backward. test_hot_path.py proves that they fire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_flex import NSAConfig, explain, nsa_attention
+from nsa_flex.hot_path import ForwardBackward, count_graphs, find_syncs, find_value_reads
+from nsa_flex.module import NSAAttention
+
+CPU_CONFIG = NSAConfig(
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=4,
+    num_local_blocks=2,
+    window_size=24,
+)
+
+
+def config_for(device: torch.device) -> NSAConfig:
+    """Small on the CPU, where time is short; the paper's where kernels are tuned for it."""
+    return NSAConfig() if device.type == "cuda" else CPU_CONFIG
+
+
+def random(device: torch.device, *shape: int, grad: bool = False) -> torch.Tensor:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
+
+
+def assert_clean(fn: Callable, *args: Any, device: torch.device, meta: bool = True) -> None:
+    """No finding in eager mode, without data, or compiled; a graph break raises."""
+    assert find_syncs(fn, *args) == []
+    if meta:
+        assert find_value_reads(fn, *args) == []
+    assert find_syncs(compiled(fn, device), *args) == []
+
+
+def compiled(fn: Callable, device: torch.device) -> Callable:
+    """Compiled in one graph; on the CPU without code generation, which is tested elsewhere."""
+    if isinstance(fn, ForwardBackward):
+        return ForwardBackward(compiled(fn.fn, device))
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    return torch.compile(fn, fullgraph=True, backend=backend)
+
+
+def attention(config: NSAConfig, backend: Any, **options: Any) -> Callable:
+    def call(*tensors, **named):
+        return nsa_attention(*tensors, config=config, backend=backend, **options, **named)
+
+    return call
+
+
+def attention_inputs(
+    device: torch.device, num_keys: int, num_queries: int | None = None, *, grad: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The six tensors of `nsa_attention`: batch 2, 4 query heads, 2 KV heads."""
+    num_queries = num_keys if num_queries is None else num_queries
+    num_blocks = max(1, config_for(device).num_compressed_blocks(num_keys))
+    dim = 64 if device.type == "cuda" else 16
+    shapes = [(4, num_queries, dim), *[(2, num_keys, dim)] * 2, *[(2, num_blocks, dim)] * 2]
+    return tuple(random(device, 2, *shape, grad=grad) for shape in [*shapes, (4, num_queries, 3)])
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+# (device, backend, whether it has a backward)
+EVERYWHERE = [
+    pytest.param(CPU, "dense", True, id="cpu-dense"),
+    pytest.param(CPU, "flex", False, id="cpu-flex"),
+    *(
+        pytest.param(CUDA, backend, True, id=f"cuda-{backend}", marks=pytest.mark.gpu)
+        for backend in ("auto", "dense", "flex")
+    ),
+]
+WHOLE_SEQUENCE_ONLY = [
+    pytest.param(CUDA, {branch: backend}, True, id=f"cuda-{backend}", marks=pytest.mark.gpu)
+    for branch, backend in (
+        ("compressed", "sdpa"),
+        ("compressed", "fa2"),
+        ("sliding", "fa2"),
+        ("selected", "triton"),
+    )
+]
+
+
+def has_meta_kernels(backend: Any) -> bool:
+    """A fused backend named explicitly refuses the meta device, as it does any other."""
+    return backend in ("auto", "dense")
+
+
+@pytest.mark.parametrize(("device", "backend", "trains"), [*EVERYWHERE, *WHOLE_SEQUENCE_ONLY])
+@pytest.mark.parametrize("return_aux", [False, True], ids=["", "aux"])
+def test_attention_over_whole_sequences(device, backend, trains, return_aux):
+    config = config_for(device)
+    inputs = attention_inputs(device, 100, grad=trains)
+    chosen = explain(*inputs[:3], backend=backend)
+    for branch, name in backend.items() if isinstance(backend, dict) else ():
+        assert chosen[branch].backend == name
+    call = attention(config, backend, return_aux=return_aux)
+    step = ForwardBackward(call) if trains else call
+    assert_clean(step, *inputs, device=device, meta=has_meta_kernels(backend))
+
+
+@pytest.mark.parametrize(("device", "backend", "trains"), EVERYWHERE)
+@pytest.mark.parametrize("num_queries", [1, 5], ids=["decode", "chunk"])
+def test_attention_against_a_longer_past(device, backend, trains, num_queries):
+    inputs = attention_inputs(device, 100, num_queries)
+    static_cache = {"query_offset": torch.tensor([40, 17], device=device)}
+    for named in ({}, static_cache):
+        call = attention(config_for(device), backend)
+        assert_clean(
+            lambda *tensors, call=call, named=named: call(*tensors, **named),
+            *inputs,
+            device=device,
+            meta=has_meta_kernels(backend),
+        )
+
+
+@pytest.mark.parametrize(("device", "backend", "trains"), EVERYWHERE)
+def test_attention_of_documents_and_separate_keys(device, backend, trains):
+    config = config_for(device)
+    inputs = attention_inputs(device, 192, grad=trains)
+    sliding_key, sliding_value = (x.detach().clone().requires_grad_(trains) for x in inputs[1:3])
+    starts = torch.tensor([0, 64, 128], device=device).repeat_interleave(64).expand(2, 192)
+
+    def call(sliding_key, sliding_value, starts, *tensors):
+        return nsa_attention(
+            *tensors,
+            config=config,
+            backend=backend,
+            sliding_key=sliding_key,
+            sliding_value=sliding_value,
+            document_start=starts,
+        )
+
+    step = ForwardBackward(call) if trains else call
+    assert_clean(
+        step,
+        sliding_key,
+        sliding_value,
+        starts,
+        *inputs,
+        device=device,
+        meta=has_meta_kernels(backend),
+    )
+
+
+def layer(device: torch.device, **options: Any) -> NSAAttention:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dim = 64 if device.type == "cuda" else 8
+    return NSAAttention(
+        4 * dim, 4, 2, config=config_for(device), device=device, dtype=dtype, **options
+    )
+
+
+MODULE_CALLS = {
+    "plain": {},
+    "packed": {"cu_seqlens": [0, 30, 100]},
+    "padded": {"attention_mask": [[0] * 10 + [1] * 80 + [0] * 10]},
+}
+
+
+@pytest.mark.parametrize("call", MODULE_CALLS)
+def test_module_trains(call, device):
+    module = layer(device)
+    x = random(device, 1, 100, module.hidden_size)
+    named = {name: torch.tensor(v, device=device) for name, v in MODULE_CALLS[call].items()}
+    assert_clean(ForwardBackward(lambda x: module(x, **named)), x, device=device, meta=not named)
+    assert find_value_reads(lambda x, **named: module(x, **named), x, **named) == []
+
+
+def test_module_with_keys_of_its_own_for_each_branch(device):
+    module = layer(device, separate_branch_kv=True)
+    x = random(device, 1, 100, module.hidden_size)
+    assert_clean(ForwardBackward(module), x, device=device)
+
+
+@pytest.fixture
+def llama(device):
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model
+
+    from nsa_flex.patching import patch
+
+    sizes = {"hidden_size": 256, "head_dim": 64} if device.type == "cuda" else {}
+    model = tiny_model("llama", num_hidden_layers=1, **sizes).to(device)
+    if device.type == "cuda":
+        model = model.bfloat16()
+    return patch(model, config_for(device))
+
+
+def llama_call(model: torch.nn.Module, **fixed: Any) -> Callable:
+    def call(input_ids, **named):
+        return model(input_ids=input_ids, **fixed, **named).logits
+
+    return call
+
+
+def token_ids(device: torch.device, length: int, batch: int = 1) -> torch.Tensor:
+    return torch.randint(2, 90, (batch, length), device=device)
+
+
+def packed_positions(device: torch.device, *lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+
+
+def llama_arguments(name: str, device: torch.device) -> dict[str, torch.Tensor]:
+    if name == "padded":
+        mask = torch.ones(1, 100, dtype=torch.long, device=device)
+        mask[:, :10] = 0
+        return {"attention_mask": mask}
+    if name == "packed by position_ids":
+        return {"position_ids": packed_positions(device, 40, 60)}
+    if name == "packed by cu_seqlens":
+        bounds = torch.tensor([0, 40, 100], dtype=torch.int32, device=device)
+        positions = packed_positions(device, 40, 60)
+        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": positions}
+    return {}
+
+
+@pytest.mark.parametrize(
+    "call", ["plain", "padded", "packed by position_ids", "packed by cu_seqlens"]
+)
+def test_patched_llama_trains(call, device, llama):
+    names = llama_arguments(call, device)
+    forward = llama_call(llama, use_cache=False)
+
+    def step(input_ids, *values):
+        return forward(input_ids, **dict(zip(names, values, strict=True)))
+
+    assert_clean(ForwardBackward(step), token_ids(device, 100), *names.values(), device=device)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_patched_llama_decodes(kind, device, llama):
+    from transformers import DynamicCache, StaticCache
+
+    if kind == "static":
+        cache = StaticCache(config=llama.config, max_cache_len=64)
+    else:
+        cache = DynamicCache(config=llama.config)
+    forward = torch.no_grad()(llama_call(llama, past_key_values=cache, use_cache=True))
+    forward(token_ids(device, 50))
+    assert_clean(forward, token_ids(device, 1), device=device)
+
+
+# How many graphs a sweep over sequence lengths S compiles. l, d and l' are 8, 4 and 16 here.
+#
+# Long sequences share one graph. With `dynamic=None` torch first compiles for the first length
+# alone and again, for all, at the second. A size of 1 always has a graph of its own in torch, so
+# short ones add: S = 1; S < l, where compression pads up to one block; and S < l + d, where there
+# is N = 1 compressed block. The function itself gets its compressed keys from the caller, pads
+# nothing, and has one graph for all 1 < S < l + d.
+LONG = (64, 100, 65, 24, 300, 299, 128, 129, 16)
+ONE_TOKEN, BELOW_ONE_BLOCK, ONE_BLOCK = (1,), (7, 2), (8, 11, 9)
+SHORT = (*ONE_TOKEN, *BELOW_ONE_BLOCK, *ONE_BLOCK)
+
+
+def attention_sweep(
+    lengths: tuple[int, ...], *, grad: bool = True
+) -> list[tuple[torch.Tensor, ...]]:
+    return [attention_inputs(CPU, length, grad=grad) for length in lengths]
+
+
+@pytest.mark.parametrize(("dynamic", "first"), [(True, 0), (None, 1)])
+def test_number_of_graphs_of_attention(dynamic, first):
+    call = attention(CPU_CONFIG, "dense")
+    assert count_graphs(call, attention_sweep(LONG), dynamic=dynamic).graphs == first + 1
+    every = count_graphs(call, attention_sweep(LONG + SHORT), dynamic=dynamic)
+    assert every.graphs == first + 3
+    assert {finding.kind for finding in every.findings} == {"recompile"}
+
+
+@pytest.mark.parametrize(("dynamic", "first"), [(True, 0), (None, 1)])
+def test_number_of_graphs_of_the_module(dynamic, first):
+    module = layer(CPU)
+    inputs = [(random(CPU, 1, length, module.hidden_size),) for length in LONG + SHORT]
+    assert count_graphs(module, inputs, dynamic=dynamic).graphs == first + 4
+
+
+@pytest.mark.parametrize("device", [CPU], ids=["cpu"])
+@pytest.mark.parametrize(("lengths", "graphs"), [(LONG, 2), (LONG[:2] + SHORT, 5)])
+def test_number_of_graphs_of_patched_llama(lengths, graphs, device, llama):
+    call = llama_call(llama, use_cache=False)
+    inputs = [(token_ids(CPU, length),) for length in lengths]
+    assert count_graphs(call, inputs).graphs == graphs
+
+
+def test_number_of_graphs_of_flex():
+    """Tables of one entry have graphs of their own too: one l' block, one tile of 128 tokens, one
+    tile of 128 compressed blocks (N > 128 from S = 128 d + l = 520 on)."""
+    classes = {
+        "one token": (1,),
+        "one compressed block": (2, 11),
+        "one selectable block": (16, 14),
+        "one tile": (64, 100),
+        "one tile of compressed blocks": (300, 129),
+        "long": (520, 601),
+    }
+    every = attention_sweep(sum(classes.values(), ()), grad=False)
+    call = attention(CPU_CONFIG, "flex")
+    assert count_graphs(call, every, dynamic=True).graphs == len(classes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
+def test_number_of_graphs_on_cuda(dynamic, graphs):
+    inputs = [attention_inputs(CUDA, length, grad=True) for length in (2500, 3000, 2501, 2700)]
+    call = attention(config_for(CUDA), "auto")
+    assert count_graphs(call, inputs, dynamic=dynamic).graphs == graphs
