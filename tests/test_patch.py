@@ -458,18 +458,25 @@ def test_new_parameters_take_after_the_layer(dtype: torch.dtype) -> None:
     assert not model.model.layers[0].self_attn.nsa.training
 
 
-def test_a_patched_model_can_be_cast() -> None:
-    model = nsa_flex.patch(tiny_model(), NSA, init="dense").bfloat16()
-    assert relative_error(logits(model, IDS), logits(model.float(), IDS)) < 0.05
+# All blocks of the 40 tokens are chosen, so that rounding cannot choose others.
+ALL_BLOCKS = replace(NSA, num_selected_blocks=5)
+
+
+def test_a_cast_model_errs_as_the_unpatched_one_does() -> None:
+    model = tiny_model()
+    expected = logits(copy.deepcopy(model).double(), IDS)
+    eager = logits(copy.deepcopy(model).bfloat16(), IDS)
+    found = logits(nsa_flex.patch(model, ALL_BLOCKS, init="dense").bfloat16(), IDS)
+    assert relative_error(found, expected) < 2 * relative_error(eager, expected)
 
 
 def test_autocast_trains() -> None:
-    # All blocks are chosen, so that rounding cannot choose others.
-    model = nsa_flex.patch(tiny_model().train(), replace(NSA, num_selected_blocks=5))
-    expected = logits(model, IDS)
+    model = tiny_model().train()
+    expected = logits(copy.deepcopy(model).double(), IDS)
     with torch.autocast("cpu", torch.bfloat16):
-        output = model(IDS, labels=IDS)
-    assert relative_error(output.logits.detach(), expected) < 0.1
+        eager = logits(model, IDS)
+        output = nsa_flex.patch(model, ALL_BLOCKS, init="dense")(IDS, labels=IDS)
+    assert relative_error(output.logits.detach(), expected) < 2 * relative_error(eager, expected)
     output.loss.backward()
     gradient = model.model.layers[0].self_attn.nsa.gates.linear.weight.grad
     assert gradient.dtype == torch.float32
