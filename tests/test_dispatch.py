@@ -1,0 +1,112 @@
+"""The table of `auto`, explicit choices, and what `explain` says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nsa_flex import explain
+from nsa_flex.dispatch import IMPLEMENTATIONS, Facts, choose_backends
+
+CUDA = Facts(
+    device_type="cuda",
+    dtype=torch.bfloat16,
+    head_dim=128,
+    value_head_dim=128,
+    num_query_heads=32,
+    num_kv_heads=8,
+    num_queries=8192,
+    whole=True,
+    documents=False,
+    needs_grad=True,
+    compiling=True,
+)
+
+
+def backends(facts: Facts, backend: object = "auto") -> tuple[str, ...]:
+    return tuple(choice.backend for choice in choose_backends(facts, backend).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ("sdpa", "triton", "flex")),
+        ({"needs_grad": False}, ("sdpa", "triton", "flex")),
+        ({"dtype": torch.float32}, ("flex", "triton", "flex")),
+        ({"head_dim": 192}, ("flex", "triton", "flex")),
+        ({"documents": True}, ("flex", "triton", "flex")),
+        ({"whole": False}, ("flex", "flex", "flex")),
+        ({"whole": False, "num_queries": 1}, ("dense", "dense", "dense")),
+        ({"head_dim": 8, "value_head_dim": 8}, ("sdpa", "triton", "dense")),
+        ({"device_type": "cpu"}, ("dense", "dense", "dense")),
+        ({"device_type": "cpu", "needs_grad": False}, ("dense", "dense", "dense")),
+    ],
+)
+def test_auto(changes: dict[str, object], expected: tuple[str, ...]) -> None:
+    assert backends(replace(CUDA, **changes)) == expected  # type: ignore[arg-type]
+
+
+def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:
+    assert backends(CUDA, "flex") == ("flex", "flex", "flex")
+    assert backends(CUDA, "dense") == ("dense", "dense", "dense")
+    assert backends(CUDA, "fa2") == ("fa2", "triton", "fa2")
+    assert backends(CUDA, "sdpa") == ("sdpa", "triton", "flex")
+    assert backends(CUDA, {"selected": "flex"}) == ("sdpa", "flex", "flex")
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "message"),
+    [
+        ({"dtype": torch.float32}, "sdpa", "needs float16 or bfloat16, got torch.float32"),
+        ({"dtype": torch.float32}, "fa2", "needs float16 or bfloat16, got torch.float32"),
+        ({"head_dim": 192}, "fa2", "FA-2 needs equal key and value head dims, got 192 and 128"),
+        ({"head_dim": 256, "value_head_dim": 256}, "sdpa", "head dims up to 128, got 256 and 256"),
+        ({"head_dim": 100, "value_head_dim": 100}, "fa2", "head dim that 8 divides, up to 256"),
+        ({"head_dim": 100}, "sdpa", "head dims in multiples of 8, got 100 and 128"),
+        ({"documents": True}, "fa2", "it cannot bound the keys a query"),
+        ({"whole": False}, "triton", "needs the queries to be all the tokens"),
+        ({"head_dim": 8}, "flex", "head dims of at least 16, got 8 and 128"),
+        ({"device_type": "cpu"}, "flex", "FlexAttention has no backward on CPU"),
+        ({"device_type": "cpu"}, "sdpa", "needs a CUDA device, got cpu"),
+    ],
+)
+def test_an_explicit_choice_never_falls_back(
+    changes: dict[str, object], backend: str, message: str
+) -> None:
+    facts = replace(CUDA, **changes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        choose_backends(facts, backend)  # type: ignore[arg-type]
+
+
+def test_triton_is_passed_over_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_flex.dispatch.HAS_TRITON", False)
+    choice = choose_backends(CUDA)["selected"]
+    assert choice.backend == "flex"
+    assert "not triton: triton is not installed" in choice.reason
+    with pytest.raises(ValueError, match="triton is not installed"):
+        choose_backends(CUDA, "triton")
+
+
+def test_every_backend_of_the_table_exists() -> None:
+    for facts in (CUDA, replace(CUDA, dtype=torch.float32), replace(CUDA, device_type="cpu")):
+        for branch, choice in choose_backends(facts).items():
+            assert (choice.backend, branch) in IMPLEMENTATIONS
+
+
+def test_explain() -> None:
+    q = torch.empty(1, 32, 8192, 128, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(1, 8, 8192, 128, device="meta", dtype=torch.bfloat16)
+    told = explain(q, k, device="cuda", needs_grad=True)
+    assert told["compressed"].backend == "sdpa"
+    assert told.to_dict()["selected"] == {"backend": "triton", "reason": "first in the table"}
+    lines = str(told).splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["compressed", "sdpa"],
+        ["selected", "triton"],
+        ["sliding", "flex"],
+    ]
+    told = explain(q.float(), k.float(), device="cuda")
+    assert "not sdpa: it needs float16 or bfloat16" in told["compressed"].reason
+    assert explain(q, k, device="cpu")["sliding"].backend == "dense"
