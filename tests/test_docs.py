@@ -1,0 +1,137 @@
+"""The pages: their Python code runs, their links lead somewhere, what they name exists."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import nsa_flex
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+HEADING = re.compile(r"^#+ (.*)$", re.M)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+def tiny_llama(*_args: Any, **_options: Any) -> nn.Module:
+    """Stands in for pretrained weights, which no test downloads."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, **sizes, **heads))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A place to write to; no downloads; torch.compile traces, but leaves code generation out.
+
+    What Inductor makes of these paths has tests of its own.
+    """
+    monkeypatch.chdir(tmp_path)
+    compile_traced = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compile_traced)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(path: Any, *args: Any, **options: Any) -> Any:
+        return load(path, *args, **options) if Path(path).is_dir() else tiny_llama()
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+
+
+def names_a_reader_has() -> dict[str, Any]:
+    """What patching.md takes as known: the usual imports, and a model around its attention."""
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": nn.functional, "nsa_flex": nsa_flex}
+    names["GPT"] = lambda: nn.Sequential(names["CausalSelfAttention"](32, 4))
+    return names
+
+
+with_code = [page for page in PAGES if PYTHON.search(page.read_text())]
+
+
+@pytest.mark.parametrize("page", with_code, ids=name_of)
+def test_code_runs(page: Path, stand_ins: None) -> None:
+    known = names_a_reader_has() if page.name == "patching.md" else {}
+    text = page.read_text()
+    for match in PYTHON.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1  # tracebacks show the line of the page
+        exec(compile("\n" * line + match[1], str(page), "exec"), known)
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCED.sub("", page.read_text())):
+        if link.startswith(("https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in {anchor_of(each) for each in HEADING.findall(target.read_text())}
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@every_page
+def test_files_and_public_names_exist(page: Path) -> None:
+    for code in CODE.findall(FENCED.sub("", page.read_text())):
+        if re.fullmatch(r"(nsa_flex|masks|fallback_kernels|tests|docs)/[\w/.-]*", code):
+            assert (ROOT / code).exists(), f"{code} is not a file"
+        dotted = re.match(r"nsa_flex(?:\.\w+)+", code)
+        if dotted:
+            resolve(dotted[0])
+
+
+def resolve(dotted: str) -> Any:
+    """The module, class or function of that name; it must say what it is."""
+    found: Any = nsa_flex
+    for name in dotted.split(".")[1:]:
+        if not hasattr(found, name):
+            found = importlib.import_module(f"{found.__name__}.{name}")
+        else:
+            found = getattr(found, name)
+    assert found.__doc__, f"{dotted} has no docstring"
+    return found
+
+
+def test_every_decision_has_the_four_parts() -> None:
+    decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [int(page.name[:4]) for page in decisions] == list(range(1, len(decisions) + 1))
+    for page in decisions:
+        parts = ["Context", "Choice", "Why", "Consequences"]
+        title, *found = HEADING.findall(page.read_text())
+        assert title.startswith(f"{int(page.name[:4])}. ")
+        assert found == parts, name_of(page)
+
+
+def test_every_image_is_used_and_drawn_by_the_script() -> None:
+    script = (ROOT / "docs" / "make_images.py").read_text()
+    linked = {
+        (page.parent / link).resolve()
+        for page in PAGES
+        for link in LINK.findall(page.read_text())
+        if link.endswith(".png")
+    }
+    images = set((ROOT / "docs" / "images").glob("*.png"))
+    assert images == linked
+    assert all(f'"{image.name}"' in script for image in images)
