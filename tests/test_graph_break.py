@@ -26,6 +26,12 @@ CPU_CONFIG = NSAConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def _forget_shapes() -> None:
+    """Else torch makes symbols of the sizes in which one test differs from the one before."""
+    torch._dynamo.reset()
+
+
 def config_for(device: torch.device) -> NSAConfig:
     """Small on the CPU, where time is short; the paper's where kernels are tuned for it."""
     return NSAConfig() if device.type == "cuda" else CPU_CONFIG
@@ -253,13 +259,13 @@ def test_patched_llama_decodes(kind, device, llama):
     assert_clean(forward, token_ids(device, 1), device=device)
 
 
-# How many graphs a sweep over sequence lengths S compiles. l, d and l' are 8, 4 and 16 here.
+# How many graphs a sweep over sequence lengths S compiles; l, d and l' are 8, 4 and 16 here.
 #
-# Long sequences share one graph. With `dynamic=None` torch first compiles for the first length
+# All S >= l + d share one graph. With `dynamic=None` torch first compiles for the first length
 # alone and again, for all, at the second. A size of 1 always has a graph of its own in torch, so
-# short ones add: S = 1; S < l, where compression pads up to one block; and S < l + d, where there
-# is N = 1 compressed block. The function itself gets its compressed keys from the caller, pads
-# nothing, and has one graph for all 1 < S < l + d.
+# short ones add three: S = 1; S < l, where compression pads up to one block; and S < l + d, where
+# there is N = 1 compressed block. The function itself gets its compressed keys from the caller,
+# pads nothing, and has one graph for all 1 < S < l + d.
 LONG = (64, 100, 65, 24, 300, 299, 128, 129, 16)
 ONE_TOKEN, BELOW_ONE_BLOCK, ONE_BLOCK = (1,), (7, 2), (8, 11, 9)
 SHORT = (*ONE_TOKEN, *BELOW_ONE_BLOCK, *ONE_BLOCK)
@@ -274,25 +280,22 @@ def attention_sweep(
 @pytest.mark.parametrize(("dynamic", "first"), [(True, 0), (None, 1)])
 def test_number_of_graphs_of_attention(dynamic, first):
     call = attention(CPU_CONFIG, "dense")
-    assert count_graphs(call, attention_sweep(LONG), dynamic=dynamic).graphs == first + 1
-    every = count_graphs(call, attention_sweep(LONG + SHORT), dynamic=dynamic)
-    assert every.graphs == first + 3
-    assert {finding.kind for finding in every.findings} == {"recompile"}
+    report = count_graphs(call, attention_sweep(LONG + SHORT), dynamic=dynamic)
+    assert report.graphs == first + 3
+    assert [finding.kind for finding in report.findings] == ["recompile"] * (first + 2)
 
 
-@pytest.mark.parametrize(("dynamic", "first"), [(True, 0), (None, 1)])
-def test_number_of_graphs_of_the_module(dynamic, first):
+def test_number_of_graphs_of_the_module():
     module = layer(CPU)
     inputs = [(random(CPU, 1, length, module.hidden_size),) for length in LONG + SHORT]
-    assert count_graphs(module, inputs, dynamic=dynamic).graphs == first + 4
+    assert count_graphs(module, inputs, dynamic=True).graphs == 1 + 3
 
 
 @pytest.mark.parametrize("device", [CPU], ids=["cpu"])
-@pytest.mark.parametrize(("lengths", "graphs"), [(LONG, 2), (LONG[:2] + SHORT, 5)])
-def test_number_of_graphs_of_patched_llama(lengths, graphs, device, llama):
+def test_number_of_graphs_of_patched_llama(device, llama):
     call = llama_call(llama, use_cache=False)
-    inputs = [(token_ids(CPU, length),) for length in lengths]
-    assert count_graphs(call, inputs).graphs == graphs
+    inputs = [(token_ids(CPU, length),) for length in LONG + SHORT]
+    assert count_graphs(call, inputs).graphs == 2 + 3
 
 
 def test_number_of_graphs_of_flex():

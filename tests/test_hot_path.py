@@ -147,6 +147,7 @@ def test_printing_is_one_finding(capsys):
     assert finding.detail == "formatting a tensor"
 
 
+@pytest.mark.filterwarnings("ignore:called a synchronizing")
 def test_cuda_sync_warnings_become_findings(monkeypatch):
     """Torch's side is played here; the gpu tests below have the real one."""
     modes = []
