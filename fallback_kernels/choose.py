@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.choose_lse import lse_kernel
 from nsa_flex.fallback_kernels.choose_scores import score_kernel
 from nsa_flex.fallback_kernels.choose_top import top_kernel
 from nsa_flex.fallback_kernels.selected_plan import padded, round_up, rows_contiguous, strides
@@ -58,6 +59,10 @@ class Chunk(NamedTuple):
     start: int
     size: int
     width: int  # blocks that they may choose from, a multiple of 16
+
+    def columns(self, least: int) -> int:
+        """Width of the tile that holds a row of scores."""
+        return max(padded(self.width), least)
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,11 @@ class ChoicePlan:
         """Tiles of keys in flight."""
         return 2
 
+    @property
+    def registers(self) -> int:
+        """Most of a thread: few enough for three programs of 128 threads a multiprocessor."""
+        return 168
+
     def chunks(self) -> Iterator[Chunk]:
         """All queries, as many at a time as `SCORE_BYTES` holds the scores of."""
         row_bytes = 4 * self.batch * self.kv_heads * round_up(self.num_blocks, 16)
@@ -126,16 +136,46 @@ class ChoicePlan:
             own = (past + stop - 1) // self.select_block_size
             yield Chunk(start, stop - start, round_up(min(own + 1, self.num_blocks), 16))
 
-    def splits(self, chunk: Chunk) -> int:
-        """Programs that share the keys of one tile of queries."""
-        tiles = -(-chunk.size // self.tile_tokens) * self.batch * self.kv_heads
-        return max(1, min(-(-PROGRAMS // tiles), -(-chunk.width // (self.tile_rows - 1))))
+    def empty_scores(self, chunk: Chunk, device: torch.device) -> Tensor:
+        """Room for (B, Hkv, queries, width) scores; rows are read to the width of their tile."""
+        size = self.batch * self.kv_heads * chunk.size * chunk.width
+        beyond = chunk.columns(self.slot_columns) - chunk.width
+        return torch.empty(size + beyond, dtype=torch.float32, device=device)
+
+    def splits(self, num_queries: int, num_tiles: int) -> int:
+        """Programs that share the `num_tiles` tiles of keys of one tile of queries."""
+        programs = -(-num_queries // self.tile_tokens) * self.batch * self.kv_heads
+        return max(1, min(-(-PROGRAMS // programs), num_tiles))
+
+    @property
+    def slot_columns(self) -> int:
+        """n, rounded up to a power of two."""
+        return 1 << (self.num_slots - 1).bit_length()
+
+    def top_warps(self, columns: int) -> int:
+        """Warps that share a row of scores."""
+        return max(1, min(16, columns // 1024))
+
+    def tile_constants(self) -> dict[str, Any]:
+        """Compile-time arguments that kernels over queries and keys take."""
+        head_columns, tail_columns = self.head_columns
+        return {
+            "GROUP": self.group,
+            "MEMBERS": self.members,
+            "TOKENS": self.tile_tokens,
+            "ROWS": self.tile_rows,
+            "HEAD_DIM": self.head_dim,
+            "HEAD_COLUMNS": head_columns,
+            "TAIL_COLUMNS": tail_columns,
+            "PRECISION": "ieee" if self.element_size == 4 else "tf32",
+            "STAGES": self.stages,
+        }
 
 
 def choose_blocks(
     query: Tensor,
     compressed_key: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     positions: Tensor,
     document_start: Tensor | None,
     *,
@@ -151,7 +191,7 @@ def choose_blocks(
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, any strides.
         compressed_key: (B, Hkv, N, D).
         lse: float32 (B, Hq, Sq), natural log-sum-exp of the compressed branch; of no matter for a
-            query that sees no compressed block.
+            query that sees no compressed block. None computes it, in half the time of the choice.
         positions: int (B or 1, Sq), consecutive, the last below `num_blocks * l'`.
         document_start: int (B, Sq), multiples of l', or None.
 
@@ -164,13 +204,13 @@ def choose_blocks(
     problem = obstacle(query, compressed_key, config, num_blocks)
     if problem:
         raise ValueError(problem)
-    if lse.shape != query.shape[:3] or lse.dtype != torch.float32:
+    if lse is not None and (lse.shape != query.shape[:3] or lse.dtype != torch.float32):
         got = f"{lse.dtype} {tuple(lse.shape)}"
         raise ValueError(f"lse must be torch.float32 {tuple(query.shape[:3])}, got {got}")
     return choose_blocks_operator(
         query.detach(),
         compressed_key.detach(),
-        lse.detach(),
+        None if lse is None else lse.detach(),
         positions,
         document_start,
         scale,
@@ -188,7 +228,7 @@ def choose_blocks(
 def choose_blocks_operator(
     query: Tensor,
     compressed_key: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     positions: Tensor,
     document_start: Tensor | None,
     scale: float,
@@ -213,34 +253,26 @@ def choose_blocks_operator(
         select_block_size=select_block_size,
         element_size=query.element_size(),
     )
-    constants = {
+    shape = (batch, plan.kv_heads, num_queries, num_selected_blocks)
+    blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
+    places = _places(positions, document_start)
+    query, key = rows_contiguous(query), rows_contiguous(compressed_key)
+    compress = {"COMPRESS": compress_block_size, "STRIDE": compress_stride}
+    select = {
         "SELECT": select_block_size,
         "NUM_SLOTS": num_selected_blocks,
         "INITIAL": num_initial_blocks,
         "LOCAL": num_local_blocks,
-        "DOCUMENTS": document_start is not None,
     }
-    shape = (batch, plan.kv_heads, num_queries, num_selected_blocks)
-    blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
-    places = _places(positions, document_start, batch)
     with torch.cuda.device_of(query):
+        if lse is None:
+            lse = _log_sum_exp(plan, query, key, places, scale, **compress)
         for chunk in plan.chunks():
-            shape = (batch * plan.kv_heads, chunk.size, chunk.width)
-            scores = torch.empty(shape, dtype=torch.float32, device=query.device)
+            scores = plan.empty_scores(chunk, query.device)
             _launch_scores(
-                plan,
-                chunk,
-                rows_contiguous(query),
-                rows_contiguous(compressed_key),
-                lse,
-                places,
-                scores,
-                scale,
-                COMPRESS=compress_block_size,
-                STRIDE=compress_stride,
-                **constants,
+                plan, chunk, query, key, lse, places, scores, scale, **compress, **select
             )
-            _launch_top(plan, chunk, scores, blocks, places, **constants)
+            _launch_top(plan, chunk, scores, blocks, places, **select)
     return blocks
 
 
@@ -258,15 +290,48 @@ class Places(NamedTuple):
     starts: Tensor
     position_stride: int
     start_stride: int
+    documents: bool
 
 
-def _places(positions: Tensor, document_start: Tensor | None, batch: int) -> Places:
+def _places(positions: Tensor, document_start: Tensor | None) -> Places:
     positions = positions.contiguous()
-    stride = positions.stride(0) if positions.shape[0] > 1 else 0
-    if document_start is None:
-        return Places(positions, positions, stride, 0)
-    starts = document_start.contiguous()
-    return Places(positions, starts, stride, starts.stride(0) if starts.shape[0] > 1 else 0)
+    starts = positions if document_start is None else document_start.contiguous()
+    strides = (x.stride(0) if x.shape[0] > 1 else 0 for x in (positions, starts))
+    return Places(positions, starts, *strides, documents=document_start is not None)
+
+
+def _log_sum_exp(
+    plan: ChoicePlan,
+    query: Tensor,
+    key: Tensor,
+    places: Places,
+    scale: float,
+    **constants: int,
+) -> Tensor:
+    tiles = -(-plan.num_queries // plan.tile_tokens)
+    splits = plan.splits(plan.num_queries, -(-key.shape[2] // plan.tile_rows))
+    shape = (splits, plan.batch, plan.query_heads, plan.num_queries)
+    lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    lse_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
+        query,
+        key,
+        lse,
+        places.positions,
+        places.starts,
+        *strides(query),
+        *strides(key),
+        places.position_stride,
+        places.start_stride,
+        plan.num_queries,
+        key.shape[2],
+        plan.kv_heads,
+        scale * LOG2E,
+        DOCUMENTS=places.documents,
+        **plan.tile_constants(),
+        **constants,
+        num_warps=4,
+    )
+    return lse[0] if splits == 1 else lse.logsumexp(0)
 
 
 def _launch_scores(
@@ -281,8 +346,8 @@ def _launch_scores(
     **constants: int,
 ) -> None:
     tiles = -(-chunk.size // plan.tile_tokens)
-    head_columns, tail_columns = plan.head_columns
-    score_kernel[(tiles, plan.batch * plan.kv_heads, plan.splits(chunk))](
+    splits = plan.splits(chunk.size, -(-chunk.width // (plan.tile_rows - 1)))
+    score_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
         query,
         key,
         lse,
@@ -300,17 +365,12 @@ def _launch_scores(
         plan.kv_heads,
         chunk.width,
         scale * LOG2E,
-        GROUP=plan.group,
-        MEMBERS=plan.members,
-        TOKENS=plan.tile_tokens,
-        ROWS=plan.tile_rows,
-        HEAD_DIM=plan.head_dim,
-        HEAD_COLUMNS=head_columns,
-        TAIL_COLUMNS=tail_columns,
-        PRECISION="ieee" if plan.element_size == 4 else "tf32",
-        STAGES=plan.stages,
+        DOCUMENTS=places.documents,
+        COMPILED=not INTERPRETED,
+        **plan.tile_constants(),
         **constants,
         num_warps=4,
+        maxnreg=plan.registers,
     )
 
 
@@ -322,7 +382,7 @@ def _launch_top(
     places: Places,
     **constants: int,
 ) -> None:
-    columns = padded(chunk.width)
+    columns = chunk.columns(plan.slot_columns)
     top_kernel[(chunk.size, plan.batch * plan.kv_heads)](
         scores,
         blocks,
@@ -335,8 +395,10 @@ def _launch_top(
         plan.num_queries,
         plan.kv_heads,
         chunk.width,
-        SLOT_COLUMNS=1 << (plan.num_slots - 1).bit_length(),
+        SLOT_COLUMNS=plan.slot_columns,
         COLUMNS=columns,
+        PARTS=max(plan.slot_columns, columns // 8),
+        DOCUMENTS=places.documents,
         **constants,
-        num_warps=max(1, min(16, columns // 1024)),
+        num_warps=plan.top_warps(columns),
     )

@@ -46,19 +46,34 @@ def load_keys(
     num_keys,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    AFTER_ZERO: tl.constexpr,
     FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Keys first_key + STEP * row [ROWS, COLUMNS]; 0 outside the keys."""
-    row = tl.arange(0, ROWS) * STEP
+    """Keys first_key + STEP * row [ROWS, COLUMNS]; some other key where there is none.
+
+    AFTER_ZERO promises that first_key is not negative: a bound less to check.
+    """
+    row = tl.minimum(tl.arange(0, ROWS) * STEP, num_keys - 1 - first_key)
+    if not AFTER_ZERO:
+        row = tl.maximum(row, -first_key)
     dim = FIRST + tl.arange(0, COLUMNS)
     base = key_ptr + first_key.to(tl.int64) * key_stride_s
     pointers = base + (row * key_stride_s)[:, None] + dim[None, :]
-    exists = ((row >= -first_key) & (row < num_keys - first_key))[:, None]
     if FIRST + COLUMNS > HEAD_DIM:
-        exists = exists & (dim[None, :] < HEAD_DIM)
-    return tl.load(pointers, mask=exists, other=0.0)
+        return tl.load(pointers, mask=dim[None, :] < HEAD_DIM, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def pin_layout(x, COMPILED: tl.constexpr):
+    """x itself. Triton may not move the conversion of what follows to before this point."""
+    if COMPILED:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return x
 
 
 @triton.jit(
@@ -104,6 +119,7 @@ def score_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     PER: tl.constexpr = SELECT // STRIDE
@@ -154,9 +170,7 @@ def score_kernel(
     lse = tl.reshape(lse, (MEMBERS * TOKENS,)) * LOG2E
 
     row = tl.arange(0, ROWS)
-    above = tl.broadcast_to(tl.maximum(row - 1, 0)[:, None], (ROWS, TOKENS))
-    score_row = tl.program_id(1) * chunk_queries + place
-    score_ptr += score_row.to(tl.int64)[None, :] * width
+    score_row = (tl.program_id(1) * chunk_queries + place) * width
     own_part = tl.zeros((ROWS, TOKENS), tl.float32)
     lent_part = tl.zeros((ROWS, TOKENS), tl.float32)
     steps = tl.cdiv(num_tiles - split, num_splits) * PER
@@ -165,13 +179,14 @@ def score_kernel(
         first_block = lowest - LENT + (split + step // PER * num_splits) * VALID
         first_key = first_block * PER + residue
         k = load_keys(
-            key_ptr, key_stride_s, first_key, num_keys, ROWS, PER, 0, HEAD_DIM, HEAD_COLUMNS
-        )
+            key_ptr, key_stride_s, first_key, num_keys,
+            ROWS, PER, INITIAL >= LENT, 0, HEAD_DIM, HEAD_COLUMNS,
+        )  # fmt: skip
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if TAIL_COLUMNS > 0:
             k_tail = load_keys(
                 key_ptr, key_stride_s, first_key, num_keys,
-                ROWS, PER, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
+                ROWS, PER, INITIAL >= LENT, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
             )  # fmt: skip
             logits = tl.dot(k_tail, tl.trans(q_tail), logits, input_precision=PRECISION)
         p = tl.exp2(logits * scale_log2 - lse[None, :])
@@ -189,15 +204,19 @@ def score_kernel(
             lent_weight = tl.maximum(residue - (PER - 1 - LEFT), 0).to(tl.float32)
             lent_part = tl.where(residue == 0, 0.0, lent_part) + lent_weight * p
         if residue == PER - 1:
-            scores = own_part
+            scores = pin_layout(own_part, COMPILED)
+            # The row above; said by way of `residue`, it takes no registers while others come.
+            above = tl.maximum(row + residue - PER, 0)[:, None]
+            above = tl.broadcast_to(above, (ROWS, TOKENS))
             if LEFT == 1:
                 scores += tl.gather(p, above, 0)
             if LEFT > 1:
-                scores += tl.gather(lent_part, above, 0)
+                scores += tl.gather(pin_layout(lent_part, COMPILED), above, 0)
+            scores = tl.where(scores > 0.0, scores, 0.0)  # NaN counts as 0
             block = first_block + row
             wanted = (row >= LENT) & (block <= highest)
             tl.store(
-                score_ptr + block[:, None],
+                score_ptr + (score_row[None, :] + block[:, None]),
                 scores,
                 mask=wanted[:, None] & (place < chunk_queries)[None, :],
             )

@@ -161,11 +161,12 @@ def nsa_attention(
     )
 
     def run(branch: BranchName, k: Tensor, v: Tensor, blocks: Tensor | None = None):
-        task = Branch(
-            query, k, v, config, scale, offset, document_start, blocks, need_lse=return_aux
-        )
+        # On CUDA the compressed branch lends its log-sum-exp to the choice of blocks.
+        need_lse = return_aux or (branch == "compressed" and query.device.type == "cuda")
+        task = Branch(query, k, v, config, scale, offset, document_start, blocks, need_lse)
         return IMPLEMENTATIONS[choices[branch].backend, branch](task)
 
+    compressed = run("compressed", compressed_key, compressed_value)
     blocks = choose_blocks(
         query,
         compressed_key,
@@ -174,9 +175,11 @@ def nsa_attention(
         num_blocks=config.num_select_blocks(key.shape[2]),
         positions=positions,
         document_start=document_start,
+        # `dense` rounds its scores to the inputs' dtype: too coarse for a choice.
+        lse=None if choices["compressed"].backend == "dense" else compressed[1],
     )
     results = (
-        run("compressed", compressed_key, compressed_value),
+        compressed,
         run("selected", key, value, blocks),
         run("sliding", inputs.sliding_key, inputs.sliding_value),
     )

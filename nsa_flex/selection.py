@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Float32 scores alive at once while choosing: 2^26 (256 MB) whatever S is.
 MAX_SCORES = 1 << 26
@@ -20,13 +24,15 @@ def choose_blocks(
     num_blocks: int,
     positions: Tensor,
     document_start: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """The blocks each query and KV head attends: forced ones, then the highest scores.
 
     `p_slc[j] = sum_m sum_n p_cmp[(l'/d) j + m - n]` summed over the G heads of the group (Eq. 9
     and 10 of arXiv 2502.11089), where p_cmp is the softmax of the compressed branch. Equal scores
     take the lower index. Float32 throughout; chunked over queries, so that at most 2^26 scores
-    exist at once. Carries no gradient.
+    exist at once. Carries no gradient. On CUDA fused Triton kernels where they take the inputs,
+    else PyTorch operations.
 
     Args:
         query: (B, Hq, Sq, D); compressed_key: (B, Hkv, N, D), same dtype.
@@ -34,11 +40,27 @@ def choose_blocks(
         num_blocks: selectable blocks among the keys, ceil(Sk / l').
         positions: int (B or 1, Sq), key index of each query.
         document_start: int (B, Sq), first key of each query's document, a multiple of l'.
+        lse: float32 (B, Hq, Sq), natural log-sum-exp of the compressed branch, float32 accurate;
+            it saves the fused kernels a pass over the keys.
 
     Returns:
         int32 (B, Hkv, Sq, n), ascending, -1 behind the last block where there are fewer than n.
         A NaN score counts as 0: the forced blocks are always there.
     """
+    if query.device.type == "cuda" and HAS_TRITON:
+        from nsa_flex.fallback_kernels import choose
+
+        if not choose.obstacle(query, compressed_key, config, num_blocks):
+            return choose.choose_blocks(
+                query,
+                compressed_key,
+                lse,
+                positions,
+                document_start,
+                config=config,
+                scale=scale,
+                num_blocks=num_blocks,
+            )
     return _choose_blocks(
         query.detach(),
         compressed_key.detach(),
