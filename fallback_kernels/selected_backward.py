@@ -158,7 +158,6 @@ def list_gradient_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MODE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
 ):
     """Free choices: dK and dV of one chunk of one list, and its share of dQ."""
     start, stop, batch, head, block = item_of(
@@ -197,24 +196,15 @@ def list_gradient_kernel(
         row_ok = (token < TOKENS) & (tile + token < stop)
         lse_log2 = tl.where(row_ok, tl.load(lse_ptr + line), float("inf"))
         delta = tl.load(delta_ptr + line)
-        if TRANSPOSED:
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
-            grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-            grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-            grad_scores = (p * (grad_p - delta[None, :])).to(q.dtype)
-            grad_k = tl.dot(grad_scores, q, grad_k, input_precision=PRECISION)
-            grad_q = tl.dot(tl.trans(grad_scores), k, input_precision=PRECISION)
-        else:
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
-            grad_v = tl.dot(
-                tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
-            )
-            grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-            grad_scores = (p * (grad_p - delta[:, None])).to(q.dtype)
-            grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
-            grad_q = tl.dot(grad_scores, k, input_precision=PRECISION)
+        # Keys as rows: probabilities and their gradient are then operands of dV and dK as they
+        # lie in registers, and only dQ needs a transposed copy.
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
+        grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
+        grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
+        grad_scores = (p * (grad_p - delta[None, :])).to(q.dtype)
+        grad_k = tl.dot(grad_scores, q, grad_k, input_precision=PRECISION)
+        grad_q = tl.dot(tl.trans(grad_scores), k, input_precision=PRECISION)
         place = (first + entry) * GROUP + member
         store_rows(partial_ptr, place, grad_q, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
 
@@ -442,7 +432,7 @@ class _Backward:
                 index.items,
                 *strides(self.key),
                 *strides(self.value),
-                window.index * index.items.shape[1],
+                window.number * index.items.shape[1],
                 window.first_batch,
                 window.first_list,
                 plan.query_offset - window.start,
@@ -457,7 +447,6 @@ class _Backward:
                 **plan.constants(),
                 **self.tiles(),
                 MODE=ADD if self.deterministic else ATOMIC,
-                TRANSPOSED=plan.transposed,
             )
             grid = (plan.window_tokens // plan.merge_tokens, window.num_batch * plan.kv_heads)
             query_gradient_kernel[grid](

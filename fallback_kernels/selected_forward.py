@@ -133,7 +133,7 @@ def _launch_partial(
         index.items,
         *strides(key),
         *strides(value),
-        window.index * index.items.shape[1],
+        window.number * index.items.shape[1],
         window.first_batch,
         window.first_list,
         plan.query_offset - window.start,
@@ -146,6 +146,7 @@ def _launch_partial(
         **plan.constants(),
         ROWS=plan.tile_rows,
         num_warps=plan.num_warps,
+        maxnreg=plan.stream_registers,
     )
 
 
@@ -190,6 +191,7 @@ def _launch_merge(
         ROWS=plan.merge_rows,
         STAGES=plan.merge_stages(plan.value_dim),
         num_warps=plan.num_warps,
+        maxnreg=plan.stream_registers,
     )
 
 

@@ -14,12 +14,13 @@ MIN_WINDOW_TOKENS = 512
 MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's summary
 CHUNK_ROWS = 4096  # query rows one program streams past one KV block
 INITIAL_CHUNK_TOKENS = 256  # queries per program that reduce into one initial block
+HOPPER_SHARED_MEMORY = 227 << 10
 
 
 class Window(NamedTuple):
     """Queries whose partial results are in memory at once."""
 
-    index: int
+    number: int
     first_batch: int
     num_batch: int
     start: int  # position of the first query, a multiple of the block size
@@ -58,6 +59,7 @@ class SelectedPlan:
     num_local: int
     query_offset: int
     element_size: int
+    shared_memory: int = HOPPER_SHARED_MEMORY  # bytes that one program may have
 
     @classmethod
     def of(
@@ -71,8 +73,9 @@ class SelectedPlan:
         num_local_blocks: int,
         query_offset: int,
     ) -> SelectedPlan:
+        """Plan of a call; ValueError if no tile fits the device's shared memory."""
         batch, query_heads, num_queries, head_dim = query.shape
-        return cls(
+        plan = cls(
             batch=batch,
             query_heads=query_heads,
             kv_heads=key.shape[1],
@@ -86,7 +89,19 @@ class SelectedPlan:
             num_local=min(num_local_blocks, MAX_DENSE_BLOCKS),
             query_offset=query_offset,
             element_size=query.element_size(),
+            shared_memory=_shared_memory(query.device),
         )
+        plan.check_shared_memory(query.dtype)
+        return plan
+
+    def check_shared_memory(self, dtype: torch.dtype) -> None:
+        needed = self.shared_bytes(self.least_rows, 1)
+        if needed > self.shared_memory:
+            raise ValueError(
+                f"block_size={self.block_size} with head dims {self.head_dim} and "
+                f"{self.value_dim} in {dtype} needs {needed} bytes of shared memory; "
+                f"the device has {self.shared_memory}"
+            )
 
     @property
     def group(self) -> int:
@@ -163,24 +178,38 @@ class SelectedPlan:
 
     def windows(self, chunk: int) -> Iterator[Window]:
         """All windows, in the order of their lists."""
-        for index in range(self.num_windows):
-            first_batch = index // self.windows_per_row * self.window_batch
-            start = self.base + index % self.windows_per_row * self.window_tokens
+        for number in range(self.num_windows):
+            first_batch = number // self.windows_per_row * self.window_batch
+            start = self.base + number % self.windows_per_row * self.window_tokens
             yield Window(
-                index=index,
+                number=number,
                 first_batch=first_batch,
                 num_batch=min(self.window_batch, self.batch - first_batch),
                 start=start,
-                first_list=index * self.lists_per_window,
+                first_list=number * self.lists_per_window,
                 max_items=self.max_items(first_batch, start, chunk),
             )
 
+    def shared_bytes(self, rows: int, stages: int) -> int:
+        """Shared memory of the widest kernel, the gradient's: a block and tiles of queries."""
+        columns = padded(self.head_dim) + padded(self.value_dim)
+        tiles = (self.block_size + rows * stages) * columns
+        return (tiles + rows * self.block_size) * self.element_size + 1024
+
+    @property
+    def least_rows(self) -> int:
+        return max(16, padded(self.group))
+
     @property
     def tile_rows(self) -> int:
-        """Rows (query, head) of a streamed tile: 64 measured best, fewer where tiles are wide."""
-        wide = self.element_size * max(self.head_dim, self.value_dim, 2 * self.block_size) > 512
-        rows = 32 if wide else 64
-        return max(rows, padded(self.group))
+        """Rows (query, head) of a streamed tile: 64 measured best, fewer where they must fit.
+
+        float32 multiplies in plain registers, where small tiles are the ones that do not spill.
+        """
+        rows = 16 if self.element_size == 4 else 64
+        while rows > self.least_rows and self.shared_bytes(rows, 1) > self.shared_memory:
+            rows //= 2
+        return max(rows, self.least_rows)
 
     @property
     def merge_tokens(self) -> int:
@@ -194,21 +223,24 @@ class SelectedPlan:
 
     @property
     def num_warps(self) -> int:
-        widest = max(self.head_dim, self.value_dim)
-        return 8 if widest > 128 or self.block_size > 64 else 4
+        wide = max(self.head_dim, self.value_dim) > 128 or self.block_size > 64
+        return 8 if wide or self.element_size == 4 else 4
+
+    @property
+    def stream_registers(self) -> int | None:
+        """Register limit of the forward's kernels: three programs a multiprocessor, no spills."""
+        return 168 if self.num_warps == 4 else None
 
     def merge_stages(self, width: int) -> int:
         """Partial results in flight in the merges of rows of `width` columns."""
-        return 5 if self.merge_rows * padded(width) * self.element_size <= 1 << 14 else 3
+        tile_bytes = self.merge_rows * padded(width) * self.element_size
+        return 5 if tile_bytes <= 1 << 14 else 3
 
     @property
     def gradient_stages(self) -> int:
         """Tiles in flight in the backward, where a tile is queries and output gradients."""
-        return 2 if self.num_warps == 4 else 1
-
-    @property
-    def transposed(self) -> bool:
-        return False
+        fits = self.shared_bytes(self.tile_rows, 2) <= self.shared_memory
+        return 2 if fits and self.num_warps == 4 else 1
 
     @property
     def wide(self) -> bool:
@@ -230,6 +262,13 @@ class SelectedPlan:
             "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "WIDE": self.wide,
         }
+
+
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return HOPPER_SHARED_MEMORY  # the interpreter has no limit; plan as on Hopper
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
+    return properties.shared_memory_per_block_optin
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:

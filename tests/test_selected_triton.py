@@ -58,7 +58,7 @@ class Case:
     batch: int = 1
     kv_heads: int = 1
     group: int = 4
-    num_queries: int = 70
+    num_queries: int = 53
     num_keys: int | None = None
     offset: int = 0
     head_dim: int = 32
@@ -235,7 +235,7 @@ def test_counts_of_forced_blocks(initial: int, local: int, num_slots: int) -> No
 
 @kernels
 def test_more_forced_blocks_than_dense_candidates() -> None:
-    case = Case(initial=10, local=10, num_slots=22, num_queries=400, group=1)
+    case = Case(initial=9, local=10, num_slots=21, num_queries=340, group=1)
     check(case, choices(case))
 
 
@@ -243,7 +243,7 @@ def test_more_forced_blocks_than_dense_candidates() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_any_subset_may_be_chosen(deterministic: bool) -> None:
     """Forced blocks may be missing, and so may all: only `blocks` decides."""
-    case = Case(batch=2, kv_heads=2, num_queries=90)
+    case = Case(batch=2, num_queries=70)
     blocks = choices(case, forced=False)
     blocks[:, :, 20:40] = -1
     check(case, blocks, deterministic)
@@ -316,15 +316,14 @@ def test_empty_inputs(shape: tuple[int, int, int, int]) -> None:
 
 
 @kernels
-@pytest.mark.parametrize(("batch", "num_queries"), [(1, 200), (3, 100), (5, 20)])
+@pytest.mark.parametrize(("batch", "num_queries"), [(1, 150), (2, 90), (5, 20)])
 def test_windows(monkeypatch: pytest.MonkeyPatch, batch: int, num_queries: int) -> None:
     """A buffer for 64 queries: several windows a row, and several rows a window."""
-    case = Case(batch=batch, num_queries=num_queries, kv_heads=2, group=2)
+    case = Case(batch=batch, num_queries=num_queries, kv_heads=2, group=1)
     row_bytes = 4 * case.num_slots * case.head_dim * case.kv_heads * case.group
     monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 64 * row_bytes)
     monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 16)
-    check(case, choices(case))
-    check(case, choices(case), deterministic=True)
+    check(case, choices(case), deterministic=batch == 2)
 
 
 @kernels
@@ -501,6 +500,15 @@ def test_refused_tensors(position: int, change, message: str) -> None:  # type: 
             num_local_blocks=2,
             scale=1.0,
         )
+
+
+@kernels
+def test_refuses_blocks_that_do_not_fit_shared_memory() -> None:
+    case = Case(num_queries=4, head_dim=256, value_dim=256, block_size=128)
+    q, k, v = inputs(case)
+    message = "block_size=128 with head dims 256 and 256 in torch.float32 needs .* the device has"
+    with pytest.raises(ValueError, match=message):
+        attend(case, q, k, v, choices(case))
 
 
 @kernels
