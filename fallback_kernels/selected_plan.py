@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PARTIAL_BYTES = 1 << 30  # one window's partial results; DESIGN: short windows waste the tiles
+PARTIAL_BYTES = 1 << 30  # one window's partial results; short windows leave tiles half empty
 MIN_WINDOW_TOKENS = 512
 MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's summary
 CHUNK_ROWS = 4096  # query rows one program streams past one KV block
