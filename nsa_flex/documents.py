@@ -100,14 +100,14 @@ def align_positions(
     """Layout of packed rows whose `position_ids` (B, S) restart at every document.
 
     A document ends where the next position is not one more. The rows become one row. Their number
-    must be bounded without reading values: by `max_documents`, by default one for every 4 * l'
-    tokens and one a row. More documents than that raise an error on the device (an assertion that
-    the host does not wait for). `align_packed` has no such bound.
+    must be bounded without reading values: by `max_documents`, by default 16, one more a row and
+    one more for every 4 * l' tokens. More documents than that raise an error on the device (an
+    assertion that the host does not wait for). `align_packed` has no such bound.
     """
     batch, length = position_ids.shape
     total = batch * length
     if max_documents is None:
-        max_documents = batch + total // (4 * config.select_block_size)
+        max_documents = 16 + batch + total // (4 * config.select_block_size)
     new = torch.ones_like(position_ids, dtype=torch.bool)
     new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     document = new.flatten().cumsum(0) - 1
