@@ -13,6 +13,7 @@ from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import (
     BRANCHES,
+    HAS_TRITON,
     IMPLEMENTATIONS,
     Backend,
     BranchName,
@@ -152,7 +153,7 @@ def nsa_attention(
     if (sliding_key is None) != (sliding_value is None):
         raise ValueError("sliding_key and sliding_value must be given together")
     check_inputs(inputs, config, query_offset, document_start)
-    choices = choose_backends(inputs.facts(query_offset, document_start), backend)
+    choices = choose_backends(inputs.facts(config, query_offset, document_start), backend)
     offset, positions = _positions(query, key, query_offset)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     compressed_key, compressed_value = (
@@ -183,18 +184,22 @@ def nsa_attention(
         run("selected", key, value, blocks),
         run("sliding", inputs.sliding_key, inputs.sliding_value),
     )
-    out = merge([out for out, _ in results], gates).to(query.dtype)
+    out = merge([out for out, _ in results], gates)
     if not return_aux:
         return out
     return out, NSAAux(blocks, BranchLSE(*(lse for _, lse in results)))
 
 
 def merge(outputs: list[Tensor], gates: Tensor) -> Tensor:
-    """Gated sum of the branches in float32 or better: one fused pass under torch.compile."""
+    """Gated sum of the branches in float32 or better: one pass over memory."""
+    if gates.device.type == "cuda" and HAS_TRITON and outputs[0].dtype != torch.float64:
+        from nsa_flex.fallback_kernels import merge as fused
+
+        return fused.merge(outputs[0], outputs[1], outputs[2], gates)
     precision = torch.promote_types(outputs[0].dtype, torch.float32)
     gate = gates.to(precision)
     first, *rest = (out.to(precision) * gate[..., c, None] for c, out in enumerate(outputs))
-    return sum(rest, first)
+    return sum(rest, first).to(outputs[0].dtype)
 
 
 def _positions(
@@ -232,7 +237,12 @@ class Inputs(NamedTuple):
     sliding_key: Tensor
     sliding_value: Tensor
 
-    def facts(self, query_offset: int | Tensor | None, document_start: Tensor | None) -> Facts:
+    def facts(
+        self,
+        config: NSAConfig,
+        query_offset: int | Tensor | None,
+        document_start: Tensor | None,
+    ) -> Facts:
         """What dispatch looks at."""
         query, key = self.query, self.key
         return Facts(
@@ -247,6 +257,8 @@ class Inputs(NamedTuple):
             documents=document_start is not None,
             needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
             compiling=torch.compiler.is_compiling(),
+            select_block_size=config.select_block_size,
+            num_selected_blocks=config.num_selected_blocks,
         )
 
 
@@ -353,6 +365,7 @@ def explain(
     key: Tensor,
     value: Tensor | None = None,
     *,
+    config: NSAConfig | None = None,
     backend: Backend = "auto",
     device: torch.device | str | None = None,
     query_offset: int | Tensor | None = None,
@@ -363,6 +376,7 @@ def explain(
 
     Args:
         query, key, value: as for `nsa_attention`; meta tensors will do.
+        config: as for `nsa_attention`; the paper's by default.
         device: pretend that the tensors are there.
         needs_grad: pretend that a backward pass follows; by default as the tensors say.
 
@@ -372,7 +386,7 @@ def explain(
     """
     value = key if value is None else value
     inputs = Inputs(query, key, value, key, value, query, key, value)
-    facts = inputs.facts(query_offset, document_start)
+    facts = inputs.facts(config or NSAConfig(), query_offset, document_start)
     changes: dict[str, object] = {}
     if device is not None:
         changes["device_type"] = torch.device(device).type

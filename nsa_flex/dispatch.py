@@ -63,6 +63,8 @@ class Facts:
     documents: bool
     needs_grad: bool
     compiling: bool
+    select_block_size: int = 64
+    num_selected_blocks: int = 16
 
     @property
     def half(self) -> bool:
@@ -184,6 +186,24 @@ def _triton_obstacle(branch: BranchName, facts: Facts) -> str | None:
         return "triton is not installed"
     if not facts.whole:
         return "it needs the queries to be all the tokens (query_offset 0, Sq = Sk)"
+    return _triton_limit(facts)
+
+
+def _triton_limit(facts: Facts) -> str | None:
+    """What the selection kernels were not written for."""
+    group = facts.num_query_heads // facts.num_kv_heads
+    if facts.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it needs float16, bfloat16 or float32, got {facts.dtype}"
+    if max(facts.head_dim, facts.value_head_dim) > 256:
+        return f"it needs head dims up to 256, got {_dims(facts)}"
+    if group > 64:
+        return f"it needs at most 64 query heads a KV head, got {group}"
+    if facts.select_block_size not in (16, 32, 64, 128):
+        return f"it needs a select_block_size of 16, 32, 64 or 128, got {facts.select_block_size}"
+    if facts.num_selected_blocks > 64:
+        return f"it needs at most 64 selected blocks, got {facts.num_selected_blocks}"
+    if facts.dtype == torch.float32 and facts.head_dim > 128 and facts.select_block_size == 128:
+        return "float32 tiles of 128 keys and such head dims do not fit shared memory"
     return None
 
 
