@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= hf,ao,cli,bench,dev
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
+GPU_JOBS ?= $(shell $(PYTHON) -c "import os; print(min(14, os.cpu_count() or 1))")
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -59,8 +60,9 @@ unit: $(STAMP)
 wheel-test: $(STAMP)
 	$(PYTEST) tests/test_packaging.py $(ARGS)
 
+# Most of its time is compilation, so that many processes share the one GPU.
 gpu-test: $(STAMP)
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(PYTEST) -m gpu -n $(GPU_JOBS) --dist worksteal $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist nsa_flex.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

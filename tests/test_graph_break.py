@@ -116,6 +116,12 @@ def test_attention_over_whole_sequences(device, backend, trains, return_aux):
     assert_clean(step, *inputs, device=device, meta=has_meta_kernels(backend))
 
 
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> None:
+    """Tests share code objects, and with them Dynamo's limit of graphs for each."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(("device", "backend", "trains"), EVERYWHERE)
 @pytest.mark.parametrize("num_queries", [1, 5], ids=["decode", "chunk"])
 def test_attention_against_a_longer_past(device, backend, trains, num_queries):

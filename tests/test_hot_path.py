@@ -367,7 +367,8 @@ def test_clean_code_has_no_finding_in_backward(name, device):
     with device:
         x = example().requires_grad_()
         assert find_syncs(ForwardBackward(CLEAN[name]), x) == []
-        assert find_graph_breaks(CLEAN[name], x) == []
+    # Tracing does not depend on the device, and torch 2.11 traces no ambient one.
+    assert find_graph_breaks(CLEAN[name], example().requires_grad_()) == []
 
 
 def test_detector_changes_no_result_and_leaves_no_mode():
