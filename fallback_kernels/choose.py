@@ -120,9 +120,9 @@ class ChoicePlan:
         return 2
 
     @property
-    def registers(self) -> int:
+    def registers(self) -> int | None:
         """Most of a thread: few enough for three programs of 128 threads a multiprocessor."""
-        return 168
+        return None if self.element_size == 4 else 168
 
     def chunks(self) -> Iterator[Chunk]:
         """All queries, as many at a time as `SCORE_BYTES` holds the scores of."""

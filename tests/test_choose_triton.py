@@ -1,0 +1,489 @@
+"""The fused choice of blocks against the float64 oracle.
+
+Triton decides at import whether its kernels run in its interpreter, so on the CPU they run in a
+process of their own: `test_kernels_under_the_interpreter` starts this same file there. On CUDA the
+tests marked gpu run the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+import oracle
+from nsa_flex.config import NSAConfig
+
+pytest.importorskip("triton")
+from nsa_flex.fallback_kernels import choose
+from nsa_flex.fallback_kernels.choose import choose_blocks
+
+INTERPRETED = choose.INTERPRETED
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# The interpreter computes with NumPy, which has no bfloat16.
+LOW_PRECISION = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+
+# log2(0), and what masks hide, in the interpreter
+kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+if not INTERPRETED:
+    kernels = pytest.mark.gpu
+
+SMALL = NSAConfig(
+    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4
+)
+PAPER = NSAConfig()
+NARROW = NSAConfig(select_block_size=32, num_selected_blocks=8)
+WIDE = NSAConfig(64, 32, 128, 5)
+APART = NSAConfig(8, 8, 16, 4)  # compressed blocks do not overlap
+DENSE = NSAConfig(16, 4, 16, 5)  # each token in four compressed blocks
+BARE = NSAConfig(8, 4, 16, 3, num_initial_blocks=0, num_local_blocks=1)
+FORCED = NSAConfig(8, 4, 16, 4, num_initial_blocks=2, num_local_blocks=2)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """Every test below that does not need a GPU, on the CPU."""
+    seed = str(request.config.option.seed)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, "--seed", seed, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(result.stdout, result.stderr)
+    assert result.returncode == 0, "kernel tests failed under the interpreter; output above"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one call; see `inputs`."""
+
+    config: NSAConfig = SMALL
+    batch: int = 1
+    kv_heads: int = 1
+    group: int = 2
+    num_queries: int = 100
+    past: int = 0
+    unused: int = 0  # keys behind the last query, as in a static cache
+    head_dim: int = 16
+    documents: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_keys(self) -> int:
+        return self.past + self.num_queries + self.unused
+
+    @property
+    def num_compressed(self) -> int:
+        return max(1, self.config.num_compressed_blocks(self.num_keys))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.config.num_select_blocks(self.num_keys)
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def starts(self) -> np.ndarray | None:
+        """Document of each query: rows of a batch have documents of different lengths."""
+        if not self.documents:
+            return None
+        length = (7 + 2 * np.arange(self.batch)[:, None]) * self.config.select_block_size
+        return (np.arange(self.num_queries) + self.past) // length * length
+
+
+def inputs(case: Case) -> tuple[Tensor, Tensor]:
+    """Query and compressed keys with memory (B, S, H, D)."""
+
+    def new(tokens: int, heads: int) -> Tensor:
+        x = torch.randn(case.batch, tokens, heads, case.head_dim, device=DEVICE)
+        return x.to(case.dtype).transpose(1, 2)
+
+    return new(case.num_queries, case.kv_heads * case.group), new(
+        case.num_compressed, case.kv_heads
+    )
+
+
+def references(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Float32 log-sum-exp of the compressed branch and float64 scores of the blocks."""
+    mask = oracle.compressed_mask(
+        case.num_queries, case.num_keys, k.shape[2], case.config, case.past, case.starts
+    )
+    queries, keys = (x.detach().double().cpu().numpy() for x in (q, k))
+    _, lse, p = oracle.branch(queries, keys, keys, mask, case.scale)
+    scores = oracle.block_scores(p, case.config, case.num_blocks, case.kv_heads)
+    return torch.from_numpy(lse).float().to(DEVICE), scores
+
+
+def choice(case: Case, q: Tensor, k: Tensor, lse: Tensor | None) -> Tensor:
+    starts = case.starts
+    return choose_blocks(
+        q,
+        k,
+        lse,
+        torch.arange(case.num_queries, device=DEVICE)[None] + case.past,
+        None if starts is None else torch.from_numpy(starts).int().to(DEVICE),
+        config=case.config,
+        scale=case.scale,
+        num_blocks=case.num_blocks,
+    )
+
+
+def assert_best(case: Case, blocks: Tensor, scores: np.ndarray) -> None:
+    """The oracle's choice but for scores that agree to float32 rounding.
+
+    Logits of some units carry errors of some last places, which are relative errors of p; a score
+    sums no more than G probabilities, each counted at most l/d times.
+    """
+    overlap = case.config.compress_block_size // case.config.compress_stride
+    rounding = 32 * torch.finfo(torch.float32).eps * case.group * overlap
+    shape = (case.batch, case.kv_heads, case.num_queries, case.config.num_selected_blocks)
+    assert blocks.dtype == torch.int32
+    assert blocks.shape == shape
+    got = blocks.cpu().numpy()
+    excess = oracle.choice_excess(got, scores, case.config, case.past, case.starts)
+    assert excess <= rounding, (case, excess)
+
+
+def check(case: Case) -> None:
+    q, k = inputs(case)
+    lse, scores = references(case, q, k)
+    assert_best(case, choice(case, q, k, lse), scores)
+    assert_best(case, choice(case, q, k, None), scores)
+
+
+@kernels
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
+def test_group_sizes(group: int) -> None:
+    check(Case(group=group))
+
+
+@kernels
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 80, 96, 128, 192, 256])
+def test_head_dims(head_dim: int) -> None:
+    check(Case(head_dim=head_dim))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_low_precision(dtype: torch.dtype, head_dim: int) -> None:
+    """Products of halves are exact in float32: no allowance beyond float32's is needed."""
+    check(Case(dtype=dtype, kv_heads=2, head_dim=head_dim, num_queries=170))
+
+
+@kernels
+@pytest.mark.parametrize("config", [PAPER, NARROW, WIDE, APART, DENSE, BARE, FORCED])
+def test_configs(config: NSAConfig) -> None:
+    blocks = config.num_selected_blocks + 5
+    check(Case(config=config, num_queries=blocks * config.select_block_size + 3))
+
+
+@kernels
+def test_many_slots() -> None:
+    config = NSAConfig(4, 4, 4, 64, num_initial_blocks=3, num_local_blocks=5)
+    check(Case(config=config, num_queries=301, group=1))
+
+
+@kernels
+@pytest.mark.parametrize("num_queries", [1, 2, 7, 8, 9, 16, 17, 64, 65])
+def test_short_sequences(num_queries: int) -> None:
+    check(Case(num_queries=num_queries, batch=2, kv_heads=2))
+
+
+@kernels
+@pytest.mark.parametrize(("num_queries", "past"), [(1, 300), (1, 301), (5, 90), (33, 150)])
+def test_query_offset(num_queries: int, past: int) -> None:
+    check(Case(num_queries=num_queries, past=past, batch=2))
+    check(Case(num_queries=num_queries, past=past, unused=40))
+
+
+@kernels
+def test_keys_after_the_queries_may_hold_anything() -> None:
+    case = Case(num_queries=30, past=150, unused=100)
+    q, k = inputs(case)
+    lse, scores = references(case, q, k)
+    k[:, :, case.config.num_compressed_blocks(180) :] = float("nan")
+    assert_best(case, choice(case, q, k, lse), scores)
+    assert_best(case, choice(case, q, k, None), scores)
+
+
+@kernels
+def test_offsets_of_batch_rows_differ() -> None:
+    case = Case(num_queries=20, past=200, batch=2)
+    q, k = inputs(case)
+    offset = torch.tensor([[120], [200]], device=DEVICE)
+    options = {"config": SMALL, "scale": case.scale, "num_blocks": case.num_blocks}
+    positions = torch.arange(20, device=DEVICE)[None] + offset
+    blocks = choose_blocks(q, k, None, positions, None, **options)
+    for row, past in enumerate((120, 200)):
+        alone = replace(case, batch=1, past=past, unused=200 - past)
+        q_row, k_row = q[row : row + 1], k[row : row + 1]
+        _, scores = references(alone, q_row, k_row)
+        assert_best(alone, blocks[row : row + 1], scores)
+
+
+@kernels
+@pytest.mark.parametrize("past", [0, 64])
+def test_documents(past: int) -> None:
+    check(Case(num_queries=260, past=past, batch=2, documents=True))
+    check(Case(config=DENSE, num_queries=200, past=past, batch=2, documents=True))
+
+
+@kernels
+def test_chunks_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of 64 queries at a time, and every tile of keys in a program of its own."""
+    case = Case(num_queries=210, past=1100, batch=2)
+    monkeypatch.setattr(choose, "SCORE_BYTES", 64 * 2 * 4 * case.num_blocks)
+    monkeypatch.setattr(choose, "PROGRAMS", 1000)
+    check(case)
+    monkeypatch.setattr(choose, "PROGRAMS", 1)
+    check(case)
+
+
+@kernels
+@pytest.mark.parametrize("kept", [0, 5, 40])
+def test_equal_scores_take_the_lower_index(kept: int) -> None:
+    """All keys alike but some: the lowest free blocks, exactly."""
+    case = Case(num_queries=400, group=3)
+    q, k = inputs(case)
+    k[:, :, kept:] = 0.0
+    lse, scores = references(case, q, k)
+    # Where scores are equal in exact arithmetic, float64 must not tell them apart either.
+    want = oracle.choose_all(scores.round(12), case.config)
+    got = choice(case, q, k, lse)
+    if kept == 0:
+        np.testing.assert_array_equal(got.cpu().numpy(), want)
+    assert_best(case, got, scores)
+    assert torch.equal(got, choice(case, q, k, lse))
+
+
+@kernels
+def test_nan_scores_leave_the_forced_blocks() -> None:
+    case = Case(num_queries=200)
+    q, k = inputs(case)
+    q[:, :, 150] = float("nan")
+    k[:, :, 20] = float("nan")
+    blocks = choice(case, q, k, None)
+    zeros = np.zeros((1, 1, case.num_queries, case.num_blocks))
+    want = oracle.choose_all(zeros, case.config)[:, :, 150]
+    np.testing.assert_array_equal(blocks[:, :, 150].cpu().numpy(), want)
+    oracle.choice_excess(blocks.cpu().numpy(), zeros, case.config)  # well formed everywhere
+
+
+@kernels
+def test_extreme_logits() -> None:
+    """Probabilities of 0 and 1, and compressed keys so large that hidden ones overflow."""
+    case = Case(num_queries=200)
+    q, k = inputs(case)
+    k *= 1e4
+    check_lse, scores = references(case, q, k)
+    for lse in (check_lse, None):
+        got = choice(case, q, k, lse)
+        # Errors of a logit are relative to it: compare where the winners are clear.
+        excess = oracle.choice_excess(got.cpu().numpy(), scores, case.config)
+        assert excess <= 0.05
+
+
+@kernels
+@pytest.mark.parametrize("layout", ["heads first", "last dimension strided", "expanded"])
+def test_strides(layout: str) -> None:
+    case = Case(kv_heads=2, batch=2)
+    q, k = inputs(case)
+    lse, _ = references(case, q, k)
+    want = choice(case, q, k, lse)
+    if layout == "heads first":
+        q, k = q.contiguous(), k.contiguous()
+    elif layout == "last dimension strided":
+        q, k = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k))
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    else:
+        k = k[:, :1].expand(-1, 2, -1, -1)
+        want = choice(case, q, k.contiguous(), lse)
+    assert torch.equal(choice(case, q, k, lse), want)
+
+
+@kernels
+def test_same_choice_whatever_the_order_of_heads_and_rows() -> None:
+    case = Case(batch=2, group=4)
+    q, k = inputs(case)
+    lse, scores = references(case, q, k)
+    want = choice(case, q, k, lse)
+    assert_best(case, choice(case, q.flip(1), k, lse.flip(1)), scores)
+    for row in range(2):
+        alone = choice(
+            replace(case, batch=1), q[row : row + 1], k[row : row + 1], lse[row : row + 1]
+        )
+        assert torch.equal(alone, want[row : row + 1])
+
+
+@kernels
+def test_operator_obeys_the_library_rules() -> None:
+    case = Case(num_queries=90)
+    q, k = inputs(case)
+    lse, _ = references(case, q, k)
+    positions = torch.arange(90, device=DEVICE)[None]
+    config = [getattr(SMALL, field.name) for field in dataclasses.fields(SMALL)[:6]]
+    starts = torch.zeros(1, 90, dtype=torch.int32, device=DEVICE)
+    for extra in ((lse, positions, None), (None, positions, starts)):
+        arguments = (q, k, *extra, case.scale, case.num_blocks, *config)
+        torch.library.opcheck(choose.choose_blocks_operator, arguments)
+
+
+@kernels
+def test_compiles_into_one_graph_with_dynamic_length() -> None:
+    def chosen(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+        positions = torch.arange(q.shape[2], device=q.device)[None]
+        options = {"config": SMALL, "scale": 0.25, "num_blocks": -(-q.shape[2] // 16)}
+        return choose_blocks(q, k, lse, positions, None, **options)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(chosen, fullgraph=True, dynamic=True, backend=counter)
+    for num_queries in (93, 150, 171):
+        case = Case(num_queries=num_queries)
+        q, k = inputs(case)
+        lse, _ = references(case, q, k)
+        assert torch.equal(compiled(q, k, lse), chosen(q, k, lse))
+    assert counter.frame_count == 1
+
+
+GOOD = Case(num_queries=32)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 512}, "512 is the head dim; the Triton kernels take at most 256"),
+        ({"group": 65}, "65 query heads share a KV head; the Triton kernels take at most 64"),
+        ({"dtype": torch.float64}, "query is torch.float64; the Triton kernels take"),
+        (
+            {"config": NSAConfig(4, 4, 4, 65)},
+            "65 blocks are to be chosen; the Triton kernels take at most 64",
+        ),
+    ],
+)
+def test_refused(change: dict[str, object], message: str) -> None:
+    case = replace(GOOD, **change)
+    q, k = inputs(case)
+    with pytest.raises(ValueError, match=message):
+        choice(case, q, k, None)
+
+
+@kernels
+@pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x[:, :, 1:]])
+def test_refused_log_sum_exp(change) -> None:  # type: ignore[no-untyped-def]
+    q, k = inputs(GOOD)
+    lse, _ = references(GOOD, q, k)
+    with pytest.raises(ValueError, match=r"lse must be torch.float32 .*, got "):
+        choice(GOOD, q, k, change(lse))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes CPU tensors")
+def test_refused_on_the_cpu() -> None:
+    q, k = torch.zeros(1, 2, 32, 16), torch.zeros(1, 1, 7, 16)
+    options = {"config": SMALL, "scale": 1.0, "num_blocks": 2}
+    with pytest.raises(ValueError, match="the Triton kernels need CUDA tensors, got cpu"):
+        choose_blocks(q, k, None, torch.arange(32)[None], None, **options)
+
+
+def exact_rows(case: Case, q: Tensor, k: Tensor, rows: slice) -> np.ndarray:
+    """Float64 scores of some queries, on the GPU: (B, Hkv, rows, blocks)."""
+    config = case.config
+    position = torch.arange(case.num_queries, device=DEVICE)[rows] + case.past
+    last = torch.arange(k.shape[2], device=DEVICE) * config.compress_stride
+    last += config.compress_block_size - 1
+    seen = last <= position[:, None]
+    grouped = q[:, :, rows].double().unflatten(1, (case.kv_heads, -1))
+    logits = grouped @ k.double()[:, :, None].mT * case.scale
+    p = logits.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(nan=0.0)
+    return oracle.block_scores(p.sum(2).cpu().numpy(), config, case.num_blocks, case.kv_heads)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(PAPER, 1, 4, 16, 16384, head_dim=128, dtype=BF16),
+        Case(PAPER, 1, 8, 4, 20001, head_dim=128, dtype=BF16),
+        Case(PAPER, 2, 16, 1, 8192, head_dim=64, dtype=FP16),
+        Case(WIDE, 1, 2, 12, 8192, head_dim=192, dtype=BF16),
+        Case(NARROW, 1, 2, 6, 8192, head_dim=256, dtype=BF16),
+        Case(PAPER, 1, 2, 4, 300_000, head_dim=64, dtype=BF16),
+        Case(PAPER, 3, 4, 16, 1, past=131_071, head_dim=128, dtype=BF16),
+        Case(PAPER, 1, 1, 3, 700, past=9000, head_dim=80, dtype=FP16),
+    ],
+)
+def test_long_sequences(case: Case) -> None:
+    q, k = inputs(case)
+    chosen = choice(case, q, k, None)
+    size = min(8, case.num_queries)
+    starts = torch.randint(case.num_queries - size + 1, (6,)).tolist()
+    for start in {*starts, case.num_queries - size}:
+        rows = slice(start, start + size)
+        part = replace(case, num_queries=size, past=case.past + start)
+        assert_best(part, chosen[:, :, rows], exact_rows(case, q, k, rows))
+
+
+@pytest.mark.gpu
+def test_log_sum_exp_of_the_branch_gives_the_same() -> None:
+    from nsa_flex.backends.branch import Branch
+    from nsa_flex.dispatch import IMPLEMENTATIONS
+
+    case = Case(PAPER, 1, 2, 4, 3000, head_dim=128, dtype=BF16)
+    q, k = inputs(case)
+    rows = slice(2000, 2064)
+    part = replace(case, num_queries=64, past=2000)
+    scores = exact_rows(case, q, k, rows)
+    for backend in ("sdpa", "fa2", "flex"):
+        task = Branch(q, k, torch.randn_like(k), case.config, case.scale, need_lse=True)
+        _, lse = IMPLEMENTATIONS[backend, "compressed"](task)
+        assert lse is not None
+        assert_best(part, choice(case, q, k, lse)[:, :, rows], scores)
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31() -> None:
+    """Query of 2.2e9 elements; its last rows are what a 32-bit offset would miss."""
+    case = Case(PAPER, 1, 2, 32, 140_000, head_dim=256, dtype=BF16)
+    q, k = inputs(case)
+    assert q.numel() > 2**31
+    rows = slice(case.num_queries - 8, case.num_queries)
+    part = replace(case, num_queries=8, past=case.num_queries - 8)
+    scores = exact_rows(case, q, k, rows)
+    assert_best(part, choice(case, q, k, None)[:, :, rows], scores)
+
+
+@pytest.mark.gpu
+def test_replays_as_a_cuda_graph_without_waiting_for_the_device() -> None:
+    case = Case(PAPER, 1, 2, 8, 4096, head_dim=128, dtype=BF16)
+    q, k = inputs(case)
+    choice(case, q, k, None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        choice(case, q, k, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = choice(case, q, k, None)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert torch.equal(captured, choice(case, q, k, None))
