@@ -321,7 +321,7 @@ def clean_choice(x):
 def clean_writes(x):
     y = x.clone()
     y[y > 1] = 0.0
-    y[:, torch.arange(2)] = 1.0
+    y[:, torch.arange(2)] = y.new_ones(())  # a Python number would be copied to the device
     y[0] = x[1]
     y.index_copy_(0, torch.arange(1), x[:1]).scatter_(
         0, torch.zeros(1, 4, dtype=torch.long), x[:1]
