@@ -143,6 +143,8 @@ def _no_obstacle(branch: BranchName, facts: Facts) -> str | None:
 def _flex_obstacle(branch: BranchName, facts: Facts) -> str | None:
     if facts.device_type == "cpu":
         return "FlexAttention has no backward on CPU" if facts.needs_grad else None
+    if facts.dtype == torch.float64:
+        return "FlexAttention's kernels take float32, bfloat16 and float16, got torch.float64"
     if min(facts.head_dim, facts.value_head_dim) < 16:
         return f"FlexAttention needs head dims of at least 16, got {_dims(facts)}"
     return None

@@ -37,6 +37,10 @@ def backends(facts: Facts, backend: object = "auto") -> tuple[str, ...]:
         ({"dtype": torch.float32}, ("flex", "triton", "flex")),
         ({"head_dim": 192}, ("flex", "triton", "flex")),
         ({"documents": True}, ("flex", "triton", "flex")),
+        ({"dtype": torch.float64}, ("dense", "dense", "dense")),
+        ({"select_block_size": 48}, ("sdpa", "flex", "flex")),
+        ({"num_selected_blocks": 80}, ("sdpa", "flex", "flex")),
+        ({"num_query_heads": 128, "num_kv_heads": 1}, ("sdpa", "flex", "flex")),
         ({"whole": False}, ("flex", "flex", "flex")),
         ({"whole": False, "num_queries": 1}, ("dense", "dense", "dense")),
         ({"head_dim": 8, "value_head_dim": 8}, ("sdpa", "triton", "dense")),
@@ -70,6 +74,9 @@ def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:
         ({"head_dim": 8}, "flex", "head dims of at least 16, got 8 and 128"),
         ({"device_type": "cpu"}, "flex", "FlexAttention has no backward on CPU"),
         ({"device_type": "cpu"}, "sdpa", "needs a CUDA device, got cpu"),
+        ({"dtype": torch.float64}, "triton", "float16, bfloat16 or float32, got torch.float64"),
+        ({"dtype": torch.float64}, "flex", "take float32, bfloat16 and float16"),
+        ({"head_dim": 512}, "triton", "head dims up to 256, got 512 and 128"),
     ],
 )
 def test_an_explicit_choice_never_falls_back(
