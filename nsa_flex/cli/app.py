@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 import nsa_flex
+from nsa_flex.cli.demo import demo
+from nsa_flex.cli.explain import explain
 from nsa_flex.cli.info import info
 
 app = typer.Typer(
@@ -39,3 +41,5 @@ def nsa_flex_command(
 
 
 app.command()(info)
+app.command()(explain)
+app.command()(demo)

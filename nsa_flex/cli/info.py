@@ -46,7 +46,7 @@ def collect() -> dict[str, Any]:
         "cpu": {
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
-            "cxx_compiler": _cxx_compiler(),
+            "cxx_compiler": cxx_compiler(),
         },
         "cuda": {
             "build": torch.version.cuda,
@@ -62,7 +62,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cxx_compiler() -> str | None:
+def cxx_compiler() -> str | None:
     """Path of the compiler that torch.compile would call on the CPU."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX", default))
