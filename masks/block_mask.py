@@ -25,12 +25,12 @@ def cdiv(numerator: Tensor | int, denominator: int) -> Tensor | int:
 
 @torch.library.custom_op("nsa_flex::table", mutates_args=())
 def _copy(x: Tensor) -> Tensor:
-    return x.clone()
+    return x.new_empty(x.shape).copy_(x)
 
 
 @_copy.register_fake
 def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def as_table(x: Tensor | None) -> Tensor | None:
@@ -102,12 +102,17 @@ def tables_from_ranges(ranges: BlockRanges, num_columns: int, width: int) -> Blo
     skip = (num_full > 0)[..., None] & (partial >= full_low[..., None])
     partial = torch.where(skip, partial + num_full[..., None], partial)
     full = full_low[..., None] + slot
-    return BlockTables(
+    tables = BlockTables(
         (num_all - num_full).to(torch.int32),
         partial.clamp(0, num_columns - 1).to(torch.int32).contiguous(),
         num_full.to(torch.int32),
         full.clamp(0, num_columns - 1).to(torch.int32).contiguous(),
     )
+    if low.shape[0] == 1:
+        return tables
+    # The kernels step from row to row of the batch by the head's stride. Where there is one tile of
+    # queries, Inductor may give that dimension any stride; a new tensor has the one that counts.
+    return BlockTables(*(_copy(table) for table in tables))
 
 
 def build_block_mask(
