@@ -110,8 +110,8 @@ def tables_from_ranges(ranges: BlockRanges, num_columns: int, width: int) -> Blo
     )
     if low.shape[0] == 1:
         return tables
-    # The kernels step from row to row of the batch by the head's stride. Where there is one tile of
-    # queries, Inductor may give that dimension any stride; a new tensor has the one that counts.
+    # The kernels step from row to row of the batch by the head's stride. With one tile of queries
+    # Inductor may give that dimension any stride; a new tensor has the one that counts.
     return BlockTables(*(_copy(table) for table in tables))
 
 
