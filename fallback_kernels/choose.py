@@ -18,16 +18,16 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.choose_lse import lse_kernel
 from nsa_flex.fallback_kernels.choose_scores import score_kernel
 from nsa_flex.fallback_kernels.choose_top import top_kernel
-from nsa_flex.fallback_kernels.selected_plan import padded, round_up, rows_contiguous, strides
+from nsa_flex.fallback_kernels.selected_plan import padded, rows_contiguous, strides
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 MAX_SLOTS = 64
-MAX_BLOCKS = 1 << 16  # one row of scores is held in the registers of one program
+MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest program
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
 SCORE_BYTES = 1 << 27  # scores in memory at once
-PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
+PROGRAMS = 4096  # fewer tiles of queries than that are split along the keys
 INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
 LOG2E = math.log2(math.e)
 
@@ -53,16 +53,27 @@ def obstacle(query: Tensor, compressed_key: Tensor, config: NSAConfig, num_block
     return ""
 
 
+def row_width(num_blocks: int) -> int:
+    """Scores of a row in memory: at least a vector for each of 32 threads."""
+    return max(128, padded(num_blocks))
+
+
 class Chunk(NamedTuple):
     """Queries whose scores are in memory at once."""
 
     start: int
     size: int
-    width: int  # blocks that they may choose from, a multiple of 16
+    width: int  # blocks that they may choose from, rounded up to a row of `top_kernel`
 
-    def columns(self, least: int) -> int:
-        """Width of the tile that holds a row of scores."""
-        return max(padded(self.width), least)
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row of scores."""
+        return max(32, self.width // 32)
+
+    @property
+    def depth(self) -> int:
+        """Scores of a row in one thread."""
+        return self.width // self.lanes
 
 
 @dataclass(frozen=True)
@@ -116,8 +127,8 @@ class ChoicePlan:
 
     @property
     def stages(self) -> int:
-        """Tiles of keys in flight."""
-        return 2
+        """Tiles of keys in flight: three where that leaves room for three programs."""
+        return 3 if self.tile_columns <= 64 and self.head_dim <= 128 else 2
 
     @property
     def registers(self) -> int | None:
@@ -126,7 +137,7 @@ class ChoicePlan:
 
     def chunks(self) -> Iterator[Chunk]:
         """All queries, as many at a time as `SCORE_BYTES` holds the scores of."""
-        row_bytes = 4 * self.batch * self.kv_heads * round_up(self.num_blocks, 16)
+        row_bytes = 4 * self.batch * self.kv_heads * row_width(self.num_blocks)
         size = max(1, SCORE_BYTES // row_bytes)
         size = min(self.num_queries, max(self.tile_tokens, size // 64 * 64))
         # No query sits later than if the last one were the last key.
@@ -134,27 +145,17 @@ class ChoicePlan:
         for start in range(0, self.num_queries, size):
             stop = min(start + size, self.num_queries)
             own = (past + stop - 1) // self.select_block_size
-            yield Chunk(start, stop - start, round_up(min(own + 1, self.num_blocks), 16))
+            yield Chunk(start, stop - start, row_width(min(own + 1, self.num_blocks)))
 
     def empty_scores(self, chunk: Chunk, device: torch.device) -> Tensor:
-        """Room for (B, Hkv, queries, width) scores; rows are read to the width of their tile."""
-        size = self.batch * self.kv_heads * chunk.size * chunk.width
-        beyond = chunk.columns(self.slot_columns) - chunk.width
-        return torch.empty(size + beyond, dtype=torch.float32, device=device)
+        """Room for the scores of a chunk, rows (batch row, KV head, query)."""
+        shape = (self.batch * self.kv_heads, chunk.size, chunk.width)
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
     def splits(self, num_queries: int, num_tiles: int) -> int:
         """Programs that share the `num_tiles` tiles of keys of one tile of queries."""
         programs = -(-num_queries // self.tile_tokens) * self.batch * self.kv_heads
         return max(1, min(-(-PROGRAMS // programs), num_tiles))
-
-    @property
-    def slot_columns(self) -> int:
-        """n, rounded up to a power of two."""
-        return 1 << (self.num_slots - 1).bit_length()
-
-    def top_warps(self, columns: int) -> int:
-        """Warps that share a row of scores."""
-        return max(1, min(16, columns // 1024))
 
     def tile_constants(self) -> dict[str, Any]:
         """Compile-time arguments that kernels over queries and keys take."""
@@ -191,7 +192,8 @@ def choose_blocks(
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, any strides.
         compressed_key: (B, Hkv, N, D).
         lse: float32 (B, Hq, Sq), natural log-sum-exp of the compressed branch; of no matter for a
-            query that sees no compressed block. None computes it, in half the time of the choice.
+            query that sees no compressed block. None computes it first, which costs more than
+            the choice.
         positions: int (B or 1, Sq), consecutive, the last below `num_blocks * l'`.
         document_start: int (B, Sq), multiples of l', or None.
 
@@ -363,7 +365,8 @@ def _launch_scores(
         chunk.size,
         key.shape[2],
         plan.kv_heads,
-        chunk.width,
+        chunk.depth,
+        chunk.lanes,
         scale * LOG2E,
         DOCUMENTS=places.documents,
         COMPILED=not INTERPRETED,
@@ -382,7 +385,6 @@ def _launch_top(
     places: Places,
     **constants: int,
 ) -> None:
-    columns = chunk.columns(plan.slot_columns)
     top_kernel[(chunk.size, plan.batch * plan.kv_heads)](
         scores,
         blocks,
@@ -394,11 +396,11 @@ def _launch_top(
         chunk.size,
         plan.num_queries,
         plan.kv_heads,
-        chunk.width,
-        SLOT_COLUMNS=plan.slot_columns,
-        COLUMNS=columns,
-        PARTS=max(plan.slot_columns, columns // 8),
+        SLOT_COLUMNS=1 << (plan.num_slots - 1).bit_length(),
+        LANES=chunk.lanes,
+        DEPTH=chunk.depth,
         DOCUMENTS=places.documents,
         **constants,
-        num_warps=plan.top_warps(columns),
+        num_warps=chunk.lanes // 32,
+        maxnreg=64,
     )

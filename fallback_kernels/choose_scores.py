@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.choose_top import VECTOR, score_place
+
 
 @triton.jit
 def load_queries(
@@ -77,7 +79,15 @@ def pin_layout(x, COMPILED: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["first_query", "num_queries", "chunk_queries", "num_keys", "kv_heads"]
+    do_not_specialize=[
+        "first_query",
+        "num_queries",
+        "chunk_queries",
+        "num_keys",
+        "kv_heads",
+        "depth",
+        "lanes",
+    ]
 )
 def score_kernel(
     query_ptr,
@@ -101,7 +111,8 @@ def score_kernel(
     chunk_queries,
     num_keys,
     kv_heads,
-    width,
+    depth,
+    lanes,
     scale_log2,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -141,10 +152,14 @@ def score_kernel(
     if DOCUMENTS:
         start = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32)
         first = start // SELECT
+    first_free, last_free = first + INITIAL, own - LOCAL
     # Where all candidates fit, nobody asks for scores; nor for those of forced blocks.
     crowded = own - first >= NUM_SLOTS
-    lowest = tl.min(tl.where(crowded, first + INITIAL, width), 0)
-    highest = tl.minimum(tl.max(tl.where(crowded, own - LOCAL, -1), 0), width - 1)
+    width = lanes * depth
+    lowest = tl.min(tl.where(crowded, first_free, width), 0)
+    # Whole vectors are read: to their end -1 says that a block is not free.
+    highest = tl.max(tl.where(crowded, last_free, -1), 0) // VECTOR * VECTOR + VECTOR - 1
+    highest = tl.minimum(highest, width - 1)
     num_tiles = tl.cdiv(highest - lowest + 1, VALID)
     if split >= num_tiles:
         return
@@ -170,7 +185,15 @@ def score_kernel(
     lse = tl.reshape(lse, (MEMBERS * TOKENS,)) * LOG2E
 
     row = tl.arange(0, ROWS)
+    earliest, latest_start = tl.min(position, 0), tl.max(start, 0)
     score_row = (tl.program_id(1) * chunk_queries + place) * width
+    if split == 0:
+        block = lowest // VECTOR * VECTOR + tl.arange(0, VECTOR)
+        tl.store(
+            score_ptr + (score_row[None, :] + score_place(block, depth, lanes)[:, None]),
+            tl.full((VECTOR, TOKENS), -1.0, tl.float32),
+            mask=(block < lowest)[:, None] & (place < chunk_queries)[None, :],
+        )
     own_part = tl.zeros((ROWS, TOKENS), tl.float32)
     lent_part = tl.zeros((ROWS, TOKENS), tl.float32)
     steps = tl.cdiv(num_tiles - split, num_splits) * PER
@@ -191,18 +214,25 @@ def score_kernel(
             logits = tl.dot(k_tail, tl.trans(q_tail), logits, input_precision=PRECISION)
         p = tl.exp2(logits * scale_log2 - lse[None, :])
         p = tl.sum(tl.reshape(p, (ROWS, MEMBERS, TOKENS)), 1)
-        key = first_key + PER * row
-        # Last token of the compressed block; what must not count may be inf or NaN by now.
-        seen = (key * STRIDE + COMPRESS - 1)[:, None] <= position[None, :]
-        seen = seen & ((key >= 0) & (key < num_keys))[:, None]
+        # Where some query does not see all, what must not count may be inf or NaN by now.
+        last = (first_key + PER * (ROWS - 1)) * STRIDE + COMPRESS - 1
+        partly = last > earliest
+        if INITIAL < LENT:
+            partly |= first_key < 0
         if DOCUMENTS:
-            seen = seen & ((key * STRIDE)[:, None] >= start[None, :])
-        p = tl.where(seen, p, 0.0)
+            partly |= first_key * STRIDE < latest_start
+        if partly:
+            key = first_key + PER * row
+            seen = (key * STRIDE + COMPRESS - 1)[:, None] <= position[None, :]
+            seen = seen & ((key >= 0) & (key < num_keys))[:, None]
+            if DOCUMENTS:
+                seen = seen & ((key * STRIDE)[:, None] >= start[None, :])
+            p = tl.where(seen, p, 0.0)
         own_weight = (tl.minimum(LEFT, PER - 1 - residue) + 1).to(tl.float32)
-        own_part = tl.where(residue == 0, 0.0, own_part) + own_weight * p
+        own_part += own_weight * p
         if LEFT > 1:
             lent_weight = tl.maximum(residue - (PER - 1 - LEFT), 0).to(tl.float32)
-            lent_part = tl.where(residue == 0, 0.0, lent_part) + lent_weight * p
+            lent_part += lent_weight * p
         if residue == PER - 1:
             scores = pin_layout(own_part, COMPILED)
             # The row above; said by way of `residue`, it takes no registers while others come.
@@ -214,9 +244,13 @@ def score_kernel(
                 scores += tl.gather(pin_layout(lent_part, COMPILED), above, 0)
             scores = tl.where(scores > 0.0, scores, 0.0)  # NaN counts as 0
             block = first_block + row
+            free = (block[:, None] >= first_free[None, :]) & (block[:, None] <= last_free[None, :])
+            scores = tl.where(free, scores, -1.0)
             wanted = (row >= LENT) & (block <= highest)
             tl.store(
-                score_ptr + (score_row[None, :] + block[:, None]),
+                score_ptr + (score_row[None, :] + score_place(block, depth, lanes)[:, None]),
                 scores,
                 mask=wanted[:, None] & (place < chunk_queries)[None, :],
             )
+            own_part = tl.zeros((ROWS, TOKENS), tl.float32)
+            lent_part = tl.zeros((ROWS, TOKENS), tl.float32)
