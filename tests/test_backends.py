@@ -108,7 +108,10 @@ def check(
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         return IMPLEMENTATIONS[backend, branch](Branch(q, k, v, **task))
 
-    call = torch.compile(run, fullgraph=True) if compiled else run
+    call = run
+    if compiled:  # all calls here share a code object, and with it Dynamo's limit of graphs
+        torch._dynamo.reset()
+        call = torch.compile(run, fullgraph=True)
 
     def value(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, got_lse = call(q, k, v)
@@ -180,6 +183,30 @@ def test_flex_compiled_on_cpu(branch: BranchName) -> None:
     check(branch, "flex", "cpu", shape, **options)
     check(branch, "flex", "cpu", shape, documents=True, **options)
     check(branch, "flex", "cpu", shape, past=7, **options)
+
+
+def test_flex_compiled_on_cpu_has_no_log_sum_exp() -> None:
+    with pytest.raises(Exception, match="gives no log-sum-exp"):
+        check(
+            "sliding",
+            "flex",
+            "cpu",
+            (16, 16, 2, torch.float32, SMALL, 64),
+            backward=False,
+            compiled=True,
+        )
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_flex_on_cpu_without_recording_gradients(branch: BranchName, eager_flex: None) -> None:
+    q, k, v = (leaf((1, 2, 40, 16), torch.float32, "cpu") for _ in range(3))
+    blocks = random_choice(1, 2, 40, SMALL, 0, None)
+    count = SMALL.num_compressed_blocks(40) if branch == "compressed" else 40
+    task = Branch(q, k[:, :, :count], v[:, :, :count], SMALL, 0.25, blocks=blocks)
+    with torch.no_grad():
+        got, _ = IMPLEMENTATIONS["flex", branch](task)
+        want, _ = IMPLEMENTATIONS["dense", branch](task)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.fixture

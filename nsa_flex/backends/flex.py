@@ -145,8 +145,16 @@ def _flex(
     q_len = query.shape[2]
     # Not the decode kernel, which would take over below 128 rows: it is wrong on the fold.
     options = {"BACKEND": "TRITON", **(tiles or {})} if query.device.type == "cuda" else None
-    if query.device.type == "cpu" and torch.compiler.is_compiling():
-        query, key, value = _whole_blocks(query, key, value, mask)
+    if query.device.type == "cpu":
+        # FlexAttention refuses inputs that require gradients here, even where none are recorded.
+        query, key, value = query.detach(), key.detach(), value.detach()
+        if torch.compiler.is_compiling():
+            if branch.need_lse:
+                raise ValueError(
+                    "FlexAttention compiled on the CPU gives no log-sum-exp: "
+                    "use backend='dense', or leave out return_aux"
+                )
+            query, key, value = _whole_blocks(query, key, value, mask)
     result: Any = flex_attention(
         query,
         key,
