@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-# flash-attn where it is installed, else torch's own FA-2.
-PROVIDER: Literal["flash_attn", "torch"] = (
-    "flash_attn" if importlib.util.find_spec("flash_attn") else "torch"
-)
-# torch 2.11 has no such argument and takes fewer KV heads as they are.
-GQA_OPTION = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+from nsa_flex.installed import HAS_FLASH_ATTN
 
 
 def fa2_window(window_size: int) -> tuple[int, int]:
@@ -50,7 +43,7 @@ def varlen_attention(
     batch, length, heads = query.shape[:3]
     cu_seqlens = torch.arange(batch + 1, device=query.device, dtype=torch.int32) * length
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
-    call = _flash_attn if PROVIDER == "flash_attn" else _torch
+    call = _flash_attn if HAS_FLASH_ATTN else _torch
     out, lse = call(q, k, v, cu_seqlens, length, window, scale, need_lse)
     if lse is not None:  # [Hq, B * S]
         lse = lse.view(heads, batch, length).transpose(0, 1).detach()
@@ -67,7 +60,9 @@ def _torch(
     scale: float,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    options: dict[str, Any] = GQA_OPTION
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    options: dict[str, Any] = {"enable_gqa": True} if _takes_enable_gqa() else {}
     result: Any = varlen_attn(
         query,
         key,
@@ -82,6 +77,14 @@ def _torch(
         **options,
     )
     return result if need_lse else (result, None)
+
+
+@torch.compiler.assume_constant_result
+def _takes_enable_gqa() -> bool:
+    """torch 2.11 has no such argument and takes fewer KV heads as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def _flash_attn(

@@ -13,7 +13,6 @@ from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import (
     BRANCHES,
-    HAS_TRITON,
     IMPLEMENTATIONS,
     Backend,
     BranchName,
@@ -21,6 +20,7 @@ from nsa_flex.dispatch import (
     Facts,
     choose_backends,
 )
+from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ Decided from shapes, dtypes, the device and the need of gradients; never from va
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from nsa_flex.backends import dense, fa2, flex, sdpa, triton
 from nsa_flex.backends.branch import Branch
+from nsa_flex.installed import HAS_TRITON
 
 BranchName = Literal["compressed", "selected", "sliding"]
 BackendName = Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"]
@@ -41,8 +41,6 @@ CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
     "selected": ("triton", "flex", "dense"),
     "sliding": ("flex", "dense"),
 }
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Queries against a longer past: up to so many, one matrix product beats building tables.
 FEW_QUERIES = 16

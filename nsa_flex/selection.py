@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from nsa_flex.installed import HAS_TRITON
 
 # Float32 scores alive at once while choosing: 2^26 (256 MB) whatever S is.
 MAX_SCORES = 1 << 26

@@ -300,11 +300,11 @@ def test_packed_documents_by_cu_seqlens() -> None:
 
 def test_many_short_documents_need_a_bound() -> None:
     model = nsa_flex.patch(tiny_model(), NSA)
-    packed = {"position_ids": torch.arange(40)[None] % 4, "use_cache": False}
-    with pytest.raises(RuntimeError, match="more than max_documents=2 documents"):
+    packed = {"position_ids": torch.arange(40)[None] % 2, "use_cache": False}
+    with pytest.raises(RuntimeError, match="more than max_documents=18 documents"):
         logits(model, IDS[:1], **packed)
-    found = logits(model, IDS[:1], nsa_max_documents=10, **packed)
-    expected = logits(model, IDS[:1].view(10, 4)).view(1, 40, -1)
+    found = logits(model, IDS[:1], nsa_max_documents=20, **packed)
+    expected = logits(model, IDS[:1].view(20, 2)).view(1, 40, -1)
     assert relative_error(found, expected) < 1e-5
 
 

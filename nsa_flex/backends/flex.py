@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from nsa_flex.backends.branch import Branch
 from nsa_flex.backends.fold import fold_queries, repeat_keys, unfold_outputs
-from nsa_flex.backends.small_block_backward import allow_small_block_backward
 from nsa_flex.masks import (
     compressed_block_mask,
     folded_block_mask,
@@ -105,6 +104,8 @@ def _selected(branch: Branch) -> Output:
     )
     rows = group_rows(query, kv_heads, rows_per_query)
     if query.device.type == "cuda" and branch.needs_grad:
+        from nsa_flex.backends.small_block_backward import allow_small_block_backward
+
         allow_small_block_backward()
     columns = min(branch.config.select_block_size, 64)
     tiles = {"fwd_BLOCK_M": rows_per_query, "fwd_BLOCK_N": columns, "fwd_num_warps": 4}
