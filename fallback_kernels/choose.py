@@ -27,7 +27,7 @@ MAX_SLOTS = 64
 MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest program
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
 SCORE_BYTES = 1 << 27  # scores in memory at once
-PROGRAMS = 4096  # fewer tiles of queries than that are split along the keys
+PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
 INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
 LOG2E = math.log2(math.e)
 
@@ -147,10 +147,11 @@ class ChoicePlan:
             own = (past + stop - 1) // self.select_block_size
             yield Chunk(start, stop - start, row_width(min(own + 1, self.num_blocks)))
 
-    def empty_scores(self, chunk: Chunk, device: torch.device) -> Tensor:
-        """Room for the scores of a chunk, rows (batch row, KV head, query)."""
-        shape = (self.batch * self.kv_heads, chunk.size, chunk.width)
-        return torch.empty(shape, dtype=torch.float32, device=device)
+    def empty_scores(self, device: torch.device) -> Tensor:
+        """Room for the scores of any chunk, rows (batch row, KV head, query)."""
+        most = max((chunk.size * chunk.width for chunk in self.chunks()), default=0)
+        size = self.batch * self.kv_heads * most
+        return torch.empty(size, dtype=torch.float32, device=device)
 
     def splits(self, num_queries: int, num_tiles: int) -> int:
         """Programs that share the `num_tiles` tiles of keys of one tile of queries."""
@@ -269,8 +270,8 @@ def choose_blocks_operator(
     with torch.cuda.device_of(query):
         if lse is None:
             lse = _log_sum_exp(plan, query, key, places, scale, **compress)
+        scores = plan.empty_scores(query.device)
         for chunk in plan.chunks():
-            scores = plan.empty_scores(chunk, query.device)
             _launch_scores(
                 plan, chunk, query, key, lse, places, scores, scale, **compress, **select
             )
