@@ -299,8 +299,10 @@ class Places(NamedTuple):
 def _places(positions: Tensor, document_start: Tensor | None) -> Places:
     positions = positions.contiguous()
     starts = positions if document_start is None else document_start.contiguous()
-    strides = (x.stride(0) if x.shape[0] > 1 else 0 for x in (positions, starts))
-    return Places(positions, starts, *strides, documents=document_start is not None)
+    position_stride, start_stride = (
+        x.stride(0) if x.shape[0] > 1 else 0 for x in (positions, starts)
+    )
+    return Places(positions, starts, position_stride, start_stride, document_start is not None)
 
 
 def _log_sum_exp(
