@@ -201,6 +201,19 @@ def test_many_slots() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("num_blocks", [129, 400, 513, 1100, 4100])
+def test_wide_rows_of_scores(num_blocks: int) -> None:
+    """Rows of scores that fill one and several warps."""
+    config = NSAConfig(4, 4, 4, 32, num_initial_blocks=2, num_local_blocks=3)
+    case = Case(config=config, num_queries=9, past=4 * num_blocks - 9, group=1)
+    check(case)
+    q, k = inputs(case)
+    k[:, :, num_blocks // 3 :] = 0.0  # ties, across threads and their vectors
+    _, scores = references(case, q, k)
+    assert_best(case, choice(case, q, k, None), scores)
+
+
+@kernels
 @pytest.mark.parametrize("num_queries", [1, 2, 7, 8, 9, 16, 17, 64, 65])
 def test_short_sequences(num_queries: int) -> None:
     check(Case(num_queries=num_queries, past=0, batch=2, kv_heads=2))
