@@ -28,13 +28,16 @@ def split_segments(x: Tensor, config: NSAConfig) -> Tensor:
     are cut off; a sequence shorter than l is filled with zeros up to one block.
 
     Returns:
-        (B, H, max(1, N) + l/d - 1, d, D), a view of `x` when S >= l.
+        (B, H, max(1, N) + l/d - 1, d, D), contiguous.
     """
     block, stride = config.compress_block_size, config.compress_stride
     if x.shape[2] < block:
         x = F.pad(x, (0, 0, 0, block - x.shape[2]))
     num_segments = (x.shape[2] - block) // stride + block // stride
-    return x[:, :, : num_segments * stride].unflatten(2, (num_segments, stride))
+    # The copy fuses away when compiled. Without it a graph is guarded on whether the cut left a
+    # contiguous tensor, that is on whether d divides S, and every other length compiles anew.
+    whole = x[:, :, : num_segments * stride].clone(memory_format=torch.contiguous_format)
+    return whole.unflatten(2, (num_segments, stride))
 
 
 def add_shifted(parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -82,7 +82,9 @@ def align_packed(cu_seqlens: Tensor, num_tokens: int, config: NSAConfig) -> Docu
     aligned = end - padded
 
     token = torch.arange(num_tokens, device=device)
-    document = torch.searchsorted(cu[1:], token, right=True).clamp(max=num_documents - 1)
+    # One less than the number of documents that begin at or before the token. Over all of cu:
+    # Inductor of torch 2.11 cannot search in a slice.
+    document = (torch.searchsorted(cu, token, right=True) - 1).clamp(max=num_documents - 1)
     num_places = (num_tokens + num_documents * (size - 1)) // size * size
     target = (aligned[document] + token - begin[document]).clamp(max=num_places - 1)
 

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import oracle
 from nsa_flex.compression import Compression, mean_of_blocks, split_segments
 from nsa_flex.config import CompressionKind, NSAConfig
+from nsa_flex.hot_path import count_graphs
 
 KINDS = get_args(CompressionKind)
 LEARNED = tuple(kind for kind in KINDS if kind != "mean")
@@ -164,11 +165,18 @@ def test_strides_do_not_matter(kind):
         assert oracle.relative_error(compress(view).detach(), want.detach()) < 1e-14
 
 
-def test_segments_are_a_view():
-    x = torch.randn(2, 100, 3, 8).transpose(1, 2)
-    segments = split_segments(x, NSAConfig())
-    assert segments.shape == (2, 3, 6, 16, 8)
-    assert segments.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_two_graphs_serve_every_length(kind: str, num_heads: int, tokens_first: bool) -> None:
+    """One for the first length and one for all, whether or not d divides them."""
+    config = NSAConfig(8, 4, 16, 4, compression=kind)
+    layer = Compression(config, num_heads, 16)
+    lengths = (64, 63, 60, 77, 96)
+    inputs = [torch.randn(3, num_heads, length, 16) for length in lengths]
+    if tokens_first:
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    assert count_graphs(layer, [(x,) for x in inputs]).graphs == 2
 
 
 def test_half_precision_sums_in_float32():
