@@ -141,14 +141,23 @@ def test_module_in_bfloat16(kind: str) -> None:
     error = oracle.relative_error(to_float64(got), to_float64(want))
     allowed = 2 * oracle.relative_error(to_float64(base), to_float64(want)) + 2**-8
     assert error <= allowed
-    for (name, parameter), other, exact_parameter in zip(
-        layer.named_parameters(), baseline.parameters(), exact.parameters(), strict=True
-    ):
+    for name, parameter in layer.named_parameters():
         assert parameter.grad.any(), f"{name} got no gradient"
-        want_grad = to_float64(exact_parameter.grad)
-        error = oracle.relative_error(to_float64(parameter.grad), want_grad)
-        allowed = 2 * oracle.relative_error(to_float64(other.grad), want_grad) + 2**-8
-        assert error <= allowed, f"gradient of {name}: {error:.1e}, allowed {allowed:.1e}"
+    # By submodule: the key's position embedding alone has a gradient that is all cancellation, for
+    # what it adds to every key alike the softmax does not see.
+    for name, part in layer.named_children():
+        want_grad = gradient_of(exact.get_submodule(name))
+        if want_grad.size:
+            error = oracle.relative_error(gradient_of(part), want_grad)
+            base_grad = gradient_of(baseline.get_submodule(name))
+            allowed = 2 * oracle.relative_error(base_grad, want_grad) + 2**-8
+            assert error <= allowed, f"gradient of {name}: {error:.1e}, allowed {allowed:.1e}"
+
+
+def gradient_of(module: torch.nn.Module) -> np.ndarray[Any, Any]:
+    """Every parameter's gradient, end to end."""
+    grads = [to_float64(parameter.grad).ravel() for parameter in module.parameters()]
+    return np.concatenate(grads) if grads else np.empty(0)
 
 
 def tiny_llama(**changes: Any) -> Any:
