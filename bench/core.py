@@ -1,137 +1,154 @@
-"""Times the whole attention core against dense causal attention on one CUDA device.
-
-The core is what replaces attention in a layer: compression (mean), the three branches, the choice
-of blocks and the gates, from q, k, v and gates to the output, compiled. Dense is causal SDPA on
-cuDNN. Random inputs, so that choices hardly overlap. Rows go to a JSON file.
-
-Example: python bench/core.py --heads 64/4 32/8 --seq-len 8192 65536 --out core.json
-"""
+"""The whole attention core, q, k, v and gates to output, against dense causal attention."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.testing import do_bench
+from torch.nn.attention.flex_attention import flex_attention
 
-from nsa_flex import NSAConfig, explain, nsa_attention
-from nsa_flex.compression import mean_of_blocks, split_segments
+from nsa_flex.attention import nsa_attention
+from nsa_flex.bench import reference
+from nsa_flex.bench.case import Case
+from nsa_flex.bench.targets import (
+    Function,
+    Group,
+    Target,
+    Task,
+    compiled,
+    compress,
+    query_key_value,
+    scale_of,
+    too_large,
+    uniform_gates,
+)
+from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import Backend
+from nsa_flex.masks import sliding_block_mask
 
-QUANTILES = [0.5, 0.2, 0.8]
+SDPA = {
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-math": SDPBackend.MATH,
+}
+NSA: dict[str, Backend] = {"nsa": "auto", "nsa-eager": "auto", "nsa-flex": "flex"}
 
-
-def inputs_of(heads: int, kv_heads: int, length: int, dim: int) -> list[Tensor]:
-    """q, k, v and gates in (B, S, H, D) memory, bf16, requiring gradients."""
-
-    def normal(count: int, width: int) -> Tensor:
-        x = torch.randn(1, length, count, width, device="cuda", dtype=torch.bfloat16)
-        return x.transpose(1, 2).requires_grad_(True)
-
-    tensors = [normal(heads, dim), normal(kv_heads, dim), normal(kv_heads, dim)]
-    return [*tensors, normal(heads, 3).detach().sigmoid().requires_grad_(True)]
-
-
-def core(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, config: NSAConfig) -> Tensor:
-    """What is timed."""
-    ck, cv = (mean_of_blocks(split_segments(x, config), config).to(x.dtype) for x in (k, v))
-    return nsa_attention(q, k, v, ck, cv, gates, config=config)
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    """The baseline: one causal attention over all tokens."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def measure(function: Callable[[], Any], milliseconds: int) -> dict[str, float]:
-    """Median and the 20th and 80th percentile, in ms."""
-    median, low, high = do_bench(function, warmup=25, rep=milliseconds, quantiles=QUANTILES)
-    return {"median_ms": median, "p20_ms": low, "p80_ms": high}
+# A choice by a smaller lead may fall otherwise in float32: such queries are not compared.
+CLEAR_MARGIN = 1e-4
 
 
-def time_both(
-    function: Callable[..., Tensor], inputs: list[Tensor], milliseconds: int
-) -> dict[str, Any]:
-    """Forward without gradients, forward with backward, and the peak memory of the latter."""
-    with torch.no_grad():
-        forward = measure(lambda: function(*inputs), milliseconds)
-    grad = torch.randn_like(inputs[0])
+class Core(Target):
+    """Mean compression, choice, three branches and gates; dense ignores the gates.
 
-    def step() -> None:
-        out = function(*inputs)
-        torch.autograd.grad(out, inputs, grad, allow_unused=True)
+    * nsa: compiled, backends by `auto`. nsa-eager: without torch.compile around it.
+    * nsa-flex: compiled, every branch on FlexAttention.
+    * sdpa-*: causal `scaled_dot_product_attention`. flex-dense: causal FlexAttention, compiled.
+    """
 
-    step()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    peak = torch.cuda.max_memory_allocated() - before
-    both = measure(step, milliseconds)
-    return {"forward": forward, "forward_backward": both, "peak_bytes_above_inputs": peak}
+    name = "core"
+
+    def implementations(self) -> tuple[str, ...]:
+        return (*NSA, *SDPA, "flex-dense")
+
+    def prepare(self, case: Case, device: torch.device) -> Task:
+        tensors, facts = query_key_value(case, device)
+        return Task({**tensors, "gates": uniform_gates(case, device)}, facts=facts)
+
+    def obstacle(self, case: Case, memory: int) -> str | None:
+        return too_large(case, case.seq_len, memory) if _keeps_scores(case) else None
+
+    def function(self, case: Case, task: Task, compiler: str) -> Function:
+        config, name = case.config, case.implementation
+        if name in SDPA:
+            return _sdpa(SDPA[name])
+        if name == "flex-dense":
+            return _flex_dense(case, task.arguments["key"].device, compiler)
+        backend = NSA[name]
+
+        def core(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+            compressed = compress(key, config), compress(value, config)
+            return nsa_attention(
+                query, key, value, *compressed, gates, config=config, backend=backend
+            )
+
+        return core if name == "nsa-eager" else compiled(core, compiler)
+
+    def reference(
+        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
+    ) -> Tensor:
+        query, key, value, gates = arguments.values()
+        positions, config, scale = group.positions, case.config, scale_of(case)
+        if case.implementation not in NSA:
+            return reference.dense(query, key, value, positions, scale)
+        compressed_key = _rounded(key, task.arguments["key"], group, config)
+        compressed_value = _rounded(value, task.arguments["value"], group, config)
+        blocks, _ = _choose(case, task, group)
+        branches = (
+            reference.compressed(
+                query, compressed_key, compressed_value, positions, scale, config
+            ),
+            reference.selected(query, key, value, positions, scale, blocks, config),
+            reference.sliding(query, key, value, positions, scale, config),
+        )
+        gated = [gates[..., c, None] * out for c, out in enumerate(branches)]
+        return gated[0] + gated[1] + gated[2]
+
+    def clear(self, case: Case, task: Task, group: Group) -> Tensor:
+        if case.implementation not in NSA:
+            return super().clear(case, task, group)
+        return _choose(case, task, group)[1] > CLEAR_MARGIN
 
 
-def check(function: Callable[..., Tensor], inputs: list[Tensor], config: NSAConfig) -> None:
-    """Before timing: the compiled core agrees with the eager one, gradients included."""
-    plain = core(*inputs, config)
-    out = function(*inputs)
-    grad = torch.randn_like(out)
-    pairs = [(out, plain)]
-    pairs += zip(*(torch.autograd.grad(x, inputs, grad) for x in (out, plain)), strict=True)
-    for got, want in pairs:
-        error = (got.float() - want.float()).norm() / want.float().norm()
-        assert error < 2**-6, f"compiled and eager differ by {error:.1e}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def _keeps_scores(case: Case) -> bool:
+    return case.implementation == "sdpa-math" or (
+        case.implementation in NSA and not torch.cuda.is_available()
     )
-    parser.add_argument("--heads", nargs="+", default=["64/4", "32/8"], help="Hq/Hkv")
-    parser.add_argument("--seq-len", nargs="+", type=int, default=[8192, 32768, 65536])
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--milliseconds", type=int, default=150, help="timed per measurement")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
-    arguments = parser.parse_args()
-    config = NSAConfig()
-    rows = []
-    for shape in arguments.heads:
-        heads, kv_heads = (int(x) for x in shape.split("/"))
-        for length in arguments.seq_len:
-            torch._dynamo.reset()
-            torch.manual_seed(0)
-            inputs = inputs_of(heads, kv_heads, length, arguments.head_dim)
-            compiled = torch.compile(core, fullgraph=True, dynamic=False)
-            ours = lambda *xs, compiled=compiled: compiled(*xs, config)  # noqa: E731
-            check(ours, inputs, config)
-            row = {
-                "what": "attention core",
-                "device": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "dtype": "bfloat16",
-                "batch": 1,
-                "heads": shape,
-                "head_dim": arguments.head_dim,
-                "seq_len": length,
-                "backends": explain(*inputs[:3]).to_dict(),
-                "nsa": time_both(ours, inputs, arguments.milliseconds),
-                "dense": time_both(dense, inputs, arguments.milliseconds),
-            }
-            for part in ("forward", "forward_backward"):
-                dense_ms, ours_ms = (row[who][part]["median_ms"] for who in ("dense", "nsa"))
-                row[f"dense_over_nsa_{part}"] = dense_ms / ours_ms
-                print(f"{shape} {length} {part}: nsa {ours_ms:.2f} ms, dense {dense_ms:.2f} ms")
-            rows.append(row)
-            arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-if __name__ == "__main__":
-    main()
+def _sdpa(backend: SDPBackend) -> Function:
+    def dense(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+            )
+
+    return dense
+
+
+def _flex_dense(case: Case, device: torch.device, compiler: str) -> Function:
+    # A window over everything is the causal mask, without a pass over S x S.
+    everything = NSAConfig(window_size=case.seq_len)
+    mask = sliding_block_mask(everything, case.seq_len, case.seq_len, device, backward=case.train)
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        return flex_attention(query, key, value, block_mask=mask, enable_gqa=grouped)
+
+    return compiled(dense, compiler)
+
+
+def _rounded(x: Tensor, source: Tensor, group: Group, config: NSAConfig) -> Tensor:
+    """The mean of each block of x (S, D), with the values that the source's own dtype gives it.
+
+    Rounding a compressed key is part of the computation that is checked, not an error of it: it
+    decides which blocks are chosen. Gradients pass as through the mean.
+    """
+    exact = compress(x[None, None], config)[0, 0]
+    given = source.detach()[group.batch, group.head][None, None]
+    return exact + (compress(given, config)[0, 0].to(x.dtype) - exact).detach()
+
+
+def _choose(case: Case, task: Task, group: Group) -> tuple[Tensor, Tensor]:
+    """The float64 choice of a group's sampled queries, and its margins."""
+    query, key = (task.arguments[name].detach() for name in ("query", "key"))
+    heads = slice(group.head * case.group_size, (group.head + 1) * case.group_size)
+    compressed_key = compress(key[group.batch, group.head][None, None], case.config)[0, 0]
+    scored = reference.scores(
+        query[group.batch, heads, group.positions].double(),
+        compressed_key.double(),
+        group.positions,
+        scale_of(case),
+        case.config,
+    )
+    return reference.choice(scored, group.positions, case.config)

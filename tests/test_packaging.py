@@ -19,14 +19,14 @@ import pytest
 import nsa_flex
 
 ROOT = Path(__file__).resolve().parents[1]
-LINKED = ("masks", "fallback_kernels")
+LINKED = ("bench", "masks", "fallback_kernels")
 OPTIONAL = ["flash_attn", "jaxtyping", "matplotlib", "rich", "safetensors", "torchao"]
 OPTIONAL += ["transformers", "triton", "typer"]
 
 IMPORT_ALL = """
 import sys
-import nsa_flex, nsa_flex.masks, nsa_flex.fallback_kernels
-assert "masks" not in sys.modules and "fallback_kernels" not in sys.modules
+import nsa_flex, nsa_flex.bench, nsa_flex.masks, nsa_flex.fallback_kernels
+assert not {"bench", "masks", "fallback_kernels"} & set(sys.modules)
 for module in (nsa_flex, nsa_flex.masks, nsa_flex.fallback_kernels):
     print(module.__file__)
 """
@@ -63,9 +63,10 @@ def files_under(folder: str) -> list[str]:
 
 
 def tree_files() -> dict[str, bytes]:
-    """Path inside the wheel -> contents, for every file of the packages."""
+    """Path inside the wheel -> contents, for every file of the packages but measured rows."""
     paths = {name: name for name in files_under("nsa_flex")}
     paths |= {f"nsa_flex/{name}": name for folder in LINKED for name in files_under(folder)}
+    paths = {k: v for k, v in paths.items() if not v.startswith("bench/results/")}
     return {inside: (ROOT / path).read_bytes() for inside, path in paths.items()}
 
 
@@ -73,7 +74,7 @@ def tree_files() -> dict[str, bytes]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree, links kept, so that builds leave nothing in the checkout."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("nsa_flex", "masks", "fallback_kernels", "tests"):
+    for name in ("nsa_flex", *LINKED, "tests"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     for path in ROOT.iterdir():

@@ -1,0 +1,168 @@
+"""The one registry of what can be measured, and the presets: lists of cases by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+from nsa_flex.bench.branches import Compressed, Selected, Sliding
+from nsa_flex.bench.case import Case, unique
+from nsa_flex.bench.core import Core
+from nsa_flex.bench.parts import Choice, CompressionTarget, Merge
+from nsa_flex.bench.targets import Target
+from nsa_flex.config import CompressionKind, NSAConfig
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Core(),
+        Compressed(),
+        Selected(),
+        Sliding(),
+        Choice(),
+        Merge(),
+        CompressionTarget(),
+    )
+}
+
+Heads = tuple[int, int]
+
+KI = 1024
+MODEL_HEADS: tuple[Heads, ...] = ((64, 4), (32, 8), (16, 16))
+# G of 1, 4, 8 and 16.
+GROUPS: tuple[Heads, ...] = ((16, 16), (32, 8), (32, 4), (64, 4))
+DIMS = ((64, 64), (128, 128), (192, 128))
+DENSE = ("sdpa-cudnn", "sdpa-flash", "sdpa-math", "flex-dense")
+
+
+def grid(
+    target: str,
+    implementations: tuple[str, ...],
+    heads: tuple[Heads, ...],
+    lengths: tuple[int, ...],
+    *,
+    dims: tuple[tuple[int, int], ...] = ((128, 128),),
+    train: tuple[bool, ...] = (False, True),
+    **others: object,
+) -> list[Case]:
+    """The product, longest last: what is quick comes first. Targets without a backward skip it."""
+    trains = [each for each in train if TARGETS[target].trains or not each]
+    return [
+        Case(
+            target,
+            implementation,
+            each,
+            seq_len=length,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            value_dim=value_dim,
+            **others,  # type: ignore[arg-type]
+        )
+        for length in lengths
+        for query_heads, kv_heads in heads
+        for dim, value_dim in dims
+        for implementation in implementations
+        for each in trains
+    ]
+
+
+def headline() -> list[Case]:
+    """Core against cuDNN, 8k to 128k."""
+    lengths = (8 * KI, 32 * KI, 64 * KI, 128 * KI)
+    return grid("core", ("nsa", "sdpa-cudnn"), MODEL_HEADS, lengths)
+
+
+def quick() -> list[Case]:
+    """A first look: core against cuDNN and branches at one shape, under a minute."""
+    heads: tuple[Heads, ...] = ((32, 8),)
+    cases = grid("core", ("nsa", "sdpa-cudnn"), heads, (8 * KI, 32 * KI))
+    return cases + branches(heads, (8 * KI,))
+
+
+def branches(
+    heads: tuple[Heads, ...] = MODEL_HEADS, lengths: tuple[int, ...] = (8 * KI, 64 * KI)
+) -> list[Case]:
+    """Every part of the core on all that offer it, but those that keep all scores."""
+    cases = []
+    for name, target in TARGETS.items():
+        if name == "core":
+            continue
+        offered = tuple(i for i in target.implementations() if i not in ("dense", "eager"))
+        cases += grid(name, offered, heads, lengths)
+    return cases
+
+
+def overlap() -> list[Case]:
+    """Selection on choices that overlap little, by 88 to 92 %, and as a trained model's do."""
+    cases = []
+    for pattern in ("random", "overlap"):
+        lengths = (8 * KI, 64 * KI)
+        cases += grid("selected", ("triton",), MODEL_HEADS, lengths, pattern=pattern)
+    cases += grid("core", ("nsa",), MODEL_HEADS[:2], (64 * KI,), pattern="overlap")
+    return cases + trained()
+
+
+def trained() -> list[Case]:
+    """Selection on the recorded choices of the demo's model, and random ones of that length."""
+    return [
+        case
+        for pattern in ("random", "trained")
+        for case in grid("selected", ("triton",), MODEL_HEADS, (16 * KI,), pattern=pattern)
+    ]
+
+
+def compression() -> list[Case]:
+    """The four kinds of φ."""
+    return [
+        case
+        for kind in get_args(CompressionKind)
+        for case in grid(
+            "compression",
+            ("compiled", "eager"),
+            MODEL_HEADS[:2],
+            (8 * KI, 64 * KI),
+            config=NSAConfig(compression=kind),
+        )
+    ]
+
+
+def full() -> list[Case]:
+    """Everything: all implementations, 1k to 256k tokens, G of 1 to 16, three head dims."""
+    lengths = tuple(KI << shift for shift in range(9))
+    every = ("nsa", "nsa-eager", "nsa-flex", *DENSE)
+    cases = grid("core", every, GROUPS, lengths)
+    cases += grid("core", every, ((32, 8),), (8 * KI, 64 * KI), dims=DIMS)
+    return cases + branches(GROUPS) + overlap() + compression()
+
+
+def smoke() -> list[Case]:
+    """Each target and implementation that a CPU can run, tiny; for tests, not for times."""
+    sizes = {"compress_block_size": 8, "compress_stride": 4, "select_block_size": 8}
+    small = NSAConfig(**sizes, num_selected_blocks=4, window_size=16, compression="mean")
+    runnable = {
+        "core": ("nsa", "nsa-eager", "sdpa-math"),
+        "compressed": ("dense",),
+        "selected": ("dense",),
+        "sliding": ("dense",),
+        "choice": ("auto", "operations"),
+        "merge": ("auto", "expression"),
+        "compression": ("compiled", "eager"),
+    }
+    options = {"dims": ((16, 16),), "dtype": "float32", "config": small}
+    cases = []
+    for target, implementations in runnable.items():
+        cases += grid(target, implementations, ((4, 2),), (128,), **options)  # type: ignore[arg-type]
+    cases += grid("core", ("nsa-eager",), ((4, 2),), (128,), pattern="overlap", **options)  # type: ignore[arg-type]
+    return cases
+
+
+PRESETS: dict[str, Callable[[], list[Case]]] = {
+    function.__name__: function
+    for function in (smoke, quick, headline, branches, overlap, trained, compression, full)
+}
+
+
+def preset(name: str) -> list[Case]:
+    """The cases of a preset, each once."""
+    return unique(PRESETS[name]())

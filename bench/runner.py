@@ -1,0 +1,177 @@
+"""Runs cases one after another: gate, times, peak memory, floor; one or two rows each."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nsa_flex.bench.case import Case
+from nsa_flex.bench.gate import GateError, check
+from nsa_flex.bench.registry import TARGETS
+from nsa_flex.bench.rows import Notebook, Row
+from nsa_flex.bench.targets import Function, Target, Task
+from nsa_flex.bench.timing import Mark, measure
+from nsa_flex.bench.work import work_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure.
+
+    Args:
+        device: where.
+        budget_ms: about how long the repeats of one measurement take together.
+        compiler: backend of torch.compile.
+        seed: of inputs and of the queries that the gate samples.
+    """
+
+    device: torch.device
+    budget_ms: float = 300.0
+    compiler: str = "inductor"
+    seed: int = 0
+
+
+def run(
+    cases: Iterable[Case],
+    notebook: Notebook,
+    ceilings: dict[str, Any],
+    options: Options,
+    tell: Callable[[Case, list[Row]], None],
+) -> list[Row]:
+    """Measures what the notebook lacks; `tell` hears of every case when it is done.
+
+    Returns:
+        The rows of all the cases, in their order.
+    """
+    found: list[Row] = []
+    for case in cases:
+        rows = notebook.done(case.key)
+        if not rows:
+            rows = notebook.add(rows_of(case, ceilings, options))
+        tell(case, rows)
+        found += rows
+    return found
+
+
+def rows_of(case: Case, ceilings: dict[str, Any], options: Options) -> list[Row]:
+    """Rows of one case: measured, skipped with its reason, or failed with what was wrong."""
+    target = TARGETS[case.target]
+    try:
+        memory = _memory(options.device)
+        obstacle = target.obstacle(case, memory)
+        if obstacle is None:
+            return _measured(target, case, ceilings, options)
+        status, reason = "skipped", obstacle
+    except torch.OutOfMemoryError as error:
+        status, reason = "skipped", f"out of memory: {_first_line(error)}"
+    except GateError as error:
+        status, reason = "failed", str(error)
+    except Exception as error:
+        # A backend that says it cannot is no failure of ours: every other error is.
+        status = "skipped" if _is_refusal(error) else "failed"
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+    finally:
+        _clean_up(options.device)
+    passes = ("forward_backward",) if case.train else ("forward",)
+    return [{**case.fields(), "pass": p, "status": status, "reason": reason} for p in passes]
+
+
+def _measured(target: Target, case: Case, ceilings: dict[str, Any], options: Options) -> list[Row]:
+    torch.manual_seed(options.seed)
+    torch._dynamo.reset()
+    task = target.prepare(case, options.device)
+    function = target.function(case, task, options.compiler)
+    with torch.set_grad_enabled(case.train):
+        errors = check(target, case, task, function)
+        _clean_up(options.device)
+        step = _train_step(function, task) if case.train else _forward_step(function, task)
+        peak = _peak_bytes(step, options.device)
+        times = measure(step, options.device, options.budget_ms)
+    rows = []
+    named = (
+        {"forward_backward": "whole", "backward": "second"} if case.train else {"forward": "whole"}
+    )
+    for which, interval in named.items():
+        work = work_of(case, which)
+        floor = work.floor_ms(ceilings["matrix_tflops"] * 1e12, ceilings["memory_gb_per_s"] * 1e9)
+        median = times[interval].median_ms
+        rows.append(
+            {
+                **case.fields(),
+                "pass": which,
+                "status": "ok",
+                **times[interval].columns(),
+                "peak_bytes": peak,
+                "flops": work.flops,
+                "bytes": work.bytes,
+                "floor_ms": round(floor, 4),
+                "over_floor": round(median / floor, 2),
+                "error_over_allowed": errors,
+                **task.facts,
+                "compiler": options.compiler,
+                **ceilings,
+            }
+        )
+    return rows
+
+
+def _forward_step(function: Function, task: Task) -> Callable[[Mark], None]:
+    arguments = list(task.arguments.values())
+
+    def step(mark: Mark) -> None:
+        function(*arguments)
+
+    return step
+
+
+def _train_step(function: Function, task: Task) -> Callable[[Mark], None]:
+    arguments = list(task.arguments.values())
+    out = function(*arguments)
+    grad = torch.randn_like(out)
+    del out
+
+    def step(mark: Mark) -> None:
+        out = function(*arguments)
+        mark()
+        torch.autograd.grad(out, arguments, grad, allow_unused=True)
+
+    return step
+
+
+def _peak_bytes(step: Callable[[Mark], None], device: torch.device) -> int | None:
+    """Memory above the inputs during one step; None where it is not counted."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step(lambda: None)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that a case may take: the GPU's, 4 GiB on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return 4 * 2**30
+
+
+def _is_refusal(error: Exception) -> bool:
+    text = str(error)
+    return "cannot compute" in text or "No available kernel" in text
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else ""
+
+
+def _clean_up(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
