@@ -23,6 +23,15 @@ def cdiv(numerator: Tensor | int, denominator: int) -> Tensor | int:
     return -(-numerator // denominator)
 
 
+def num_tiles(num_tokens: int) -> int:
+    """Tiles that cover so many tokens; traced, two at least, the second perhaps for no token.
+
+    torch.compile makes a graph of its own for a table of size one.
+    """
+    tiles = cdiv(num_tokens, TILE)
+    return max(2, tiles) if torch.compiler.is_compiling() else tiles
+
+
 @torch.library.custom_op("nsa_flex::table", mutates_args=())
 def _copy(x: Tensor) -> Tensor:
     return x.new_empty(x.shape).copy_(x)
@@ -149,7 +158,7 @@ def table_width(needed: int, num_columns: int, device: torch.device) -> int:
 
 def tile_rows(num_tokens: int, device: torch.device) -> Tensor:
     """First token of each tile of rows, shaped [1, 1, tiles] to broadcast over batch and head."""
-    return index_range(cdiv(num_tokens, TILE), device)[None, None] * TILE
+    return index_range(num_tiles(num_tokens), device)[None, None] * TILE
 
 
 def offset_rows(offset: Tensor | None) -> Tensor | int:

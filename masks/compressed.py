@@ -14,6 +14,7 @@ from nsa_flex.masks.block_mask import (
     as_table,
     build_block_mask,
     cdiv,
+    num_tiles,
     offset_rows,
     table_width,
     tables_from_ranges,
@@ -70,14 +71,14 @@ def compressed_block_mask(
         full_low=zero if whole else zero + 1,
         full_high=((first - reach) // d + 1) // TILE - 1 if whole else zero,
     )
-    num_columns = cdiv(num_blocks, TILE)
+    num_columns = num_tiles(num_blocks)
     kv_tables = tables_from_ranges(
         rows, num_columns, table_width(num_columns, num_columns, device)
     )
     q_tables = None
     if backward:
         key = tile_rows(num_blocks, device)
-        num_rows = cdiv(q_len, TILE)
+        num_rows = num_tiles(q_len)
         end = torch.full_like(key + off, num_rows - 1)
         columns = BlockRanges(
             low=(key * d + reach - off) // TILE,
@@ -125,16 +126,16 @@ def folded_block_mask(
     """The BlockMask of `folded_mask_mod`: causal over `num_blocks` x `num_blocks`."""
     tile = tile_rows(num_blocks, device) // TILE
     zero = torch.zeros_like(tile)
-    num_tiles = cdiv(num_blocks, TILE)
-    width = table_width(num_tiles, num_tiles, device)
+    tiles = num_tiles(num_blocks)
+    width = table_width(tiles, tiles, device)
     whole = document_start is None
     rows = BlockRanges(zero, tile, zero if whole else tile + 1, tile - 1)
-    kv_tables = tables_from_ranges(rows, num_tiles, width)
+    kv_tables = tables_from_ranges(rows, tiles, width)
     q_tables = None
     if backward:
-        end = zero + num_tiles - 1
+        end = zero + tiles - 1
         columns = BlockRanges(tile, end, tile + 1 if whole else end + 1, end)
-        q_tables = tables_from_ranges(columns, num_tiles, width)
+        q_tables = tables_from_ranges(columns, tiles, width)
     rows_end = cdiv(num_blocks, TILE) * TILE * config.compress_stride + config.compress_block_size
     starts = token_table(document_start, rows_end)
     mask_mod = folded_mask_mod(config, num_query_heads, document_start=starts)

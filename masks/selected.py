@@ -69,6 +69,8 @@ def selected_block_mask(
     bounded by them (537 MB a KV head at 64k tokens and l' = 64).
     """
     num_queries, num_columns = blocks.shape[2], config.num_select_blocks(kv_len)
+    if torch.compiler.is_compiling():
+        num_columns = max(2, num_columns)  # for a size of one torch makes a graph of its own
     own = index_range(num_queries, blocks.device)[None]  # [1, Sq]
     if offset is not None:
         own = own + offset[:, None]

@@ -14,6 +14,7 @@ from nsa_flex.masks.block_mask import (
     as_table,
     build_block_mask,
     cdiv,
+    num_tiles,
     offset_rows,
     table_width,
     tables_from_ranges,
@@ -75,7 +76,7 @@ def sliding_block_mask(
         full_high=(first + 1) // TILE - 1 if whole else torch.zeros_like(first),
     )
     tiles_seen = cdiv(w - 1, TILE) + 2
-    num_columns = cdiv(kv_len, TILE)
+    num_columns = num_tiles(kv_len)
     kv_tables = tables_from_ranges(rows, num_columns, table_width(tiles_seen, num_columns, device))
     q_tables = None
     if backward:
@@ -86,7 +87,7 @@ def sliding_block_mask(
             full_low=cdiv(key + TILE - 1, TILE) if whole else torch.ones_like(key),
             full_high=(key + w - TILE) // TILE if whole else torch.zeros_like(key),
         )
-        num_rows = cdiv(q_len, TILE)
+        num_rows = num_tiles(q_len)
         q_tables = tables_from_ranges(columns, num_rows, table_width(tiles_seen, num_rows, device))
     mask_mod = sliding_mask_mod(
         config, offset=as_table(offset), document_start=token_table(document_start, q_len)

@@ -314,11 +314,10 @@ def check_inputs(
 
 
 def _num_compressed(inputs: Inputs, config: NSAConfig) -> int:
-    """N that the compressed tensors must have: 0 may be written as one unseen block."""
+    """N that the compressed tensors must have; below 2, unseen blocks may fill up to 1 or 2."""
     kv_len, got = inputs.key.shape[2], inputs.compressed_key.shape[2]
-    if got == 0:
-        return config.num_compressed_blocks(kv_len)
-    return max(1, (kv_len - config.compress_block_size) // config.compress_stride + 1)
+    whole = (kv_len - config.compress_block_size) // config.compress_stride + 1
+    return max(whole, min(got, 2))
 
 
 def _check_positions(

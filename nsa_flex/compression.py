@@ -25,15 +25,17 @@ def split_segments(x: Tensor, config: NSAConfig) -> Tensor:
 
     Block i is segments i ... i + l/d - 1, so work done once a segment serves every block that
     contains it, and no overlapping windows are ever copied. Tokens past the last whole block
-    are cut off; a sequence shorter than l is filled with zeros up to one block.
+    are cut off; a sequence shorter than l + d is filled with zeros up to two blocks.
 
     Returns:
-        (B, H, max(1, N) + l/d - 1, d, D), contiguous.
+        (B, H, max(2, N) + l/d - 1, d, D), contiguous.
     """
     block, stride = config.compress_block_size, config.compress_stride
-    if x.shape[2] < block:
-        x = F.pad(x, (0, 0, 0, block - x.shape[2]))
-    num_segments = (x.shape[2] - block) // stride + block // stride
+    two_blocks = block + stride
+    num_segments = (max(x.shape[2], two_blocks) - block) // stride + block // stride
+    # Traced, all lengths are filled up alike: a branch on the length is a second graph.
+    if torch.compiler.is_compiling() or x.shape[2] < two_blocks:
+        x = F.pad(x, (0, 0, 0, two_blocks))
     # The copy fuses away when compiled. Without it a graph is guarded on whether the cut left a
     # contiguous tensor, that is on whether d divides S, and every other length compiles anew.
     whole = x[:, :, : num_segments * stride].clone(memory_format=torch.contiguous_format)
@@ -191,8 +193,9 @@ class Compression(nn.Module):
             x: (B, Hkv, S, D), keys after RoPE or values, any strides.
 
         Returns:
-            (B, Hkv, max(1, N), D) in the dtype of `x`. When S < l there is no whole block; the
-            one that is returned then (of `x` filled up with zeros) is for no query to see.
+            (B, Hkv, max(2, N), D) in the dtype of `x`. Blocks that are not whole (of `x` filled
+            up with zeros, when S < l + d) are for no query to see. There are always two, since
+            torch.compile makes a graph of its own for a size of one.
 
         Raises:
             ValueError: `x` is not (B, Hkv, S, D) with this module's Hkv and D.

@@ -44,6 +44,7 @@ def choose_blocks(
         int32 (B, Hkv, Sq, n), ascending, -1 behind the last block where there are fewer than n.
         A NaN score counts as 0: the forced blocks are always there.
     """
+    config.specialize()
     if query.device.type == "cuda" and HAS_TRITON:
         from nsa_flex.fallback_kernels import choose
 

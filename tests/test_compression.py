@@ -129,7 +129,7 @@ def test_number_of_blocks(kind, num_tokens):
     config = NSAConfig()
     compress = randomized(Compression(config, 2, 4, kind))
     got = compress(torch.randn(1, 2, num_tokens, 4))
-    assert got.shape == (1, 2, max(1, config.num_compressed_blocks(num_tokens)), 4)
+    assert got.shape == (1, 2, max(2, config.num_compressed_blocks(num_tokens)), 4)
     assert got.isfinite().all()
 
 
@@ -183,7 +183,7 @@ def test_half_precision_sums_in_float32():
     x = torch.ones(1, 1, 32, 1, dtype=torch.bfloat16)
     x[:, :, 0] = 256.0  # 256 + 1 is 256 in bfloat16
     segments = split_segments(x, NSAConfig())
-    assert mean_of_blocks(segments, NSAConfig()).item() == (256 + 31) / 32
+    assert mean_of_blocks(segments, NSAConfig())[..., 0, :].item() == (256 + 31) / 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,7 +244,7 @@ def test_compiles_with_symbolic_length(kind):
         assert oracle.relative_error(got.detach(), want.detach()) < 1e-6
         got_grad, want_grad = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
         assert oracle.relative_error(got_grad, want_grad) < 1e-6
-        assert counter.frame_count == (1 if num_tokens > 6 else 2)
+        assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -167,7 +167,11 @@ def _flex(
         return_aux=AuxRequest(lse=True) if branch.need_lse else None,  # type: ignore[arg-type]
     )
     if not branch.need_lse:
-        return result[:, :, :q_len], None
+        out = result[:, :, :q_len]
+        if query.device.type == "cpu" and torch.compiler.is_compiling():
+            # Else a graph is guarded on whether the cut left a contiguous tensor.
+            out = out.clone(memory_format=torch.contiguous_format)
+        return out, None
     out, aux = result
     return out[:, :, :q_len], aux.lse[:, :, :q_len].detach()
 
