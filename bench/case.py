@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -99,8 +98,3 @@ class Case:
             "blocks": self.blocks,
             "compression": self.config.compression,
         }
-
-
-def unique(cases: Iterable[Case]) -> list[Case]:
-    """Each case once, in the order of first appearance."""
-    return list(dict.fromkeys(cases))

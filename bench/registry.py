@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from nsa_flex.bench.branches import Compressed, Selected, Sliding
-from nsa_flex.bench.case import Case, unique
+from nsa_flex.bench.case import Case
+from nsa_flex.bench.compile_time import CompileCase
 from nsa_flex.bench.core import Core
+from nsa_flex.bench.models import IMPLEMENTATIONS, ModelCase
 from nsa_flex.bench.parts import Choice, CompressionTarget, Merge
 from nsa_flex.bench.targets import Target
 from nsa_flex.config import CompressionKind, NSAConfig
@@ -25,6 +27,7 @@ TARGETS: dict[str, Target] = {
     )
 }
 
+AnyCase = Case | ModelCase | CompileCase
 Heads = tuple[int, int]
 
 KI = 1024
@@ -127,16 +130,48 @@ def compression() -> list[Case]:
     ]
 
 
-def full() -> list[Case]:
+def full() -> list[AnyCase]:
     """Everything: all implementations, 1k to 256k tokens, G of 1 to 16, three head dims."""
     lengths = tuple(KI << shift for shift in range(9))
     every = ("nsa", "nsa-eager", "nsa-flex", *DENSE)
-    cases = grid("core", every, GROUPS, lengths)
+    cases: list[AnyCase] = [*grid("core", every, GROUPS, lengths)]
     cases += grid("core", every, ((32, 8),), (8 * KI, 64 * KI), dims=DIMS)
-    return cases + branches(GROUPS) + overlap() + compression()
+    cases += [*headline(), *branches(GROUPS), *overlap(), *compression()]
+    return cases + models() + compiling()
 
 
-def smoke() -> list[Case]:
+def models() -> list[AnyCase]:
+    """Training steps: 125M parameters at 512 to 2048 tokens, layers of Llama-3.1-8B from 8k."""
+    small, large = "125m", "llama-3.1-8b, 4 layers"
+    cases: list[AnyCase] = [
+        ModelCase(small, name, batch, length)
+        for length in (2048, 1024, 512)
+        for batch in (16, 1)
+        for name in ("nsa", "dense")
+    ]
+    cases += [ModelCase(small, name, 16, 2048) for name in ("nsa-eager", "dense-eager")]
+    cases += [
+        ModelCase(large, name, 1, length)
+        for length in (8 * KI, 32 * KI, 64 * KI)
+        for name in ("nsa", "dense")
+    ]
+    return [
+        *cases,
+        ModelCase(large, "nsa-eager", 1, 8 * KI),
+        ModelCase(large, "dense-eager", 1, 8 * KI),
+    ]
+
+
+def compiling() -> list[AnyCase]:
+    """Compilation of the core, cold and warm."""
+    return [
+        CompileCase(query_heads, kv_heads, 8 * KI, train)
+        for query_heads, kv_heads in ((64, 4), (32, 8))
+        for train in (False, True)
+    ]
+
+
+def smoke() -> list[AnyCase]:
     """Each target and implementation that a CPU can run, tiny; for tests, not for times."""
     sizes = {"compress_block_size": 8, "compress_stride": 4, "select_block_size": 8}
     small = NSAConfig(**sizes, num_selected_blocks=4, window_size=16, compression="mean")
@@ -150,19 +185,27 @@ def smoke() -> list[Case]:
         "compression": ("compiled", "eager"),
     }
     options = {"dims": ((16, 16),), "dtype": "float32", "config": small}
-    cases = []
+    cases: list[AnyCase] = []
     for target, implementations in runnable.items():
         cases += grid(target, implementations, ((4, 2),), (128,), **options)  # type: ignore[arg-type]
     cases += grid("core", ("nsa-eager",), ((4, 2),), (128,), pattern="overlap", **options)  # type: ignore[arg-type]
-    return cases
+    return [*cases, *(ModelCase("tiny", name, 2, 64) for name in IMPLEMENTATIONS)]
 
 
-PRESETS: dict[str, Callable[[], list[Case]]] = {
-    function.__name__: function
-    for function in (smoke, quick, headline, branches, overlap, trained, compression, full)
+PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
+    "smoke": smoke,
+    "quick": quick,
+    "headline": headline,
+    "branches": branches,
+    "overlap": overlap,
+    "trained": trained,
+    "compression": compression,
+    "models": models,
+    "compile": compiling,
+    "full": full,
 }
 
 
-def preset(name: str) -> list[Case]:
+def preset(name: str) -> list[AnyCase]:
     """The cases of a preset, each once."""
-    return unique(PRESETS[name]())
+    return list(dict.fromkeys(PRESETS[name]()))

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from nsa_flex.bench.case import Case
+from nsa_flex.bench.compile_time import CompileCase, compile_times
 from nsa_flex.bench.gate import GateError, check
-from nsa_flex.bench.registry import TARGETS
+from nsa_flex.bench.models import ModelCase, training_columns
+from nsa_flex.bench.registry import TARGETS, AnyCase
 from nsa_flex.bench.rows import Notebook, Row
 from nsa_flex.bench.targets import Function, Target, Task
 from nsa_flex.bench.timing import Mark, measure
@@ -36,11 +38,11 @@ class Options:
 
 
 def run(
-    cases: Iterable[Case],
+    cases: Iterable[AnyCase],
     notebook: Notebook,
     ceilings: dict[str, Any],
     options: Options,
-    tell: Callable[[Case, list[Row]], None],
+    tell: Callable[[AnyCase, list[Row]], None],
 ) -> list[Row]:
     """Measures what the notebook lacks; `tell` hears of every case when it is done.
 
@@ -57,15 +59,27 @@ def run(
     return found
 
 
-def rows_of(case: Case, ceilings: dict[str, Any], options: Options) -> list[Row]:
+def passes_of(case: AnyCase) -> tuple[str, ...]:
+    """What each row of a case tells the time of."""
+    if isinstance(case, ModelCase):
+        return ("training_step",)
+    if isinstance(case, CompileCase):
+        return ("compile_cold", "compile_warm")
+    return ("forward_backward", "backward") if case.train else ("forward",)
+
+
+def rows_of(case: AnyCase, ceilings: dict[str, Any], options: Options) -> list[Row]:
     """Rows of one case: measured, skipped with its reason, or failed with what was wrong."""
-    target = TARGETS[case.target]
     try:
-        memory = _memory(options.device)
-        obstacle = target.obstacle(case, memory)
-        if obstacle is None:
-            return _measured(target, case, ceilings, options)
-        status, reason = "skipped", obstacle
+        torch.manual_seed(options.seed)
+        torch._dynamo.reset()
+        columns = _measured(case, ceilings, options)
+        return [
+            {**case.fields(), "pass": which, "status": "ok", **columns[which], **ceilings}
+            for which in passes_of(case)
+        ]
+    except Skip as error:
+        status, reason = "skipped", str(error)
     except torch.OutOfMemoryError as error:
         status, reason = "skipped", f"out of memory: {_first_line(error)}"
     except GateError as error:
@@ -76,13 +90,39 @@ def rows_of(case: Case, ceilings: dict[str, Any], options: Options) -> list[Row]
         reason = f"{type(error).__name__}: {_first_line(error)}"
     finally:
         _clean_up(options.device)
-    passes = ("forward_backward",) if case.train else ("forward",)
-    return [{**case.fields(), "pass": p, "status": status, "reason": reason} for p in passes]
+    why = {"status": status, "reason": reason}
+    return [{**case.fields(), "pass": which, **why} for which in passes_of(case)]
 
 
-def _measured(target: Target, case: Case, ceilings: dict[str, Any], options: Options) -> list[Row]:
-    torch.manual_seed(options.seed)
-    torch._dynamo.reset()
+class Skip(Exception):
+    """A case that cannot be run here; the message says why."""
+
+
+def _measured(
+    case: AnyCase, ceilings: dict[str, Any], options: Options
+) -> dict[str, dict[str, Any]]:
+    """Columns of each pass."""
+    if isinstance(case, ModelCase):
+        columns = training_columns(
+            case, ceilings, options.device, options.compiler, options.budget_ms
+        )
+        return {"training_step": columns}
+    if isinstance(case, CompileCase):
+        if options.device.type != "cuda":
+            raise Skip("compile times are taken on CUDA")
+        return {
+            f"compile_{name}": {"median_ms": round(1e3 * seconds), "repeats": 1}
+            for name, seconds in compile_times(case).items()
+        }
+    return _measured_attention(TARGETS[case.target], case, ceilings, options)
+
+
+def _measured_attention(
+    target: Target, case: Case, ceilings: dict[str, Any], options: Options
+) -> dict[str, dict[str, Any]]:
+    obstacle = target.obstacle(case, _memory(options.device))
+    if obstacle is not None:
+        raise Skip(obstacle)
     task = target.prepare(case, options.device)
     function = target.function(case, task, options.compiler)
     with torch.set_grad_enabled(case.train):
@@ -91,7 +131,7 @@ def _measured(target: Target, case: Case, ceilings: dict[str, Any], options: Opt
         step = _train_step(function, task) if case.train else _forward_step(function, task)
         peak = _peak_bytes(step, options.device)
         times = measure(step, options.device, options.budget_ms)
-    rows = []
+    found = {}
     named = (
         {"forward_backward": "whole", "backward": "second"} if case.train else {"forward": "whole"}
     )
@@ -99,24 +139,18 @@ def _measured(target: Target, case: Case, ceilings: dict[str, Any], options: Opt
         work = work_of(case, which)
         floor = work.floor_ms(ceilings["matrix_tflops"] * 1e12, ceilings["memory_gb_per_s"] * 1e9)
         median = times[interval].median_ms
-        rows.append(
-            {
-                **case.fields(),
-                "pass": which,
-                "status": "ok",
-                **times[interval].columns(),
-                "peak_bytes": peak,
-                "flops": work.flops,
-                "bytes": work.bytes,
-                "floor_ms": round(floor, 4),
-                "over_floor": round(median / floor, 2),
-                "error_over_allowed": errors,
-                **task.facts,
-                "compiler": options.compiler,
-                **ceilings,
-            }
-        )
-    return rows
+        found[which] = {
+            **times[interval].columns(),
+            "peak_bytes": peak,
+            "flops": work.flops,
+            "bytes": work.bytes,
+            "floor_ms": round(floor, 4),
+            "over_floor": round(median / floor, 2),
+            "error_over_allowed": errors,
+            **task.facts,
+            "compiler": options.compiler,
+        }
+    return found
 
 
 def _forward_step(function: Function, task: Task) -> Callable[[Mark], None]:
