@@ -11,12 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected_backward import backward
+from nsa_flex.fallback_kernels.selected_backward import backward, row_deltas
 from nsa_flex.fallback_kernels.selected_forward import forward
 from nsa_flex.fallback_kernels.selected_index import count_kernel
 from nsa_flex.fallback_kernels.selected_plan import (
     SelectedPlan,
     empty_natural,
+    index_words,
     natural,
     rows_contiguous,
 )
@@ -87,7 +88,7 @@ def selected_attention(
     )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return selected_forward(
+    out, lse, _ = selected_forward(
         query,
         key,
         value,
@@ -99,6 +100,7 @@ def selected_attention(
         query_offset,
         deterministic,
     )
+    return out, lse
 
 
 @torch.library.custom_op("nsa_flex::selected_forward", mutates_args=())
@@ -113,30 +115,46 @@ def selected_forward(
     scale: float,
     query_offset: int,
     deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """Operator under `selected_attention`; `deterministic` is for its backward."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator under `selected_attention`; `deterministic` is for its backward.
+
+    The third result is the index of `blocks`, which the backward uses again: int32.
+    """
     plan = SelectedPlan.of(
         query, key, value, blocks, block_size, num_initial_blocks, num_local_blocks, query_offset
     )
+    storage = _empty_index(query, key, value, blocks, block_size, query_offset)
     if query.numel() == 0 or blocks.numel() == 0:
         out, lse = _empty_results(query, value)
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out.zero_(), lse.fill_(float("-inf")), storage
     with torch.cuda.device_of(query):
-        return forward(
+        out, lse = forward(
             plan,
             natural(query),
             rows_contiguous(key),
             rows_contiguous(value),
             blocks.contiguous(),
             scale,
+            storage=storage,
         )
+    return out, lse, storage
 
 
 @selected_forward.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *_options: Any
-) -> tuple[Tensor, Tensor]:
-    return _empty_results(query, value)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    scale: float,
+    query_offset: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    index = _empty_index(query, key, value, blocks, block_size, query_offset)
+    return *_empty_results(query, value), index
 
 
 @torch.library.custom_op("nsa_flex::selected_backward", mutates_args=())
@@ -145,6 +163,7 @@ def selected_backward(
     key: Tensor,
     value: Tensor,
     blocks: Tensor,
+    index: Tensor,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
@@ -164,18 +183,20 @@ def selected_backward(
         grad_query, grad_key, grad_value = _empty_gradients(query, key, value)
         return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
     with torch.cuda.device_of(query):
+        grad_out = natural(grad_out)
         return backward(
             plan,
             natural(query),
             rows_contiguous(key),
             rows_contiguous(value),
             blocks.contiguous(),
-            natural(out),
-            lse,
-            natural(grad_out),
-            grad_lse,
+            natural(lse[..., None])[..., 0],
+            row_deltas(plan, natural(out), grad_out, grad_lse),
+            None,
+            grad_out,
             scale,
             deterministic=deterministic,
+            index=index,
         )
 
 
@@ -191,6 +212,13 @@ def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def _empty_index(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, block_size: int, query_offset: int
+) -> Tensor:
+    words = index_words(query, key, value, blocks, block_size, query_offset)
+    return torch.empty(words, dtype=torch.int32, device=query.device)
+
+
 def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query_, key_, value_ = (
         empty_natural(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
@@ -198,19 +226,23 @@ def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     return query_, key_, value_
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, blocks, *options = inputs
-    ctx.save_for_backward(query, key, value, blocks, *output)
+    out, lse, index = output
+    ctx.mark_non_differentiable(index)
+    ctx.save_for_backward(query, key, value, blocks, index, out, lse)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, blocks, out, lse = ctx.saved_tensors
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+) -> tuple[Any, ...]:
+    query, key, value, blocks, index, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     gradients = selected_backward(
-        query, key, value, blocks, out, lse, grad_out, grad_lse, *ctx.options
+        query, key, value, blocks, index, out, lse, grad_out, grad_lse, *ctx.options
     )
     return (*gradients, None, *(None for _ in ctx.options))
 

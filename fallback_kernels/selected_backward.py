@@ -18,12 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.selected_forward import LOG2E
-from nsa_flex.fallback_kernels.selected_index import SelectedIndex, build_index
+from nsa_flex.fallback_kernels.selected_index import (
+    SelectedIndex,
+    build_index,
+    index_views,
+)
 from nsa_flex.fallback_kernels.selected_merge import query_gradient_kernel
 from nsa_flex.fallback_kernels.selected_plan import (
     INITIAL_CHUNK_TOKENS,
     SelectedPlan,
+    Window,
     empty_natural,
+    natural_rows,
     padded,
     round_up,
     strides,
@@ -33,6 +39,7 @@ from nsa_flex.fallback_kernels.selected_tiles import (
     load_block,
     load_rows,
     load_some_rows,
+    row_lse_log2,
     store_rows,
 )
 
@@ -45,13 +52,8 @@ STORE, ATOMIC, ADD = 0, 1, 2
 def delta_kernel(
     out_ptr,
     grad_out_ptr,
-    lse_ptr,
     grad_lse_ptr,
     delta_ptr,
-    lse_log2_ptr,
-    lse_stride_b,
-    lse_stride_h,
-    lse_stride_s,
     grad_lse_stride_b,
     grad_lse_stride_h,
     grad_lse_stride_s,
@@ -63,16 +65,11 @@ def delta_kernel(
     HAS_GRAD_LSE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """delta = sum(out * grad_out) - grad_lse, and the log-sum-exp in base 2, both (B, Sq, Hq).
-
-    The log-sum-exp of a query without blocks becomes +inf: its probabilities are then 0.
-    """
+    """delta = sum(out * grad_out) - grad_lse, (B, Sq, Hq)."""
     b = tl.program_id(1).to(tl.int64)
     num_lines = num_queries * query_heads
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = line < num_lines
-    i = (line // query_heads).to(tl.int64)
-    head = line % query_heads
     first = b * num_lines
     out = load_some_rows(out_ptr + first * VALUE_DIM, line, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
     grad_out = load_some_rows(
@@ -80,14 +77,11 @@ def delta_kernel(
     )
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     if HAS_GRAD_LSE:
-        place = b * grad_lse_stride_b + i * grad_lse_stride_s + head * grad_lse_stride_h
+        i = (line // query_heads).to(tl.int64)
+        place = b * grad_lse_stride_b + i * grad_lse_stride_s
+        place += (line % query_heads) * grad_lse_stride_h
         delta -= tl.load(grad_lse_ptr + place, mask=row_ok, other=0.0)
-    place = b * lse_stride_b + i * lse_stride_s + head * lse_stride_h
-    lse = tl.load(lse_ptr + place, mask=row_ok, other=0.0)
-    LOG2E_: tl.constexpr = 1.4426950408889634
-    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E_)
     tl.store(delta_ptr + first + line, delta, mask=row_ok)
-    tl.store(lse_log2_ptr + first + line, lse_log2, mask=row_ok)
 
 
 @triton.jit
@@ -126,6 +120,7 @@ def list_gradient_kernel(
     partial_ptr,
     grad_key_ptr,
     grad_value_ptr,
+    gate_ptr,
     entries_ptr,
     items_ptr,
     key_stride_b,
@@ -134,6 +129,9 @@ def list_gradient_kernel(
     value_stride_b,
     value_stride_h,
     value_stride_s,
+    gate_stride_b,
+    gate_stride_h,
+    gate_stride_s,
     first_item,
     first_batch,
     first_list,
@@ -155,6 +153,7 @@ def list_gradient_kernel(
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MODE: tl.constexpr,
@@ -172,6 +171,7 @@ def list_gradient_kernel(
     grad_out_ptr += first_line * VALUE_DIM
     lse_ptr += first_line
     delta_ptr += first_line
+    gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
     k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
@@ -194,12 +194,15 @@ def list_gradient_kernel(
         q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
         grad_out = load_rows(grad_out_ptr, line, WIDE, VALUE_DIM, VALUE_COLUMNS)
         row_ok = (token < TOKENS) & (tile + token < stop)
-        lse_log2 = tl.where(row_ok, tl.load(lse_ptr + line), float("inf"))
+        lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
         delta = tl.load(delta_ptr + line)
         # Keys as rows: probabilities and their gradient are then operands of dV and dK as they
         # lie in registers, and only dQ needs a transposed copy.
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
+        if GATED:
+            place = (entry // NUM_SLOTS).to(tl.int64) * gate_stride_s + member * gate_stride_h
+            p *= tl.load(gate_ptr + place).to(tl.float32)[None, :]
         grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
         grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
         grad_scores = (p * (grad_p - delta[None, :])).to(q.dtype)
@@ -226,12 +229,16 @@ def dense_gradient_kernel(
     summary_ptr,
     grad_key_ptr,
     grad_value_ptr,
+    gate_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
     value_stride_b,
     value_stride_h,
     value_stride_s,
+    gate_stride_b,
+    gate_stride_h,
+    gate_stride_s,
     query_offset,
     num_queries,
     num_keys,
@@ -250,6 +257,7 @@ def dense_gradient_kernel(
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    GATED: tl.constexpr,
     LOCAL: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -283,6 +291,7 @@ def dense_gradient_kernel(
     grad_out_ptr += first_line * VALUE_DIM
     lse_ptr += first_line
     delta_ptr += first_line
+    gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
     summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
@@ -304,7 +313,7 @@ def dense_gradient_kernel(
         q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
         grad_out = load_rows(grad_out_ptr, line, WIDE, VALUE_DIM, VALUE_COLUMNS)
         row_ok = (token < TOKENS) & (tile + token < stop)
-        lse_log2 = tl.where(row_ok, tl.load(lse_ptr + line), float("inf"))
+        lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
         delta = tl.load(delta_ptr + line)
         age = (query + query_offset) // BLOCK_SIZE - block
         candidate = tl.where(age < LOCAL, age, LOCAL + block)
@@ -314,6 +323,9 @@ def dense_gradient_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         p = tl.where(key_index[None, :] <= limit[:, None], p, 0.0)
+        if GATED:
+            place = query.to(tl.int64) * gate_stride_s + member * gate_stride_h
+            p *= tl.load(gate_ptr + place).to(tl.float32)[:, None]
         grad_v = tl.dot(
             tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
         )
@@ -337,6 +349,9 @@ class _Backward:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        gate: Tensor | None,
         grad_out: Tensor,
         scale: float,
         deterministic: bool,
@@ -346,10 +361,8 @@ class _Backward:
         self.chunk = plan.window_tokens if deterministic else plan.chunk_tokens
         self.deterministic = deterministic
         self.query, self.key, self.value, self.grad_out = query, key, value, grad_out
+        self.lse, self.delta, self.gate = lse, delta, gate
         self.scale = scale
-        rows = (plan.batch, plan.num_queries, plan.query_heads)
-        self.delta = torch.empty(rows, dtype=torch.float32, device=query.device)
-        self.lse_log2 = torch.empty_like(self.delta)
         # Whole blocks, so that no program needs a mask where it adds its block's gradient.
         tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
         self.grad_key = torch.zeros(
@@ -359,45 +372,30 @@ class _Backward:
             (*tokens, plan.value_dim), dtype=torch.float32, device=query.device
         )
 
-    def launch_delta(self, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> None:
-        plan = self.plan
-        grid = (triton.cdiv(plan.num_queries * plan.query_heads, DELTA_ROWS), plan.batch)
-        lse_gradient = lse if grad_lse is None else grad_lse
-        delta_kernel[grid](
-            out,
-            self.grad_out,
-            lse,
-            lse_gradient,
-            self.delta,
-            self.lse_log2,
-            *lse.stride(),
-            *lse_gradient.stride(),
-            plan.num_queries,
-            plan.query_heads,
-            VALUE_DIM=plan.value_dim,
-            VALUE_COLUMNS=padded(plan.value_dim),
-            WIDE=plan.wide,
-            HAS_GRAD_LSE=grad_lse is not None,
-            ROWS=DELTA_ROWS,
-        )
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.query, self.key, self.value, self.grad_out, self.lse, self.delta
+
+    def gates(self) -> tuple[Tensor, tuple[int, ...], bool]:
+        """A pointer, its strides, and whether there are gates at all."""
+        if self.gate is None:
+            return self.delta, (0, 0, 0), False
+        return self.gate, self.gate.stride(), True
 
     def launch_dense(self, summary: Tensor) -> None:
         plan = self.plan
+        gate, gate_strides, gated = self.gates()
         later = plan.query_offset + plan.num_queries - plan.num_local * plan.block_size
         chunks = max(1, triton.cdiv(max(later, 0), INITIAL_CHUNK_TOKENS))
         grid = (plan.num_blocks + plan.num_initial * chunks, plan.batch * plan.kv_heads)
         dense_gradient_kernel[grid](
-            self.query,
-            self.key,
-            self.value,
-            self.grad_out,
-            self.lse_log2,
-            self.delta,
+            *self.inputs(),
             summary,
             self.grad_key,
             self.grad_value,
+            gate,
             *strides(self.key),
             *strides(self.value),
+            *gate_strides,
             plan.query_offset,
             plan.num_queries,
             plan.num_keys,
@@ -408,76 +406,89 @@ class _Backward:
             self.scale,
             self.scale * LOG2E,
             **plan.constants(),
+            GATED=gated,
             LOCAL=plan.num_local,
             CHUNK=INITIAL_CHUNK_TOKENS,
             **self.tiles(),
             MODE=STORE if self.deterministic else ATOMIC,
         )
 
-    def launch_lists(self, index: SelectedIndex, partial: Tensor, grad_query: Tensor) -> None:
-        """Lists, then the merge of dQ, window by window: the windows share `partial`."""
+    def launch_lists(self, window: Window, index: SelectedIndex, partial: Tensor) -> None:
         plan = self.plan
-        for window in plan.windows(self.chunk):
-            list_gradient_kernel[(max(window.max_items, 1),)](
-                self.query,
-                self.key,
-                self.value,
-                self.grad_out,
-                self.lse_log2,
-                self.delta,
-                partial,
-                self.grad_key,
-                self.grad_value,
-                index.entries,
-                index.items,
-                *strides(self.key),
-                *strides(self.value),
-                window.number * index.items.shape[1],
-                window.first_batch,
-                window.first_list,
-                plan.query_offset - window.start,
-                plan.window_tokens,
-                plan.num_queries,
-                plan.num_keys,
-                self.grad_key.shape[1],
-                plan.num_blocks,
-                plan.kv_heads,
-                self.scale,
-                self.scale * LOG2E,
-                **plan.constants(),
-                **self.tiles(),
-                MODE=ADD if self.deterministic else ATOMIC,
-            )
-            grid = (plan.window_tokens // plan.merge_tokens, window.num_batch * plan.kv_heads)
-            query_gradient_kernel[grid](
-                self.query,
-                self.key,
-                self.value,
-                self.grad_out,
-                self.lse_log2,
-                self.delta,
-                partial,
-                index.summary,
-                grad_query,
-                *strides(self.key),
-                *strides(self.value),
-                window.first_batch,
-                window.start,
-                plan.window_tokens,
-                plan.query_offset,
-                plan.num_queries,
-                plan.num_keys,
-                plan.kv_heads,
-                self.scale,
-                self.scale * LOG2E,
-                **plan.constants(),
-                INITIAL=plan.num_initial,
-                LOCAL=plan.num_local,
-                TOKENS=plan.merge_tokens,
-                ROWS=plan.merge_rows,
-                STAGES=plan.merge_stages(plan.head_dim),
-                num_warps=plan.num_warps,
-            )
+        gate, gate_strides, gated = self.gates()
+        list_gradient_kernel[(max(window.max_items, 1),)](
+            *self.inputs(),
+            partial,
+            self.grad_key,
+            self.grad_value,
+            gate,
+            index.entries,
+            index.items,
+            *strides(self.key),
+            *strides(self.value),
+            *gate_strides,
+            window.number * index.items.shape[1],
+            window.first_batch,
+            window.first_list,
+            plan.query_offset - window.start,
+            plan.window_tokens,
+            plan.num_queries,
+            plan.num_keys,
+            self.grad_key.shape[1],
+            plan.num_blocks,
+            plan.kv_heads,
+            self.scale,
+            self.scale * LOG2E,
+            **plan.constants(),
+            GATED=gated,
+            **self.tiles(),
+            MODE=ADD if self.deterministic else ATOMIC,
+        )
+
+    def launch_merge(
+        self,
+        window: Window,
+        summary: Tensor,
+        partial: Tensor,
+        grad_query: Tensor,
+        add_query: Tensor | None,
+        add_shift: int,
+    ) -> None:
+        plan = self.plan
+        gate, gate_strides, gated = self.gates()
+        added = grad_query if add_query is None else add_query
+        grid = (plan.window_tokens // plan.merge_tokens, window.num_batch * plan.kv_heads)
+        query_gradient_kernel[grid](
+            *self.inputs(),
+            partial,
+            summary,
+            gate,
+            added,
+            grad_query,
+            *strides(self.key),
+            *strides(self.value),
+            *gate_strides,
+            *strides(added),
+            add_shift,
+            window.first_batch,
+            window.start,
+            plan.window_tokens,
+            plan.query_offset,
+            plan.num_queries,
+            plan.num_keys,
+            plan.kv_heads,
+            self.scale,
+            self.scale * LOG2E,
+            **plan.constants(),
+            GATED=gated,
+            ADDED=add_query is not None,
+            INITIAL=plan.num_initial,
+            LOCAL=plan.num_local,
+            TOKENS=plan.merge_tokens,
+            ROWS=plan.merge_rows,
+            STAGES=plan.merge_stages(plan.head_dim),
+            num_warps=plan.num_warps,
+        )
 
     def tiles(self) -> dict[str, Any]:
         plan = self.plan
@@ -488,37 +499,89 @@ class _Backward:
         }
 
 
+def row_deltas(
+    plan: SelectedPlan, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """rowsum(out * grad_out) - grad_lse in float32, (B, Hq, Sq) with memory (B, Sq, Hq)."""
+    shape = (plan.batch, plan.num_queries, plan.query_heads)
+    delta = torch.empty(shape, dtype=torch.float32, device=out.device)
+    grid = (triton.cdiv(plan.num_queries * plan.query_heads, DELTA_ROWS), plan.batch)
+    lse_gradient = delta.transpose(1, 2) if grad_lse is None else grad_lse
+    delta_kernel[grid](
+        out,
+        grad_out,
+        lse_gradient,
+        delta,
+        *lse_gradient.stride(),
+        plan.num_queries,
+        plan.query_heads,
+        VALUE_DIM=plan.value_dim,
+        VALUE_COLUMNS=padded(plan.value_dim),
+        WIDE=plan.wide,
+        HAS_GRAD_LSE=grad_lse is not None,
+        ROWS=DELTA_ROWS,
+    )
+    return delta.transpose(1, 2)
+
+
 def backward(
     plan: SelectedPlan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     blocks: Tensor,
-    out: Tensor,
     lse: Tensor,
+    delta: Tensor,
+    gate: Tensor | None,
     grad_out: Tensor,
-    grad_lse: Tensor | None,
     scale: float,
     *,
     deterministic: bool,
+    index: Tensor | None = None,
+    grad_query: Tensor | None = None,
+    add_query: Tensor | None = None,
+    add_shift: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtype; dK and dV are summed in float32.
+
+    With p the probabilities and g the gate of a row: p' = g p, dV = p'^T dO,
+    dS = p' (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q.
 
     Items of one block add into dK and dV by float32 atomics, in no fixed order. `deterministic`
     sorts the lists and gives every list to one program, which adds without atomics: equal inputs
     then give equal bits, but a block that very many queries chose is worked through alone.
+
+    Args:
+        plan, query, key, value, blocks, scale: as in the forward.
+        lse, delta: float32 (B, Hq, Sq), memory (B, Sq, Hq); delta is rowsum(out * grad_out),
+            less the gradient of the log-sum-exp.
+        gate: (B, Hq, Sq), any float dtype and strides; None is 1.
+        grad_out: (B, Hq, Sq, Dv), memory (B, Sq, Hq, Dv); not multiplied by the gate.
+        deterministic: see above; it builds an index of its own.
+        index: what the forward wrote into `storage`; None builds it anew.
+        grad_query: receives dQ: (B, Hq, Sq, D), memory (B, Sq, Hq, D).
+        add_query: added to dQ before it is rounded: row t - add_shift, (B, Hq, tokens, D) in
+            query's dtype, last dimension contiguous. Without a shift it may be `grad_query`.
+        add_shift: queries at the start that have no row in `add_query`.
     """
-    run = _Backward(plan, query, key, value, grad_out, scale, deterministic)
-    index = build_index(run.plan, blocks, run.chunk, ordered=deterministic)
+    assert natural_rows(lse)
+    assert natural_rows(delta)
+    run = _Backward(plan, query, key, value, lse, delta, gate, grad_out, scale, deterministic)
+    if index is None or deterministic:
+        parts = build_index(run.plan, blocks, run.chunk, ordered=deterministic)
+    else:
+        parts = index_views(plan, run.chunk, index, blocks)
     partial = torch.empty(
         (run.plan.partial_rows, plan.head_dim), dtype=query.dtype, device=query.device
     )
-    grad_query = empty_natural(
-        query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype
-    )
-    run.launch_delta(out, lse, grad_lse)
-    run.launch_dense(index.summary)
-    run.launch_lists(index, partial, grad_query)
+    if grad_query is None:
+        grad_query = empty_natural(
+            query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype
+        )
+    run.launch_dense(parts.summary)
+    for window in run.plan.windows(run.chunk):  # they share `partial`
+        run.launch_lists(window, parts, partial)
+        run.launch_merge(window, parts.summary, partial, grad_query, add_query, add_shift)
     grad_key = run.grad_key[:, : key.shape[2]].to(key.dtype).contiguous()
     grad_value = run.grad_value[:, : key.shape[2]].to(value.dtype).contiguous()
     return grad_query, grad_key.transpose(1, 2), grad_value.transpose(1, 2)

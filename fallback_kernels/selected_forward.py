@@ -196,14 +196,29 @@ def _launch_merge(
 
 
 def forward(
-    plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, scale: float
+    plan: SelectedPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    scale: float,
+    *,
+    storage: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, Sq, Dv) and natural log-sum-exp (B, Hq, Sq), window by window.
 
     The order of the lists is not fixed, but no sum depends on it: equal inputs give equal bits.
+
+    Args:
+        plan: sizes of the call.
+        query: (B, Hq, Sq, D), memory (B, Sq, Hq, D).
+        key: (B, Hkv, Sk, D), last dimension contiguous; value likewise (B, Hkv, Sk, Dv).
+        blocks: int32 (B, Hkv, Sq, n), contiguous.
+        scale: factor of the logits.
+        storage: int32 (`index_words`,) that receives the index, for the backward.
     """
     chunk = plan.chunk_tokens
-    index = build_index(plan, blocks, chunk)
+    index = build_index(plan, blocks, chunk, storage=storage)
     out = empty_natural(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_natural(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
     partial = torch.empty(

@@ -9,6 +9,7 @@ batch row, KV head, block), and the programs of the KV-major kernels each take a
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
+from nsa_flex.fallback_kernels.selected_plan import ITEM_WORDS, SelectedPlan, padded
 
 INDEX_TOKENS = 32  # queries per program of the index kernels
 ITEMS = 128  # items per program that writes their records
@@ -236,8 +237,31 @@ def _starts(counts: Tensor) -> Tensor:
     return starts
 
 
+def index_views(
+    plan: SelectedPlan, chunk: int, storage: Tensor | None, like: Tensor
+) -> SelectedIndex:
+    """The parts of an index in `storage`, int32 of `index_words`; None: in new memory."""
+    batch_heads = plan.batch * plan.kv_heads
+    shapes = (
+        (batch_heads * plan.num_queries * plan.num_slots,),
+        (plan.num_windows, plan.items_per_window(chunk), ITEM_WORDS),
+        (plan.batch, plan.kv_heads, plan.num_queries),
+    )
+    sizes = [math.prod(shape) for shape in shapes]
+    if storage is None:
+        storage = torch.empty(sum(sizes), dtype=torch.int32, device=like.device)
+    assert storage.numel() >= sum(sizes)
+    parts = storage[: sum(sizes)].split(sizes)
+    return SelectedIndex(*(x.view(shape) for x, shape in zip(parts, shapes, strict=True)))
+
+
 def build_index(
-    plan: SelectedPlan, blocks: Tensor, chunk: int, *, ordered: bool = False
+    plan: SelectedPlan,
+    blocks: Tensor,
+    chunk: int,
+    *,
+    ordered: bool = False,
+    storage: Tensor | None = None,
 ) -> SelectedIndex:
     """Invert `blocks` (B, Hkv, Sq, n) on its device, without a look at its values on the host.
 
@@ -246,7 +270,9 @@ def build_index(
         blocks: int32, contiguous.
         chunk: entries per item.
         ordered: lists ascend by query, the same in every run; costs a sort of all entries.
+        storage: memory for the index, see `index_views`.
     """
+    index = index_views(plan, chunk, storage, blocks)
     grid = (triton.cdiv(plan.num_queries, INDEX_TOKENS), plan.batch * plan.kv_heads)
     sizes = (
         plan.num_queries,
@@ -267,27 +293,28 @@ def build_index(
         "TOKENS": INDEX_TOKENS,
     }
     counts = torch.zeros(plan.num_lists, dtype=torch.int32, device=blocks.device)
-    summary = torch.empty(blocks.shape[:3], dtype=torch.int32, device=blocks.device)
     if ordered:
         keys = torch.full_like(blocks, plan.num_lists)
-        count_kernel[grid](blocks, counts, keys, summary, *sizes, **constants, ORDERED=True)
-        entries, list_starts = _sorted_entries(plan, keys)
+        count_kernel[grid](blocks, counts, keys, index.summary, *sizes, **constants, ORDERED=True)
+        list_starts = _sort_entries(plan, keys, index.entries)
         counts = list_starts.diff()
     else:
-        entries = torch.empty(blocks.numel(), dtype=torch.int32, device=blocks.device)
         ranks = torch.empty_like(blocks)
-        count_kernel[grid](blocks, counts, ranks, summary, *sizes, **constants, ORDERED=False)
+        count_kernel[grid](
+            blocks, counts, ranks, index.summary, *sizes, **constants, ORDERED=False
+        )
         list_starts = _starts(counts)
-        scatter_kernel[grid](blocks, list_starts, ranks, entries, *sizes, **constants)
-    items = _cut_lists(plan, counts, list_starts, chunk)
-    return SelectedIndex(entries, items, summary)
+        scatter_kernel[grid](blocks, list_starts, ranks, index.entries, *sizes, **constants)
+    _cut_lists(plan, counts, list_starts, chunk, index.items)
+    return index
 
 
-def _cut_lists(plan: SelectedPlan, counts: Tensor, list_starts: Tensor, chunk: int) -> Tensor:
+def _cut_lists(
+    plan: SelectedPlan, counts: Tensor, list_starts: Tensor, chunk: int, items: Tensor
+) -> None:
     """Records of all items; `counts` are the lengths of the lists."""
     item_starts = _starts((counts + (chunk - 1)) // chunk)
-    bound = max(1, *(window.max_items for window in plan.windows(chunk)))
-    items = torch.empty((plan.num_windows, bound, 3), dtype=torch.int32, device=counts.device)
+    bound = items.shape[1]
     item_kernel[(triton.cdiv(bound, ITEMS), plan.num_windows)](
         list_starts,
         item_starts,
@@ -298,12 +325,11 @@ def _cut_lists(plan: SelectedPlan, counts: Tensor, list_starts: Tensor, chunk: i
         plan.lists_per_window.bit_length(),
         ITEMS=ITEMS,
     )
-    return items
 
 
-def _sorted_entries(plan: SelectedPlan, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _sort_entries(plan: SelectedPlan, keys: Tensor, entries: Tensor) -> Tensor:
     """Entries and list starts from the list of every entry, by a stable sort."""
     in_order, places = torch.sort(keys.flatten(), stable=True)
-    entries = (places % (plan.num_queries * plan.num_slots)).to(torch.int32)
+    entries.copy_(places % (plan.num_queries * plan.num_slots))
     lists = torch.arange(plan.num_lists + 1, dtype=torch.int32, device=keys.device)
-    return entries, torch.searchsorted(in_order, lists, out_int32=True)
+    return torch.searchsorted(in_order, lists, out_int32=True)

@@ -10,7 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.selected_tiles import load_block, load_some_rows, store_rows
+from nsa_flex.fallback_kernels.selected_tiles import (
+    load_block,
+    load_some_rows,
+    row_lse_log2,
+    store_rows,
+)
 
 
 @triton.jit
@@ -176,6 +181,8 @@ def query_gradient_kernel(
     delta_ptr,
     partial_ptr,
     summary_ptr,
+    gate_ptr,
+    add_ptr,
     grad_query_ptr,
     key_stride_b,
     key_stride_h,
@@ -183,6 +190,13 @@ def query_gradient_kernel(
     value_stride_b,
     value_stride_h,
     value_stride_s,
+    gate_stride_b,
+    gate_stride_h,
+    gate_stride_s,
+    add_stride_b,
+    add_stride_h,
+    add_stride_s,
+    add_shift,
     first_batch,
     window_start,
     window_tokens,
@@ -201,13 +215,18 @@ def query_gradient_kernel(
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dQ: dense candidates by recomputation, free choices by their partial results."""
+    """dQ: dense candidates by recomputation, free choices by their partial results.
+
+    ADDED: row t of `add_ptr`, shifted by `add_shift` queries, is added before the rounding.
+    """
     batch, head, member, position, query, row_ok, place = merge_rows_of(
         first_batch,
         window_start,
@@ -234,9 +253,12 @@ def query_gradient_kernel(
     value_ptr += b * value_stride_b + h * value_stride_h
     q = load_some_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
     grad_out = load_some_rows(grad_out_ptr, line, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
-    # +inf as the log-sum-exp of rows that are not there makes their probabilities 0.
-    lse_log2 = tl.load(lse_ptr + line, mask=row_ok, other=float("inf"))
+    lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
     delta = tl.load(delta_ptr + line, mask=row_ok, other=0.0)
+    if GATED:
+        gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
+        place_of_gate = query.to(tl.int64) * gate_stride_s + member * gate_stride_h
+        gate = tl.load(gate_ptr + place_of_gate, mask=row_ok, other=0.0).to(tl.float32)
     summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
     own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
 
@@ -256,6 +278,8 @@ def query_gradient_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
             p = tl.where(seen, p, 0.0)
+            if GATED:
+                p *= gate[:, None]
             grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
             grad_scores = (p * (grad_p - delta[:, None])).to(k.dtype)
             grad = tl.dot(grad_scores, k, grad, input_precision=PRECISION)
@@ -266,4 +290,12 @@ def query_gradient_kernel(
             partial_ptr, place + s * GROUP, s < free, WIDE, HEAD_DIM, HEAD_COLUMNS
         )
         grad += part.to(tl.float32)
-    store_rows(grad_query_ptr, line, grad * scale, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
+    grad *= scale
+    if ADDED:
+        source = query - add_shift
+        add_ptr += b * add_stride_b + h * GROUP * add_stride_h
+        pointer = add_ptr + (source.to(tl.int64) * add_stride_s + member * add_stride_h)[:, None]
+        column = tl.arange(0, HEAD_COLUMNS)
+        there = (row_ok & (source >= 0))[:, None] & (column < HEAD_DIM)[None, :]
+        grad += tl.load(pointer + column[None, :], mask=there, other=0.0).to(tl.float32)
+    store_rows(grad_query_ptr, line, grad, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)

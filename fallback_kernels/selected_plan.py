@@ -17,6 +17,9 @@ INITIAL_CHUNK_TOKENS = 256  # queries per program that reduce into one initial b
 HOPPER_SHARED_MEMORY = 227 << 10
 
 
+ITEM_WORDS = 3  # list, first entry, entry behind the last
+
+
 class Window(NamedTuple):
     """Queries whose partial results are in memory at once."""
 
@@ -35,6 +38,37 @@ def padded(size: int) -> int:
 
 def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
+
+
+def affordable_tokens(token_bytes: int) -> int:
+    """Queries of a window whose partial results take `token_bytes` each."""
+    return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // token_bytes)
+
+
+def chunk_tokens(group: int) -> int:
+    return min(512, max(128, CHUNK_ROWS // group))
+
+
+def index_words(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, block_size: int, query_offset: int
+) -> int:
+    """Length of the int32 tensor that keeps a call's index for its backward.
+
+    An upper bound that grows with the length and never branches on it, so that fake tensors of
+    symbolic shapes give it as well.
+    """
+    batch, heads, tokens, num_slots = blocks.shape
+    group = query.shape[1] // heads
+    width = max(query.shape[3], value.shape[3])
+    affordable = affordable_tokens(query.shape[1] * num_slots * width * query.element_size())
+    # Windows are equal parts of the span, at least one more than half as long as is affordable;
+    # where a window holds several batch rows, the last one may be nearly empty.
+    windows = (tokens + 2 * block_size) // affordable + 2
+    rows = batch if batch == 1 else 2 * batch
+    lists = rows * heads * windows * ((query_offset + tokens) // block_size + 1)
+    entries = blocks.numel()
+    items = lists + entries // chunk_tokens(group) + windows * rows + 1
+    return entries + batch * heads * tokens + ITEM_WORDS * items
 
 
 @dataclass(frozen=True)
@@ -125,8 +159,7 @@ class SelectedPlan:
     @property
     def _affordable_tokens(self) -> int:
         width = max(self.head_dim, self.value_dim)
-        token_bytes = self.query_heads * self.num_slots * width * self.element_size
-        return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // token_bytes)
+        return affordable_tokens(self.query_heads * self.num_slots * width * self.element_size)
 
     @property
     def window_tokens(self) -> int:
@@ -166,7 +199,7 @@ class SelectedPlan:
     @property
     def chunk_tokens(self) -> int:
         """Queries of one item; longer lists are split over several."""
-        return min(512, max(128, CHUNK_ROWS // self.group))
+        return chunk_tokens(self.group)
 
     def max_items(self, first_batch: int, start: int, chunk: int) -> int:
         """Sum of ceil(list length / chunk) over the lists of a window, at most."""
@@ -175,6 +208,10 @@ class SelectedPlan:
         entries = heads * (stop - max(start, self.query_offset)) * self.num_slots
         lists = heads * min(self.num_blocks, -(-stop // self.block_size))
         return min(entries, lists + entries // chunk)
+
+    def items_per_window(self, chunk: int) -> int:
+        """Room for the items of any window."""
+        return max(1, *(window.max_items for window in self.windows(chunk)))
 
     def windows(self, chunk: int) -> Iterator[Window]:
         """All windows, in the order of their lists."""
@@ -287,6 +324,11 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
 def natural(tensor: Tensor) -> Tensor:
     """`tensor` (B, H, S, D) with dense memory (B, S, H, D), copied only if it has another."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def natural_rows(tensor: Tensor) -> bool:
+    """Whether (B, H, S) has dense memory (B, S, H), as the backward's kernels read it."""
+    return tensor.transpose(1, 2).is_contiguous()
 
 
 def empty_natural(like: Tensor, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:

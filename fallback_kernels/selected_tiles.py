@@ -83,3 +83,11 @@ def load_block(
     if WIDTH != COLUMNS:
         mask = mask & (column < WIDTH)[None, :]
     return tl.load(pointer, mask=mask, other=0.0)
+
+
+@triton.jit
+def row_lse_log2(lse_ptr, line, row_ok):
+    """Base-2 log-sum-exp of rows, +inf for those not there or without keys: no probability."""
+    lse = tl.load(lse_ptr + line, mask=row_ok, other=float("-inf"))
+    LOG2E_: tl.constexpr = 1.4426950408889634
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E_)

@@ -23,6 +23,9 @@ from nsa_flex.config import NSAConfig
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels import selected, selected_plan
 from nsa_flex.fallback_kernels.selected import selected_attention
+from nsa_flex.fallback_kernels.selected_backward import backward
+from nsa_flex.fallback_kernels.selected_forward import forward
+from nsa_flex.fallback_kernels.selected_plan import ITEM_WORDS, SelectedPlan, index_words
 
 INTERPRETED = selected.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -423,15 +426,83 @@ def test_repeated_runs_give_equal_bits() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shift", [0, 7])
+def test_gradients_with_gates_added_to_others(deterministic: bool, shift: int) -> None:
+    """The launchers alone: gates of any sign, delta from outside, the forward's index, a sum."""
+    case = Case(batch=2, kv_heads=2, num_queries=45, offset=3)
+    q, k, v = (x.detach() for x in inputs(case))
+    blocks = choices(case, forced=False)
+    on_device = blocks.to(DEVICE)
+    counts = (case.block_size, case.initial, case.local, case.offset)
+    plan = SelectedPlan.of(q, k, v, on_device, *counts)
+    words = index_words(q, k, v, on_device, case.block_size, case.offset)
+    storage = torch.empty(words, dtype=torch.int32, device=DEVICE)
+    out, lse = forward(plan, q, k, v, on_device, case.scale, storage=storage)
+    gate = torch.randn(*q.shape[:3], 3, device=DEVICE)[..., 1]
+    gate[:, :, :9] = 0
+    grad_out = torch.randn_like(out)
+    delta = (out * grad_out).sum(-1).transpose(1, 2).contiguous().transpose(1, 2)
+    added = torch.randn_like(q)
+    total = added.clone() if shift == 0 else torch.full_like(q, float("nan"))
+    got = backward(
+        plan,
+        q,
+        k,
+        v,
+        on_device,
+        lse,
+        delta,
+        gate,
+        grad_out,
+        case.scale,
+        deterministic=deterministic,
+        index=storage,
+        grad_query=total,
+        add_query=total if shift == 0 else added,
+        add_shift=shift,
+    )
+    assert got[0] is total
+    want = wanted(case, q, k, v, blocks, gate[..., None] * grad_out)[2:]
+    shifted = torch.zeros_like(added)
+    shifted[:, :, shift:] = added[:, :, : case.num_queries - shift]
+    want[0] = want[0] + shifted.double().cpu().numpy()
+    for name, a, b in zip(NAMES[2:], got, want, strict=True):
+        assert oracle.relative_error(a.double().cpu().numpy(), b) < 1e-5, name
+
+
+@kernels
+def test_the_index_fits_whatever_is_predicted_of_it() -> None:
+    """`index_words` is a bound for many shapes, short and long windows, one row and more."""
+    for batch, kv_heads, num_queries, offset, group, num_slots in (
+        (1, 1, 1, 0, 1, 1),
+        (3, 2, 700, 5, 1, 16),
+        (1, 4, 65536, 0, 16, 16),
+        (2, 8, 20001, 77, 4, 64),
+        (7, 1, 1000, 0, 64, 3),
+        (1, 2, 2**20, 0, 16, 16),
+    ):
+        shape = (batch, kv_heads * group, num_queries, 128)
+        q = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+        k = torch.empty((batch, kv_heads, offset + num_queries, 128), device="meta")
+        blocks = torch.empty((batch, kv_heads, num_queries, num_slots), device="meta")
+        plan = SelectedPlan.of(q, k, k, blocks, 64, 1, 2, offset)
+        items = plan.num_windows * plan.items_per_window(plan.chunk_tokens)
+        needed = blocks.numel() + batch * kv_heads * num_queries + ITEM_WORDS * items
+        assert needed <= index_words(q, k, k, blocks, 64, offset)
+
+
+@kernels
 def test_operators_obey_the_library_rules() -> None:
     case = Case(num_queries=40)
     q, k, v = inputs(case)
     blocks = choices(case).to(DEVICE)
     options = (case.block_size, case.initial, case.local, case.scale, case.offset, True)
     torch.library.opcheck(selected.selected_forward, (q, k, v, blocks, *options))
-    out, lse = (x.detach() for x in selected.selected_forward(q, k, v, blocks, *options))
+    results = selected.selected_forward(q, k, v, blocks, *options)
+    out, lse, index = (x.detach() for x in results)
     q, k, v = (x.detach() for x in (q, k, v))
-    arguments = (q, k, v, blocks, out, lse, torch.randn_like(out), None, *options)
+    arguments = (q, k, v, blocks, index, out, lse, torch.randn_like(out), None, *options)
     torch.library.opcheck(selected.selected_backward, arguments)
 
 
