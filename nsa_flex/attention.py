@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_flex.backends import fused
 from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import (
@@ -19,6 +20,7 @@ from nsa_flex.dispatch import (
     Choice,
     Facts,
     choose_backends,
+    is_fused,
 )
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
@@ -161,6 +163,12 @@ def nsa_attention(
         for x in (compressed_key, compressed_value)
     )
 
+    if is_fused(choices):
+        tensors = inputs._replace(compressed_key=compressed_key, compressed_value=compressed_value)
+        results = fused.attend(tensors, config, scale)
+        lse = BranchLSE(results.compressed_lse, results.selected_lse, results.sliding_lse)
+        return (results.out, NSAAux(results.blocks, lse)) if return_aux else results.out
+
     def run(branch: BranchName, k: Tensor, v: Tensor, blocks: Tensor | None = None):
         # On CUDA the compressed branch lends its log-sum-exp to the choice of blocks.
         need_lse = return_aux or (branch == "compressed" and query.device.type == "cuda")
@@ -256,7 +264,6 @@ class Inputs(NamedTuple):
             whole=is_whole(query, key, query_offset),
             documents=document_start is not None,
             needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
-            compiling=torch.compiler.is_compiling(),
             select_block_size=config.select_block_size,
             num_selected_blocks=config.num_selected_blocks,
         )

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from nsa_flex.backends import dense, fa2, flex, sdpa, triton
+from nsa_flex.backends import dense, fa2, flex, fused, sdpa, triton
 from nsa_flex.backends.branch import Branch
 from nsa_flex.installed import HAS_TRITON
 
@@ -60,7 +60,6 @@ class Facts:
     whole: bool  # the queries are all the tokens, from position 0
     documents: bool
     needs_grad: bool
-    compiling: bool
     select_block_size: int = 64
     num_selected_blocks: int = 16
 
@@ -92,6 +91,11 @@ def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName,
     """
     wanted = _wanted(backend)
     return {name: _choose(name, wanted[name], facts, backend) for name in BRANCHES}
+
+
+def is_fused(choices: Mapping[BranchName, Choice]) -> bool:
+    """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
+    return {name: choice.backend for name, choice in choices.items()} == fused.FUSED
 
 
 def _wanted(backend: Backend) -> dict[BranchName, str]:

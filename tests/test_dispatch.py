@@ -21,7 +21,6 @@ CUDA = Facts(
     whole=True,
     documents=False,
     needs_grad=True,
-    compiling=True,
 )
 
 

@@ -1,0 +1,354 @@
+"""The whole attention core as one operator, and one for its backward.
+
+The same kernels as the branches have alone, in an order and in memory that a composition of
+operators cannot have: the fold is never copied, branch gradients are never written (a branch's
+backward multiplies by its gate), and the branches add their shares of dQ into one tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels import selected_backward, selected_forward
+from nsa_flex.fallback_kernels.choose import choose_blocks_operator
+from nsa_flex.fallback_kernels.core_compressed import (
+    attend_part,
+    differentiate_part,
+)
+from nsa_flex.fallback_kernels.core_merge import (
+    Fold,
+    gated_sum,
+    gated_sum_gradients,
+    spread_lse,
+)
+from nsa_flex.fallback_kernels.fold_parts import NUM_PARTS, part_rows_view, parts_of
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, rows_contiguous
+from nsa_flex.fallback_kernels.sliding import sliding_forward, sliding_gradients
+
+
+class CoreResults(NamedTuple):
+    """What `core_attention` returns; only `out` carries gradients."""
+
+    out: Tensor  # (B, Hq, S, Dv)
+    blocks: Tensor  # int32 (B, Hkv, S, n)
+    compressed_lse: Tensor  # float32 (B, Hq, S), as the next two
+    selected_lse: Tensor
+    sliding_lse: Tensor
+
+
+def core_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor,
+    compressed_value: Tensor,
+    sliding_key: Tensor,
+    sliding_value: Tensor,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float,
+) -> CoreResults:
+    """All of `nsa_attention` where the queries are all the tokens of one document a row.
+
+    Args:
+        query: (B, Hq, S, D), float16 or bfloat16 on CUDA, D and Dv multiples of 8 up to 128.
+            Memory ordered (B, S, H, D) is taken as it is, other memory is copied.
+        key, value, sliding_key, sliding_value: (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        compressed_key, compressed_value: (B, Hkv, N, D) and (B, Hkv, N, Dv), N at least 1.
+        gates: (B, Hq, S, 3), any float dtype and strides.
+        scale: factor of query . key.
+
+    Returns:
+        `CoreResults`. Differentiable once, in all tensors. Sums are float32; the backward of the
+        selected branch adds into dK and dV by float32 atomics unless
+        `torch.are_deterministic_algorithms_enabled()`.
+    """
+    results = core_forward(
+        query,
+        key,
+        value,
+        compressed_key,
+        compressed_value,
+        sliding_key,
+        sliding_value,
+        gates,
+        scale,
+        config.compress_block_size,
+        config.compress_stride,
+        config.select_block_size,
+        config.num_selected_blocks,
+        config.num_initial_blocks,
+        config.num_local_blocks,
+        config.window_size,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    out, blocks, compressed_lse, _, selected_lse, _, sliding_lse = results[:7]
+    return CoreResults(
+        out.transpose(1, 2),
+        blocks,
+        compressed_lse,
+        selected_lse.transpose(1, 2),
+        sliding_lse.transpose(1, 2),
+    )
+
+
+class _Sizes(NamedTuple):
+    """The integers of a call, in the order of the operators' arguments."""
+
+    compress_block_size: int
+    compress_stride: int
+    select_block_size: int
+    num_selected_blocks: int
+    num_initial_blocks: int
+    num_local_blocks: int
+    window_size: int
+
+    def fold(self, num_tokens: Any) -> Fold:
+        reach, stride = self.compress_block_size - 1, self.compress_stride
+        return Fold(parts_of(num_tokens, reach, stride), reach, stride)
+
+
+@torch.library.custom_op("nsa_flex::core_forward", mutates_args=())
+def core_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor,
+    compressed_value: Tensor,
+    sliding_key: Tensor,
+    sliding_value: Tensor,
+    gates: Tensor,
+    scale: float,
+    compress_block_size: int,
+    compress_stride: int,
+    select_block_size: int,
+    num_selected_blocks: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    window_size: int,
+    deterministic: bool,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
+    """out, blocks, compressed lse, then outputs and log-sum-exps of the selected and the sliding
+    branch, then the outputs and the log-sum-exps of the parts of the compressed branch.
+
+    Outputs are (B, S, H, D) and (B, S, H), contiguous; parts as `attend_part` gives them.
+    `deterministic` is for the backward.
+    """
+    sizes = _Sizes(
+        compress_block_size,
+        compress_stride,
+        select_block_size,
+        num_selected_blocks,
+        num_initial_blocks,
+        num_local_blocks,
+        window_size,
+    )
+    tokens, heads = query.shape[2], query.shape[1]
+    fold = sizes.fold(tokens)
+    rows = query.transpose(1, 2).contiguous()
+    q = rows.transpose(1, 2)
+    keys = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
+    parts = [attend_part(rows, *keys, part, scale, fold.reach, fold.stride) for part in fold.parts]
+    outs, lses = zip(*parts, strict=True)
+    compressed_lse = spread_lse(lses, fold, heads, tokens)
+    blocks = choose_blocks_operator(
+        q,
+        compressed_key,
+        compressed_lse,
+        torch.arange(tokens, device=query.device)[None],
+        None,
+        scale,
+        -(-tokens // select_block_size),
+        *sizes[:6],
+    )
+    plan = _plan(q, key, value, blocks, sizes)
+    selected, selected_lse = selected_forward.forward(
+        plan, q, rows_contiguous(key), rows_contiguous(value), blocks, scale
+    )
+    sliding, sliding_lse = sliding_forward(q, sliding_key, sliding_value, window_size, scale)
+    selected, sliding = (x.transpose(1, 2) for x in (selected, sliding))
+    out = gated_sum(outs, fold, selected, sliding, gates)
+    selected_lse, sliding_lse = (x.transpose(1, 2) for x in (selected_lse, sliding_lse))
+    branches = (selected, selected_lse, sliding, sliding_lse)
+    return out, blocks, compressed_lse, *branches, *outs, *lses
+
+
+@core_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor,
+    compressed_value: Tensor,
+    sliding_key: Tensor,
+    sliding_value: Tensor,
+    gates: Tensor,
+    scale: float,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    batch, heads, tokens, _ = query.shape
+    dim = value.shape[3]
+    sizes = _Sizes(*options[:7])
+    fold = sizes.fold(tokens)
+    chosen = (batch, key.shape[1], tokens, sizes.num_selected_blocks)
+    branch = (batch, tokens, heads, dim)
+
+    def lse(*shape: Any) -> Tensor:
+        return query.new_empty(shape, dtype=torch.float32)
+
+    return (
+        query.new_empty(branch),
+        query.new_empty(chosen, dtype=torch.int32),
+        lse(batch, heads, tokens),
+        query.new_empty(branch),
+        lse(*branch[:3]),
+        query.new_empty(branch),
+        lse(*branch[:3]),
+        *(query.new_empty((batch, p.rows, p.width * heads, dim)) for p in fold.parts),
+        *(lse(batch, p.width * heads, p.rows) for p in fold.parts),
+    )
+
+
+@torch.library.custom_op("nsa_flex::core_backward", mutates_args=())
+def core_backward(
+    grad: Tensor,
+    inputs: list[Tensor],
+    results: list[Tensor],
+    scale: float,
+    sizes: list[int],
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the eight inputs of `core_forward`.
+
+    Args:
+        grad: (B, S, Hq, Dv), gradient of the first result.
+        inputs: the eight tensors.
+        results: all others than the first and the third.
+        sizes: as `_Sizes`.
+    """
+    query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates = inputs
+    blocks, selected, selected_lse, sliding, sliding_lse, *parts = results
+    outs, lses = tuple(parts[:NUM_PARTS]), tuple(parts[NUM_PARTS:])
+    named = _Sizes(*sizes)
+    fold = named.fold(query.shape[2])
+    rows = query.transpose(1, 2).contiguous()
+    grad = grad.contiguous()
+    sums = gated_sum_gradients(grad, outs, fold, selected, sliding, gates)
+
+    grad_rows = torch.empty_like(rows)
+    grad_rows[:, : fold.reach] = 0
+    grad_keys = [
+        torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for x in (compressed_key, compressed_value)
+    ]
+    keys = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
+    for part, part_grad, out, lse in zip(fold.parts, sums.compressed, outs, lses, strict=True):
+        if part.is_empty:
+            continue
+        of_queries, *of_keys = differentiate_part(
+            part_grad, rows, *keys, out, lse, part, scale, fold.reach, fold.stride
+        )
+        part_rows_view(grad_rows, part, fold.reach, fold.stride).copy_(of_queries)
+        for total, share in zip(grad_keys, of_keys, strict=True):
+            total[:, :, : part.rows] += share
+    grad_query = grad_rows.transpose(1, 2)
+
+    q, do = rows.transpose(1, 2), grad.transpose(1, 2)
+    _, grad_key, grad_value = selected_backward.backward(
+        _plan(q, key, value, blocks, named),
+        q,
+        rows_contiguous(key),
+        rows_contiguous(value),
+        blocks,
+        selected_lse.transpose(1, 2),
+        sums.delta_selected,
+        gates[..., 1],
+        do,
+        scale,
+        add_query=grad_query,
+        grad_query=grad_query,
+        deterministic=deterministic,
+    )
+    _, grad_sliding_key, grad_sliding_value = sliding_gradients(
+        q,
+        sliding_key,
+        sliding_value,
+        do,
+        sliding_lse.transpose(1, 2),
+        sums.delta_sliding,
+        gates[..., 2],
+        named.window_size,
+        scale,
+        grad_query=grad_query,
+        add_query=grad_query,
+    )
+    of_compressed = (
+        x.to(y.dtype) for x, y in zip(grad_keys, (compressed_key, compressed_value), strict=True)
+    )
+    natural = (x.transpose(1, 2) for x in (grad_key, grad_value))
+    sliding_grads = (x.transpose(1, 2) for x in (grad_sliding_key, grad_sliding_value))
+    return grad_rows, *natural, *of_compressed, *sliding_grads, sums.gates
+
+
+@core_backward.register_fake
+def _(
+    grad: Tensor, inputs: list[Tensor], results: list[Tensor], *_options: Any
+) -> tuple[Tensor, ...]:
+    query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates = inputs
+    return (
+        *(_natural(x) for x in (query, key, value)),
+        *(x.new_empty(x.shape) for x in (compressed_key, compressed_value)),
+        *(_natural(x) for x in (sliding_key, sliding_value, gates)),
+    )
+
+
+def _natural(x: Tensor) -> Tensor:
+    """New (B, S, H, D) memory for the gradient of (B, H, S, D)."""
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]))
+
+
+def _plan(q: Tensor, key: Tensor, value: Tensor, blocks: Tensor, sizes: _Sizes) -> SelectedPlan:
+    return SelectedPlan.of(
+        q,
+        key,
+        value,
+        blocks,
+        sizes.select_block_size,
+        sizes.num_initial_blocks,
+        sizes.num_local_blocks,
+        0,
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, (ctx.scale, *sizes, ctx.deterministic) = inputs[:8], inputs[8:]
+    ctx.sizes = list(sizes)
+    ctx.save_for_backward(*tensors, output[1], *output[3:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
+    options = (None,) * 9
+    if grad is None:
+        return *(None,) * 8, *options
+    inputs, results = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    grads = core_backward(
+        grad, list(inputs), list(results), ctx.scale, ctx.sizes, ctx.deterministic
+    )
+    q, k, v, ck, cv, sk, sv, gates = grads
+    natural = (x.transpose(1, 2) for x in (sk, sv, gates))
+    return (
+        *(x.transpose(1, 2) for x in (q, k, v)), ck, cv, *natural, *options
+    )  # fmt: skip
+
+
+core_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,130 @@
+"""The compressed branch of the core operator: cuDNN's causal attention over the parts of the fold.
+
+Nothing is copied: queries are strided views, a part's output stays in its own memory, and the
+kernels that merge and differentiate find their rows there (`fold_parts.part_place`). Residues are
+cuDNN's batch, over which keys expand. A batch of several rows needs that dimension itself: there
+residues join the heads, and keys are repeated once a residue.
+
+cuDNN's plans are cached by the shapes and strides of query, key and value. Gradients and outputs
+of a part are always contiguous here, so that no plan meets others than it was made for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_flex.fallback_kernels.fold_parts import Part, part_rows_view
+
+
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float, reach: int, stride: int
+) -> tuple[Tensor, Tensor]:
+    """One part of the branch.
+
+    Args:
+        query: (B, S, Hq, D), contiguous.
+        key: (B, Hkv, N, D) and value (B, Hkv, N, Dv), any strides but the last.
+
+    Returns:
+        (B, rows, width * Hq, Dv) and float32 (B, width * Hq, rows), contiguous.
+    """
+    batch, _, heads, _ = query.shape
+    width, dim = part.width * heads, value.shape[3]
+    if part.is_empty:
+        out = query.new_empty((batch, part.rows, width, dim))
+        return out, query.new_empty((batch, width, part.rows), dtype=torch.float32)
+    q = _problems(part_rows_view(query, part, reach, stride), part)
+    k, v = (_keys(x, part) for x in (key, value))
+    if part.rows == 1:
+        out, lse = _one_key(q, k, v, scale)
+    else:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, True, False, scale=scale
+        )
+    return _rows(out, batch), lse.reshape(batch, width, part.rows).contiguous()
+
+
+def differentiate_part(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Part,
+    scale: float,
+    reach: int,
+    stride: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a part's queries (B, rows, width * Hq, D), and of its keys and values.
+
+    The latter two are float32 sums over the residues, (B, Hkv, rows, D) and (B, Hkv, rows, Dv).
+    """
+    batch, kv_heads = key.shape[:2]
+    q = _problems(part_rows_view(query, part, reach, stride), part)
+    k, v = (_keys(x, part) for x in (key, value))
+    do, o = (_problems(x, part) for x in (grad, out))
+    if part.rows == 1:
+        of_query, *of_keys = _one_key_gradients(do, q, k, v)
+    else:
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # no dropout: never read
+        of_query, *of_keys = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse.view(*q.shape[:3], 1),
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            part.rows,
+            part.rows,
+            0.0,
+            True,
+            scale=scale,
+        )
+    shape = (batch, part.width, kv_heads, part.rows, -1)
+    grad_key, grad_value = (x.reshape(shape).sum(1, dtype=torch.float32) for x in of_keys)
+    return _rows(of_query, batch), grad_key, grad_value
+
+
+def _problems(rows: Tensor, part: Part) -> Tensor:
+    """(B, rows, width * H, D) as cuDNN's (batch, heads, rows, D); a view."""
+    if rows.shape[0] > 1:
+        return rows.transpose(1, 2)
+    return rows[0].unflatten(1, (part.width, -1)).permute(1, 2, 0, 3)
+
+
+def _rows(problems: Tensor, batch: int) -> Tensor:
+    """The inverse of `_problems`, contiguous."""
+    if batch > 1:
+        return problems.transpose(1, 2).contiguous()
+    return problems.permute(2, 0, 1, 3).contiguous().flatten(1, 2)[None]
+
+
+def _keys(key: Tensor, part: Part) -> Tensor:
+    """Keys of a part as `_problems` lays out its queries."""
+    key = key[:, :, : part.rows]
+    if key.shape[0] > 1:
+        return key.repeat(1, part.width, 1, 1)
+    return key.expand(part.width, -1, -1, -1)
+
+
+# cuDNN has no backward for one row and one key; the softmax of one key is 1.
+
+
+def _one_key(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    group = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (key, value))  # [batch, heads, 1, D]
+    return v, (query.float() * k.float()).sum(-1) * scale
+
+
+def _one_key_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = grad.unflatten(1, (key.shape[1], -1)).sum(2, dtype=torch.float32)
+    return torch.zeros_like(query), torch.zeros_like(key), grads

@@ -1,0 +1,95 @@
+"""The fold of the compressed branch cut by residue, so that every part is a view of the queries.
+
+Query t is row `j = (t - l + 1) // d` of residue `r = (t - l + 1) % d`. The first `full` residues
+have N rows, the others N - 1: no row is missing, none has to be padded. Cutting the others in
+three bounds what one call of a dense kernel's backward allocates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_PARTS = 4
+SHORT = 1 << 14  # tokens up to which memory matters less than launches: two parts do
+
+
+@dataclass(frozen=True)
+class Part:
+    """Residues [first, stop), each with `rows` rows."""
+
+    first: Any  # an int, or a symbol of one in a fake implementation
+    stop: Any
+    rows: Any
+
+    @property
+    def width(self) -> Any:
+        return self.stop - self.first
+
+    @property
+    def is_empty(self) -> bool:
+        return self.width == 0 or self.rows == 0
+
+
+def parts_of(num_tokens: Any, reach: int, stride: int) -> tuple[Part, ...]:
+    """`NUM_PARTS` parts, some of them perhaps empty.
+
+    Args:
+        num_tokens: S, queries at positions 0 to S - 1.
+        reach: l - 1, queries that see no block.
+        stride: d.
+
+    Written without branches, so that symbolic sizes stay symbolic.
+    """
+    num_blocks = torch.sym_max((num_tokens - reach - 1) // stride + 1, 1)
+    full = num_tokens - reach - (num_blocks - 1) * stride
+    full = torch.sym_min(torch.sym_max(full, 0), stride)
+    rest = stride - full
+    third = torch.sym_max((rest + 2) // 3, torch.sym_min(rest * (SHORT // num_tokens), rest))
+    bounds = [0, full]
+    bounds += [torch.sym_min(full + count * third, stride) for count in (1, 2)]
+    bounds.append(stride)
+    rows = [num_blocks] + [num_blocks - 1] * 3
+    return tuple(Part(*part) for part in zip(bounds[:-1], bounds[1:], rows, strict=True))
+
+
+def part_rows_view(query: Tensor, part: Part, reach: int, stride: int) -> Tensor:
+    """(B, S, H, D), contiguous, to the view (B, rows, width * H, D) of a part."""
+    batch, tokens, heads, dim = query.shape
+    token = heads * dim
+    return query.as_strided(
+        (batch, part.rows, part.width * heads, dim),
+        (tokens * token, stride * token, dim, 1),
+        query.storage_offset() + (reach + part.first) * token,
+    )
+
+
+def bounds_of(parts: tuple[Part, ...]) -> tuple[int, int, int, int]:
+    """What the kernels need of the parts: N, and the first residue of parts 1, 2 and 3."""
+    return parts[0].rows, parts[1].first, parts[2].first, parts[3].first
+
+
+@triton.jit
+def part_place(s, rows, first1, first2, first3, reach, STRIDE: tl.constexpr):
+    """Where query s is: part, residue within the part, the part's width and rows, and its row."""
+    place = tl.maximum(s - reach, 0)
+    residue = place % STRIDE
+    part = (residue >= first1).to(tl.int32)
+    part += (residue >= first2).to(tl.int32) + (residue >= first3).to(tl.int32)
+    first = of_part(part, 0, first1, first2, first3)
+    stop = of_part(part, first1, first2, first3, STRIDE)
+    part_rows = tl.where(part == 0, rows, rows - 1)
+    return part, residue - first, stop - first, part_rows, place // STRIDE
+
+
+@triton.jit
+def of_part(part, part0, part1, part2, part3):
+    """The value or pointer that belongs to each element's part."""
+    return tl.where(
+        part == 0, part0, tl.where(part == 1, part1, tl.where(part == 2, part2, part3))
+    )

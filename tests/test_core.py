@@ -1,0 +1,165 @@
+"""The core as one operator: its parts under the interpreter's eyes, the whole on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accuracy import leaf
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from nsa_flex import NSAConfig, nsa_attention
+
+pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.fold_parts import part_rows_view, parts_of
+
+PAPER = NSAConfig()
+SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
+# The branches one by one, on the same kernels but for the sliding one.
+APART = {"compressed": "sdpa", "selected": "triton", "sliding": "fa2"}
+
+
+@pytest.mark.parametrize(("block", "stride"), [(32, 16), (8, 8), (8, 2), (1, 1)])
+def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) -> None:
+    reach = block - 1
+    for length in (*range(1, 3 * block + 5), 1000, 1 << 14, (1 << 14) + 1, (1 << 15) + 13):
+        tokens = torch.arange(length)[None, :, None, None]
+        seen = []
+        for part in parts_of(length, reach, stride):
+            if part.is_empty:
+                continue
+            rows = part_rows_view(tokens, part, reach, stride)[0, :, :, 0]  # [rows, width]
+            sees = (rows - reach) // stride + 1  # blocks, of which row j has to see j + 1
+            assert (sees == torch.arange(1, part.rows + 1)[:, None]).all()
+            seen.append(rows.flatten())
+        places = torch.cat(seen) if seen else torch.empty(0, dtype=torch.long)
+        assert places.sort().values.tolist() == list(range(reach, length))
+
+
+def test_long_rows_are_cut_into_more_parts() -> None:
+    """What one call of cuDNN's backward allocates goes with the widest part."""
+    short, long = (parts_of(length, 31, 16) for length in (1 << 14, 1 << 15))
+    assert [part.width for part in short] == [1, 15, 0, 0]
+    assert [part.width for part in long] == [1, 5, 5, 5]
+
+
+def inputs_of(
+    batch: int, heads: int, kv_heads: int, length: int, dim: int, value_dim: int, **options: Any
+) -> list[Tensor]:
+    dtype, config = options.get("dtype", torch.bfloat16), options.get("config", PAPER)
+    blocks = max(1, config.num_compressed_blocks(length))
+    sizes = [(heads, length, dim), (kv_heads, length, dim), (kv_heads, length, value_dim)]
+    sizes += [(kv_heads, blocks, dim), (kv_heads, blocks, value_dim)]
+    tensors = [leaf((batch, *size), dtype, "cuda") for size in sizes]
+    # Any real number is a gate.
+    gates = torch.randn(batch, heads, length, 3, device="cuda").to(dtype)
+    gates[:, 0, ::3] = 0
+    return [*tensors, gates.requires_grad_(True)]
+
+
+def run(inputs: list[Tensor], backend: Any, config: NSAConfig) -> tuple[Any, list[Tensor]]:
+    out, aux = nsa_attention(*inputs, config=config, backend=backend, return_aux=True)
+    torch.manual_seed(0)
+    grads = torch.autograd.grad(out, inputs, torch.randn_like(out), allow_unused=True)
+    zeros = (torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True))
+    return (out, aux), list(zeros)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 17, 31, 32, 33, 47, 48, 49, 63, 65, 500, 1111])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_is_the_branches_apart(length: int, batch: int) -> None:
+    inputs = inputs_of(batch, 8, 2, length, 64, 64)
+    (out, aux), grads = run(inputs, "auto", PAPER)
+    (want, want_aux), want_grads = run(inputs, APART, PAPER)
+    assert torch.equal(aux.blocks, want_aux.blocks)
+    for got, lse in zip(aux.lse, want_aux.lse, strict=True):
+        torch.testing.assert_close(got, lse, rtol=1e-4, atol=1e-3)
+    for got, expected in zip([out, *grads], [want, *want_grads], strict=True):
+        scale = expected.float().norm().clamp(min=1e-3)
+        assert (got.float() - expected.float()).norm() / scale < 2**-6
+
+
+@pytest.mark.gpu
+def test_auto_runs_the_operator_and_its_kernels() -> None:
+    inputs = inputs_of(1, 8, 2, 300, 64, 64)
+    run(inputs, "auto", PAPER)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run(inputs, "auto", PAPER)
+    names = {event.name for event in trace.events()}
+    assert {"nsa_flex::core_forward", "nsa_flex::core_backward"} <= names
+    assert "aten::_scaled_dot_product_cudnn_attention" in names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "dim", "value_dim", "config"),
+    [(16, 128, 64, PAPER), (2, 64, 128, PAPER), (6, 80, 80, SMALL), (32, 32, 32, SMALL)],
+    ids=["D128-64", "D64-128", "G3-D80", "G16-D32"],
+)
+def test_other_shapes_and_memory(heads: int, dim: int, value_dim: int, config: NSAConfig) -> None:
+    inputs = inputs_of(2, heads, 2, 333, dim, value_dim, config=config, dtype=torch.float16)
+    strange = [x.detach().contiguous().requires_grad_(True) for x in inputs]  # (B, H, S, D)
+    wide = [torch.cat([x.detach()] * 2, 2)[:, :, : x.shape[2]] for x in inputs]
+    want, want_grads = run(inputs, APART, config)
+    for variant in (strange, [x.requires_grad_(True) for x in wide]):
+        got, grads = run(variant, "auto", config)
+        pairs = zip([got[0], *grads], [want[0], *want_grads], strict=True)
+        for x, y in pairs:
+            assert (x.float() - y.float()).norm() / y.float().norm() < 2**-8
+
+
+@pytest.mark.gpu
+def test_keys_of_its_own_for_the_window() -> None:
+    inputs = inputs_of(2, 8, 2, 200, 64, 64)
+    own = [leaf(x.shape, x.dtype, "cuda") for x in inputs[1:3]]
+    results = []
+    for backend in ("auto", APART):
+        out = nsa_attention(
+            *inputs, config=PAPER, backend=backend, sliding_key=own[0], sliding_value=own[1]
+        )
+        torch.manual_seed(0)
+        results.append([out, *torch.autograd.grad(out, [*inputs, *own], torch.randn_like(out))])
+    for got, want in zip(*results, strict=True):
+        assert (got.float() - want.float()).norm() / want.float().norm() < 2**-6
+
+
+@pytest.mark.gpu
+def test_one_graph_for_all_lengths() -> None:
+    graphs = []
+
+    def count(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    def call(*inputs: Tensor) -> Tensor:
+        return nsa_attention(*inputs, config=PAPER)
+
+    compiled = torch.compile(call, backend=count, fullgraph=True, dynamic=True)
+    for length in (300, 301, 512, 70, 1000):
+        inputs = inputs_of(1, 8, 2, length, 64, 64)
+        torch.autograd.grad(compiled(*inputs).sum(), inputs)
+    assert len(graphs) == 1
+    inputs = inputs_of(1, 8, 2, 517, 64, 64)
+    whole = torch.compile(call, fullgraph=True, dynamic=True)
+    assert (whole(*inputs) - call(*inputs)).abs().max() < 2**-4
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_a_training_step() -> None:
+    """Above the inputs, in units of the query: what is saved, the results, and little else."""
+    inputs = inputs_of(1, 16, 1, 1 << 15, 128, 128)
+    grad = torch.randn_like(inputs[0])
+
+    def step() -> None:
+        out = nsa_attention(*inputs, config=PAPER)
+        torch.autograd.grad(out, inputs, grad)
+
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 9 * inputs[0].nbytes
