@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from nsa_flex.bench.branches import Compressed, Selected, Sliding
-from nsa_flex.bench.case import Case
+from nsa_flex.bench.case import Case, Pattern
 from nsa_flex.bench.compile_time import CompileCase
 from nsa_flex.bench.core import Core
-from nsa_flex.bench.models import IMPLEMENTATIONS, ModelCase
+from nsa_flex.bench.models import ModelCase
 from nsa_flex.bench.parts import Choice, CompressionTarget, Merge
 from nsa_flex.bench.targets import Target
 from nsa_flex.config import CompressionKind, NSAConfig
@@ -172,24 +172,28 @@ def compiling() -> list[AnyCase]:
 
 
 def smoke() -> list[AnyCase]:
-    """Each target and implementation that a CPU can run, tiny; for tests, not for times."""
+    """What a CPU can run of each target, tiny and in seconds: for tests, not for times."""
     sizes = {"compress_block_size": 8, "compress_stride": 4, "select_block_size": 8}
-    small = NSAConfig(**sizes, num_selected_blocks=4, window_size=16, compression="mean")
-    runnable = {
-        "core": ("nsa", "nsa-eager", "sdpa-math"),
-        "compressed": ("dense",),
-        "selected": ("dense",),
-        "sliding": ("dense",),
-        "choice": ("auto", "operations"),
-        "merge": ("auto", "expression"),
-        "compression": ("compiled", "eager"),
-    }
-    options = {"dims": ((16, 16),), "dtype": "float32", "config": small}
-    cases: list[AnyCase] = []
-    for target, implementations in runnable.items():
-        cases += grid(target, implementations, ((4, 2),), (128,), **options)  # type: ignore[arg-type]
-    cases += grid("core", ("nsa-eager",), ((4, 2),), (128,), pattern="overlap", **options)  # type: ignore[arg-type]
-    return [*cases, *(ModelCase("tiny", name, 2, 64) for name in IMPLEMENTATIONS)]
+    config = NSAConfig(**sizes, num_selected_blocks=4, window_size=16, compression="mean")
+
+    def tiny(target: str, implementation: str, train: bool, pattern: Pattern = "random") -> Case:
+        sides = {"seq_len": 128, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16}
+        return Case(
+            target, implementation, train, **sides, dtype="float32", pattern=pattern, config=config
+        )
+
+    return [
+        tiny("core", "nsa", False),
+        tiny("core", "nsa", True),
+        tiny("core", "sdpa-math", True),
+        tiny("core", "nsa-eager", True, "overlap"),
+        *(tiny(branch, "dense", True) for branch in ("compressed", "selected", "sliding")),
+        tiny("choice", "auto", False),
+        tiny("merge", "auto", True),
+        tiny("compression", "compiled", True),
+        ModelCase("tiny", "nsa", 2, 64),
+        ModelCase("tiny", "dense-eager", 2, 64),
+    ]
 
 
 PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import nsa_flex
+from nsa_flex.cli.bench import bench
 from nsa_flex.cli.demo import demo
 from nsa_flex.cli.explain import explain
 from nsa_flex.cli.info import info
@@ -43,3 +44,4 @@ def nsa_flex_command(
 app.command()(info)
 app.command()(explain)
 app.command()(demo)
+app.command()(bench)

@@ -1,0 +1,226 @@
+"""Markdown tables of rows, and pages that hold them.
+
+A page names its rows between two comments,
+
+    <!-- table: headline bench/results/headline_h200.json -->
+    <!-- end of table -->
+
+and `python -m nsa_flex.bench.table docs/benchmarks.md` writes what is between them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from nsa_flex.bench.rows import Row, read_rows
+
+MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
+RIVAL = "sdpa-cudnn"
+
+Table = list[list[str]]
+
+
+def markdown(table: Table) -> str:
+    """First row heads the columns."""
+    head, *body = table
+    lines = [head, ["---"] * len(head), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def milliseconds(row: Row | None) -> str:
+    """Median with half the spread of the 20th to 80th percentile: "12.3 ± 0.1"."""
+    if row is None:
+        return "-"
+    if row["status"] != "ok":
+        return row["status"]
+    if "p20_ms" not in row:
+        return f"{row['median_ms']:.4g}"
+    spread = (row["p80_ms"] - row["p20_ms"]) / 2
+    digits = 3 if row["median_ms"] < 1 else 2 if row["median_ms"] < 100 else 0
+    return f"{row['median_ms']:.{digits}f} ± {spread:.{digits}f}"
+
+
+def gib(row: Row | None) -> str:
+    """Peak memory."""
+    if row is None or row.get("peak_bytes") is None:
+        return "-"
+    return f"{row['peak_bytes'] / 2**30:.1f}"
+
+
+def over_floor(row: Row | None) -> str:
+    """Median over the roofline floor."""
+    if row is None or "over_floor" not in row:
+        return "-"
+    return f"{row['over_floor']:.1f}"
+
+
+def ratio(above: Row | None, below: Row | None) -> str:
+    """Of medians."""
+    if above is None or below is None or {above["status"], below["status"]} != {"ok"}:
+        return "-"
+    return f"{above['median_ms'] / below['median_ms']:.2f}"
+
+
+def tokens(row: Row) -> str:
+    """8192 as 8k."""
+    length = row["seq_len"]
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def headline(rows: list[Row]) -> Table:
+    """Core against cuDNN: one line a shape."""
+    columns = ["heads", "tokens"]
+    columns += ["forward, NSA", "dense", "dense ÷ NSA", "NSA ÷ floor"]
+    columns += ["forward + backward, NSA", "dense", "dense ÷ NSA", "NSA ÷ floor"]
+    table = [[*columns, "peak GiB, NSA", "dense"]]
+    found = {
+        (row["heads"], row["seq_len"], row["implementation"], row["pass"]): row
+        for row in rows
+        if row["target"] == "core" and row["pattern"] == "random"
+    }
+    shapes = dict.fromkeys((heads, length) for heads, length, *_ in found)
+    for heads, length in sorted(shapes, key=_by_heads):
+        line = [heads, tokens({"seq_len": length})]
+        for which in ("forward", "forward_backward"):
+            nsa, dense = (found.get((heads, length, who, which)) for who in ("nsa", RIVAL))
+            line += [milliseconds(nsa), milliseconds(dense), ratio(dense, nsa), over_floor(nsa)]
+        line += [gib(found.get((heads, length, w, "forward_backward"))) for w in ("nsa", RIVAL)]
+        table.append(line)
+    return table
+
+
+def _by_heads(shape: tuple[str, int]) -> tuple[int, int]:
+    """Most query heads a KV head first, then short before long."""
+    query_heads, kv_heads = (int(number) for number in shape[0].split("/"))
+    return -query_heads // kv_heads, shape[1]
+
+
+def parts(rows: list[Row]) -> Table:
+    """One line a part, implementation and shape."""
+    table = [["part", "on", "heads", "D", "tokens", "choices"]]
+    table[0] += ["forward, ms", "÷ floor", "backward, ms", "÷ floor", "overlap"]
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    name: tuple[str, ...]
+    for row in rows:
+        if row["target"] in ("model", "compile"):
+            continue
+        part: str = row["target"]
+        if part == "compression":
+            part += f", {row['compression']}"
+        dims = f"{row['head_dim']}"
+        dims += "" if row["value_dim"] == row["head_dim"] else f"/{row['value_dim']}"
+        name = (part, row["implementation"], row["heads"], dims, tokens(row), row["pattern"])
+        found.setdefault(name, {})[row["pass"]] = row
+    for name, passes in found.items():
+        line = list(name)
+        for which in ("forward", "backward"):
+            line += [milliseconds(passes.get(which)), over_floor(passes.get(which))]
+        overlaps = [row["overlap"] for row in passes.values() if "overlap" in row]
+        table.append([*line, f"{overlaps[0]:.0%}" if overlaps else "-"])
+    return table
+
+
+def models(rows: list[Row]) -> Table:
+    """One line a model, batch and length: tokens a second of training."""
+    who = ("nsa", "nsa-eager", "dense", "dense-eager")
+    table = [["model", "parameters", "batch", "tokens"]]
+    table[0] += ["NSA, tokens/s", "NSA eager", "dense", "dense eager", "peak GiB, NSA", "dense"]
+    found = {
+        (row["model"], row["batch"], row["seq_len"], row["implementation"]): row
+        for row in rows
+        if row["target"] == "model"
+    }
+    for model, batch, length in dict.fromkeys(key[:3] for key in found):
+        each = [found.get((model, batch, length, name)) for name in who]
+        size = next((row["parameters"] for row in each if row and "parameters" in row), None)
+        counted = "-" if size is None else f"{size / 1e6:.0f} M"
+        line = [model, counted, str(batch), str(length), *(_speed(row) for row in each)]
+        table.append([*line, gib(each[0]), gib(each[2])])
+    return table
+
+
+def _speed(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row['tokens_per_s']:,}" if row["status"] == "ok" else row["status"]
+
+
+def compiling(rows: list[Row]) -> Table:
+    """Seconds of the first call."""
+    table = [["heads", "tokens", "what", "cold, s", "warm, s"]]
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["target"] == "compile":
+            found.setdefault(row["case"], {})[row["pass"]] = row
+    for case, passes in found.items():
+        any_pass = next(iter(passes.values()))
+        what = "forward + backward" if " train " in case else "forward"
+        seconds = [_seconds(passes.get(f"compile_{name}")) for name in ("cold", "warm")]
+        table.append([any_pass["heads"], tokens(any_pass), what, *seconds])
+    return table
+
+
+def _seconds(row: Row | None) -> str:
+    if row is None or row["status"] != "ok":
+        return "-" if row is None else row["status"]
+    return f"{row['median_ms'] / 1e3:.1f}"
+
+
+def reasons(rows: list[Row]) -> Table:
+    """What was not measured, and why."""
+    table = [["case", "status", "reason"]]
+    for row in rows:
+        if row["status"] != "ok":
+            table.append([row["case"], row["status"], row["reason"]])
+    return table
+
+
+TABLES: dict[str, Callable[[list[Row]], Table]] = {
+    "headline": headline,
+    "parts": parts,
+    "models": models,
+    "compile": compiling,
+    "reasons": reasons,
+}
+
+
+def tables_of(rows: list[Row]) -> dict[str, Table]:
+    """Those of the tables that these rows fill."""
+    rivals = {row["implementation"] for row in rows if row["target"] == "core"}
+    wanted = ["headline"] if {"nsa", RIVAL} <= rivals else []
+    targets = {row["target"] for row in rows}
+    if targets - {"model", "compile"} and (targets != {"core"} or not wanted):
+        wanted.append("parts")
+    wanted += [name for name, t in (("models", "model"), ("compile", "compile")) if t in targets]
+    tables = {name: TABLES[name](rows) for name in [*wanted, "reasons"]}
+    return {name: table for name, table in tables.items() if len(table) > 1}
+
+
+def fill(page: str, root: Path) -> str:
+    """The page with every marked table as its rows make it; paths are from `root`.
+
+    Raises:
+        ValueError: a marker names no table.
+    """
+
+    def render(match: re.Match[str]) -> str:
+        opening, name, path, _, closing = match.groups()
+        if name not in TABLES:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
+        return opening + markdown(TABLES[name](read_rows(root / path))) + closing
+
+    return MARKED.sub(render, page)
+
+
+def main() -> None:
+    """Rewrite the pages named on the command line, from the root of the checkout."""
+    for name in sys.argv[1:]:
+        page = Path(name)
+        page.write_text(fill(page.read_text(), Path()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""`nsa-flex bench`: measures NSA's parts, its core and whole models against dense attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from nsa_flex.bench import machine, plots, table
+from nsa_flex.bench.case import DTYPES, Case
+from nsa_flex.bench.compare import Verdict, compare
+from nsa_flex.bench.registry import PRESETS, AnyCase, preset
+from nsa_flex.bench.rows import Notebook, Row, read_rows
+from nsa_flex.bench.runner import Options, run
+from nsa_flex.cli.explain import _pair
+
+
+def bench(
+    preset_name: Annotated[
+        str | None,
+        typer.Option(
+            "--preset", help=f"{', '.join(PRESETS)}. Default: quick on CUDA, smoke on a CPU."
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Keep cases whose name holds this text; repeatable.")
+    ] = None,
+    heads: Annotated[
+        list[str] | None, typer.Option(help="Hq/Hkv instead of the preset's; repeatable.")
+    ] = None,
+    seq_len: Annotated[
+        list[int] | None, typer.Option(min=1, help="S instead of the preset's; repeatable.")
+    ] = None,
+    head_dim: Annotated[
+        list[str] | None, typer.Option(help="D or D/Dv instead of the preset's; repeatable.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="B instead of the preset's.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Instead of the preset's: {', '.join(DTYPES)}.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: CUDA if any.")] = "auto",
+    milliseconds: Annotated[
+        float, typer.Option(min=1, help="About how long each measurement repeats.")
+    ] = 300.0,
+    compiler: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of rows; default nsa_flex_bench/PRESET.json. Cases that it has "
+            "from this device, versions and sources are not measured again."
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what --out holds.")] = False,
+    run_them: Annotated[
+        bool, typer.Option("--run/--no-run", help="--no-run: show the rows that --out holds.")
+    ] = True,
+    list_them: Annotated[bool, typer.Option("--list", help="Name the cases and stop.")] = False,
+    compare_with: Annotated[
+        Path | None, typer.Option("--compare", help="Rows to compare with; exit 1 if slower.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rows to this PNG.")] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown tables.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Rows and verdicts on stdout, progress on stderr.")
+    ] = False,
+) -> None:
+    """Measure NSA against dense attention: parts, core, training steps, compilation.
+
+    Every result is checked against a float64 reference before it is timed. Rows are written as
+    they are measured; an interrupted run goes on where it stopped. Presets:
+
+    {presets}
+
+    Exits with 1 if a result was wrong, a case crashed, or --compare found something slower; with
+    2 on wrong usage.
+
+    Example: `nsa-flex bench --preset headline`
+
+    Example: `nsa-flex bench --preset quick --heads 12/2 --head-dim 64 --seq-len 4096 --json`
+
+    Example: `nsa-flex bench --preset headline --compare old.json --plot headline.png`
+
+    Example: `nsa-flex bench --no-run --out rows.json --markdown`
+    """
+    where = _device(device)
+    name = preset_name or ("quick" if where.type == "cuda" else "smoke")
+    cases = _cases(name, where, _shapes(heads, seq_len, head_dim, batch, dtype), only or [])
+    if list_them:
+        typer.echo("\n".join(case.key for case in cases))
+        return
+    path = out or Path("nsa_flex_bench") / f"{name}.json"
+    _check_files(path, compare_with, plot, run_them)
+    earlier = read_rows(compare_with) if compare_with else []
+    console = Console(stderr=as_json or as_markdown, highlight=False)
+    if run_them:
+        compiler = compiler or ("inductor" if where.type == "cuda" else "aot_eager")
+        options = Options(where, milliseconds, compiler, seed)
+        rows = _run(cases, Notebook(path, machine.describe(where), fresh=fresh), options, console)
+    else:
+        rows = _chosen(read_rows(path), only or [])
+    verdicts = _compare(earlier, rows) if compare_with else []
+    if plot is not None:
+        plots.draw(rows, plot)
+    _show(rows, verdicts, as_json=as_json, as_markdown=as_markdown)
+    slower = any(verdict.verdict in ("slower", "broken") for verdict in verdicts)
+    raise typer.Exit(1 if slower or any(row["status"] == "failed" for row in rows) else 0)
+
+
+# The registry describes its presets once, for readers and for --help alike.
+_DESCRIBED = "\n    ".join(
+    f"* `{name}`: {(function.__doc__ or '').splitlines()[0]}" for name, function in PRESETS.items()
+)
+assert bench.__doc__ is not None
+bench.__doc__ = bench.__doc__.replace("{presets}", _DESCRIBED)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(
+            f"got {name}; benchmarks run on cpu and cuda", param_hint="--device"
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise typer.BadParameter(f"got {name}; torch sees {count} such", param_hint="--device")
+    return device
+
+
+def _shapes(
+    heads: list[str] | None,
+    seq_len: list[int] | None,
+    head_dim: list[str] | None,
+    batch: int | None,
+    dtype: str | None,
+) -> list[dict[str, Any]]:
+    """Fields of `Case` to replace, one entry a shape; one empty entry if nothing was asked."""
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    shapes: list[dict[str, Any]] = [{}]
+    if heads:
+        pairs = [_pair(text, "--heads") for text in heads]
+        for query_heads, kv_heads in pairs:
+            if query_heads % kv_heads:
+                raise typer.BadParameter(
+                    f"{kv_heads} key-value heads must divide {query_heads} query heads",
+                    param_hint="--heads",
+                )
+        shapes = [{**s, "query_heads": a, "kv_heads": b} for s in shapes for a, b in pairs]
+    if seq_len:
+        shapes = [{**s, "seq_len": length} for s in shapes for length in seq_len]
+    if head_dim:
+        pairs = [_pair(text, "--head-dim") for text in head_dim]
+        shapes = [{**s, "head_dim": a, "value_dim": b} for s in shapes for a, b in pairs]
+    others = {"batch": batch, "dtype": dtype}
+    given = {name: value for name, value in others.items() if value is not None}
+    return [{**shape, **given} for shape in shapes]
+
+
+def _cases(
+    name: str, device: torch.device, shapes: list[dict[str, Any]], only: list[str]
+) -> list[AnyCase]:
+    if name not in PRESETS:
+        raise typer.BadParameter(
+            f"{name!r} is none of {', '.join(PRESETS)}", param_hint="--preset"
+        )
+    if device.type != "cuda" and name != "smoke":
+        raise typer.BadParameter(
+            f"{name} needs a CUDA device, got {device}; a CPU runs smoke", param_hint="--preset"
+        )
+    cases = preset(name)
+    if shapes != [{}]:
+        cases = [
+            dataclasses.replace(case, **shape)
+            for shape in shapes
+            for case in cases
+            if isinstance(case, Case)
+        ]
+    cases = [case for case in dict.fromkeys(cases) if _wanted(case.key, only)]
+    if not cases:
+        raise typer.BadParameter(f"no case of {name} holds {only}", param_hint="--only")
+    if any(case.target == "model" for case in cases) and not _installed("transformers"):
+        _refuse("training steps need transformers; install with: pip install 'nsa-flex[cli,hf]'")
+    return cases
+
+
+def _wanted(key: str, only: list[str]) -> bool:
+    return not only or any(text in key for text in only)
+
+
+def _chosen(rows: list[Row], only: list[str]) -> list[Row]:
+    return [row for row in rows if _wanted(row["case"], only)]
+
+
+def _check_files(path: Path, old: Path | None, plot: Path | None, run_them: bool) -> None:
+    """Said before the work, not after it."""
+    needed = [old] if run_them else [path, old]
+    for file in needed:
+        if file is not None and not file.exists():
+            _refuse(f"there is no file {file}")
+    if plot is not None and not _installed("matplotlib"):
+        _refuse("--plot needs matplotlib; install with: pip install 'nsa-flex[cli,bench]'")
+    try:
+        for file in (path, old):
+            if file is not None and file.exists():
+                read_rows(file)
+    except ValueError as error:
+        _refuse(str(error))
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _refuse(message: str) -> None:
+    typer.echo(f"nsa-flex bench: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _run(
+    cases: list[AnyCase], notebook: Notebook, options: Options, console: Console
+) -> list[Row]:
+    with _progress(console) as progress:
+        task = progress.add_task("rates of this device", total=len(cases))
+        dtype = torch.bfloat16 if options.device.type == "cuda" else torch.float32
+        ceilings = machine.ceilings(options.device, dtype)
+        progress.update(task, description=cases[0].key)
+        upcoming = iter([*(case.key for case in cases[1:]), "done"])
+
+        def tell(case: AnyCase, rows: list[Row]) -> None:
+            for row in rows:
+                if row["status"] == "failed":
+                    progress.console.print(f"{row['case']}: {row['reason']}", style="red")
+            progress.update(task, advance=1, description=next(upcoming))
+
+        return run(cases, notebook, ceilings, options, tell)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+    )
+
+
+def _compare(earlier: list[Row], rows: list[Row]) -> list[Verdict]:
+    try:
+        return compare(earlier, rows)
+    except ValueError as error:
+        _refuse(str(error))
+        raise AssertionError from error
+
+
+def _show(rows: list[Row], verdicts: list[Verdict], *, as_json: bool, as_markdown: bool) -> None:
+    if as_json:
+        found = {"rows": rows, "verdicts": [verdict.to_dict() for verdict in verdicts]}
+        typer.echo(json.dumps(found, indent=2))
+        return
+    tables = table.tables_of(rows)
+    if verdicts:
+        tables["verdicts"] = _verdict_table(verdicts)
+    if as_markdown:
+        typer.echo("\n".join(table.markdown(each) for each in tables.values()))
+        return
+    for each in tables.values():
+        head, *body = each
+        shown = Table(*head)
+        for line in body:
+            shown.add_row(*line)
+        Console().print(shown)
+
+
+def _verdict_table(verdicts: list[Verdict]) -> table.Table:
+    lines = [
+        [
+            verdict.case,
+            verdict.which,
+            f"{verdict.old_ms:.4g}",
+            "-" if verdict.new_ms is None else f"{verdict.new_ms:.4g}",
+            "-" if verdict.ratio is None else f"{verdict.ratio:.3f} (± {verdict.threshold:.3f})",
+            verdict.verdict,
+        ]
+        for verdict in verdicts
+    ]
+    return [["case", "pass", "old ms", "new ms", "new ÷ old", "verdict"], *lines]
