@@ -1,0 +1,217 @@
+"""New tokens enter the cache: keys and values into their slots, and the compressed blocks that
+they complete. Block i is complete once token i·d + l - 1 is stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def completed_block(position, COMPRESS: tl.constexpr, STRIDE: tl.constexpr):
+    """The block that the token at `position` completes, or a negative number."""
+    past = position - (COMPRESS - 1)
+    return tl.where((past >= 0) & (past % STRIDE == 0), past // STRIDE, -1)
+
+
+@triton.jit
+def load_row(pointer, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """One row [COLUMNS], zeros behind DIM."""
+    dim = tl.arange(0, COLUMNS)
+    return tl.load(pointer + dim, mask=dim < DIM, other=0.0)
+
+
+@triton.jit
+def store_row(pointer, row, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """`row` in the type of the memory."""
+    dim = tl.arange(0, COLUMNS)
+    tl.store(pointer + dim, row.to(pointer.dtype.element_ty), mask=dim < DIM)
+
+
+@triton.jit
+def compress(
+    cache_ptr,
+    new_ptr,
+    weight_ptr,
+    first,
+    first_new,
+    cache_stride_s,
+    new_stride_s,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COMPRESS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Mean, or weighted sum, of tokens first ... first + l - 1 in float32 [COLUMNS].
+
+    Tokens from `first_new` on are read where the caller has them: another program may still be
+    writing them into the cache. They are rounded to the cache's type all the same.
+    """
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, COLUMNS)
+    token = first + row
+    inside = (row < COMPRESS)[:, None] & (dim < DIM)[None, :]
+    old = tl.load(
+        cache_ptr + token.to(tl.int64)[:, None] * cache_stride_s + dim[None, :],
+        mask=inside & (token < first_new)[:, None],
+        other=0.0,
+    )
+    new = tl.load(
+        new_ptr + (token - first_new)[:, None] * new_stride_s + dim[None, :],
+        mask=inside & (token >= first_new)[:, None],
+        other=0.0,
+    )
+    x = old.to(tl.float32) + new.to(cache_ptr.dtype.element_ty).to(tl.float32)
+    if WEIGHTED:
+        weight = tl.load(weight_ptr + row, mask=row < COMPRESS, other=0.0)
+        return tl.sum(x * weight[:, None], 0)
+    return tl.sum(x, 0) / COMPRESS
+
+
+@triton.jit
+def append_token(
+    new_key_ptr,
+    new_value_ptr,
+    key_ptr,
+    value_ptr,
+    key_stride_s,
+    value_stride_s,
+    position,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+):
+    """Copies one key and value into their slot; the cache's pointers are at its first row."""
+    slot = position.to(tl.int64)
+    k = load_row(new_key_ptr, HEAD_DIM, HEAD_COLUMNS)
+    v = load_row(new_value_ptr, VALUE_DIM, VALUE_COLUMNS)
+    store_row(key_ptr + slot * key_stride_s, k, HEAD_DIM, HEAD_COLUMNS)
+    store_row(value_ptr + slot * value_stride_s, v, VALUE_DIM, VALUE_COLUMNS)
+
+
+@triton.jit
+def emit_block(
+    new_key_ptr,
+    new_value_ptr,
+    new_key_stride_s,
+    new_value_stride_s,
+    key_ptr,
+    value_ptr,
+    key_stride_s,
+    value_stride_s,
+    compressed_key_ptr,
+    compressed_value_ptr,
+    compressed_key_stride_s,
+    compressed_value_stride_s,
+    key_weight_ptr,
+    value_weight_ptr,
+    position,
+    first_new,
+    num_compressed,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    COMPRESS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    COMPRESS_ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Writes the compressed key and value that the token at `position` completes, if any."""
+    block = completed_block(position, COMPRESS, STRIDE)
+    if (block >= 0) & (block < num_compressed):
+        first, slot = block * STRIDE, block.to(tl.int64)
+        k = compress(
+            key_ptr, new_key_ptr, key_weight_ptr, first, first_new, key_stride_s,
+            new_key_stride_s, HEAD_DIM, HEAD_COLUMNS, COMPRESS, COMPRESS_ROWS, WEIGHTED,
+        )  # fmt: skip
+        v = compress(
+            value_ptr, new_value_ptr, value_weight_ptr, first, first_new, value_stride_s,
+            new_value_stride_s, VALUE_DIM, VALUE_COLUMNS, COMPRESS, COMPRESS_ROWS, WEIGHTED,
+        )  # fmt: skip
+        place = compressed_key_ptr + slot * compressed_key_stride_s
+        store_row(place, k, HEAD_DIM, HEAD_COLUMNS)
+        place = compressed_value_ptr + slot * compressed_value_stride_s
+        store_row(place, v, VALUE_DIM, VALUE_COLUMNS)
+
+
+@triton.jit
+def append_kernel(
+    new_key_ptr,
+    new_value_ptr,
+    key_ptr,
+    value_ptr,
+    compressed_key_ptr,
+    compressed_value_ptr,
+    key_weight_ptr,
+    value_weight_ptr,
+    lengths_ptr,
+    new_key_stride_b,
+    new_key_stride_h,
+    new_key_stride_s,
+    new_value_stride_b,
+    new_value_stride_h,
+    new_value_stride_s,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    compressed_key_stride_b,
+    compressed_key_stride_h,
+    compressed_key_stride_s,
+    compressed_value_stride_b,
+    compressed_value_stride_h,
+    compressed_value_stride_s,
+    capacity,
+    num_compressed,
+    kv_heads,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    COMPRESS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    COMPRESS_ROWS: tl.constexpr,
+    APPEND: tl.constexpr,
+    EMIT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Program (token, KV head of a batch row): stores the token, emits the block it completes.
+
+    Without APPEND the tokens are in the cache already; without EMIT no block is emitted.
+    """
+    token, pair = tl.program_id(0), tl.program_id(1)
+    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    length = tl.load(lengths_ptr + batch)
+    position = length + token
+    if position >= capacity:
+        return
+    key_ptr += batch * key_stride_b + head * key_stride_h
+    value_ptr += batch * value_stride_b + head * value_stride_h
+    new_key_ptr += batch * new_key_stride_b + head * new_key_stride_h
+    new_value_ptr += batch * new_value_stride_b + head * new_value_stride_h
+    first_new = length if APPEND else capacity
+    if APPEND:
+        append_token(
+            new_key_ptr + token * new_key_stride_s, new_value_ptr + token * new_value_stride_s,
+            key_ptr, value_ptr, key_stride_s, value_stride_s, position,
+            HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+        )  # fmt: skip
+    if EMIT:
+        emit_block(
+            new_key_ptr, new_value_ptr, new_key_stride_s, new_value_stride_s,
+            key_ptr, value_ptr, key_stride_s, value_stride_s,
+            compressed_key_ptr + batch * compressed_key_stride_b + head * compressed_key_stride_h,
+            compressed_value_ptr
+            + batch * compressed_value_stride_b + head * compressed_value_stride_h,
+            compressed_key_stride_s, compressed_value_stride_s,
+            key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
+            position, first_new, num_compressed,
+            HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+            COMPRESS, STRIDE, COMPRESS_ROWS, WEIGHTED,
+        )  # fmt: skip

@@ -1,0 +1,265 @@
+"""Launches of the kernels of a decode step. Grids depend on shapes alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.decode_append import append_kernel
+from nsa_flex.fallback_kernels.decode_compressed import compressed_kernel
+from nsa_flex.fallback_kernels.decode_merge import merge_kernel
+from nsa_flex.fallback_kernels.decode_plan import DecodePlan, Scratch, padded, power_of_two
+from nsa_flex.fallback_kernels.decode_selected import attend_kernel
+from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a layer has stored, and where new tokens go.
+
+    key (B, Hkv, C, D), value (B, Hkv, C, Dv), compressed_key (B, Hkv, Ncap, D), compressed_value
+    (B, Hkv, Ncap, Dv), last dimension contiguous; lengths int32 (B,), tokens before the new ones.
+    """
+
+    key: Tensor
+    value: Tensor
+    compressed_key: Tensor
+    compressed_value: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What is to be stored, and φ as weights of a block's tokens (mean where None).
+
+    key (B, Hkv, T, D), value (B, Hkv, T, Dv); weights float32 (Hkv, l).
+    """
+
+    key: Tensor
+    value: Tensor
+    key_weights: Tensor | None = None
+    value_weights: Tensor | None = None
+
+
+def launch_append(
+    new: NewTokens, cache: Cache, config: NSAConfig, *, append: bool, emit: bool
+) -> None:
+    """Stores the new tokens and emits the blocks they complete, or one of both."""
+    batch, kv_heads, tokens, head_dim = new.key.shape
+    value_dim = new.value.shape[3]
+    new_key, new_value = rows_contiguous(new.key), rows_contiguous(new.value)
+    weighted = new.key_weights is not None
+    with torch.cuda.device_of(cache.key):
+        append_kernel[(tokens, batch * kv_heads)](
+            new_key,
+            new_value,
+            cache.key,
+            cache.value,
+            cache.compressed_key,
+            cache.compressed_value,
+            new.key_weights if weighted else cache.key,
+            new.value_weights if weighted else cache.key,
+            cache.lengths,
+            *strides(new_key),
+            *strides(new_value),
+            *strides(cache.key),
+            *strides(cache.value),
+            *strides(cache.compressed_key),
+            *strides(cache.compressed_value),
+            cache.key.shape[2],
+            cache.compressed_key.shape[2],
+            kv_heads,
+            HEAD_DIM=head_dim,
+            HEAD_COLUMNS=padded(head_dim),
+            VALUE_DIM=value_dim,
+            VALUE_COLUMNS=padded(value_dim),
+            COMPRESS=config.compress_block_size,
+            STRIDE=config.compress_stride,
+            COMPRESS_ROWS=power_of_two(config.compress_block_size),
+            APPEND=append,
+            EMIT=emit,
+            WEIGHTED=weighted,
+            num_warps=4,
+        )
+
+
+def launch_compressed(
+    plan: DecodePlan,
+    query: Tensor,
+    cache: Cache,
+    scratch: Scratch,
+    counters: Tensor,
+    scale: float,
+    new: NewTokens | None = None,
+    rows_read: Tensor | None = None,
+) -> None:
+    """Compressed branch and choice; stores the one new token of each row first if `new`."""
+    config = plan.config
+    weighted = new is not None and new.key_weights is not None
+    new_key, new_value = (query, query) if new is None else (new.key, new.value)
+    new_key, new_value = rows_contiguous(new_key), rows_contiguous(new_value)
+    compressed_kernel[(plan.splits, plan.tokens, plan.batch * plan.kv_heads)](
+        query,
+        cache.compressed_key,
+        cache.compressed_value,
+        cache.lengths,
+        scratch.partial,
+        scratch.top,
+        scratch.total,
+        scratch.score,
+        scratch.lent,
+        scratch.norm,
+        scratch.blocks,
+        counters,
+        counters if rows_read is None else rows_read,
+        new_key,
+        new_value,
+        cache.key,
+        cache.value,
+        new.key_weights if weighted else query,  # type: ignore[union-attr]
+        new.value_weights if weighted else query,  # type: ignore[union-attr]
+        *strides(query),
+        *strides(cache.compressed_key),
+        *strides(cache.compressed_value),
+        *strides(new_key)[:2],
+        *strides(new_value)[:2],
+        *strides(cache.key),
+        *strides(cache.value),
+        plan.capacity,
+        plan.num_compressed,
+        plan.kv_heads,
+        plan.splits,
+        plan.parts,
+        scale * LOG2E,
+        **plan.constants(),
+        ROWS=padded(plan.group),
+        KEYS=plan.tile_keys,
+        MEMBERS=plan.members,
+        SPLIT_COLUMNS=plan.split_columns,
+        BLOCK_COLUMNS=plan.block_columns,
+        SLOT_COLUMNS=power_of_two(config.num_selected_blocks),
+        COMPRESS_ROWS=power_of_two(config.compress_block_size),
+        INITIAL=config.num_initial_blocks,
+        LOCAL=config.num_local_blocks,
+        PRECISION=plan.precision,
+        STAGES=plan.stages,
+        STEP=new is not None,
+        WEIGHTED=weighted,
+        COUNT=rows_read is not None,
+        num_warps=plan.warps,
+    )
+
+
+def launch_attend(
+    plan: DecodePlan,
+    query: Tensor,
+    cache: Cache,
+    sliding: tuple[Tensor, Tensor],
+    scratch: Scratch,
+    scale: float,
+    rows_read: Tensor | None = None,
+) -> None:
+    """Selected and sliding branch."""
+    grid = (plan.select_parts + plan.window_parts, plan.tokens, plan.batch * plan.kv_heads)
+    attend_kernel[grid](
+        query,
+        cache.key,
+        cache.value,
+        *sliding,
+        cache.lengths,
+        scratch.blocks,
+        scratch.partial,
+        scratch.top,
+        scratch.total,
+        scratch.blocks if rows_read is None else rows_read,
+        *strides(query),
+        *strides(cache.key),
+        *strides(cache.value),
+        *strides(sliding[0]),
+        *strides(sliding[1]),
+        plan.capacity,
+        plan.kv_heads,
+        plan.splits,
+        plan.parts,
+        plan.select_parts,
+        plan.slots_per_part,
+        plan.tiles_per_part,
+        scale * LOG2E,
+        **plan.constants(),
+        WINDOW=plan.config.window_size,
+        ROWS=padded(plan.group),
+        KEYS=plan.tile_tokens,
+        PRECISION=plan.precision,
+        STAGES=plan.stages,
+        COUNT=rows_read is not None,
+        num_warps=plan.warps,
+    )
+
+
+def launch_merge(
+    plan: DecodePlan, cache: Cache, scratch: Scratch, gates: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """The gated sum: out (B, T, Hq, Dv) in its dtype, lse float32 (B, Hq, T, 3)."""
+    merge_kernel[(plan.group, plan.units)](
+        scratch.partial,
+        scratch.top,
+        scratch.total,
+        gates,
+        cache.lengths,
+        out,
+        lse,
+        *gates.stride(),
+        plan.capacity,
+        plan.num_compressed,
+        plan.kv_heads,
+        plan.tokens,
+        plan.splits,
+        plan.parts,
+        plan.select_parts,
+        plan.slots_per_part,
+        plan.tiles_per_part,
+        **plan.constants(),
+        WINDOW=plan.config.window_size,
+        COMPRESSED_KEYS=plan.tile_keys,
+        KEYS=plan.tile_tokens,
+        PART_COLUMNS=plan.part_columns,
+        num_warps=4,
+    )
+
+
+def run(
+    plan: DecodePlan,
+    query: Tensor,
+    cache: Cache,
+    gates: Tensor,
+    scale: float,
+    counters: Tensor | None,
+    sliding: tuple[Tensor, Tensor] | None = None,
+    new: NewTokens | None = None,
+    rows_read: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the kernels' order, lse."""
+    shape = (plan.batch, plan.tokens, plan.query_heads, plan.value_dim)
+    out = torch.empty(shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(
+        (plan.batch, plan.query_heads, plan.tokens, 3), dtype=torch.float32, device=query.device
+    )
+    query = rows_contiguous(query)
+    sliding = (cache.key, cache.value) if sliding is None else sliding
+    if counters is None:
+        counters = torch.zeros(plan.units, dtype=torch.int32, device=query.device)
+    if new is not None and plan.tokens > 1:
+        launch_append(new, cache, plan.config, append=True, emit=True)
+        new = None
+    scratch = plan.scratch(query.device)
+    with torch.cuda.device_of(query):
+        launch_compressed(plan, query, cache, scratch, counters, scale, new, rows_read)
+        launch_attend(plan, query, cache, sliding, scratch, scale, rows_read)
+        launch_merge(plan, cache, scratch, gates, out, lse)
+    return out, scratch.blocks, lse

@@ -1,0 +1,230 @@
+"""What shapes and dtypes decide about a decode step: tiles, splits, room for partial results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.selected_plan import padded
+
+PROGRAMS = 132  # programs that fill the device: one a multiprocessor
+SHARED_BYTES = 96 * 1024  # of one program, so that two fit a multiprocessor
+
+
+def power_of_two(size: int) -> int:
+    """Least power of two that is not below size."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Scratch(NamedTuple):
+    """Memory of one step between its kernels; a unit is a (batch row, KV head, new token).
+
+    partial: float32 (units, parts, G, Dv), not yet normalised outputs.
+    top, total: float32 (units, parts, G), highest base-2 logit and sum of exp2(logit - top).
+    score: float32 (units, G, block_columns), log2 of what each head adds to a block's score.
+    lent: float32 (units, G, splits), log2 of what a split's last keys add to the next block.
+    norm: float32 (units, members + split_columns), of the choice's own.
+    blocks: int32 (B, Hkv, T, n), the choice: initial blocks, free ones best first, local ones.
+    """
+
+    partial: Tensor
+    top: Tensor
+    total: Tensor
+    score: Tensor
+    lent: Tensor
+    norm: Tensor
+    blocks: Tensor
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Sizes of the kernels of one step. None depends on how many tokens are stored.
+
+    `splits` programs share the compressed keys of a unit, `select_parts` its chosen blocks and
+    `window_parts` its window; a part is a partial result in memory.
+    """
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    value_dim: int
+    capacity: int
+    num_compressed: int
+    element_size: int
+    config: NSAConfig
+    splits: int
+    slots_per_part: int
+    tiles_per_part: int
+    stages: int
+    warps: int = 4
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, compressed_key: Tensor, config: NSAConfig
+    ) -> DecodePlan:
+        """The plan for these shapes; see `decode.decode_attention`."""
+        batch, query_heads, tokens, head_dim = query.shape
+        plan = cls(
+            batch=batch,
+            query_heads=query_heads,
+            kv_heads=key.shape[1],
+            tokens=tokens,
+            head_dim=head_dim,
+            value_dim=value.shape[3],
+            capacity=key.shape[2],
+            num_compressed=compressed_key.shape[2],
+            element_size=query.element_size(),
+            config=config,
+            splits=1,
+            slots_per_part=1,
+            tiles_per_part=1,
+            stages=3,
+        )
+        return plan.tuned()
+
+    def tuned(self) -> DecodePlan:
+        """Enough programs to fill the device, no more partial results than that takes."""
+        tiles = ceil_div(self.num_compressed, self.tile_keys)
+        splits = max(1, min(ceil_div(PROGRAMS, self.units), tiles))
+        if self.units >= PROGRAMS // 2:  # many rows: some splits, so that all finish together
+            splits = max(1, min(4, tiles // 4))
+        num_tiles = self.config.num_selected_blocks * self.tiles_per_block + self.window_tiles
+        share = max(1, min(4, self.units * num_tiles // (4 * PROGRAMS)))
+        return replace(
+            self,
+            splits=splits,
+            slots_per_part=min(share, self.config.num_selected_blocks),
+            tiles_per_part=min(share, self.window_tiles),
+            stages=self._stages(),
+        )
+
+    def _stages(self) -> int:
+        tile = self.tile_keys * (self.head_columns + self.value_columns) * self.element_size
+        return max(1, min(3, 2 * SHARED_BYTES // tile))
+
+    @property
+    def units(self) -> int:
+        """(batch row, KV head, new token) triples."""
+        return self.batch * self.kv_heads * self.tokens
+
+    @property
+    def group(self) -> int:
+        """G, query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def members(self) -> int:
+        """G, rounded up to a power of two."""
+        return power_of_two(self.group)
+
+    @property
+    def head_columns(self) -> int:
+        return padded(self.head_dim)
+
+    @property
+    def value_columns(self) -> int:
+        return padded(self.value_dim)
+
+    @property
+    def wide(self) -> bool:
+        """Whether tiles are halved to fit shared memory."""
+        return self.element_size == 4 or max(self.head_dim, self.value_dim) > 128
+
+    @property
+    def keys_per_block(self) -> int:
+        """l'/d, compressed keys that start in one selectable block."""
+        return self.config.select_block_size // self.config.compress_stride
+
+    @property
+    def tile_keys(self) -> int:
+        """Compressed keys of a tile: whole selectable blocks."""
+        return max(32 if self.wide else 64, self.keys_per_block)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile of the selected and the sliding branch."""
+        return min(32 if self.wide else 64, padded(self.config.select_block_size))
+
+    @property
+    def tiles_per_block(self) -> int:
+        return ceil_div(self.config.select_block_size, self.tile_tokens)
+
+    @property
+    def window_tiles(self) -> int:
+        return ceil_div(min(self.config.window_size, self.capacity), self.tile_tokens)
+
+    @property
+    def select_parts(self) -> int:
+        return ceil_div(self.config.num_selected_blocks, self.slots_per_part)
+
+    @property
+    def window_parts(self) -> int:
+        return ceil_div(self.window_tiles, self.tiles_per_part)
+
+    @property
+    def parts(self) -> int:
+        """Partial results of a unit, the three branches one behind the other."""
+        return self.splits + self.select_parts + self.window_parts
+
+    @property
+    def split_columns(self) -> int:
+        """Splits, rounded up to a power of two; few different ones, since each is a kernel."""
+        return max(16, power_of_two(self.splits))
+
+    @property
+    def part_columns(self) -> int:
+        """Parts, rounded up likewise."""
+        return max(16, power_of_two(self.parts))
+
+    @property
+    def block_columns(self) -> int:
+        """Blocks of a full cache, rounded up to a power of two."""
+        return power_of_two(self.config.num_select_blocks(self.capacity))
+
+    def scratch(self, device: torch.device) -> Scratch:
+        """New memory; nothing in it is read before it is written."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        units, parts, group = self.units, self.parts, self.group
+        slots = self.config.num_selected_blocks
+        return Scratch(
+            partial=empty(units, parts, group, self.value_dim),
+            top=empty(units, parts, group),
+            total=empty(units, parts, group),
+            score=empty(units, group, self.block_columns),
+            lent=empty(units, group, self.splits),
+            norm=empty(units, self.members + self.split_columns),
+            blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments that every kernel of the step takes: no count of programs."""
+        config = self.config
+        return {
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "HEAD_COLUMNS": self.head_columns,
+            "VALUE_DIM": self.value_dim,
+            "VALUE_COLUMNS": self.value_columns,
+            "COMPRESS": config.compress_block_size,
+            "STRIDE": config.compress_stride,
+            "SELECT": config.select_block_size,
+            "NUM_SLOTS": config.num_selected_blocks,
+        }
+
+    @property
+    def precision(self) -> str:
+        """Of the matrix products: float32 is multiplied as such."""
+        return "ieee" if self.element_size == 4 else "tf32"

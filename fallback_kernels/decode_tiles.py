@@ -1,0 +1,67 @@
+"""Device functions shared by the kernels of a decode step: tiles of keys and online softmax."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_members(
+    pointer, stride_h, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The query heads of a group [ROWS, COLUMNS], zeros behind GROUP and DIM."""
+    row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    return tl.load(pointer + row[:, None] * stride_h + dim[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def load_tile(
+    pointer, stride_s, first, there, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Rows first ... first + ROWS - 1 [ROWS, COLUMNS] where `there` [ROWS], else zeros."""
+    row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    pointers = pointer + ((first + row).to(tl.int64) * stride_s)[:, None] + dim[None, :]
+    if DIM < COLUMNS:
+        return tl.load(pointers, mask=there[:, None] & (dim < DIM)[None, :], other=0.0)
+    return tl.load(pointers, mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def tile_weights(q, k, there, top, scale_log2, PRECISION: tl.constexpr):
+    """exp2(logit - new top) [rows, keys], the new top [rows] and what to scale old sums by."""
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    logits = tl.where(there[None, :], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    return tl.exp2(logits - new_top[:, None]), new_top, tl.exp2(top - new_top)
+
+
+@triton.jit
+def store_part(
+    partial_ptr, top_ptr, total_ptr, place, out, top, total,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One partial result; `place` counts (unit, part) pairs."""
+    row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    line = place.to(tl.int64) * GROUP + row
+    inside = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    tl.store(partial_ptr + line[:, None] * DIM + dim[None, :], out, mask=inside)
+    tl.store(top_ptr + line, top, mask=row < GROUP)
+    tl.store(total_ptr + line, total, mask=row < GROUP)
+
+
+@triton.jit
+def visible_blocks(position, COMPRESS: tl.constexpr, STRIDE: tl.constexpr):
+    """Compressed keys that a query at `position` sees."""
+    past = position - (COMPRESS - 1)
+    return tl.where(past >= 0, past // STRIDE + 1, 0)
+
+
+@triton.jit
+def share_of_split(seen, num_splits, KEYS: tl.constexpr):
+    """Tiles each split takes of `seen` compressed keys, and how many splits have any."""
+    tiles = tl.cdiv(seen, KEYS)
+    share = tl.maximum(tl.cdiv(tiles, num_splits), 1)
+    return share, tl.cdiv(tiles, share)
