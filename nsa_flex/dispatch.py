@@ -33,6 +33,7 @@ IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, T
     ("fa2", "compressed"): fa2.compressed,
     ("fa2", "sliding"): fa2.sliding,
     ("triton", "selected"): triton.selected,
+    ("triton", "sliding"): triton.sliding,
 }
 
 # What `auto` tries on CUDA, best first; `dense` is what always works.
@@ -190,16 +191,16 @@ def _triton_obstacle(branch: BranchName, facts: Facts) -> str | None:
         return "triton is not installed"
     if not facts.whole:
         return "it needs the queries to be all the tokens (query_offset 0, Sq = Sk)"
-    return _triton_limit(facts)
-
-
-def _triton_limit(facts: Facts) -> str | None:
-    """What the selection kernels were not written for."""
-    group = facts.num_query_heads // facts.num_kv_heads
     if facts.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it needs float16, bfloat16 or float32, got {facts.dtype}"
     if max(facts.head_dim, facts.value_head_dim) > 256:
         return f"it needs head dims up to 256, got {_dims(facts)}"
+    return _selection_limit(facts) if branch == "selected" else _sliding_limit(facts)
+
+
+def _selection_limit(facts: Facts) -> str | None:
+    """What the selection kernels were not written for."""
+    group = facts.num_query_heads // facts.num_kv_heads
     if group > 64:
         return f"it needs at most 64 query heads a KV head, got {group}"
     if facts.select_block_size not in (16, 32, 64, 128):
@@ -209,6 +210,11 @@ def _triton_limit(facts: Facts) -> str | None:
     if facts.dtype == torch.float32 and facts.head_dim > 128 and facts.select_block_size == 128:
         return "float32 tiles of 128 keys and such head dims do not fit shared memory"
     return None
+
+
+def _sliding_limit(facts: Facts) -> str | None:
+    """What the sliding kernels were not written for."""
+    return "it cannot bound the keys a query (document_start)" if facts.documents else None
 
 
 _OBSTACLES: dict[str, Callable[[BranchName, Facts], str | None]] = {

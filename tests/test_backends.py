@@ -251,10 +251,11 @@ def test_fa2_on_cuda(branch: BranchName, shape: tuple) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa2", "triton"])
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 299, 300, 301, 5000])
-def test_fa2_window_boundaries(window: int) -> None:
+def test_window_boundaries(backend: str, window: int) -> None:
     cfg = NSAConfig(window_size=window)
-    check("sliding", "fa2", "cuda", (64, 64, 4, torch.bfloat16, cfg, 300))
+    check("sliding", backend, "cuda", (64, 64, 4, torch.bfloat16, cfg, 300))
 
 
 @pytest.mark.gpu
@@ -264,9 +265,10 @@ def test_sdpa_on_cuda(shape: tuple) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("branch", ["selected", "sliding"])
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_triton_on_cuda(shape: tuple) -> None:
-    check("selected", "triton", "cuda", shape)
+def test_triton_on_cuda(branch: BranchName, shape: tuple) -> None:
+    check(branch, "triton", "cuda", shape)
 
 
 @pytest.mark.gpu

@@ -75,11 +75,12 @@ def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:
         ({"device_type": "cpu"}, "sdpa", "needs a CUDA device, got cpu"),
         ({"dtype": torch.float64}, "triton", "float16, bfloat16 or float32, got torch.float64"),
         ({"dtype": torch.float64}, "flex", "take float32, bfloat16 and float16"),
+        ({"documents": True}, {"sliding": "triton"}, "it cannot bound the keys a query"),
         ({"head_dim": 512}, "triton", "head dims up to 256, got 512 and 128"),
     ],
 )
 def test_an_explicit_choice_never_falls_back(
-    changes: dict[str, object], backend: str, message: str
+    changes: dict[str, object], backend: object, message: str
 ) -> None:
     facts = replace(CUDA, **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):

@@ -94,6 +94,7 @@ WHOLE_SEQUENCE_ONLY = [
         ("compressed", "fa2"),
         ("sliding", "fa2"),
         ("selected", "triton"),
+        ("sliding", "triton"),
     )
 ]
 

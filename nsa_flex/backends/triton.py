@@ -1,4 +1,4 @@
-"""The selected branch on hand-tuned Triton kernels."""
+"""The selected and the sliding branch on hand-tuned Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,5 +21,18 @@ def selected(branch: Branch) -> tuple[Tensor, Tensor]:
         block_size=config.select_block_size,
         num_initial_blocks=config.num_initial_blocks,
         num_local_blocks=config.num_local_blocks,
+        scale=branch.scale,
+    )
+
+
+def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
+    """Branch 3, tiles of tokens times the heads of a group."""
+    from nsa_flex.fallback_kernels.sliding import sliding_attention
+
+    return sliding_attention(
+        branch.query,
+        branch.key,
+        branch.value,
+        window_size=branch.config.window_size,
         scale=branch.scale,
     )
