@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_flex.fallback_kernels.selected_plan import HOPPER_SHARED_MEMORY, padded, round_up
 
 LOG2E = 1.4426950408889634
+SPARE_BYTES = 2048  # of shared memory, for barriers and what there is one of a row
 
 
 class Tiles(NamedTuple):
@@ -66,36 +68,34 @@ class SlidingPlan:
         return min(window_size, self.tokens)
 
     def forward_tiles(self) -> Tiles:
-        """Best first; the first that fits shared memory."""
-        wanted = [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)]
-        return self._fitting(wanted, (1, 1))
+        """Of the forward; queries stay, keys and values stream."""
+        wanted = [Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)]
+        return self._first_fitting(
+            wanted, lambda t: t.rows * padded(self.head_dim) + t.stages * t.keys * self.columns
+        )
 
     def query_gradient_tiles(self) -> Tiles:
-        wanted = [Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)]
-        return self._fitting(wanted, (2, 1))
+        """Of dQ; queries and output gradients stay, keys and values stream."""
+        return self._first_fitting(
+            [Tiles(64, 64, 4, 2)], lambda t: (t.rows + t.stages * t.keys) * self.columns
+        )
 
     def key_gradient_tiles(self) -> Tiles:
-        if max(self.head_dim, self.value_dim) > 128:
-            wanted = [Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1)]
-        else:
-            wanted = [Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)]
-        return self._fitting(wanted, (1, 2))
+        """Of dK and dV; keys and values stay, queries and output gradients stream."""
+        wide = max(self.head_dim, self.value_dim) > 128
+        return self._first_fitting(
+            [Tiles(64, 64, 8 if wide else 4, 2)],
+            lambda t: (t.keys + t.stages * t.rows) * self.columns,
+        )
 
-    def _fitting(self, wanted: list[Tiles], staged: tuple[int, int]) -> Tiles:
-        """The first of `wanted` that fits, else small tiles for small shared memories."""
+    def _first_fitting(self, wanted: list[Tiles], elements: Callable[[Tiles], int]) -> Tiles:
+        """The first of `wanted` whose `elements` fit shared memory, else smaller ones."""
         if self.element_size == 4:
             return Tiles(16, 32, 4, 1)  # multiplied in plain registers: these do not spill
-        for tiles in [*wanted, Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)]:
-            if self.shared_bytes(tiles) <= self.shared_memory:
+        for tiles in [*wanted, Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)]:
+            if elements(tiles) * self.element_size + SPARE_BYTES <= self.shared_memory:
                 return tiles
         return Tiles(16, 16, 4, 1)
-
-    def shared_bytes(self, tiles: Tiles) -> int:
-        """Upper bound of a program's shared memory: what stays, what streams, weights, rows."""
-        held = max(tiles.rows, tiles.keys) * self.columns
-        streamed = tiles.stages * min(tiles.rows, tiles.keys) * self.columns
-        weights = 2 * tiles.rows * tiles.keys
-        return (held + streamed + weights) * self.element_size + 4096
 
     def heads_per_tile(self, tiles: Tiles) -> int:
         return min(self.group, tiles.rows)

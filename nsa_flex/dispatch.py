@@ -40,7 +40,7 @@ IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, T
 CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
     "compressed": ("sdpa", "flex", "dense"),
     "selected": ("triton", "flex", "dense"),
-    "sliding": ("flex", "dense"),
+    "sliding": ("triton", "flex", "dense"),
 }
 
 # Queries against a longer past: up to so many, one matrix product beats building tables.

@@ -31,18 +31,18 @@ def backends(facts: Facts, backend: object = "auto") -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ("sdpa", "triton", "flex")),
-        ({"needs_grad": False}, ("sdpa", "triton", "flex")),
-        ({"dtype": torch.float32}, ("flex", "triton", "flex")),
-        ({"head_dim": 192}, ("flex", "triton", "flex")),
+        ({}, ("sdpa", "triton", "triton")),
+        ({"needs_grad": False}, ("sdpa", "triton", "triton")),
+        ({"dtype": torch.float32}, ("flex", "triton", "triton")),
+        ({"head_dim": 192}, ("flex", "triton", "triton")),
         ({"documents": True}, ("flex", "triton", "flex")),
         ({"dtype": torch.float64}, ("dense", "dense", "dense")),
-        ({"select_block_size": 48}, ("sdpa", "flex", "flex")),
-        ({"num_selected_blocks": 80}, ("sdpa", "flex", "flex")),
-        ({"num_query_heads": 128, "num_kv_heads": 1}, ("sdpa", "flex", "flex")),
+        ({"select_block_size": 48}, ("sdpa", "flex", "triton")),
+        ({"num_selected_blocks": 80}, ("sdpa", "flex", "triton")),
+        ({"num_query_heads": 128, "num_kv_heads": 1}, ("sdpa", "flex", "triton")),
         ({"whole": False}, ("flex", "flex", "flex")),
         ({"whole": False, "num_queries": 1}, ("dense", "dense", "dense")),
-        ({"head_dim": 8, "value_head_dim": 8}, ("sdpa", "triton", "dense")),
+        ({"head_dim": 8, "value_head_dim": 8}, ("sdpa", "triton", "triton")),
         ({"device_type": "cpu"}, ("dense", "dense", "dense")),
         ({"device_type": "cpu", "needs_grad": False}, ("dense", "dense", "dense")),
     ],
@@ -55,8 +55,8 @@ def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:
     assert backends(CUDA, "flex") == ("flex", "flex", "flex")
     assert backends(CUDA, "dense") == ("dense", "dense", "dense")
     assert backends(CUDA, "fa2") == ("fa2", "triton", "fa2")
-    assert backends(CUDA, "sdpa") == ("sdpa", "triton", "flex")
-    assert backends(CUDA, {"selected": "flex"}) == ("sdpa", "flex", "flex")
+    assert backends(CUDA, "sdpa") == ("sdpa", "triton", "triton")
+    assert backends(CUDA, {"selected": "flex"}) == ("sdpa", "flex", "triton")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_explain() -> None:
     assert [line.split()[:2] for line in lines] == [
         ["compressed", "sdpa"],
         ["selected", "triton"],
-        ["sliding", "flex"],
+        ["sliding", "triton"],
     ]
     told = explain(q.float(), k.float(), device="cuda")
     assert "not sdpa: it needs float16 or bfloat16" in told["compressed"].reason
