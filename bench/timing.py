@@ -1,8 +1,8 @@
 """Times of a function on its device: CUDA events around every run, caches flushed in between.
 
-Where the host needs longer to queue a run than the device to do it, the device is kept busy with
-a wait until all is queued: the time is then that of the kernels back to back, as in a model that
-keeps its device busy. What the host needs is told beside it.
+Where the host needs longer to queue a run than the device to do it, the device can be made to wait
+until all is queued: the time is then that of the kernels back to back, as in a model that keeps
+its device busy. What the host needs is told beside it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ class Times:
         }
 
 
-def measure(step: Step, device: torch.device, budget_ms: float) -> dict[str, Times]:
+def measure(
+    step: Step, device: torch.device, budget_ms: float, *, hide_host: bool = False
+) -> dict[str, Times]:
     """Time `step`, which may call its argument once, between its two halves.
 
     Two runs are timed to set the number of repeats, so that they take about `budget_ms`, and two
     more warm up. Every repeat starts after a write of 256 MB (CUDA), which leaves nothing of its
-    inputs in the caches.
+    inputs in the caches. With `hide_host` the device waits for the host before every repeat
+    where the host is the slower of the two.
 
     Returns:
         "whole" and, if the step marked its middle, "second".
@@ -60,8 +63,10 @@ def measure(step: Step, device: torch.device, budget_ms: float) -> dict[str, Tim
     repeats = int(budget_ms / max(first[0][-1] - first[0][0], 1e-3))
     repeats = min(max(repeats, MIN_REPEATS), MAX_REPEATS)
     if repeats > MIN_REPEATS:
-        _, host_ms = clock.run(step, 2)
-    stamps, host_ms = clock.run(step, repeats, wait_ms=1.5 * host_ms)
+        first, host_ms = clock.run(step, 2)
+    device_ms = min(each[-1] - each[0] for each in first)
+    wait_ms = 1.5 * host_ms if hide_host and host_ms > 0.8 * device_ms else 0.0
+    stamps, _ = clock.run(step, repeats, wait_ms)
     found = {"whole": _summary([s[-1] - s[0] for s in stamps], host_ms)}
     if len(stamps[0]) == 3:
         found["second"] = _summary([s[2] - s[1] for s in stamps], host_ms)

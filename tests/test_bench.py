@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+import oracle
 from nsa_flex import NSAConfig
 from nsa_flex.bench import gate, machine, patterns, reference, registry, runner, table, work
 from nsa_flex.bench.case import Case
