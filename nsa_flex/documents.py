@@ -146,3 +146,18 @@ def align_padded(attention_mask: Tensor) -> DocumentLayout:
     source = row + (place + first).clamp(max=length - 1)
     target = row + (place - first).clamp(min=0)
     return DocumentLayout(source, target, None)
+
+def gather_real(real: Tensor) -> DocumentLayout:
+    """Layout that moves the true tokens of each row to its front and keeps their order.
+
+    Args:
+        real: bool (B, S).
+    """
+    batch, length = real.shape
+    rank = real.cumsum(1)
+    behind = rank[:, -1:] + (~real).cumsum(1)
+    place = torch.where(real, rank, behind) - 1
+    row = torch.arange(batch, device=real.device)[:, None] * length
+    token = torch.arange(length, device=real.device).expand(batch, length)
+    source = torch.zeros_like(place).scatter(1, place, token)
+    return DocumentLayout(source + row, place + row, None)

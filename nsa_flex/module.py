@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa_flex.attention import BranchLSE, NSAAux, nsa_attention
+from nsa_flex.cache.arrival import Arrival, arrival_of
+from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
@@ -125,6 +127,7 @@ class NSAAttention(nn.Module):
         positions: Shaped[Tensor, "*rows S"] | None = None,
         cu_seqlens: Int[Tensor, " bounds"] | None = None,
         attention_mask: Shaped[Tensor, "B S"] | None = None,
+        cache: LayerCache | None = None,
         return_aux: bool = False,
     ) -> Tensor | tuple[Tensor, NSAAux]:
         """Attend causally within each row, or within each document.
@@ -138,6 +141,8 @@ class NSAAttention(nn.Module):
                 Each is computed as if it were alone.
             attention_mask: (B, S), nonzero at real tokens, which are adjacent; padding on the
                 left or right. Each row is computed as its real tokens alone.
+            cache: of `new_cache`: the tokens of x follow those it holds, and are added to it.
+                Positions then go on from the tokens of each row.
             return_aux: also return the chosen blocks and the log-sum-exps.
 
         Returns:
@@ -146,9 +151,15 @@ class NSAAttention(nn.Module):
             tokens its values mean nothing.
 
         Raises:
-            ValueError: a shape does not fit x, or both cu_seqlens and attention_mask are given.
+            ValueError: a shape does not fit x, two of cu_seqlens, attention_mask and (with
+                cu_seqlens) cache are given, or x does not fit the cache, which is then as it was.
         """
         self._check(x, positions, cu_seqlens, attention_mask)
+        if cache is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens and cache were both given: cache one document a row")
+            out, aux = self._attend_cached(x, positions, attention_mask, cache, return_aux)
+            return out if aux is None else (out, aux)
         layout = self._layout(x, cu_seqlens, attention_mask)
         if layout is None:
             out, aux = self._attend(x, positions, None, return_aux)
@@ -165,6 +176,63 @@ class NSAAttention(nn.Module):
             out = out.masked_fill((attention_mask == 0)[:, :, None], 0)
         return out if aux is None else (out, aux)
 
+    def new_cache(self, *, max_length: int | None = None) -> LayerCache:
+        """An empty cache for this layer; static with room for `max_length` tokens, or growing."""
+        return LayerCache(
+            self.compress_key,
+            self.compress_value,
+            max_length=max_length,
+            num_sets=3 if self.separate_branch_kv else 1,
+        )
+
+    def _attend_cached(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: LayerCache,
+        return_aux: bool,
+    ) -> tuple[Tensor, NSAAux | None]:
+        arrival = Arrival(x.shape[1]) if attention_mask is None else arrival_of(attention_mask)
+        if cache.is_initialized and x.shape[0] != cache.batch_size:
+            raise ValueError(f"x has {x.shape[0]} rows, the cache holds {cache.batch_size}")
+        cache.expect(arrival)
+        if positions is None:
+            positions = self._next_positions(x, attention_mask, cache)
+        query, keys, values = self._project(x, positions)
+        keys, values = cache.update(keys, values)
+        gates = self.gates(x)
+        out, aux = cache.attend(
+            query, keys, values, gates, backend=self.backend, return_aux=return_aux
+        )
+        advance([cache], arrival)
+        if aux is not None and arrival.layout is not None:
+            aux = _restore_aux(aux, arrival.layout, self.config)
+        out = self.o_proj(out.transpose(1, 2).flatten(2))
+        if attention_mask is not None:
+            out = out.masked_fill((attention_mask == 0)[:, :, None], 0)
+        return out, aux
+
+    def _next_positions(
+        self, x: Tensor, attention_mask: Tensor | None, cache: LayerCache
+    ) -> Tensor:
+        """Position of each new token in its row, (S,) or (B, S)."""
+        if attention_mask is None:
+            place = torch.arange(x.shape[1], device=x.device)
+        else:
+            place = ((attention_mask != 0).cumsum(1) - 1).clamp(min=0)
+        return place + cache.lengths[:, None] if cache.is_initialized else place
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, H, S, D), the first two rotated."""
+        query = self._heads(self.q_proj(x), self.head_dim)
+        keys = self._heads(self.k_proj(x), self.head_dim)
+        values = self._heads(self.v_proj(x), self.value_head_dim)
+        if self.rope_theta is not None:
+            cos, sin = rotary_cos_sin(positions, self.head_dim, self.rope_theta)
+            query, keys = apply_rotary(query, cos, sin), apply_rotary(keys, cos, sin)
+        return query, keys, values
+
     def _attend(
         self,
         x: Tensor,
@@ -172,15 +240,10 @@ class NSAAttention(nn.Module):
         document_start: Tensor | None,
         return_aux: bool,
     ) -> tuple[Tensor, NSAAux | None]:
-        query = self._heads(self.q_proj(x), self.head_dim)
-        keys = self._heads(self.k_proj(x), self.head_dim)
-        values = self._heads(self.v_proj(x), self.value_head_dim)
-        if self.rope_theta is not None:
-            if positions is None:
-                positions = torch.arange(x.shape[1], device=x.device)
-                positions = positions if document_start is None else positions - document_start
-            cos, sin = rotary_cos_sin(positions, self.head_dim, self.rope_theta)
-            query, keys = apply_rotary(query, cos, sin), apply_rotary(keys, cos, sin)
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            positions = positions if document_start is None else positions - document_start
+        query, keys, values = self._project(x, positions)
         compressed_key, key, sliding_key = self._branches(keys)
         compressed_value, value, sliding_value = self._branches(values)
         result = nsa_attention(  # type: ignore[call-overload]  # there is none for bool

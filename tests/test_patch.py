@@ -410,12 +410,19 @@ def test_generation_that_goes_on_from_a_right_padded_prompt() -> None:
         assert relative_error(found[row, -1], logits(model, alone)[0, -1]) < 1e-5
 
 
-def test_a_prepared_4d_mask_cannot_tell_padding() -> None:
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_static_cache_beside_layers_left_out(padding: int, implementation: str) -> None:
     model = nsa_flex.patch(
-        tiny_model(attn_implementation="sdpa"), NSA, filter_fn=lambda m, name: "layers.1" in name
+        tiny_model(attn_implementation=implementation),
+        NSA,
+        filter_fn=lambda m, name: "layers.1" in name,
     )
-    with pytest.raises(ValueError, match="static cache while filter_fn leaves"):
-        model.generate(IDS, cache_implementation="static", **GREEDY)
+    mask = torch.ones_like(IDS)
+    mask[0, :padding] = 0
+    expected = model.generate(IDS, attention_mask=mask, use_cache=False, **GREEDY)
+    found = model.generate(IDS, attention_mask=mask, cache_implementation="static", **GREEDY)
+    assert torch.equal(found, expected)
 
 
 def test_image_tokens_that_look_ahead_are_refused() -> None:

@@ -64,7 +64,11 @@ def attention_forward(
             "outside its decoder, or its decoder layer does not hand keyword arguments down; call "
             "the decoder, or unpatch the model"
         )
-    output = layer(nsa_hidden_states, query, key, value, scale=scaling, rows=nsa_rows)
+    if nsa_rows.cache is None:
+        output = layer(nsa_hidden_states, query, key, value, scale=scaling, rows=nsa_rows)
+    else:
+        cache = nsa_rows.cache.layers[module.layer_idx]
+        output = layer.attend_cached(nsa_hidden_states, query, key, value, cache, scaling)
     return output.transpose(1, 2), None
 
 

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import align_packed, align_positions
+from nsa_flex.patching.hf_arrival import expect, real_past
+from nsa_flex.patching.hf_cache import adopt, holds_nsa
 from nsa_flex.patching.hf_layers import IMPLEMENTATION, Decoder
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
@@ -26,28 +29,34 @@ class RowsHook:
 
     Args:
         arguments: names of the decoder's parameters in order.
-        layer_idx: first patched layer, whose cache tells how many tokens came before.
+        layer_indices: patched layers; the cache of the first tells how many tokens came before.
         config: for the block size that documents are aligned to.
         keeps_masks: whether some attention modules stay unpatched.
     """
 
     arguments: tuple[str, ...]
-    layer_idx: int
+    layer_indices: tuple[int, ...]
     config: NSAConfig
     keeps_masks: bool
 
     def __call__(
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if decoder.config._attn_implementation != IMPLEMENTATION:
-            return args, kwargs  # switched by set_attn_implementation, for a while
         call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        if decoder.config._attn_implementation != IMPLEMENTATION:
+            self._refuse_nsa_cache(call)
+            return args, kwargs  # switched by set_attn_implementation, for a while
         if call.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
             raise ValueError(
                 "output_attentions=True is not supported: NSA never forms attention weights; "
                 "unpatch the model to look at them"
             )
         max_documents = call.pop("nsa_max_documents", None)
+        caches = self._caches(decoder, call)
+        if caches:
+            self._expect(caches, call)
+            call["nsa_rows"] = Rows(cache=call["past_key_values"])
+            return (), call
         call["nsa_rows"] = self._rows(decoder, call, max_documents)
         if self._would_search_documents(decoder, call):
             # Documents are known by now. Without a mask transformers would look for them itself,
@@ -57,6 +66,50 @@ class RowsHook:
                 tokens.shape[:2], dtype=torch.bool, device=tokens.device
             )
         return (), call
+
+    def _refuse_nsa_cache(self, call: dict[str, Any]) -> None:
+        cache = call.get("past_key_values")
+        if cache is not None and holds_nsa(cache, self.layer_indices[0]):
+            raise ValueError(
+                "past_key_values holds NSA's layers, and the attention implementation is another "
+                "now: start with a new cache"
+            )
+
+    def _caches(self, decoder: Decoder, call: dict[str, Any]) -> list[LayerCache]:
+        """NSA's layers of the cache that came, exchanged for transformers' if need be."""
+        cache = call.get("past_key_values")
+        if cache is None:
+            return []
+        if not hasattr(cache, "get_mask_sizes") or hasattr(cache, "self_attention_cache"):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}; NSA runs with DynamicCache, "
+                "StaticCache and NSACache"
+            )
+        if _is_checkpointing(decoder):
+            raise ValueError("past_key_values with gradient checkpointing: leave the cache out")
+        if not holds_nsa(cache, self.layer_indices[0]):
+            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return []  # keys and values as they are: gradients flow through them
+            adopt(cache, decoder, real_past(self._mask(call), int(cache.get_seq_length())))
+        return [cache.layers[index] for index in self.layer_indices]
+
+    def _mask(self, call: dict[str, Any]) -> Tensor | None:
+        """The padding mask, or what transformers made of it for layers left unpatched."""
+        mask = call.get("attention_mask")
+        if isinstance(mask, dict):
+            mask = mask.get("full_attention")
+        prepared = self.keeps_masks and isinstance(mask, Tensor) and mask.dim() == 4
+        return mask if prepared else _padding_mask(mask)
+
+    def _expect(self, caches: list[LayerCache], call: dict[str, Any]) -> None:
+        """Tell NSA's layers what comes, or raise before any of them changed."""
+        tokens, position_ids = _tokens(call), call.get("position_ids")
+        if call.get("cu_seq_lens_q") is not None:
+            raise ValueError("cu_seq_lens_q with a cache is not supported: pass use_cache=False")
+        mask = self._mask(call)
+        expect(caches, tokens, mask)
+        if mask is None and position_ids is not None and tokens.shape[1] > 1:
+            _assert_one_document(position_ids)
 
     def _rows(self, decoder: Decoder, call: dict[str, Any], max_documents: int | None) -> Rows:
         batch, length = _tokens(call).shape[:2]
@@ -86,18 +139,11 @@ class RowsHook:
         self, decoder: Decoder, call: dict[str, Any], length: int
     ) -> tuple[int, int | Tensor]:
         """How many keys attention will get, and the index of the first new one."""
-        cache = call.get("past_key_values")
+        cache, layer_idx = call.get("past_key_values"), self.layer_indices[0]
         if cache is None:
             return length, 0
-        if not hasattr(cache, "get_mask_sizes") or hasattr(cache, "self_attention_cache"):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; NSA runs with DynamicCache and "
-                "StaticCache"
-            )
-        if _is_checkpointing(decoder):
-            raise ValueError("past_key_values with gradient checkpointing: leave the cache out")
-        num_keys, _ = cache.get_mask_sizes(length, self.layer_idx)
-        return num_keys, cache.get_seq_length(self.layer_idx)
+        num_keys, _ = cache.get_mask_sizes(length, layer_idx)
+        return num_keys, cache.get_seq_length(layer_idx)
 
     def _check_packed(self, call: dict[str, Any], batch: int, uses_cache: bool) -> None:
         keys = call.get("cu_seq_lens_k")
@@ -116,6 +162,22 @@ class RowsHook:
     def _would_search_documents(self, decoder: Decoder, call: dict[str, Any]) -> bool:
         no_mask = call.get("attention_mask") is None
         return no_mask and not self.keeps_masks and not _uses_cache(decoder, call)
+
+
+def count_tokens(
+    decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Forward hook of a decoder: what its layers stored counts from now on.
+
+    After the last of them, so that a call that fails on the way leaves the cache as it was.
+    """
+    rows = kwargs.get("nsa_rows")
+    if rows is None or rows.cache is None:
+        return
+    layers = [layer for layer in rows.cache.layers if isinstance(layer, LayerCache)]
+    arrival = layers[0].arrival
+    assert arrival is not None
+    advance(layers, arrival)
 
 
 def _tokens(call: dict[str, Any]) -> Tensor:

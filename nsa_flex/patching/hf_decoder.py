@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from nsa_flex.patching import hf_attention  # noqa: F401 -- registers the implementation
-from nsa_flex.patching.hf_calls import RowsHook
+from nsa_flex.patching.hf_calls import RowsHook, count_tokens
 from nsa_flex.patching.hf_layers import (
     IMPLEMENTATION,
     Attention,
@@ -39,11 +39,12 @@ def install(decoder: Decoder, modules: list[Attention]) -> None:
         module.nsa.hook = module.register_forward_pre_hook(_pass_hidden_states, with_kwargs=True)
     hook = RowsHook(
         arguments=tuple(inspect.signature(decoder.forward).parameters),
-        layer_idx=modules[0].layer_idx,
+        layer_indices=tuple(module.layer_idx for module in modules),
         config=layer.config,
         keeps_masks=bool(kept),
     )
     decoder.nsa_hook = decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    decoder.nsa_after = decoder.register_forward_hook(count_tokens, with_kwargs=True)
     config.nsa_flex = {
         "config": layer.config.to_dict(),
         "init": layer.init,
@@ -60,7 +61,8 @@ def remove(decoder: Decoder, modules: list[Attention]) -> None:
     for module in modules:
         module.nsa.hook.remove()
     decoder.nsa_hook.remove()
-    del decoder.nsa_hook
+    decoder.nsa_after.remove()
+    del decoder.nsa_hook, decoder.nsa_after
     decoder.config._attn_implementation_internal = decoder.config.nsa_flex["attn_implementation"]
     del decoder.config.nsa_flex
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa_flex.attention import nsa_attention
+from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
@@ -95,21 +97,38 @@ class NSALayer(nn.Module):
         *,
         scale: float | None = None,
         rows: Rows | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """NSA of queries against keys and values.
 
         Args:
             hidden_states: (B, Sq, E), the layer's input, from which the gates come.
             query: (B, Hq, Sq, D), after position embedding; taken in the dtype of `value`.
-            key: (B, Hkv, Sk, D), after position embedding, cached tokens first; likewise.
+            key: (B, Hkv, Sk, D), after position embedding, cached tokens first (with `cache` the
+                new tokens alone); likewise.
             value: (B, Hkv, Sk, Dv).
             scale: factor of query . key; 1/√D if None.
             rows: padding, packed documents or cached keys (`packed_rows`, `padded_rows`); None
                 where each row is one document whose last Sq tokens are the queries.
+            cache: of `new_cache`; keys and values are added to it. Of padding it is told by
+                `cache.expect`, not by `rows`.
 
         Returns:
             (B, Hq, Sq, Dv) in the dtype of `value`.
+
+        Raises:
+            ValueError: both `rows` and `cache` are given, or the tokens do not fit the cache.
         """
+        if cache is not None:
+            if rows is not None:
+                raise ValueError("rows and cache were both given: tell the cache of padding")
+            if cache.arrival is None:
+                cache.expect(Arrival(query.shape[2]))
+            assert cache.arrival is not None
+            key, value = cache.update(key, value)
+            output = self.attend_cached(hidden_states, query, key, value, cache, scale)
+            advance([cache], cache.arrival)
+            return output
         rows = Rows() if rows is None else rows
         gates = self.gates(hidden_states)
         # Under autocast rotary embeddings leave queries and keys in float32, values in half.
@@ -132,6 +151,28 @@ class NSALayer(nn.Module):
             document_start=None if rows.queries is None else rows.queries.start,
         )
         return output if rows.queries is None else rows.queries.restore(output)
+
+    def attend_cached(
+        self,
+        hidden_states: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        scale: float | None,
+    ) -> Tensor:
+        """NSA of the tokens that `cache.update` took in last and gave `key` and `value` for.
+
+        Returns:
+            (B, Hq, Sq, Dv) in the dtype of `value`.
+        """
+        gates = self.gates(hidden_states)
+        output, _ = cache.attend(query, key, value, gates, scale=scale, backend=self.backend)
+        return output
+
+    def new_cache(self, *, max_length: int | None = None) -> LayerCache:
+        """An empty cache for this layer; static with room for `max_length` tokens, or growing."""
+        return LayerCache(self.compress_key, self.compress_value, max_length=max_length)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_flex.documents import DocumentLayout
+from nsa_flex.documents import DocumentLayout, gather_real
 
 
 class Rows(NamedTuple):
@@ -17,11 +17,14 @@ class Rows(NamedTuple):
     keys: layout of keys and values; None leaves them where they are.
     query_offset: key index of query 0 after the move: an int, an int tensor (B,), or None for
         "the queries are the last tokens of the keys".
+    cache: transformers cache whose `LayerCache`s have the keys and were told of the padding; then
+        nothing is moved here.
     """
 
     queries: DocumentLayout | None = None
     keys: DocumentLayout | None = None
     query_offset: int | Tensor | None = None
+    cache: Any = None
 
 
 def packed_rows(layout: DocumentLayout) -> Rows:
@@ -56,19 +59,3 @@ def padded_rows(
     chunk = real.index_select(1, query_offset + torch.arange(num_queries, device=real.device))
     queries = gather_real(chunk) if num_queries > 1 else None
     return Rows(queries=queries, keys=keys, query_offset=cached)
-
-
-def gather_real(real: Tensor) -> DocumentLayout:
-    """Layout that moves the true tokens of each row to its front and keeps their order.
-
-    Args:
-        real: bool (B, S).
-    """
-    batch, length = real.shape
-    rank = real.cumsum(1)
-    behind = rank[:, -1:] + (~real).cumsum(1)
-    place = torch.where(real, rank, behind) - 1
-    row = torch.arange(batch, device=real.device)[:, None] * length
-    token = torch.arange(length, device=real.device).expand(batch, length)
-    source = torch.zeros_like(place).scatter(1, place, token)
-    return DocumentLayout(source + row, place + row, None)

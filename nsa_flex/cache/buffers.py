@@ -1,0 +1,83 @@
+"""The tensors that a layer's cache keeps tokens in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+
+
+@dataclass
+class Buffers:
+    """Zeros where no token is: what no query sees is multiplied by 0, and must be finite.
+
+    key: (B, H, C, D), value: (B, H, C, Dv).
+    compressed_key: (B, Hkv, N, D), compressed_value: (B, Hkv, N, Dv), N = `num_rows(C)`.
+    """
+
+    key: Tensor
+    value: Tensor
+    compressed_key: Tensor
+    compressed_value: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (getattr(self, field.name) for field in fields(self))
+
+    def grown(self, capacity: int, config: NSAConfig) -> Buffers:
+        """The same tokens, with room for `capacity`."""
+        lengths = (capacity, capacity, num_rows(config, capacity), num_rows(config, capacity))
+        larger = (
+            x.new_zeros((*x.shape[:2], length, x.shape[3]))
+            for x, length in zip(self, lengths, strict=True)
+        )
+        grown = Buffers(*larger)
+        for new, former in zip(grown, self, strict=True):
+            new[:, :, : former.shape[2]] = former
+        return grown
+
+    def selected(self, rows: Tensor) -> Buffers:
+        """The given rows of the batch, in memory of their own."""
+        return Buffers(*(x.index_select(0, rows) for x in self))
+
+    def reorder(self, rows: Tensor, length: int, config: NSAConfig) -> None:
+        """Row b becomes what row `rows[b]` was, in place, for the first `length` tokens."""
+        lengths = (length, length, num_rows(config, length), num_rows(config, length))
+        for x, used in zip(self, lengths, strict=True):
+            x[:, :, :used] = x[:, :, :used].index_select(0, rows)
+
+
+def allocate(
+    key: Tensor, value: Tensor, capacity: int, num_sets: int, config: NSAConfig
+) -> Buffers:
+    """Buffers for tokens such as (B, H, T, D) keys and (B, H, T, Dv) values."""
+    batch, heads = key.shape[:2]
+    raw = (
+        value.new_zeros((batch, heads, capacity, size)) for size in (key.shape[3], value.shape[3])
+    )
+    rows = num_rows(config, capacity)
+    compressed = (
+        value.new_zeros((batch, heads // num_sets, rows, size))
+        for size in (key.shape[3], value.shape[3])
+    )
+    return Buffers(*raw, *compressed)
+
+
+def num_rows(config: NSAConfig, num_tokens: int) -> int:
+    """Compressed rows to keep for so many tokens; one where there is none, which nobody sees."""
+    return max(1, config.num_compressed_blocks(num_tokens))
+
+
+def roomy(num_tokens: int) -> int:
+    """A quarter, or 256 tokens, more: growing copies each token a constant number of times."""
+    return -(-(num_tokens + max(256, num_tokens // 4)) // 64) * 64
+
+
+def mark_static(tensors: list[Tensor]) -> None:
+    """Let CUDA graphs write to the tensors where they are."""
+    if not torch.compiler.is_compiling():
+        for x in tensors:
+            torch._dynamo.mark_static_address(x)

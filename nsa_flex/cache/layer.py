@@ -1,0 +1,487 @@
+"""The cache of one attention layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_flex.attention import NSAAux, nsa_attention
+from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.buffers import Buffers, allocate, mark_static, num_rows, roomy
+from nsa_flex.cache.memory import Memory, num_bytes
+from nsa_flex.compression import Compression
+from nsa_flex.decoding import (
+    MAX_STEP,
+    append,
+    compress_completed,
+    decode_attention,
+    store_fused,
+)
+from nsa_flex.dispatch import Backend
+
+
+class LayerCache:
+    """Raw and compressed keys and values of one layer, for a batch of rows of any lengths.
+
+    The real tokens of a row lie from slot 0 on, so that slots are positions: padding is left out
+    on the way in. A compressed key or value is written when the last token of its block comes in;
+    how many of them count follows from the length of the row. So taking tokens back is a matter of
+    lengths, and blocks that were cut are written anew.
+
+    It is a layer of a transformers `Cache`, and needs no transformers. It carries no gradients.
+
+    Args:
+        compress_key: φ of keys; the config of NSA's sizes is its.
+        compress_value: φ of values.
+        max_length: C, tokens to make room for at once (static: the tensors stay where they are,
+            as compiled code and CUDA graphs want); None grows by a quarter when full.
+        num_sets: keys (and values) of the compressed, selected and sliding branch side by side in
+            the head dimension (3), or one for all branches (1).
+
+    Attributes:
+        buffers: the tensors; there are none before the first tokens.
+        lengths: int32 (B,), real tokens of each row; likewise.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = True
+
+    buffers: Buffers
+    lengths: Tensor
+
+    def __init__(
+        self,
+        compress_key: Compression,
+        compress_value: Compression,
+        *,
+        max_length: int | None = None,
+        num_sets: int = 1,
+    ) -> None:
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length={max_length} must be at least 1, or None to grow")
+        self.compress_key = compress_key
+        self.compress_value = compress_value
+        self.config = compress_key.config
+        self.max_length = max_length
+        self.num_sets = num_sets
+        self.is_initialized = False
+        self.arrival: Arrival | None = None
+        # Columns of the batch that came in, padding included: on the device where compiled code
+        # must not depend on them, and on the host, which knows them unless compiled code ran.
+        self._columns: Tensor | None = None
+        self._known: int | None = 0
+        # Whether each row is as long as the number of columns.
+        self._even = True
+        self._counters: Tensor | None = None  # scratch of the kernels, always zeros
+
+    def __repr__(self) -> str:
+        size = "growing" if self.max_length is None else f"max_length={self.max_length}"
+        return f"LayerCache({size})"
+
+    # What came in so far
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether shapes and addresses stay: a static cache."""
+        return self.max_length is not None
+
+    @property
+    def capacity(self) -> int:
+        """C, tokens there is room for now."""
+        if self.is_initialized:
+            return self.buffers.key.shape[2]
+        return 0 if self.max_length is None else self.max_length
+
+    @property
+    def known_length(self) -> int | None:
+        """`get_seq_length` as the host knows it; None inside compiled code and after it."""
+        return None if self._hides_length() else self._known
+
+    def get_seq_length(self) -> int | Tensor:
+        """Tokens of the longest row that came in, padding included; a tensor where static."""
+        if not self.is_initialized:
+            return 0
+        if self._columns is not None:
+            return self._columns
+        assert self._known is not None
+        return self._known
+
+    def get_max_length(self) -> int:
+        """Tokens there may be in all; -1 for no limit."""
+        return -1 if self.max_length is None else self.max_length
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` by its former name."""
+        return self.get_max_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that a mask for `query_length` new tokens spans, and the first of them."""
+        if self.max_length is not None:
+            return self.max_length, 0
+        return self._length() + query_length, 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """(B, sets * Hkv, C, D), under the name that transformers gives it; None before any."""
+        return self.buffers.key if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """(B, sets * Hkv, C, Dv), likewise."""
+        return self.buffers.value if self.is_initialized else None
+
+    def memory(self) -> Memory:
+        """Bytes that are allocated now."""
+        if not self.is_initialized:
+            return Memory()
+        key, value, compressed_key, compressed_value = self.buffers
+        return Memory(
+            num_bytes(key, value),
+            num_bytes(compressed_key, compressed_value),
+            num_bytes(self.lengths, self._columns, self._counters),
+        )
+
+    # Tokens in
+
+    def expect(self, arrival: Arrival) -> None:
+        """Say what the next `update` brings; `advance` must follow once it has been attended.
+
+        Raises:
+            ValueError: there is no room, or the batch has another size. Nothing changed.
+        """
+        self.check_room(arrival.num_tokens)
+        self.arrival = arrival
+
+    def check_room(self, num_tokens: int) -> None:
+        """ValueError if a static cache is too short for so many more columns."""
+        if self.max_length is None or self._hides_length():
+            return
+        length = self._length()
+        if length + num_tokens > self.max_length:
+            raise ValueError(
+                f"the cache holds {length} of at most max_length={self.max_length} tokens: no "
+                f"room for {num_tokens} more; make a longer one, or one without max_length"
+            )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values of new tokens, and compress the blocks that they complete.
+
+        Args:
+            key_states: (B, sets * Hkv, T, D), after position embedding.
+            value_states: (B, sets * Hkv, T, Dv); its dtype is the cache's.
+
+        Returns:
+            keys and values of all tokens so far, those of a row from slot 0 on.
+
+        Raises:
+            ValueError: they do not fit what is cached, there is no room, or gradients are being
+                recorded. The cache is then as it was.
+        """
+        key_states = key_states.to(value_states.dtype)
+        num_tokens = key_states.shape[2]
+        problem = self._misfit(key_states, value_states)
+        if problem is not None:
+            self.arrival = None
+            raise ValueError(problem)
+        if self.arrival is None:
+            self.check_room(num_tokens)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        arrival = Arrival(num_tokens) if self.arrival is None else self.arrival
+        key, value = arrival.align(key_states), arrival.align(value_states)
+        start = self.known_length
+        self._reserve(num_tokens)
+        if start == 0:
+            self._store_first(key, value)
+        else:
+            self._store(key, value, start)
+            end = self.capacity if start is None else start + num_tokens
+            key, value = self.buffers.key[:, :, :end], self.buffers.value[:, :, :end]
+        if self.arrival is None:
+            advance([self], arrival)
+        return key, value
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for rows like these, of which there may be no token yet."""
+        capacity = roomy(key_states.shape[2]) if self.max_length is None else self.max_length
+        self.buffers = allocate(key_states, value_states, capacity, self.num_sets, self.config)
+        self.batch_size = key_states.shape[0]
+        self.dtype, self.device = value_states.dtype, value_states.device
+        self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
+        if self.device.type == "cuda":
+            size = self.batch_size * key_states.shape[1] * MAX_STEP
+            self._counters = torch.zeros(size, dtype=torch.int32, device=self.device)
+        if self.max_length is not None:
+            self._columns = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.is_initialized = True
+        self._mark_static()
+
+    def _store_first(self, key: Tensor, value: Tensor) -> None:
+        """The first tokens: no place is to be computed, and all compressed rows are new."""
+        num_tokens, buffers = key.shape[2], self.buffers
+        buffers.key[:, :, :num_tokens] = key
+        buffers.value[:, :, :num_tokens] = value
+        num_blocks = self.config.num_compressed_blocks(num_tokens)
+        if num_blocks:
+            keys, values = self._branch(key, 0), self._branch(value, 0)
+            whole = slice(0, num_blocks)
+            buffers.compressed_key[:, :, whole] = self.compress_key(keys)[:, :, whole]
+            buffers.compressed_value[:, :, whole] = self.compress_value(values)[:, :, whole]
+
+    def _store(self, key: Tensor, value: Tensor, start: int | None) -> None:
+        num_tokens, buffers = key.shape[2], self.buffers
+        phi = (self.compress_key, self.compress_value)
+        if num_tokens <= MAX_STEP and store_fused(key, value, *buffers, self.lengths, *phi):
+            return
+        if start is not None and self._even:
+            buffers.key[:, :, start : start + num_tokens] = key
+            buffers.value[:, :, start : start + num_tokens] = value
+            before, after = (
+                self.config.num_compressed_blocks(length) for length in (start, start + num_tokens)
+            )
+            if before == after and not torch.compiler.is_compiling():
+                return
+        else:
+            append(key, value, buffers.key, buffers.value, self.lengths)
+        compress_completed(
+            self._branch(buffers.key, 0),
+            self._branch(buffers.value, 0),
+            buffers.compressed_key,
+            buffers.compressed_value,
+            self.lengths,
+            num_tokens,
+            *phi,
+        )
+
+    # Queries of the tokens that came in last
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gates: Tensor,
+        *,
+        scale: float | None = None,
+        backend: Backend = "auto",
+        return_aux: bool = False,
+    ) -> tuple[Tensor, NSAAux | None]:
+        """NSA of the tokens that `update` stored last, before `advance` counts them.
+
+        Args:
+            query: (B, Hq, T, D), in the order that the tokens came in.
+            key, value: what `update` returned.
+            gates: (B, Hq, T, 3).
+            scale, backend: as of `nsa_attention`.
+            return_aux: also the chosen blocks and log-sum-exps, of real tokens.
+
+        Returns:
+            (B, Hq, T, Dv), where padding tokens get anything, and the `NSAAux` if asked.
+        """
+        assert self.arrival is not None
+        arrival, num_tokens = self.arrival, query.shape[2]
+        query, gates = arrival.align(query.to(self.dtype)), arrival.align(gates)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if num_tokens <= MAX_STEP and backend == "auto":
+            key, value = self.buffers.key, self.buffers.value
+            attention, rows = decode_attention, self.buffers.compressed_key.shape[2]
+            options: dict[str, Any] = {"lengths": self.lengths, "counters": self._counters}
+        else:
+            attention, rows = nsa_attention, num_rows(self.config, key.shape[2])
+            options = {"query_offset": self._offset(), "backend": backend}
+        if self.num_sets == 3:
+            options["sliding_key"] = self._branch(key, 2)
+            options["sliding_value"] = self._branch(value, 2)
+        result = attention(
+            query,
+            self._branch(key, 1),
+            self._branch(value, 1),
+            self.buffers.compressed_key[:, :, :rows],
+            self.buffers.compressed_value[:, :, :rows],
+            gates,
+            config=self.config,
+            scale=scale,
+            return_aux=return_aux,
+            **options,
+        )
+        out, aux = result if isinstance(result, tuple) else (result, None)
+        return arrival.restore(out), aux
+
+    def _offset(self) -> int | Tensor:
+        known = self.known_length
+        return known if known is not None and (self._even or known == 0) else self.lengths.long()
+
+    # Tokens out, rows about
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` columns; 0 takes back none.
+
+        Of a row that is padded on the left the last tokens are real. Compressed rows past the end
+        no longer count; they are written again when their blocks are whole again.
+
+        Raises:
+            ValueError: a positive number, or more than there are. Nothing changed.
+        """
+        self.check_crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
+        self._known = self._length() + tokens_to_remove
+        self.lengths.add_(tokens_to_remove).clamp_(min=0)
+        if self._columns is not None:
+            self._columns.add_(tokens_to_remove)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """ValueError if `crop` could not do it."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass a negative number, of tokens to take back from "
+                "the end"
+            )
+        length = self._length()
+        if -tokens_to_remove > length:
+            raise ValueError(
+                f"crop({tokens_to_remove}) goes past the start: the cache holds {length} tokens"
+            )
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        self.arrival = None
+        self._known = 0
+        self._even = True
+        if self.is_initialized:
+            self.lengths.zero_()
+            if self._columns is not None:
+                self._columns.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row `beam_idx[b]` was, in the same memory."""
+        if not self.is_initialized:
+            return
+        if beam_idx.shape != (self.batch_size,):
+            raise ValueError(
+                f"beam_idx has shape {tuple(beam_idx.shape)}; expected ({self.batch_size},), one "
+                "a row of the cache"
+            )
+        index = beam_idx.to(self.device)
+        self.buffers.reorder(index, self._length(), self.config)
+        self.lengths.copy_(self.lengths[index])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        if self.is_initialized:
+            index = torch.arange(self.batch_size * repeats, device=self.device) // repeats
+            self.batch_select_indices(index)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The rows `indices` alone, in memory of their own."""
+        if not self.is_initialized:
+            return
+        indices = indices.to(self.device)
+        self.buffers, self.lengths = self.buffers.selected(indices), self.lengths[indices]
+        self.batch_size = self.lengths.shape[0]
+        if self._counters is not None:
+            size = self.batch_size * self.buffers.key.shape[1] * MAX_STEP
+            self._counters = self._counters.new_zeros(size)
+        self._mark_static()
+
+    def offload(self) -> None:
+        """Refused: compressed keys are read whole at every step."""
+        raise ValueError("NSA's cache cannot be offloaded: use cache_implementation 'dynamic'")
+
+    prefetch = offload
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:
+        """A copy of the tokens, with the same φ: to go on from one prefix in several ways."""
+        twin = copy.copy(self)
+        twin.arrival = None
+        if self.is_initialized:
+            for name in ("buffers", "lengths", "_columns", "_counters"):
+                setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+            twin._mark_static()
+        memo[id(self)] = twin
+        return twin
+
+    # Inside
+
+    def _hides_length(self) -> bool:
+        """In a graph of a static cache no number may change from step to step."""
+        return self.max_length is not None and torch.compiler.is_compiling()
+
+    def _length(self) -> int:
+        """`get_seq_length` as a number. Waits for the device after compiled steps, once."""
+        if self._known is None:
+            assert self._columns is not None
+            self._known = int(self._columns)
+        return self._known
+
+    def _branch(self, x: Tensor, which: int) -> Tensor:
+        """Heads of the compressed (0), selected (1) or sliding (2) branch."""
+        return x if self.num_sets == 1 else x.chunk(self.num_sets, dim=1)[which]
+
+    def _reserve(self, num_tokens: int) -> None:
+        if self.max_length is None:
+            needed = self._length() + num_tokens
+            if needed > self.capacity:
+                self.buffers = self.buffers.grown(roomy(needed), self.config)
+
+    def _mark_static(self) -> None:
+        if self._columns is not None:
+            counters = [] if self._counters is None else [self._counters]
+            mark_static([*self.buffers, self.lengths, self._columns, *counters])
+
+    def _misfit(self, key: Tensor, value: Tensor) -> str | None:
+        """Why such tokens cannot be stored."""
+        shapes = f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
+        if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
+            return f"{shapes} must be (batch, heads, tokens, dim), alike but for dim"
+        heads = self.num_sets * self.compress_key.num_kv_heads
+        dims = (self.compress_key.head_dim, self.compress_value.head_dim)
+        if (key.shape[1], key.shape[3], value.shape[3]) != (heads, *dims):
+            return (
+                f"{shapes} are not those of this cache's layer: {heads} heads of {dims[0]} and "
+                f"{dims[1]}"
+            )
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            return (
+                "NSA's cache carries no gradients: call under torch.no_grad(), or without a cache"
+            )
+        if not self.is_initialized:
+            return None
+        for name, got, want in (
+            ("batch size", key.shape[0], self.batch_size),
+            ("device", value.device, self.device),
+            ("dtype", value.dtype, self.dtype),
+        ):
+            if got != want:
+                return (
+                    f"the cache was filled with {name} {want}, the new tokens have {name} {got}: "
+                    "use a new cache"
+                )
+        return None
+
+
+def advance(layers: list[LayerCache], arrival: Arrival) -> None:
+    """Count the tokens that were stored, in all layers of a model at once."""
+    if not layers:
+        return
+    lengths = [layer.lengths for layer in layers]
+    if arrival.num_real is None:
+        torch._foreach_add_(lengths, arrival.num_tokens)
+    else:
+        for each in lengths:
+            each.add_(arrival.num_real.to(each.device))
+    columns = [layer._columns for layer in layers if layer._columns is not None]
+    if columns:
+        torch._foreach_add_(columns, arrival.num_tokens)
+    for layer in layers:
+        layer.arrival = None
+        known = layer.known_length
+        layer._known = None if known is None else known + arrival.num_tokens
+        if arrival.num_real is not None:
+            layer._even = False

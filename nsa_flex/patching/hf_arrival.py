@@ -1,0 +1,104 @@
+"""Which of the tokens that a call brings to a cache are real."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_flex.cache.arrival import Arrival, arrival_of
+from nsa_flex.cache.layer import LayerCache
+
+
+def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> None:
+    """Tell every layer what the call brings.
+
+    Args:
+        caches: NSA's layers, which hold the same tokens.
+        tokens: (B, T, ...), ids or embeddings.
+        mask: (B, tokens so far and T, or C), nonzero at real tokens; or what transformers made of
+            that for layers that stay as they are, (B or 1, 1, T, keys), boolean or additive.
+
+    Raises:
+        ValueError: the batch or the mask does not fit, or there is no room. No layer changed.
+    """
+    batch, num_tokens = tokens.shape[:2]
+    first = caches[0]
+    if first.is_initialized and batch != first.batch_size:
+        raise ValueError(
+            f"the call brings {batch} rows, the cache holds {first.batch_size}: use a new cache, "
+            "or batch_select_indices or batch_repeat_interleave"
+        )
+    first.check_room(num_tokens)
+    arrival = Arrival(num_tokens)
+    if mask is not None:
+        _check_width(mask, first, num_tokens)
+        arrival = arrival_of(_new_tokens(mask, first, num_tokens).expand(batch, num_tokens))
+        if first.is_initialized:
+            _assert_same_past(mask, first, num_tokens)
+    for cache in caches:
+        cache.expect(arrival)
+
+
+def real_past(mask: Tensor | None, num_cached: int) -> Tensor | None:
+    """Bool (B, cached tokens): which of them are no padding, as `mask` says; None if all are."""
+    if mask is None or num_cached == 0:
+        return None
+    return (_allowed(mask)[:, 0, -1] if mask.dim() == 4 else mask != 0)[:, :num_cached]
+
+
+def _check_width(mask: Tensor, cache: LayerCache, num_tokens: int) -> None:
+    known, width = cache.known_length, mask.shape[-1]
+    if known is None or width == known + num_tokens:
+        return
+    if cache.max_length is None or not known + num_tokens < width <= cache.max_length:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; expected one entry for each cached "
+            f"and each new token, {known + num_tokens} a row"
+        )
+
+
+def _new_tokens(mask: Tensor, cache: LayerCache, num_tokens: int) -> Tensor:
+    """Entries of the new tokens: (B or 1, T), nonzero where they are real."""
+    known = cache.known_length
+    if known is not None:
+        new = mask[..., known : known + num_tokens]
+    elif mask.shape[-1] != cache.max_length:
+        new = mask[..., mask.shape[-1] - num_tokens :]
+    else:
+        columns = cache.get_seq_length() + torch.arange(num_tokens, device=mask.device)
+        new = mask.index_select(mask.dim() - 1, columns)
+    if mask.dim() == 2:
+        return new
+    # A real token sees itself; transformers lets nobody see padding.
+    return _allowed(new)[:, 0].diagonal(dim1=1, dim2=2)
+
+
+def _assert_same_past(mask: Tensor, cache: LayerCache, num_tokens: int) -> None:
+    """That the mask tells of the cached tokens what the cache was told when they came.
+
+    Assertions on the device, which the host does not wait for.
+    """
+    if mask.dim() == 4:
+        mask = _allowed(mask)
+        places = torch.arange(mask.shape[-1], device=mask.device)
+        rows = torch.arange(num_tokens, device=mask.device) + cache.get_seq_length()
+        causal = (mask[:, 0, -1:] & (places <= rows[:, None]))[:, None]
+        torch._assert_async(
+            (mask == causal).all(),
+            "attention_mask is a custom one: NSA chooses what each query attends",
+        )
+        mask = mask[:, 0, -1]
+    columns = cache.known_length
+    if columns is None:
+        past = torch.arange(mask.shape[1], device=mask.device) < cache.get_seq_length()
+        real = ((mask != 0) & past).sum(1)
+    else:
+        real = (mask[:, :columns] != 0).sum(1)
+    torch._assert_async(
+        (real == cache.lengths).all(),
+        "attention_mask hides or shows other cached tokens than when they came in",
+    )
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0

@@ -1,0 +1,115 @@
+"""NSA's layers inside the caches of transformers.
+
+A transformers cache is a list of layers. Those of patched attention modules are exchanged for
+`LayerCache`s, static for static and growing for growing, at the first call that brings the cache:
+whoever made it (`generate`, the model, the caller), it goes on as the same object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
+
+from nsa_flex.cache import LayerCache
+from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.layer import advance
+from nsa_flex.documents import gather_real
+from nsa_flex.patching.hf_layers import Attention, Decoder
+from nsa_flex.patching.layer import NSALayer
+
+# transformers asks whether a layer is one of its own before it asks for lengths.
+CacheLayerMixin.register(LayerCache)
+
+_GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
+_STATIC = ("StaticLayer", "StaticSlidingWindowLayer")
+
+
+def patched_modules(decoder: Decoder) -> list[Attention]:
+    """The patched attention modules of a decoder, in order."""
+    return [m for m in decoder.modules() if isinstance(getattr(m, "nsa", None), NSALayer)]
+
+
+def new_layers(decoder: Decoder, max_length: int | None) -> list[Any]:
+    """Empty cache layers for all of a decoder, NSA's where it is patched."""
+    config = decoder.config.get_text_config(decoder=True)
+    cache = (
+        DynamicCache(config=config)
+        if max_length is None
+        else StaticCache(config=config, max_cache_len=max_length)
+    )
+    adopt(cache, decoder, None)
+    return cache.layers
+
+
+def holds_nsa(cache: Cache, layer_idx: int) -> bool:
+    """Whether the layer of this index has been exchanged."""
+    return layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], LayerCache)
+
+
+def adopt(cache: Cache, decoder: Decoder, real: Tensor | None) -> None:
+    """Exchange the layers of patched modules for NSA's, with the tokens they hold.
+
+    Args:
+        real: (B, tokens in the cache), nonzero where they are no padding; None if none is.
+
+    Raises:
+        ValueError: the cache is quantized, offloaded or of another kind. It is as it was.
+    """
+    modules = patched_modules(decoder)
+    _check_kind(cache, modules)
+    while len(cache.layers) <= max(module.layer_idx for module in modules):
+        cache.layers.append(cache.layer_class_to_replicate())
+    layers = [_layer_for(module, cache.layers[module.layer_idx], real) for module in modules]
+    for module, layer in zip(modules, layers, strict=True):
+        cache.layers[module.layer_idx] = layer
+
+
+def _layer_for(module: Attention, former: Any, real: Tensor | None) -> LayerCache:
+    layer = module.nsa.new_cache(max_length=getattr(former, "max_cache_len", None))
+    if former.is_initialized:
+        _move(former, layer, real)
+    return layer
+
+
+def _check_kind(cache: Cache, modules: list[Attention]) -> None:
+    advice = "use a DynamicCache, a StaticCache or an nsa_flex.NSACache"
+    if getattr(cache, "offloading", False):
+        raise ValueError(
+            f"{type(cache).__name__} offloads keys and values, and NSA reads its compressed keys "
+            f"at every step: {advice} without offloading"
+        )
+    for module in modules:
+        if module.layer_idx >= len(cache.layers):
+            kind = getattr(cache.layer_class_to_replicate, "__name__", "no layer")
+        else:
+            kind = type(cache.layers[module.layer_idx]).__name__
+        if kind not in _GROWING + _STATIC:
+            raise ValueError(
+                f"layer {module.layer_idx} of past_key_values is a {kind}; NSA's keys and values "
+                f"are neither quantized nor kept otherwise: {advice}"
+            )
+
+
+def _move(former: Any, layer: LayerCache, real: Tensor | None) -> None:
+    """The tokens that a layer of transformers holds, into one of NSA."""
+    length = int(former.get_seq_length())
+    if length == 0:
+        empty = slice(0, 0)
+        layer.lazy_initialization(former.keys[:, :, empty], former.values[:, :, empty])
+        return
+    key, value = former.keys[:, :, :length], former.values[:, :, :length]
+    if key.shape[2] < length:
+        raise ValueError(
+            f"a sliding cache kept {key.shape[2]} of {length} tokens, and NSA needs all: use a "
+            "new cache, made without the config"
+        )
+    arrival = Arrival(length)
+    if real is not None:
+        real = real.to(key.device)
+        arrival = Arrival(length, gather_real(real), real.sum(1, dtype=torch.int32))
+    layer.arrival = arrival
+    layer.update(key, value)
+    advance([layer], arrival)
