@@ -19,15 +19,11 @@ from nsa_flex.fallback_kernels.core_compressed import (
     attend_part,
     differentiate_part,
 )
-from nsa_flex.fallback_kernels.core_merge import (
-    Fold,
-    gated_sum,
-    gated_sum_gradients,
-    spread_lse,
-)
-from nsa_flex.fallback_kernels.fold_parts import NUM_PARTS, part_rows_view, parts_of
-from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, rows_contiguous
-from nsa_flex.fallback_kernels.sliding import sliding_forward, sliding_gradients
+from nsa_flex.fallback_kernels.core_merge import gated_sum, gated_sum_gradients, spread_lse
+from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, part_rows_view
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words, rows_contiguous
+from nsa_flex.fallback_kernels.sliding_backward import sliding_gradients
+from nsa_flex.fallback_kernels.sliding_forward import sliding_forward
 
 
 class CoreResults(NamedTuple):
@@ -68,7 +64,7 @@ def core_attention(
         selected branch adds into dK and dV by float32 atomics unless
         `torch.are_deterministic_algorithms_enabled()`.
     """
-    results = core_forward(
+    tensors = (
         query,
         key,
         value,
@@ -77,6 +73,9 @@ def core_attention(
         sliding_key,
         sliding_value,
         gates,
+    )
+    results = core_forward(
+        *tensors,
         scale,
         config.compress_block_size,
         config.compress_stride,
@@ -85,9 +84,10 @@ def core_attention(
         config.num_initial_blocks,
         config.num_local_blocks,
         config.window_size,
+        torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
         torch.are_deterministic_algorithms_enabled(),
     )
-    out, blocks, compressed_lse, _, selected_lse, _, sliding_lse = results[:7]
+    out, blocks, _, compressed_lse, _, selected_lse, _, sliding_lse, _ = results
     return CoreResults(
         out.transpose(1, 2),
         blocks,
@@ -108,9 +108,8 @@ class _Sizes(NamedTuple):
     num_local_blocks: int
     window_size: int
 
-    def fold(self, num_tokens: Any) -> Fold:
-        reach, stride = self.compress_block_size - 1, self.compress_stride
-        return Fold(parts_of(num_tokens, reach, stride), reach, stride)
+    def fold(self, num_tokens: int) -> Fold:
+        return fold_of(num_tokens, self.compress_block_size, self.compress_stride)
 
 
 @torch.library.custom_op("nsa_flex::core_forward", mutates_args=())
@@ -131,15 +130,13 @@ def core_forward(
     num_initial_blocks: int,
     num_local_blocks: int,
     window_size: int,
+    differentiable: bool,
     deterministic: bool,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-]:  # fmt: skip
-    """out, blocks, compressed lse, then outputs and log-sum-exps of the selected and the sliding
-    branch, then the outputs and the log-sum-exps of the parts of the compressed branch.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, blocks, output and log-sum-exp of each branch, and the index of the selection.
 
-    Outputs are (B, S, H, D) and (B, S, H), contiguous; parts as `attend_part` gives them.
+    Outputs are (B, S, H, D), contiguous, that of the compressed branch empty unless the call is
+    `differentiable`. Log-sum-exps are (B, S, H), that of the compressed branch (B, H, S).
     `deterministic` is for the backward.
     """
     sizes = _Sizes(
@@ -169,16 +166,25 @@ def core_forward(
         -(-tokens // select_block_size),
         *sizes[:6],
     )
-    plan = _plan(q, key, value, blocks, sizes)
+    words = index_words(q, key, value, blocks, select_block_size, 0)
+    index = torch.empty(words, dtype=torch.int32, device=query.device)
     selected, selected_lse = selected_forward.forward(
-        plan, q, rows_contiguous(key), rows_contiguous(value), blocks, scale
+        _plan(q, key, value, blocks, sizes),
+        q,
+        rows_contiguous(key),
+        rows_contiguous(value),
+        blocks,
+        scale,
+        storage=index,
     )
     sliding, sliding_lse = sliding_forward(q, sliding_key, sliding_value, window_size, scale)
     selected, sliding = (x.transpose(1, 2) for x in (selected, sliding))
-    out = gated_sum(outs, fold, selected, sliding, gates)
+    compressed = torch.empty_like(selected) if differentiable else selected.new_empty(0)
+    saved = compressed if differentiable else None
+    out = gated_sum(outs, fold, selected, sliding, gates, saved)
     selected_lse, sliding_lse = (x.transpose(1, 2) for x in (selected_lse, sliding_lse))
-    branches = (selected, selected_lse, sliding, sliding_lse)
-    return out, blocks, compressed_lse, *branches, *outs, *lses
+    branches = (compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse)
+    return out, blocks, *branches, index
 
 
 @core_forward.register_fake
@@ -196,9 +202,10 @@ def _(
 ) -> tuple[Tensor, ...]:
     batch, heads, tokens, _ = query.shape
     dim = value.shape[3]
-    sizes = _Sizes(*options[:7])
-    fold = sizes.fold(tokens)
+    sizes, differentiable = _Sizes(*options[:7]), options[7]
     chosen = (batch, key.shape[1], tokens, sizes.num_selected_blocks)
+    blocks = query.new_empty(chosen, dtype=torch.int32)
+    words = index_words(query, key, value, blocks, sizes.select_block_size, 0)
     branch = (batch, tokens, heads, dim)
 
     def lse(*shape: Any) -> Tensor:
@@ -206,14 +213,14 @@ def _(
 
     return (
         query.new_empty(branch),
-        query.new_empty(chosen, dtype=torch.int32),
+        blocks,
+        query.new_empty(branch if differentiable else 0),
         lse(batch, heads, tokens),
         query.new_empty(branch),
         lse(*branch[:3]),
         query.new_empty(branch),
         lse(*branch[:3]),
-        *(query.new_empty((batch, p.rows, p.width * heads, dim)) for p in fold.parts),
-        *(lse(batch, p.width * heads, p.rows) for p in fold.parts),
+        query.new_empty(words, dtype=torch.int32),
     )
 
 
@@ -231,17 +238,18 @@ def core_backward(
     Args:
         grad: (B, S, Hq, Dv), gradient of the first result.
         inputs: the eight tensors.
-        results: all others than the first and the third.
+        results: all but the first.
         sizes: as `_Sizes`.
     """
     query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates = inputs
-    blocks, selected, selected_lse, sliding, sliding_lse, *parts = results
-    outs, lses = tuple(parts[:NUM_PARTS]), tuple(parts[NUM_PARTS:])
+    blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
+        results
+    )
     named = _Sizes(*sizes)
     fold = named.fold(query.shape[2])
     rows = query.transpose(1, 2).contiguous()
     grad = grad.contiguous()
-    sums = gated_sum_gradients(grad, outs, fold, selected, sliding, gates)
+    sums = gated_sum_gradients(grad, compressed, selected, sliding, gates)
 
     grad_rows = torch.empty_like(rows)
     grad_rows[:, : fold.reach] = 0
@@ -250,11 +258,19 @@ def core_backward(
         for x in (compressed_key, compressed_value)
     ]
     keys = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
-    for part, part_grad, out, lse in zip(fold.parts, sums.compressed, outs, lses, strict=True):
+    for part in fold.parts:
         if part.is_empty:
             continue
         of_queries, *of_keys = differentiate_part(
-            part_grad, rows, *keys, out, lse, part, scale, fold.reach, fold.stride
+            sums.compressed,
+            rows,
+            *keys,
+            compressed,
+            compressed_lse,
+            part,
+            scale,
+            fold.reach,
+            fold.stride,
         )
         part_rows_view(grad_rows, part, fold.reach, fold.stride).copy_(of_queries)
         for total, share in zip(grad_keys, of_keys, strict=True):
@@ -269,13 +285,14 @@ def core_backward(
         rows_contiguous(value),
         blocks,
         selected_lse.transpose(1, 2),
-        sums.delta_selected,
+        sums.delta_selected.transpose(1, 2),
         gates[..., 1],
         do,
         scale,
-        add_query=grad_query,
-        grad_query=grad_query,
         deterministic=deterministic,
+        index=index,
+        grad_query=grad_query,
+        add_query=grad_query,
     )
     _, grad_sliding_key, grad_sliding_value = sliding_gradients(
         q,
@@ -329,15 +346,15 @@ def _plan(q: Tensor, key: Tensor, value: Tensor, blocks: Tensor, sizes: _Sizes) 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (ctx.scale, *sizes, ctx.deterministic) = inputs[:8], inputs[8:]
+    tensors, (ctx.scale, *sizes, _, ctx.deterministic) = inputs[:8], inputs[8:]
     ctx.sizes = list(sizes)
-    ctx.save_for_backward(*tensors, output[1], *output[3:])
+    ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
-    options = (None,) * 9
+    options = (None,) * 10
     if grad is None:
         return *(None,) * 8, *options
     inputs, results = ctx.saved_tensors[:8], ctx.saved_tensors[8:]

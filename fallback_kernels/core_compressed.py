@@ -1,12 +1,13 @@
 """The compressed branch of the core operator: cuDNN's causal attention over the parts of the fold.
 
-Nothing is copied: queries are strided views, a part's output stays in its own memory, and the
-kernels that merge and differentiate find their rows there (`fold_parts.part_place`). Residues are
-cuDNN's batch, over which keys expand. A batch of several rows needs that dimension itself: there
-residues join the heads, and keys are repeated once a residue.
+Nothing is copied on the way in: queries are strided views. Going forward, a part's output stays
+in its own memory, where the gated sum finds it (`fold_parts.part_place`). Residues are cuDNN's
+batch, over which keys expand. A batch of several rows needs that dimension itself: there residues
+join the heads, and keys are repeated once a residue.
 
-cuDNN's plans are cached by the shapes and strides of query, key and value. Gradients and outputs
-of a part are always contiguous here, so that no plan meets others than it was made for.
+cuDNN's plans are cached by the shapes and strides of query, key and value alone. The backward
+passes output and gradient as views of the same kind as the query's, so that no plan meets other
+strides than it was made for.
 """
 
 from __future__ import annotations
@@ -60,11 +61,17 @@ def differentiate_part(
     """Gradients of a part's queries (B, rows, width * Hq, D), and of its keys and values.
 
     The latter two are float32 sums over the residues, (B, Hkv, rows, D) and (B, Hkv, rows, Dv).
+
+    Args:
+        grad, out: (B, S, Hq, Dv), contiguous: all parts.
+        query: (B, S, Hq, D), contiguous.
+        lse: float32 (B, Hq, S), contiguous.
     """
     batch, kv_heads = key.shape[:2]
-    q = _problems(part_rows_view(query, part, reach, stride), part)
+    do, q, o = (
+        _problems(part_rows_view(x, part, reach, stride), part) for x in (grad, query, out)
+    )
     k, v = (_keys(x, part) for x in (key, value))
-    do, o = (_problems(x, part) for x in (grad, out))
     if part.rows == 1:
         of_query, *of_keys = _one_key_gradients(do, q, k, v)
     else:
@@ -75,7 +82,7 @@ def differentiate_part(
             k,
             v,
             o,
-            lse.view(*q.shape[:3], 1),
+            _part_lse(lse, part, reach, stride).view(*q.shape[:3], 1),
             seed,
             seed,
             None,
@@ -104,6 +111,16 @@ def _rows(problems: Tensor, batch: int) -> Tensor:
     if batch > 1:
         return problems.transpose(1, 2).contiguous()
     return problems.permute(2, 0, 1, 3).contiguous().flatten(1, 2)[None]
+
+
+def _part_lse(lse: Tensor, part: Part, reach: int, stride: int) -> Tensor:
+    """(B, H, S) to a part's (B, width, H, rows), contiguous."""
+    batch, heads, tokens = lse.shape
+    return lse.as_strided(
+        (batch, part.width, heads, part.rows),
+        (heads * tokens, 1, tokens, stride),
+        lse.storage_offset() + reach + part.first,
+    ).contiguous()
 
 
 def _keys(key: Tensor, part: Part) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gated sum of the branches over the parts of the fold, and all that its backward needs.
+"""The gated sum of the branches, the compressed one in the parts of its fold, and its backward.
 
 One pass over memory each way. `delta_c = sum(dO * o_c)` is at once the gradient of gate c and what
 the backward of branch c subtracts from `dO v^T`.
@@ -6,25 +6,17 @@ the backward of branch c subtracts from `dO v^T`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.fold_parts import Part, bounds_of, of_part, part_place
+from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of, of_part, part_place
 
 ROWS = 16  # heads of tokens a program handles
 LSE_TOKENS = 256
-
-
-class Fold(NamedTuple):
-    """The parts of the compressed branch and what tells a query's place in them."""
-
-    parts: tuple[Part, ...]
-    reach: int  # l - 1
-    stride: int  # d
 
 
 def spread_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int) -> Tensor:
@@ -45,18 +37,41 @@ def spread_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int)
 
 
 def gated_sum(
-    compressed: tuple[Tensor, ...], fold: Fold, selected: Tensor, sliding: Tensor, gates: Tensor
+    parts: tuple[Tensor, ...],
+    fold: Fold,
+    selected: Tensor,
+    sliding: Tensor,
+    gates: Tensor,
+    compressed: Tensor | None,
 ) -> Tensor:
     """`sum_c gates[..., c] * branch_c` in float32, (B, S, H, D) in the branches' dtype.
 
     Args:
-        compressed: outputs of the parts.
+        parts: outputs of the parts of the compressed branch.
         selected, sliding: (B, S, H, D), contiguous.
         gates: (B, H, S, 3), any strides.
+        compressed: receives the compressed branch, (B, S, H, D); None if nobody wants it.
     """
     out = torch.empty_like(selected)
+    batch, tokens, heads, dim = selected.shape
     _sum_kernel[_grid(selected)](
-        *compressed, selected, sliding, gates, out, *_sizes(selected, gates, fold), ROWS=ROWS
+        *parts,
+        selected,
+        sliding,
+        gates,
+        out,
+        out if compressed is None else compressed,
+        *gates.stride(),
+        batch * tokens * heads,
+        tokens,
+        heads,
+        *bounds_of(fold.parts),
+        fold.reach,
+        STRIDE=fold.stride,
+        DIM=dim,
+        COLUMNS=triton.next_power_of_2(dim),
+        ROWS=ROWS,
+        SAVE=compressed is not None,
     )
     return out
 
@@ -65,56 +80,45 @@ class SumGradients(NamedTuple):
     """What `gated_sum_gradients` returns."""
 
     gates: Tensor  # (B, S, H, 3)
+    compressed: Tensor  # (B, S, H, D), gated
     delta_selected: Tensor  # float32 (B, S, H), not gated
     delta_sliding: Tensor
-    compressed: tuple[Tensor, ...]  # gated gradients of the parts, as `compressed`
 
 
 def gated_sum_gradients(
-    grad: Tensor,
-    compressed: tuple[Tensor, ...],
-    fold: Fold,
-    selected: Tensor,
-    sliding: Tensor,
-    gates: Tensor,
+    grad: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor
 ) -> SumGradients:
-    """Gradients of the gates and the compressed branch; the other branches apply their gate."""
-    grad_gates = gates.new_empty((*selected.shape[:3], 3))
-    deltas = torch.empty((2, *selected.shape[:3]), dtype=torch.float32, device=grad.device)
-    grad_parts = tuple(torch.empty_like(x) for x in compressed)
+    """Gradients of the gates and the compressed branch; the other branches apply their gate.
+
+    All but the gates (B, S, H, D), contiguous.
+    """
+    batch, tokens, heads, dim = selected.shape
+    grad_gates = gates.new_empty((batch, tokens, heads, 3))
+    deltas = torch.empty((2, batch, tokens, heads), dtype=torch.float32, device=grad.device)
+    grad_compressed = torch.empty_like(compressed)
     _gradient_kernel[_grid(selected)](
         grad,
-        *compressed,
+        compressed,
         selected,
         sliding,
         gates,
-        *grad_parts,
+        grad_compressed,
         grad_gates,
         deltas[0],
         deltas[1],
-        *_sizes(selected, gates, fold),
-        ROWS=ROWS,
-    )
-    return SumGradients(grad_gates, deltas[0], deltas[1], grad_parts)
-
-
-def _grid(selected: Tensor) -> tuple[int]:
-    return (triton.cdiv(selected.shape[0] * selected.shape[1] * selected.shape[2], ROWS),)
-
-
-def _sizes(selected: Tensor, gates: Tensor, fold: Fold) -> tuple[Any, ...]:
-    batch, tokens, heads, dim = selected.shape
-    return (
         *gates.stride(),
         batch * tokens * heads,
         tokens,
         heads,
-        *bounds_of(fold.parts),
-        fold.reach,
-        fold.stride,
-        dim,
-        triton.next_power_of_2(dim),
+        DIM=dim,
+        COLUMNS=triton.next_power_of_2(dim),
+        ROWS=ROWS,
     )
+    return SumGradients(grad_gates, grad_compressed, deltas[0], deltas[1])
+
+
+def _grid(selected: Tensor) -> tuple[int]:
+    return (triton.cdiv(selected.shape[0] * selected.shape[1] * selected.shape[2], ROWS),)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rows", "first1", "first2", "first3", "reach"])
@@ -168,10 +172,11 @@ def _gate(gates, c: tl.constexpr, b, h, s, stride_b, stride_h, stride_s, stride_
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "rows", "first1", "first2", "first3"])
 def _sum_kernel(
-    x0, x1, x2, x3, selected, sliding, gates, out,
+    x0, x1, x2, x3, selected, sliding, gates, out, compressed,
     stride_b, stride_h, stride_s, stride_c,
     num_rows, num_tokens, heads, rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    SAVE: tl.constexpr,
 ):  # fmt: skip
     line, b, s, h, there = _place(num_rows, num_tokens, heads, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -181,6 +186,8 @@ def _sum_kernel(
         x0, x1, x2, x3, b, s, h, heads, rows, first1, first2, first3, reach, STRIDE, DIM, COLUMNS
     )
     a0 = tl.load(pointer, mask=inside & (s >= reach)[:, None], other=0.0)
+    if SAVE:
+        tl.store(compressed + flat, a0, mask=inside)
     a1 = tl.load(selected + flat, mask=inside, other=0.0)
     a2 = tl.load(sliding + flat, mask=inside, other=0.0)
     g0 = _gate(gates, 0, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
@@ -192,31 +199,25 @@ def _sum_kernel(
     tl.store(out + flat, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "rows", "first1", "first2", "first3"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _gradient_kernel(
-    grad, x0, x1, x2, x3, selected, sliding, gates,
-    y0, y1, y2, y3, grad_gates, delta_selected, delta_sliding,
+    grad, compressed, selected, sliding, gates,
+    grad_compressed, grad_gates, delta_selected, delta_sliding,
     stride_b, stride_h, stride_s, stride_c,
-    num_rows, num_tokens, heads, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    num_rows, num_tokens, heads,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     line, b, s, h, there = _place(num_rows, num_tokens, heads, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = there[:, None] & (column < DIM)[None, :]
-    seen = inside & (s >= reach)[:, None]
     flat = (line * DIM)[:, None] + column[None, :]
     do = tl.load(grad + flat, mask=inside, other=0.0).to(tl.float32)
-    pointer = _part_pointers(
-        x0, x1, x2, x3, b, s, h, heads, rows, first1, first2, first3, reach, STRIDE, DIM, COLUMNS
-    )
-    delta0 = tl.sum(do * tl.load(pointer, mask=seen, other=0.0).to(tl.float32), 1)
+    delta0 = tl.sum(do * tl.load(compressed + flat, mask=inside, other=0.0).to(tl.float32), 1)
     delta1 = tl.sum(do * tl.load(selected + flat, mask=inside, other=0.0).to(tl.float32), 1)
     delta2 = tl.sum(do * tl.load(sliding + flat, mask=inside, other=0.0).to(tl.float32), 1)
     g0 = _gate(gates, 0, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
-    pointer = _part_pointers(
-        y0, y1, y2, y3, b, s, h, heads, rows, first1, first2, first3, reach, STRIDE, DIM, COLUMNS
-    )
-    tl.store(pointer, (do * g0[:, None]).to(y0.dtype.element_ty), mask=seen)
+    gated = (do * g0[:, None]).to(grad_compressed.dtype.element_ty)
+    tl.store(grad_compressed + flat, gated, mask=inside)
     gate_type = grad_gates.dtype.element_ty
     tl.store(grad_gates + line * 3, delta0.to(gate_type), mask=there)
     tl.store(grad_gates + line * 3 + 1, delta1.to(gate_type), mask=there)

@@ -8,9 +8,8 @@ three bounds what one call of a dense kernel's backward allocates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,12 +22,12 @@ SHORT = 1 << 14  # tokens up to which memory matters less than launches: two par
 class Part:
     """Residues [first, stop), each with `rows` rows."""
 
-    first: Any  # an int, or a symbol of one in a fake implementation
-    stop: Any
-    rows: Any
+    first: int
+    stop: int
+    rows: int
 
     @property
-    def width(self) -> Any:
+    def width(self) -> int:
         return self.stop - self.first
 
     @property
@@ -36,26 +35,25 @@ class Part:
         return self.width == 0 or self.rows == 0
 
 
-def parts_of(num_tokens: Any, reach: int, stride: int) -> tuple[Part, ...]:
-    """`NUM_PARTS` parts, some of them perhaps empty.
+class Fold(NamedTuple):
+    """The parts of the compressed branch, and what tells a query's place in them."""
 
-    Args:
-        num_tokens: S, queries at positions 0 to S - 1.
-        reach: l - 1, queries that see no block.
-        stride: d.
+    parts: tuple[Part, ...]  # `NUM_PARTS`, some perhaps empty
+    reach: int  # l - 1, queries that see no block
+    stride: int  # d
 
-    Written without branches, so that symbolic sizes stay symbolic.
-    """
-    num_blocks = torch.sym_max((num_tokens - reach - 1) // stride + 1, 1)
-    full = num_tokens - reach - (num_blocks - 1) * stride
-    full = torch.sym_min(torch.sym_max(full, 0), stride)
+
+def fold_of(num_tokens: int, block: int, stride: int) -> Fold:
+    """The fold of queries at positions 0 to `num_tokens` - 1, for l = `block` and d = `stride`."""
+    reach = block - 1
+    num_blocks = max(1, (num_tokens - block) // stride + 1)
+    full = min(max(num_tokens - reach - (num_blocks - 1) * stride, 0), stride)
     rest = stride - full
-    third = torch.sym_max((rest + 2) // 3, torch.sym_min(rest * (SHORT // num_tokens), rest))
-    bounds = [0, full]
-    bounds += [torch.sym_min(full + count * third, stride) for count in (1, 2)]
-    bounds.append(stride)
+    third = rest if num_tokens <= SHORT else (rest + 2) // 3
+    bounds = [0, full, min(full + third, stride), min(full + 2 * third, stride), stride]
     rows = [num_blocks] + [num_blocks - 1] * 3
-    return tuple(Part(*part) for part in zip(bounds[:-1], bounds[1:], rows, strict=True))
+    parts = zip(bounds[:-1], bounds[1:], rows, strict=True)
+    return Fold(tuple(Part(*part) for part in parts), reach, stride)
 
 
 def part_rows_view(query: Tensor, part: Part, reach: int, stride: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa_flex import NSAConfig, nsa_attention
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.fold_parts import part_rows_view, parts_of
+from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
@@ -27,7 +27,7 @@ def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) 
     for length in (*range(1, 3 * block + 5), 1000, 1 << 14, (1 << 14) + 1, (1 << 15) + 13):
         tokens = torch.arange(length)[None, :, None, None]
         seen = []
-        for part in parts_of(length, reach, stride):
+        for part in fold_of(length, block, stride).parts:
             if part.is_empty:
                 continue
             rows = part_rows_view(tokens, part, reach, stride)[0, :, :, 0]  # [rows, width]
@@ -40,7 +40,7 @@ def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) 
 
 def test_long_rows_are_cut_into_more_parts() -> None:
     """What one call of cuDNN's backward allocates goes with the widest part."""
-    short, long = (parts_of(length, 31, 16) for length in (1 << 14, 1 << 15))
+    short, long = (fold_of(length, 32, 16).parts for length in (1 << 14, 1 << 15))
     assert [part.width for part in short] == [1, 15, 0, 0]
     assert [part.width for part in long] == [1, 5, 5, 5]
 
