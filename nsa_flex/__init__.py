@@ -1,6 +1,9 @@
 """Native Sparse Attention for torch.compile and FlexAttention."""
 
+from typing import TYPE_CHECKING, Any
+
 from nsa_flex.attention import Explanation, NSAAux, explain, nsa_attention
+from nsa_flex.cache import LayerCache
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, align_positions
@@ -8,19 +11,27 @@ from nsa_flex.gates import Gates
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import Adapter, AttentionShape, load, patch, register_adapter, unpatch
 
+if TYPE_CHECKING:
+    from nsa_flex.auditing import AuditReport, audit
+    from nsa_flex.cache import NSACache
+
 __all__ = [
     "Adapter",
     "AttentionShape",
+    "AuditReport",
     "Compression",
     "DocumentLayout",
     "Explanation",
     "Gates",
+    "LayerCache",
     "NSAAttention",
     "NSAAux",
+    "NSACache",
     "NSAConfig",
     "align_packed",
     "align_padded",
     "align_positions",
+    "audit",
     "explain",
     "load",
     "nsa_attention",
@@ -29,3 +40,15 @@ __all__ = [
     "unpatch",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NSACache":  # looks for transformers, which takes seconds to import
+        from nsa_flex.cache import NSACache
+
+        return NSACache
+    if name in ("AuditReport", "audit"):  # needs the compiler
+        from nsa_flex import auditing
+
+        return getattr(auditing, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 import nsa_flex
+from nsa_flex.cli.audit import audit
 from nsa_flex.cli.bench import bench
 from nsa_flex.cli.demo import demo
 from nsa_flex.cli.explain import explain
 from nsa_flex.cli.info import info
+from nsa_flex.cli.tune import tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,4 +46,6 @@ def nsa_flex_command(
 app.command()(info)
 app.command()(explain)
 app.command()(demo)
+app.command()(audit)
 app.command()(bench)
+app.command()(tune)

@@ -70,7 +70,7 @@ def find_graph_breaks(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
     if breaks:
         return breaks
     with fresh_compiler():
-        return _fullgraph_error(fn, args, kwargs)
+        return fullgraph_error(fn, args, kwargs)
 
 
 def count_graphs(
@@ -108,13 +108,13 @@ def _forward_of(fn: Callable) -> Callable:
 
 def _breaks(reasons: Iterable[Any]) -> list[Finding]:
     return unique(
-        Finding("graph-break", _headline(r.reason), summary_location(reversed(r.user_stack)))
+        Finding("graph-break", headline(r.reason), summary_location(reversed(r.user_stack)))
         for r in reasons
         if r.graph_break
     )
 
 
-def _fullgraph_error(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Finding]:
+def fullgraph_error(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Finding]:
     try:
         torch.compile(fn, backend="eager", fullgraph=True)(*args, **kwargs)
     except (TorchDynamoException, RuntimeError) as error:
@@ -122,11 +122,11 @@ def _fullgraph_error(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> list[
         where = (
             summary_location(reversed(stack)) if stack else traceback_location(error.__traceback__)
         )
-        return [Finding("graph-break", _headline(str(error)), where)]
+        return [Finding("graph-break", headline(str(error)), where)]
     return []
 
 
-def _headline(reason: str) -> str:
+def headline(reason: str) -> str:
     """First line of torch's reason and its explanation, without hints and links."""
     first, *rest = (line.strip() for line in reason.strip().splitlines())
     if first.startswith("generic_jump"):

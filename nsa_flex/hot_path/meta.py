@@ -21,11 +21,11 @@ def find_value_reads(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
     """Run `fn` on meta copies of its tensors; the first thing that needs a value is the finding.
 
     Tensors are replaced wherever they are held: arguments, containers, objects such as caches,
-    the parameters and buffers of a module (also one that `fn` closes over), so nothing that the
-    caller owns is changed. A tensor that `fn` makes without `device=` lands on the CPU and fails
-    here as it would on an accelerator. Not found here, but by `find_syncs`: printing a tensor and
-    writing through a mask, which torch lets pass without data. Code that has no meta kernel is a
-    finding too; its text says so.
+    the parameters and buffers of a module (also one that `fn` closes over or names), so nothing
+    that the caller owns is changed. A tensor that `fn` makes without `device=` lands on the CPU
+    and fails here as it would on an accelerator. Not found here, but by `find_syncs`: printing a
+    tensor and writing through a mask, which torch lets pass without data. Code that has no meta
+    kernel is a finding too; its text says so.
 
     >>> find_value_reads(lambda x: x * x.max().item(), torch.ones(3))[0].detail
     'RuntimeError: Tensor.item() cannot be called on meta tensors'
@@ -71,7 +71,13 @@ def _copy_function(fn: types.FunctionType, made: dict[types.FunctionType, Any]) 
         return _callable_to_meta(value, made) if callable(value) else to_meta(value)
 
     cells = tuple(types.CellType() for _ in fn.__closure__ or ())
-    made[fn] = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells)
+    held = {
+        name: to_meta(value)
+        for name in fn.__code__.co_names
+        if isinstance(value := fn.__globals__.get(name), (torch.Tensor, torch.nn.Module))
+    }
+    globals_ = {**fn.__globals__, **held} if held else fn.__globals__
+    made[fn] = types.FunctionType(fn.__code__, globals_, fn.__name__, None, cells)
     # It may hold itself: fill it after it is known.
     made[fn].__defaults__ = tuple(map(copied, fn.__defaults__ or ()))
     made[fn].__kwdefaults__ = {n: copied(value) for n, value in (fn.__kwdefaults__ or {}).items()}

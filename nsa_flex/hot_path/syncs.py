@@ -99,7 +99,7 @@ def find_syncs(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
     with SyncDetector() as detector:
         fn(*args, **kwargs)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        with _cuda_sync_warnings(detector):
+        with cuda_sync_warnings(detector):
             fn(*args, **kwargs)
     return _without_echoes(detector.findings)
 
@@ -186,7 +186,7 @@ def _is_scalar_on_host(value: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _cuda_sync_warnings(detector: SyncDetector) -> Iterator[None]:
+def cuda_sync_warnings(detector: SyncDetector) -> Iterator[None]:
     """Turn torch's warnings about CUDA synchronisations into findings."""
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f".*{_CUDA_SYNC_TEXT}")

@@ -11,15 +11,19 @@ import torch
 import torch._dynamo
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext
+from torch._inductor import cudagraph_utils
+from torch._inductor.utils import fresh_cache
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "TorchDynamoException",
     "backward_node_name",
+    "cudagraph_skips",
     "custom_op_kernel",
+    "fresh_cache",
     "fresh_compiler",
     "is_being_compiled",
     "lookup_backend",
@@ -82,3 +86,28 @@ def optimize(
 ) -> Callable:
     """torch.compile, plus a hook that is told of each guard that failed."""
     return torch._dynamo.optimize(backend, guard_fail_fn=guard_failed, dynamic=dynamic)(fn)
+
+
+class CudagraphSkips:
+    """How often, and why, torch left out a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.reasons: list[str] = []
+
+    def warning(self, text: str, *args: Any) -> None:
+        """What torch calls with a reason, in the place of its logger."""
+        self.reasons.append(str(text) % args if args else str(text))
+
+
+@contextlib.contextmanager
+def cudagraph_skips() -> Iterator[CudagraphSkips]:
+    """Within, collect the skips of CUDA graphs; complete when the context ends."""
+    skips, logger = CudagraphSkips(), cudagraph_utils.cudagraphs_log
+    before = counters["inductor"]["cudagraph_skips"]
+    cudagraph_utils.cudagraphs_log = skips  # type: ignore[assignment]
+    try:
+        yield skips
+    finally:
+        cudagraph_utils.cudagraphs_log = logger
+        skips.count = counters["inductor"]["cudagraph_skips"] - before

@@ -1,0 +1,164 @@
+"""What a compiled call costs: compile time cold and warm, step time, memory, kernels, graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa_flex.auditing.batches import Batch
+from nsa_flex.hot_path import Finding, ForwardBackward, SyncDetector
+from nsa_flex.hot_path.syncs import cuda_sync_warnings
+from nsa_flex.hot_path.torch_internals import cudagraph_skips, fresh_cache, fresh_compiler
+
+WARM_UP_CALLS = 3  # With CUDA graphs: one call plain, one recorded, one replayed.
+LISTED_KERNELS = 12
+
+
+@dataclass
+class Measured:
+    """Numbers of one phase, and the syncs and skips that compiled code showed."""
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    kernels: tuple[dict[str, Any], ...] = ()
+    cudagraphs: int | None = None
+    skip_reasons: tuple[str, ...] = ()
+    syncs: tuple[Finding, ...] = ()
+
+
+def measure(
+    fn: Callable, batch: Batch, *, train: bool, dynamic: bool | None, tell: Callable[[str], None]
+) -> Measured:
+    """Compile for one batch with an empty cache, then from a full one; time and profile a call.
+
+    On CUDA with `mode="reduce-overhead"`: skips of CUDA graphs and synchronisations are counted.
+    """
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    mode = "reduce-overhead" if cuda else None
+    result = Measured()
+
+    def compiled_call() -> Callable[[], None]:
+        step = torch.compile(fn, dynamic=dynamic, mode=mode)
+        return lambda: run(ForwardBackward(step) if train else step, batch)
+
+    def run(step: Callable, batch: Batch) -> None:
+        if cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+        batch.call(step)
+
+    with fresh_cache(), torch.set_grad_enabled(train):
+        with fresh_compiler(), cudagraph_skips() as skips:
+            tell("compiling with an empty cache")
+            call = compiled_call()
+            result.numbers["compile_seconds_cold"] = _seconds(call)
+            for _ in range(WARM_UP_CALLS - 1):
+                call()
+            result.numbers["step_seconds"] = min(_seconds(call) for _ in range(3))
+            result.kernels = _kernels(call)
+            if cuda:
+                result.numbers["peak_bytes_compiled"] = _cuda_peak(call)
+                result.syncs = tuple(_syncs(call))
+        with fresh_compiler():
+            tell("compiling from the cache")
+            result.numbers["compile_seconds_warm"] = _seconds(compiled_call())
+    if cuda:
+        result.cudagraphs = skips.count
+        unexplained = skips.count - len(skips.reasons)
+        result.skip_reasons = (*skips.reasons, *["torch gives no reason"] * unexplained)
+    return result
+
+
+def peak_bytes(fn: Callable, batch: Batch, *, train: bool) -> float:
+    """Most bytes that tensors made by one eager call held at once."""
+    with torch.set_grad_enabled(train):
+        step = ForwardBackward(fn) if train else fn
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            return _cuda_peak(lambda: batch.call(step))
+        values = batch.make()
+        with _LiveBytes() as live:
+            Batch(lambda: values, "", frozenset()).call(step)
+        return live.peak
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _cuda_peak(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _syncs(call: Callable[[], Any]) -> list[Finding]:
+    detector = SyncDetector()
+    with cuda_sync_warnings(detector):
+        call()
+    return detector.findings
+
+
+def _kernels(call: Callable[[], Any]) -> tuple[dict[str, Any], ...]:
+    """Longest first: CUDA kernels, or what ran on the CPU where there are none."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, acc_events=True) as profiler:
+        call()
+    averages = profiler.key_averages()
+    on_device = [e for e in averages if e.device_type == torch.autograd.DeviceType.CUDA]
+    times = {e.key: (e.count, e.self_device_time_total) for e in on_device}
+    if not times:
+        times = {e.key: (e.count, e.self_cpu_time_total) for e in averages}
+    longest = sorted(times.items(), key=lambda item: -item[1][1])[:LISTED_KERNELS]
+    return tuple(
+        {"name": name, "calls": calls, "microseconds": round(total, 1)}
+        for name, (calls, total) in longest
+    )
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators inside have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0.0
+        self._known: set[int] = set()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = tree_leaves((args, kwargs))
+        self._known |= {key for x in inputs if (key := _storage(x)) and key not in self._alive}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            key = _storage(x)
+            if key and key not in self._alive and key not in self._known:
+                storage = x.untyped_storage()
+                self._alive[key] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+def _storage(x: Any) -> int:
+    if not isinstance(x, torch.Tensor):
+        return 0
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # Tensors without memory.
+        return x.untyped_storage()._cdata
+    return 0

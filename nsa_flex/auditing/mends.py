@@ -1,0 +1,58 @@
+"""What to do about each kind of finding."""
+
+from __future__ import annotations
+
+_STAY = "keep it a tensor: operations take 0-d tensors; log values after the step"
+_PAD = "keep shapes static: torch.where, masked_fill, or topk with a fixed k"
+
+# (part of the finding's text, mend); the first that occurs counts.
+_MENDS = (
+    ("data-dependent branching", "compute both sides and choose by torch.where, or torch.cond"),
+    ("bool(tensor)", "compute both sides and choose by torch.where, or torch.cond"),
+    ("repeat_interleave", "pass output_size, known when the batch is made"),
+    ("print", "print outside of what is compiled, every n-th step, from a detached copy"),
+    ("formatting", "format outside of what is compiled, every n-th step"),
+    ("tolist", "hand Python numbers in as arguments, from where they are known without a tensor"),
+    ("item", _STAY + "; a length such as max_seqlen is known when the batch is made: pass it in"),
+    ("int(tensor)", _STAY),
+    ("float(tensor)", _STAY),
+    ("Python index", "index with the tensor itself, or by torch.gather"),
+    ("value in tensor", "(tensor == value).any(), which stays a tensor"),
+    (".cpu()", "stay on the device; copy results after the step, non_blocking into pinned memory"),
+    ("numpy", "use torch operations; convert after the step"),
+    ("unique", "keep duplicates and mask them, or make the table when the batch is made"),
+    ("nonzero", _PAD),
+    ("mask", _PAD),
+    ("masked_select", _PAD),
+    ("bincount", "scatter_add_ into a tensor of fixed length"),
+    ("dynamic shape", _PAD),
+    ("from cpu to cuda", "make the tensor on the device, or copy non_blocking from pinned memory"),
+    ("to cpu", "copy after the step, non_blocking into pinned memory"),
+    ("synchron", "leave out the synchronisation, or do it outside of the step"),
+    ("equal", "torch.eq, which stays a tensor"),
+    ("Skipped function", "mark it as a custom operator (torch.library.custom_op), or rewrite it"),
+    ("graph_break", "remove the call of torch._dynamo.graph_break"),
+    ("local_scalar", _STAY),
+)
+
+_OF_KIND = {
+    "host-sync": _STAY,
+    "data-dependent": _PAD,
+    "device-copy": "make the tensor where it is used",
+    "cuda-sync": "look at the line with torch.cuda.set_sync_debug_mode('error')",
+    "meta-run": "make shapes depend on shapes only; give new tensors the device of an input",
+    "cudagraph-skip": "see the reason; inputs must keep their addresses and live on the device",
+}
+
+
+def mend_of(kind: str, text: str) -> str:
+    """A sentence, or torch's own first hint, or nothing.
+
+    >>> mend_of("host-sync", "bool(tensor)")
+    'compute both sides and choose by torch.where, or torch.cond'
+    """
+    for part, mend in _MENDS:
+        if part in text:
+            return mend
+    hints = [line.strip() for line in text.splitlines() if line.strip().startswith("Hint: ")]
+    return hints[0].removeprefix("Hint: ") if hints else _OF_KIND.get(kind, "")

@@ -1,0 +1,155 @@
+"""One callable compiled once and called with every batch: graphs, breaks, recompilations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nsa_flex.auditing.batches import Batch
+from nsa_flex.auditing.guards import GuardReader, original_name
+from nsa_flex.auditing.mends import mend_of
+from nsa_flex.auditing.report import AuditFinding, Graph, Phase, Recompile
+from nsa_flex.hot_path import Finding, ForwardBackward, SyncDetector
+from nsa_flex.hot_path.findings import summary_location
+from nsa_flex.hot_path.graphs import fullgraph_error, headline
+from nsa_flex.hot_path.torch_internals import fresh_compiler, lookup_backend, optimize
+
+_TRACE_LINE = re.compile(r'File ".*", line (\d+), in (\w+)')
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class _Recorder:
+    """A torch.compile backend that notes each graph, each run of one, and each failed guard."""
+
+    backend: str
+    graphs: list[Graph] = field(default_factory=list)
+    runs: list[list[int]] = field(default_factory=list)
+    recompiles: list[Recompile] = field(default_factory=list)
+    _reader: GuardReader = field(default_factory=GuardReader)
+    _new_small_sizes: bool = False
+    _failed: list[tuple[str, Any]] = field(default_factory=list)
+
+    def start(self, batch: Batch) -> None:
+        self._new_small_sizes = self._reader.start(batch)
+        self.runs.append([])
+
+    def __call__(self, module: torch.fx.GraphModule, example_inputs: Any) -> Callable:
+        number, batch = len(self.graphs), len(self.runs) - 1
+        self._note_recompile(batch)
+        operations = sum(node.op.startswith("call_") for node in module.graph.nodes)
+        self.graphs.append(Graph(number, operations, _frame(module), batch))
+        compiled = lookup_backend(self.backend)(module, example_inputs)
+
+        def run(*args: Any) -> Any:
+            if number not in self.runs[-1]:
+                self.runs[-1].append(number)
+            return compiled(*args)
+
+        return run
+
+    def guard_failed(self, failure: Any) -> None:
+        self._failed.append((failure.reason, failure.orig_code))
+
+    def _note_recompile(self, batch: int) -> None:
+        # One compilation may have failed several cached entries; the newest comes first.
+        failed, self._failed = self._failed[:1], []
+        for reason, code in failed:
+            name = original_name(code.co_name)
+            where = f"{code.co_filename}:{code.co_firstlineno} in {name}"
+            cause = self._reader.read(reason, where, self._new_small_sizes)
+            self.recompiles.append(
+                Recompile(batch, cause.cause, cause.guard, cause.location, cause.mend)
+            )
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The phase, its breaks and recompilations, and the syncs of its compiled code."""
+
+    phase: Phase
+    findings: list[AuditFinding]
+    syncs: list[Finding]
+
+
+def _frame(module: torch.fx.GraphModule) -> str:
+    """`function:line` of the graph's first operation, in the outermost function; "" if unknown."""
+    for node in module.graph.nodes:
+        trace = node.meta.get("stack_trace", "")
+        if node.op.startswith("call_") and trace:
+            lines = _TRACE_LINE.findall(trace)
+            return f"{original_name(lines[0][1])}:{lines[0][0]}" if lines else ""
+    return ""
+
+
+def sweep(
+    fn: Callable,
+    batches: list[Batch],
+    *,
+    name: str,
+    train: bool,
+    dynamic: bool | None,
+    backend: str,
+    tell: Tell,
+) -> Swept:
+    """Compile `fn` once and call it with every batch; no earlier compilation is remembered.
+
+    Args:
+        train: with a backward after each call; else under `torch.no_grad()`.
+        dynamic: as in torch.compile.
+        backend: what runs the graphs.
+        tell: called with a line before each batch.
+    """
+    recorder = _Recorder(backend)
+    with fresh_compiler() as reasons, torch.set_grad_enabled(train):
+        compiled = optimize(fn, recorder, recorder.guard_failed, dynamic)
+        call = ForwardBackward(compiled) if train else compiled
+        for batch in batches:
+            tell(f"{name}: compiling for {batch.label}")
+            recorder.start(batch)
+            batch.call(call)
+        breaks = _breaks(list(reasons))
+        tell(f"{name}: looking for syncs in compiled code")
+        with SyncDetector() as detector:
+            batches[-1].call(call)
+    if not recorder.graphs and not breaks:
+        breaks = _skipped_whole(fn, batches[0], train)
+    causes = [r for r in recorder.recompiles if r.cause == "code"]
+    findings = breaks + [AuditFinding("recompile", r.guard, r.location, r.mend) for r in causes]
+    phase = Phase(
+        name,
+        tuple(batch.label for batch in batches),
+        tuple(recorder.graphs),
+        tuple(tuple(run) for run in recorder.runs),
+        tuple(recorder.recompiles),
+        len(breaks),
+    )
+    return Swept(phase, findings, detector.findings)
+
+
+def _breaks(reasons: list[Any]) -> list[AuditFinding]:
+    found = [
+        AuditFinding(
+            "graph-break",
+            headline(r.reason),
+            original_name(summary_location(reversed(r.user_stack))),
+            mend_of("graph-break", f"{headline(r.reason)}\n{r.reason}"),
+        )
+        for r in reasons
+        if r.graph_break
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _skipped_whole(fn: Callable, batch: Batch, train: bool) -> list[AuditFinding]:
+    """Torch may skip a function without a word; it says why when it must not."""
+    with fresh_compiler(), torch.set_grad_enabled(train):
+        values = batch.make()
+        args, kwargs = (values, {}) if isinstance(values, tuple) else ((), dict(values))
+        found = fullgraph_error(fn, args, kwargs)
+    return [AuditFinding(f.kind, f.detail, f.location, mend_of(f.kind, f.detail)) for f in found]

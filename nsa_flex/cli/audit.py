@@ -1,0 +1,171 @@
+"""`nsa-flex audit`: graph breaks, recompilations, syncs and costs of a model, NSA or not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from nsa_flex.auditing import AuditReport
+
+Lengths = Annotated[str, typer.Option(help="Sequence lengths to sweep, the first one first.")]
+
+
+def audit(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A model type of transformers (llama, qwen3, …: a tiny random one is audited), "
+            "module:factory (it returns a model or function, and its inputs), or self (nsa_flex)."
+        ),
+    ],
+    lengths: Lengths = "48,100,64,17",
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to sweep.")] = "2,3",
+    patched: Annotated[bool, typer.Option("--patch", help="Patch the model with NSA.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: CUDA if any.")] = "auto",
+    train: Annotated[bool, typer.Option(help="Run the backward as well.")] = True,
+    dynamic: Annotated[
+        str, typer.Option(help="As in torch.compile: none, true or false.")
+    ] = "none",
+    max_graphs: Annotated[
+        int | None, typer.Option(min=1, help="More graphs in a phase are a finding.")
+    ] = None,
+    lint: Annotated[str, typer.Option(help="Sources to read: own, all or none.")] = "own",
+    measure: Annotated[
+        bool, typer.Option(help="Compile with Inductor too: times, memory, kernels.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Report on stdout as JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="Known findings; only new ones count.")
+    ] = None,
+    write_baseline: Annotated[
+        Path | None, typer.Option(help="Save the findings as a baseline, exit with 0.")
+    ] = None,
+) -> None:
+    """Find graph breaks, recompilations and host syncs; measure what compiling costs.
+
+    Exits with 1 on any finding (that the baseline does not list), with 2 on wrong usage.
+
+    Example: `nsa-flex audit llama --html audit.html`
+
+    Example: `nsa-flex audit llama --patch --lengths 1,64,100,257 --max-graphs 3 --json`
+
+    Example: `nsa-flex audit my_package.models:small_model --baseline audit-baseline.json`
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # Else the profiler writes to the terminal.
+    from nsa_flex.auditing import targets
+    from nsa_flex.auditing import write_baseline as save
+
+    progress = Console(stderr=True, highlight=False)
+    place = _device(device)
+    options = {
+        "dynamic": _choice(dynamic, {"none": None, "true": True, "false": False}, "--dynamic"),
+        "lint_scope": _choice(lint, {name: name for name in ("own", "all", "none")}, "--lint"),
+        "train": None if train else False,
+        "baseline": _known(baseline),
+        "measured": measure,
+    }
+    try:
+        every = targets.targets_of(
+            target,
+            lengths=_numbers(lengths, "--lengths"),
+            batch_sizes=_numbers(batch_sizes, "--batch-sizes"),
+            patched=patched,
+            device=place,
+        )
+    except (ValueError, ModuleNotFoundError) as error:
+        raise typer.BadParameter(str(error), param_hint="TARGET") from error
+    reports = [_run(each, max_graphs, options, progress) for each in every]
+    _show(reports, as_json, html)
+    if write_baseline is not None:
+        save(_joined(reports), write_baseline)
+        progress.print(f"wrote {write_baseline}", markup=False)
+        raise typer.Exit(0)
+    raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+
+
+def _run(target: Any, max_graphs: int | None, options: Any, progress: Console) -> AuditReport:
+    from nsa_flex.auditing import audit as run
+
+    with progress.status(f"{target.name} …") as status:
+
+        def tell(line: str) -> None:
+            status.update(f"{target.name}: {line}")
+
+        most = target.max_graphs if max_graphs is None else max_graphs
+        return run(
+            target.fn,
+            target.inputs,
+            decode=target.decode,
+            max_graphs=most,
+            name=target.name,
+            tell=tell,
+            **options,
+        )
+
+
+def _show(reports: list[AuditReport], as_json: bool, html: Path | None) -> None:
+    if html is not None:
+        from nsa_flex.auditing.html import page
+
+        html.write_text(page(*reports))
+    if as_json:
+        every = [report.to_dict() for report in reports]
+        typer.echo(json.dumps(every[0] if len(every) == 1 else every, indent=2, default=str))
+        return
+    for report in reports:
+        typer.echo(f"{report}\n")
+    if html is not None:
+        typer.echo(f"wrote {html}")
+
+
+def _joined(reports: list[AuditReport]) -> AuditReport:
+    from nsa_flex.auditing import AuditReport
+
+    found = [f for report in reports for f in (*report.known, *report.findings)]
+    return AuditReport("all", findings=tuple(found))
+
+
+def _known(file: Path | None) -> frozenset[str] | None:
+    from nsa_flex.auditing import read_baseline
+
+    if file is None:
+        return None
+    try:
+        return read_baseline(file)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="--baseline") from error
+
+
+def _choice(text: str, known: dict[str, Any], option: str) -> Any:
+    if text not in known:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(known)}", param_hint=option)
+    return known[text]
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(
+            f"got {text!r}; expected positive numbers, such as 64,100", param_hint=option
+        )
+    return [int(part) for part in parts]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device", param_hint="--device")
+    return device
