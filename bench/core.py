@@ -24,7 +24,7 @@ from nsa_flex.bench.targets import (
     uniform_gates,
 )
 from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import Backend
+from nsa_flex.dispatch import Backend, BackendName, BranchName
 from nsa_flex.masks import sliding_block_mask
 
 SDPA = {
@@ -42,7 +42,7 @@ class Core(Target):
     """Mean compression, choice, three branches and gates; dense ignores the gates.
 
     * nsa: compiled, backends by `auto`. nsa-eager: without torch.compile around it.
-    * nsa-flex: compiled, every branch on FlexAttention.
+    * nsa-flex: compiled, every branch on FlexAttention. nsa:sliding=flex,…: as named.
     * sdpa-*: causal `scaled_dot_product_attention`. flex-dense: causal FlexAttention, compiled.
     """
 
@@ -64,7 +64,7 @@ class Core(Target):
             return _sdpa(SDPA[name])
         if name == "flex-dense":
             return _flex_dense(case, task.arguments["key"].device, compiler)
-        backend = NSA[name]
+        backend = NSA[name] if name in NSA else named_backends(name)
 
         def core(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
             compressed = compress(key, config), compress(value, config)
@@ -79,7 +79,7 @@ class Core(Target):
     ) -> Tensor:
         query, key, value, gates = arguments.values()
         positions, config, scale = group.positions, case.config, scale_of(case)
-        if case.implementation not in NSA:
+        if not is_nsa(case):
             return reference.dense(query, key, value, positions, scale)
         compressed_key = _rounded(key, task.arguments["key"], group, config)
         compressed_value = _rounded(value, task.arguments["value"], group, config)
@@ -95,15 +95,28 @@ class Core(Target):
         return gated[0] + gated[1] + gated[2]
 
     def clear(self, case: Case, task: Task, group: Group) -> Tensor:
-        if case.implementation not in NSA:
+        if not is_nsa(case):
             return super().clear(case, task, group)
         return _choose(case, task, group)[1] > CLEAR_MARGIN
 
 
+def is_nsa(case: Case) -> bool:
+    """Whether the core is sparse."""
+    return case.implementation.startswith("nsa")
+
+
+def named_backends(implementation: str) -> dict[BranchName, BackendName]:
+    """The mapping that an implementation spells out.
+
+    >>> named_backends("nsa:compressed=sdpa,sliding=fa2")
+    {'compressed': 'sdpa', 'sliding': 'fa2'}
+    """
+    pairs = (pair.split("=") for pair in implementation.removeprefix("nsa:").split(","))
+    return dict(pairs)  # type: ignore[return-value]
+
+
 def _keeps_scores(case: Case) -> bool:
-    return case.implementation == "sdpa-math" or (
-        case.implementation in NSA and not torch.cuda.is_available()
-    )
+    return case.implementation == "sdpa-math" or (is_nsa(case) and not torch.cuda.is_available())
 
 
 def _sdpa(backend: SDPBackend) -> Function:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from nsa_flex.bench import machine, plots, table
@@ -20,7 +19,7 @@ from nsa_flex.bench.compare import Verdict, compare
 from nsa_flex.bench.registry import PRESETS, AnyCase, preset
 from nsa_flex.bench.rows import Notebook, Row, read_rows
 from nsa_flex.bench.runner import Options, run
-from nsa_flex.cli.explain import _pair
+from nsa_flex.cli.bench_options import check_device, progress_bar, shapes_of
 
 
 def bench(
@@ -93,9 +92,9 @@ def bench(
 
     Example: `nsa-flex bench --no-run --out rows.json --markdown`
     """
-    where = _device(device)
+    where = check_device(device)
     name = preset_name or ("quick" if where.type == "cuda" else "smoke")
-    cases = _cases(name, where, _shapes(heads, seq_len, head_dim, batch, dtype), only or [])
+    cases = _cases(name, where, shapes_of(heads, seq_len, head_dim, batch, dtype), only or [])
     if list_them:
         typer.echo("\n".join(case.key for case in cases))
         return
@@ -123,53 +122,6 @@ _DESCRIBED = "\n    ".join(
 )
 assert bench.__doc__ is not None
 bench.__doc__ = bench.__doc__.replace("{presets}", _DESCRIBED)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(
-            f"got {name}; benchmarks run on cpu and cuda", param_hint="--device"
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise typer.BadParameter(f"got {name}; torch sees {count} such", param_hint="--device")
-    return device
-
-
-def _shapes(
-    heads: list[str] | None,
-    seq_len: list[int] | None,
-    head_dim: list[str] | None,
-    batch: int | None,
-    dtype: str | None,
-) -> list[dict[str, Any]]:
-    """Fields of `Case` to replace, one entry a shape; one empty entry if nothing was asked."""
-    if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
-    shapes: list[dict[str, Any]] = [{}]
-    if heads:
-        pairs = [_pair(text, "--heads") for text in heads]
-        for query_heads, kv_heads in pairs:
-            if query_heads % kv_heads:
-                raise typer.BadParameter(
-                    f"{kv_heads} key-value heads must divide {query_heads} query heads",
-                    param_hint="--heads",
-                )
-        shapes = [{**s, "query_heads": a, "kv_heads": b} for s in shapes for a, b in pairs]
-    if seq_len:
-        shapes = [{**s, "seq_len": length} for s in shapes for length in seq_len]
-    if head_dim:
-        pairs = [_pair(text, "--head-dim") for text in head_dim]
-        shapes = [{**s, "head_dim": a, "value_dim": b} for s in shapes for a, b in pairs]
-    others = {"batch": batch, "dtype": dtype}
-    given = {name: value for name, value in others.items() if value is not None}
-    return [{**shape, **given} for shape in shapes]
 
 
 def _cases(
@@ -235,7 +187,7 @@ def _refuse(message: str) -> None:
 def _run(
     cases: list[AnyCase], notebook: Notebook, options: Options, console: Console
 ) -> list[Row]:
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("rates of this device", total=len(cases))
         dtype = torch.bfloat16 if options.device.type == "cuda" else torch.float32
         ceilings = machine.ceilings(options.device, dtype)
@@ -249,16 +201,6 @@ def _run(
             progress.update(task, advance=1, description=next(upcoming))
 
         return run(cases, notebook, ceilings, options, tell)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-    )
 
 
 def _compare(earlier: list[Row], rows: list[Row]) -> list[Verdict]:

@@ -1,0 +1,83 @@
+"""What `nsa-flex bench` and `nsa-flex tune` share: devices, shapes, a progress bar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nsa_flex.bench.case import DTYPES
+from nsa_flex.cli.explain import _pair
+
+
+def check_device(name: str) -> torch.device:
+    """A device of this machine; "auto" is CUDA if there is one. BadParameter if it is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(
+            f"got {name}; benchmarks run on cpu and cuda", param_hint="--device"
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise typer.BadParameter(f"got {name}; torch sees {count} such", param_hint="--device")
+    return device
+
+
+def pairs_of(heads: list[str]) -> list[tuple[int, int]]:
+    """ "32/8" as (32, 8): query and key-value heads."""
+    pairs = [_pair(text, "--heads") for text in heads]
+    for query_heads, kv_heads in pairs:
+        if query_heads % kv_heads:
+            raise typer.BadParameter(
+                f"{kv_heads} key-value heads must divide {query_heads} query heads",
+                param_hint="--heads",
+            )
+    return pairs
+
+
+def dims_of(head_dim: list[str]) -> list[tuple[int, int]]:
+    """ "192/128" as (192, 128), "64" as (64, 64): D and Dv."""
+    return [_pair(text, "--head-dim") for text in head_dim]
+
+
+def shapes_of(
+    heads: list[str] | None,
+    seq_len: list[int] | None,
+    head_dim: list[str] | None,
+    batch: int | None,
+    dtype: str | None,
+) -> list[dict[str, Any]]:
+    """Fields of `Case` to replace, one entry a shape; one empty entry if nothing was asked."""
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    shapes: list[dict[str, Any]] = [{}]
+    if heads:
+        pairs = pairs_of(heads)
+        shapes = [{**s, "query_heads": a, "kv_heads": b} for s in shapes for a, b in pairs]
+    if seq_len:
+        shapes = [{**s, "seq_len": length} for s in shapes for length in seq_len]
+    if head_dim:
+        pairs = dims_of(head_dim)
+        shapes = [{**s, "head_dim": a, "value_dim": b} for s in shapes for a, b in pairs]
+    others = {"batch": batch, "dtype": dtype}
+    given = {name: value for name, value in others.items() if value is not None}
+    return [{**shape, **given} for shape in shapes]
+
+
+def progress_bar(console: Console) -> Progress:
+    """Cases done, time gone, and the case at hand."""
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+    )
