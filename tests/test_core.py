@@ -14,6 +14,7 @@ from nsa_flex import NSAConfig, nsa_attention
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view
+from nsa_flex.fallback_kernels.selected_plan import PARTIAL_BYTES
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
@@ -103,7 +104,8 @@ def test_other_shapes_and_memory(heads: int, dim: int, value_dim: int, config: N
     inputs = inputs_of(2, heads, 2, 333, dim, value_dim, config=config, dtype=torch.float16)
     strange = [x.detach().contiguous().requires_grad_(True) for x in inputs]  # (B, H, S, D)
     wide = [torch.cat([x.detach()] * 2, 2)[:, :, : x.shape[2]] for x in inputs]
-    want, want_grads = run(inputs, APART, config)
+    apart = APART if dim == value_dim else APART | {"sliding": "flex"}
+    want, want_grads = run(inputs, apart, config)
     for variant in (strange, [x.requires_grad_(True) for x in wide]):
         got, grads = run(variant, "auto", config)
         pairs = zip([got[0], *grads], [want[0], *want_grads], strict=True)
@@ -149,8 +151,11 @@ def test_one_graph_for_all_lengths() -> None:
 
 @pytest.mark.gpu
 def test_peak_memory_of_a_training_step() -> None:
-    """Above the inputs, in units of the query: what is saved, the results, and little else."""
-    inputs = inputs_of(1, 16, 1, 1 << 15, 128, 128)
+    """Above the inputs, in units of the query: what is saved, the results, and little else.
+
+    The partial results of the selection have a buffer of a fixed size besides.
+    """
+    inputs = inputs_of(1, 32, 2, 1 << 15, 128, 128)
     grad = torch.randn_like(inputs[0])
 
     def step() -> None:
@@ -162,4 +167,4 @@ def test_peak_memory_of_a_training_step() -> None:
     before = torch.cuda.memory_allocated()
     step()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 9 * inputs[0].nbytes
+    assert peak < 8 * inputs[0].nbytes + PARTIAL_BYTES
