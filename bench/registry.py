@@ -115,6 +115,17 @@ def trained() -> list[Case]:
     ]
 
 
+def sweep() -> list[Case]:
+    """All implementations of the core at 32/8, 1k to 256k tokens, and other head dims at 16k."""
+    heads: tuple[Heads, ...] = ((32, 8),)
+    main = ("nsa", "sdpa-cudnn")
+    others = ("nsa-eager", "nsa-flex", "sdpa-flash", "sdpa-math", "flex-dense")
+    cases = grid("core", main + others, heads, (KI, 4 * KI, 16 * KI))
+    cases += grid("core", main, heads, (16 * KI,), dims=DIMS)
+    cases += grid("core", (*main, "nsa-flex", "flex-dense"), heads, (64 * KI,))
+    return cases + grid("core", main, heads, (256 * KI,))
+
+
 def compression() -> list[Case]:
     """The four kinds of φ."""
     return [
@@ -200,6 +211,7 @@ PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
     "smoke": smoke,
     "quick": quick,
     "headline": headline,
+    "sweep": sweep,
     "branches": branches,
     "overlap": overlap,
     "trained": trained,

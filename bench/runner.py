@@ -81,13 +81,13 @@ def rows_of(case: AnyCase, ceilings: dict[str, Any], options: Options) -> list[R
     except Skip as error:
         status, reason = "skipped", str(error)
     except torch.OutOfMemoryError as error:
-        status, reason = "skipped", f"out of memory: {_first_line(error)}"
+        status, reason = "skipped", f"out of memory: {_gist(error)}"
     except GateError as error:
         status, reason = "failed", str(error)
     except Exception as error:
         # A backend that says it cannot is no failure of ours: every other error is.
         status = "skipped" if _is_refusal(error) else "failed"
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {_gist(error)}"
     finally:
         _clean_up(options.device)
     why = {"status": status, "reason": reason}
@@ -202,9 +202,10 @@ def _is_refusal(error: Exception) -> bool:
     return "cannot compute" in text or "No available kernel" in text
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else ""
+def _gist(error: Exception) -> str:
+    """First and last line of its text: compilers put the source in front and the fault behind."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    return " … ".join(line[:200] for line in dict.fromkeys((lines[0], lines[-1])))
 
 
 def _clean_up(device: torch.device) -> None:

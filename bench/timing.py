@@ -49,16 +49,15 @@ def measure(
 ) -> dict[str, Times]:
     """Time `step`, which may call its argument once, between its two halves.
 
-    Two runs are timed to set the number of repeats, so that they take about `budget_ms`, and two
-    more warm up. Every repeat starts after a write of 256 MB (CUDA), which leaves nothing of its
-    inputs in the caches. With `hide_host` the device waits for the host before every repeat
-    where the host is the slower of the two.
+    The function has run before. One run is timed to set the number of repeats, so that they take
+    about `budget_ms`, and, where they are many, two more warm up. Every repeat starts after a
+    write of 256 MB (CUDA), which leaves nothing of its inputs in the caches. With `hide_host` the
+    device waits for the host before every repeat where the host is the slower of the two.
 
     Returns:
         "whole" and, if the step marked its middle, "second".
     """
     clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    clock.run(step, 1)
     first, host_ms = clock.run(step, 1)
     repeats = int(budget_ms / max(first[0][-1] - first[0][0], 1e-3))
     repeats = min(max(repeats, MIN_REPEATS), MAX_REPEATS)
