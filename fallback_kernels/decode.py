@@ -13,16 +13,20 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels import decode_checks as checks
-from nsa_flex.fallback_kernels.decode_launch import Cache, NewTokens, launch_append, run
-from nsa_flex.fallback_kernels.decode_merge import merge_kernel
+from nsa_flex.fallback_kernels.decode_launch import (
+    COMPILED,
+    Cache,
+    NewTokens,
+    launch_append,
+    run,
+)
 from nsa_flex.fallback_kernels.decode_plan import DecodePlan
 
-INTERPRETED = not isinstance(merge_kernel, triton.JITFunction)
+INTERPRETED = not COMPILED
 CACHE = ("key", "value", "compressed_key", "compressed_value")
 
 
@@ -232,8 +236,6 @@ def decode_attention(
         scale: factor of the logits, 1/sqrt(D) unless given.
         sliding_key, sliding_value: of the sliding branch, as key and value, which they are unless
             given.
-        counters: int32, at least B · Hkv · T zeros, left as zeros: saves a memset. Calls that
-            run at the same time must not share them.
         return_aux: also return `DecodeAux`.
 
     Returns:
@@ -244,9 +246,7 @@ def decode_attention(
     Raises:
         ValueError: a shape, dtype, device or option that the kernels do not take.
     """
-    _check_call(
-        query, key, value, compressed_key, compressed_value, gates, lengths, config, counters
-    )
+    _check_call(query, key, value, compressed_key, compressed_value, gates, lengths, config)
     if sliding_key is not None and sliding_value is not None:
         checks.check_cache(sliding_key, sliding_value, sliding_key, sliding_value, lengths)
         checks.check_like("sliding_key", sliding_key, tuple(key.shape), key)
@@ -263,7 +263,6 @@ def decode_attention(
         lengths,
         sliding_key,
         sliding_value,
-        counters,
         query.shape[3] ** -0.5 if scale is None else scale,
         *_counts(config),
     )
@@ -281,7 +280,6 @@ def _attention(
     lengths: Tensor,
     sliding_key: Tensor | None,
     sliding_value: Tensor | None,
-    counters: Tensor | None,
     scale: float,
     compress_block_size: int,
     compress_stride: int,
@@ -305,7 +303,7 @@ def _attention(
     sliding = None
     if sliding_key is not None and sliding_value is not None:
         sliding = sliding_key, sliding_value
-    return run(plan, query, cache, gates, scale, counters, sliding)
+    return run(plan, query, cache, gates, scale, sliding)
 
 
 @_attention.register_fake
@@ -336,9 +334,7 @@ def step(
     Raises:
         ValueError: as they do; nothing is written then.
     """
-    _check_call(
-        query, key, value, compressed_key, compressed_value, gates, lengths, config, counters
-    )
+    _check_call(query, key, value, compressed_key, compressed_value, gates, lengths, config)
     checks.check_new(new_key, new_value, key, value)
     checks.check_weights(key_weights, value_weights, key, config)
     if new_key.shape[2] != query.shape[2]:
@@ -355,7 +351,6 @@ def step(
         lengths,
         key_weights,
         value_weights,
-        counters,
         query.shape[3] ** -0.5 if scale is None else scale,
         *_counts(config),
     )
@@ -375,7 +370,6 @@ def _step(
     lengths: Tensor,
     key_weights: Tensor | None,
     value_weights: Tensor | None,
-    counters: Tensor | None,
     scale: float,
     compress_block_size: int,
     compress_stride: int,
@@ -397,7 +391,7 @@ def _step(
     cache = Cache(key, value, compressed_key, compressed_value, lengths)
     new = NewTokens(new_key, new_value, key_weights, value_weights)
     plan = DecodePlan.of(query, key, value, compressed_key, config)
-    return run(plan, query, cache, gates, scale, counters, new=new)
+    return run(plan, query, cache, gates, scale, new=new)
 
 
 @_step.register_fake
@@ -421,11 +415,11 @@ def count_rows(
     """Rows of keys that `decode_attention` loads, counted by its kernels from their load masks:
     int32 (B, Hkv, T, 3), compressed, selected and sliding. As many rows of values are loaded.
     """
-    _check_call(query, key, value, compressed_key, compressed_value, gates, lengths, config, None)
+    _check_call(query, key, value, compressed_key, compressed_value, gates, lengths, config)
     plan = DecodePlan.of(query, key, value, compressed_key, config)
     rows = torch.zeros((plan.units, plan.parts), dtype=torch.int32, device=query.device)
     cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    run(plan, query, cache, gates, query.shape[3] ** -0.5, None, rows_read=rows)
+    run(plan, query, cache, gates, query.shape[3] ** -0.5, rows_read=rows)
     branches = rows.split((plan.splits, plan.select_parts, plan.window_parts), 1)
     total = torch.stack([branch.sum(1) for branch in branches], 1).int()
     return total.view(plan.batch, plan.kv_heads, plan.tokens, 3)
@@ -452,12 +446,10 @@ def _check_call(
     gates: Tensor,
     lengths: Tensor,
     config: NSAConfig,
-    counters: Tensor | None,
 ) -> None:
     checks.check_cache(key, value, compressed_key, compressed_value, lengths)
     checks.check_compressed(compressed_key, key, config)
     checks.check_query(query, key, value, gates, config, INTERPRETED)
-    checks.check_counters(counters, query, key)
 
 
 def _result(

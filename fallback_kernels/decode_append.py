@@ -30,10 +30,9 @@ def store_row(pointer, row, DIM: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def compress(
+def load_tokens(
     cache_ptr,
     new_ptr,
-    weight_ptr,
     first,
     first_new,
     cache_stride_s,
@@ -42,15 +41,13 @@ def compress(
     COLUMNS: tl.constexpr,
     COMPRESS: tl.constexpr,
     ROWS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
 ):
-    """Mean, or weighted sum, of tokens first ... first + l - 1 in float32 [COLUMNS].
+    """Tokens first ... first + l - 1 in float32 [ROWS, COLUMNS], zeros behind them.
 
     Tokens from `first_new` on are read where the caller has them: another program may still be
     writing them into the cache. They are rounded to the cache's type all the same.
     """
-    row = tl.arange(0, ROWS)
-    dim = tl.arange(0, COLUMNS)
+    row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token = first + row
     inside = (row < COMPRESS)[:, None] & (dim < DIM)[None, :]
     old = tl.load(
@@ -63,11 +60,19 @@ def compress(
         mask=inside & (token >= first_new)[:, None],
         other=0.0,
     )
-    x = old.to(tl.float32) + new.to(cache_ptr.dtype.element_ty).to(tl.float32)
+    return old.to(tl.float32) + new.to(cache_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def summary(
+    tokens, weight_ptr, COMPRESS: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr
+):
+    """Mean of a block's tokens [ROWS, COLUMNS], or their weighted sum."""
     if WEIGHTED:
+        row = tl.arange(0, ROWS)
         weight = tl.load(weight_ptr + row, mask=row < COMPRESS, other=0.0)
-        return tl.sum(x * weight[:, None], 0)
-    return tl.sum(x, 0) / COMPRESS
+        return tl.sum(tokens * weight[:, None], 0)
+    return tl.sum(tokens, 0) / COMPRESS
 
 
 @triton.jit
@@ -124,14 +129,16 @@ def emit_block(
     block = completed_block(position, COMPRESS, STRIDE)
     if (block >= 0) & (block < num_compressed):
         first, slot = block * STRIDE, block.to(tl.int64)
-        k = compress(
-            key_ptr, new_key_ptr, key_weight_ptr, first, first_new, key_stride_s,
-            new_key_stride_s, HEAD_DIM, HEAD_COLUMNS, COMPRESS, COMPRESS_ROWS, WEIGHTED,
+        k = load_tokens(
+            key_ptr, new_key_ptr, first, first_new, key_stride_s, new_key_stride_s,
+            HEAD_DIM, HEAD_COLUMNS, COMPRESS, COMPRESS_ROWS,
         )  # fmt: skip
-        v = compress(
-            value_ptr, new_value_ptr, value_weight_ptr, first, first_new, value_stride_s,
-            new_value_stride_s, VALUE_DIM, VALUE_COLUMNS, COMPRESS, COMPRESS_ROWS, WEIGHTED,
+        v = load_tokens(
+            value_ptr, new_value_ptr, first, first_new, value_stride_s, new_value_stride_s,
+            VALUE_DIM, VALUE_COLUMNS, COMPRESS, COMPRESS_ROWS,
         )  # fmt: skip
+        k = summary(k, key_weight_ptr, COMPRESS, COMPRESS_ROWS, WEIGHTED)
+        v = summary(v, value_weight_ptr, COMPRESS, COMPRESS_ROWS, WEIGHTED)
         place = compressed_key_ptr + slot * compressed_key_stride_s
         store_row(place, k, HEAD_DIM, HEAD_COLUMNS)
         place = compressed_value_ptr + slot * compressed_value_stride_s

@@ -148,18 +148,6 @@ def check_query(
         raise ValueError(problem or "query has no tokens")
 
 
-def check_counters(counters: Tensor | None, query: Tensor, key: Tensor) -> None:
-    """Raises ValueError unless counters is None or int32, dense and long enough."""
-    if counters is None:
-        return
-    least = key.shape[0] * key.shape[1] * query.shape[2]
-    if counters.dtype != torch.int32 or counters.dim() != 1 or counters.shape[0] < least:
-        got = f"{counters.dtype} {tuple(counters.shape)}"
-        raise ValueError(f"counters must be torch.int32 of at least ({least},), got {got}")
-    if counters.device != key.device or not counters.is_contiguous():
-        raise ValueError(f"counters must be contiguous on {key.device}, got {counters.device}")
-
-
 def _four(tensor: Tensor, name: str) -> torch.Size:
     if tensor.dim() != 4:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected four dimensions")

@@ -1,75 +1,132 @@
-"""The choice of blocks of one new token, by the last program to finish its compressed keys."""
+"""The choice of blocks of a decode step, one program a new token and KV head."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.decode_tiles import (
+    let_the_next_kernel_start,
+    share_of_split,
+    visible_blocks,
+    wait_for_the_kernel_before,
+)
+
 
 @triton.jit
-def normalizers(
+def log_sum_exp(
     top_ptr,
     total_ptr,
-    lent_ptr,
-    norm_ptr,
-    num_splits,
+    first_head,
     active,
     GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    HEADS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
-    LEFT: tl.constexpr,
 ):
-    """Writes every head's base-2 log-sum-exp [MEMBERS] and, behind them, what each split's last
-    keys add to the score of the block after them [SPLIT_COLUMNS].
-    """
-    member, split = tl.arange(0, MEMBERS)[:, None], tl.arange(0, SPLIT_COLUMNS)[None, :]
-    there = (member < GROUP) & (split < active)
-    place = split * GROUP + member
-    top = tl.load(top_ptr + place, mask=there, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(total_ptr + place, mask=there, other=0.0, cache_modifier=".cg")
+    """Base-2 log-sum-exp [HEADS] of the compressed branch of some heads, from its splits."""
+    head, split = first_head + tl.arange(0, HEADS)[:, None], tl.arange(0, SPLIT_COLUMNS)[None, :]
+    there = (head < GROUP) & (split < active)
+    top = tl.load(top_ptr + split * GROUP + head, mask=there, other=float("-inf"))
+    total = tl.load(total_ptr + split * GROUP + head, mask=there, other=0.0)
     highest = tl.max(top, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
-    lse = highest + tl.log2(tl.sum(total * tl.exp2(top - highest[:, None]), 1))
-    members = tl.arange(0, MEMBERS)
-    tl.store(norm_ptr + members, lse, mask=members < GROUP)
-    if LEFT > 0:
-        lent = tl.load(
-            lent_ptr + member * num_splits + split,
-            mask=there & (split < active - 1),
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        share = tl.where(lent == float("-inf"), 0.0, tl.exp2(lent - lse[:, None]))
-        tl.store(norm_ptr + MEMBERS + tl.arange(0, SPLIT_COLUMNS), tl.sum(share, 0))
+    return highest + tl.log2(tl.sum(total * tl.exp2(top - highest[:, None]), 1))
 
 
 @triton.jit
-def choose(
+def block_scores(
     score_ptr,
     top_ptr,
     total_ptr,
-    lent_ptr,
-    norm_ptr,
-    block_ptr,
-    own,
-    num_splits,
     active,
-    blocks_per_split,
+    last_free,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLIT_COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LEFT: tl.constexpr,
+):
+    """Eq. 10 of blocks 0 ... last_free, [TILES * BLOCKS]; anything behind them.
+
+    A row of memory is TILES * BLOCKS logarithms, then what each tile lends to the next one. HEADS
+    rows are read at once: one memory latency for them all.
+    """
+    WIDTH: tl.constexpr = TILES * BLOCKS + TILES
+    tile, column = tl.arange(0, TILES), tl.arange(0, BLOCKS)
+    wanted = tile * BLOCKS <= last_free
+    block = tile[:, None] * BLOCKS + column[None, :]
+    score = tl.zeros((TILES, BLOCKS), tl.float32)
+    lent = tl.zeros((TILES,), tl.float32)
+    for first_head in tl.static_range(0, MEMBERS, HEADS):
+        head = first_head + tl.arange(0, HEADS)
+        there = (head < GROUP)[:, None] & wanted[None, :]
+        logs = tl.load(
+            score_ptr + (head * WIDTH)[:, None, None] + block[None, :, :],
+            mask=tl.broadcast_to(there[:, :, None], (HEADS, TILES, BLOCKS)),
+            other=float("-inf"),
+        )
+        lse = log_sum_exp(top_ptr, total_ptr, first_head, active, GROUP, HEADS, SPLIT_COLUMNS)
+        lse = tl.where(head < GROUP, lse, 0.0)
+        score += tl.sum(tl.exp2(logs - lse[:, None, None]), 0)
+        if LEFT > 0:
+            logs = tl.load(
+                score_ptr + (head * WIDTH)[:, None] + (TILES * BLOCKS - 1 + tile)[None, :],
+                mask=there & (tile > 0)[None, :],
+                other=float("-inf"),
+            )
+            lent += tl.sum(tl.exp2(logs - lse[:, None]), 0)
+    if LEFT > 0:
+        score += tl.where(column[None, :] == 0, lent[:, None], 0.0)
+    return tl.reshape(score, (TILES * BLOCKS,))
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_parts"])
+def choice_kernel(
+    lengths_ptr,
+    score_ptr,
+    top_ptr,
+    total_ptr,
+    block_ptr,
+    capacity,
+    num_compressed,
+    kv_heads,
+    num_splits,
+    num_parts,
+    GROUP: tl.constexpr,
+    COMPRESS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SELECT: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    HEADS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    KEYS: tl.constexpr,
     SLOT_COLUMNS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
-    LEFT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Initial blocks, the best free ones (best first, ties to the lower index), local ones.
+    """Program (new token, KV head of a batch row): its blocks.
 
-    The pointers are at the unit's first element. Where all candidates fit nobody asks for scores.
+    Initial ones, the best free ones (best first, ties to the lower index), local ones. Where all
+    candidates fit nobody asks for scores.
     """
     FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    LEFT: tl.constexpr = COMPRESS // STRIDE - 1
+    BLOCKS: tl.constexpr = KEYS // (SELECT // STRIDE)
+    TILES: tl.constexpr = BLOCK_COLUMNS // BLOCKS
+    let_the_next_kernel_start(EARLY)
+    token, pair = tl.program_id(0), tl.program_id(1)
+    unit = pair * tl.num_programs(0) + token
+    position = tl.load(lengths_ptr + pair // kv_heads) + token
+    own = position // SELECT
+    wait_for_the_kernel_before(EARLY)
+    if position >= capacity:
+        return
+    block_ptr += unit.to(tl.int64) * NUM_SLOTS
     slot = tl.arange(0, SLOT_COLUMNS)
     if own < NUM_SLOTS:
         tl.store(block_ptr + slot, tl.where(slot <= own, slot, -1), mask=slot < NUM_SLOTS)
@@ -78,29 +135,17 @@ def choose(
         block = tl.where(slot < INITIAL, slot, own - (NUM_SLOTS - 1 - slot))
         tl.store(block_ptr + slot, block, mask=forced)
         if FREE > 0:
-            normalizers(
-                top_ptr, total_ptr, lent_ptr, norm_ptr, num_splits, active,
-                GROUP, MEMBERS, SPLIT_COLUMNS, LEFT,
+            seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
+            _, active = share_of_split(seen, num_splits, KEYS)
+            part = unit.to(tl.int64) * (num_parts * GROUP)
+            score_ptr += unit.to(tl.int64) * (GROUP * (BLOCK_COLUMNS + TILES))
+            score = block_scores(
+                score_ptr, top_ptr + part, total_ptr + part, active, own - LOCAL,
+                GROUP, MEMBERS, HEADS, SPLIT_COLUMNS, TILES, BLOCKS, LEFT,
             )  # fmt: skip
-            tl.debug_barrier()
+            score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0
             block = tl.arange(0, BLOCK_COLUMNS)
             free = (block >= INITIAL) & (block <= own - LOCAL)
-            score = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-            if LEFT > 0:
-                split = block // blocks_per_split
-                first = (block - split * blocks_per_split == 0) & (split > 0)
-                place = norm_ptr + MEMBERS + split - 1
-                score = tl.load(place, mask=free & first, other=0.0, cache_modifier=".cg")
-            for head in tl.range(0, GROUP, loop_unroll_factor=4):
-                lse = tl.load(norm_ptr + head, cache_modifier=".cg")
-                logs = tl.load(
-                    score_ptr + head * BLOCK_COLUMNS + block,
-                    mask=free,
-                    other=float("-inf"),
-                    cache_modifier=".cg",
-                )
-                score += tl.exp2(logs - lse)
-            score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0
             rank = score.to(tl.int32, bitcast=True).to(tl.int64) << 32
             rank = tl.where(free, rank + (BLOCK_COLUMNS - 1 - block), -1)
             for pick in range(FREE):

@@ -1,9 +1,8 @@
-"""Compressed branch of a decode step, split over keys, and the choice of blocks.
+"""Compressed branch of a decode step, split over keys.
 
 A program attends some tiles of compressed keys for all query heads of a group, so that each key
-and value is read once a KV head. On the way it pools the probabilities into blocks (Eq. 9): a
-block's share of a head is written as log2(sum of exp2(logit)), which needs no other split. The
-last program of a unit to finish sums them over heads with the true log-sum-exp and chooses.
+and value is read once a KV head. On the way it pools the probabilities into blocks (Eq. 9): what a
+head adds to a block's score is written as log2(sum of exp2(logit)), which needs no other split.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.decode_append import append_token, emit_block
-from nsa_flex.fallback_kernels.decode_choice import choose
 from nsa_flex.fallback_kernels.decode_tiles import (
+    let_the_next_kernel_start,
     load_members,
     load_tile,
     share_of_split,
@@ -24,24 +23,36 @@ from nsa_flex.fallback_kernels.decode_tiles import (
 
 
 @triton.jit
-def pool(p, carry, KEYS: tl.constexpr, PER: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr):
-    """Eq. 9 within a tile: [ROWS, KEYS] -> [ROWS, blocks], and what the next block is lent.
+def pooling_matrix(
+    KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER: tl.constexpr, LEFT: tl.constexpr
+):
+    """Eq. 9 within a tile as float32 [KEYS, COLUMNS]: how often a block counts each key.
 
-    Key r of a block overlaps min(l/d - 1, l'/d - 1 - r) + 1 of its d-token segments, and the next
-    block's first max(r - (l'/d - l/d), 0). `carry` [ROWS] is what the tile before lent.
+    Key r places into a block (l'/d of them) is hit by as many pairs (m, n) as satisfy m - n = r.
+    Column KEYS / PER is the first block of the next tile, which the last keys reach into.
     """
-    BLOCKS: tl.constexpr = KEYS // PER
-    residue = tl.arange(0, KEYS) % PER
-    weight = (tl.minimum(LEFT, PER - 1 - residue) + 1).to(tl.float32)
-    own = tl.sum(tl.reshape(p * weight[None, :], (ROWS, BLOCKS, PER)), 2)
-    if LEFT > 0:
-        weight = tl.maximum(residue - (PER - 1 - LEFT), 0).to(tl.float32)
-        lent = tl.sum(tl.reshape(p * weight[None, :], (ROWS, BLOCKS, PER)), 2)
-        column = tl.arange(0, BLOCKS)[None, :]
-        before = tl.broadcast_to(tl.maximum(column - 1, 0), (ROWS, BLOCKS))
-        own += tl.where(column == 0, carry[:, None], tl.gather(lent, before, 1))
-        carry = tl.sum(tl.where(column == BLOCKS - 1, lent, 0.0), 1)
-    return own, carry
+    r = tl.arange(0, KEYS)[:, None] - PER * tl.arange(0, COLUMNS)[None, :]
+    inside = tl.where(r < PER, tl.minimum(LEFT, PER - 1 - r) + 1, 0)
+    return tl.where(r >= 0, inside, tl.maximum(LEFT + 1 + r, 0)).to(tl.float32)
+
+
+@triton.jit
+def pool(p, pooling, COMPILED: tl.constexpr):
+    """p [rows, KEYS] times the pooling matrix, to float32 accuracy.
+
+    Three bfloat16 pieces hold all of a float32, range included, and the matrix' small integers
+    are exact in one: the matrix units multiply at half precision's rate without loss.
+    """
+    if COMPILED:
+        high = p.to(tl.bfloat16)
+        rest = p - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        counts = pooling.to(tl.bfloat16)
+        pooled = tl.dot(high, counts, tl.dot(middle, counts, tl.dot(low, counts)))
+    else:  # Triton's interpreter has no bfloat16
+        pooled = tl.dot(p, pooling, input_precision="ieee")
+    return pooled
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_parts"])
@@ -54,10 +65,6 @@ def compressed_kernel(
     top_ptr,
     total_ptr,
     score_ptr,
-    lent_ptr,
-    norm_ptr,
-    block_ptr,
-    counter_ptr,
     rows_read_ptr,
     new_key_ptr,
     new_value_ptr,
@@ -98,26 +105,25 @@ def compressed_kernel(
     COMPRESS: tl.constexpr,
     STRIDE: tl.constexpr,
     SELECT: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    SPLIT_COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
+    POOL_COLUMNS: tl.constexpr,
     COMPRESS_ROWS: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     STEP: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    COMPILED: tl.constexpr,
     COUNT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (split, new token, KV head of a batch row). STEP also stores the one new token."""
     PER: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     BLOCKS: tl.constexpr = KEYS // PER
+    SCORE_WIDTH: tl.constexpr = BLOCK_COLUMNS + BLOCK_COLUMNS // BLOCKS
+    let_the_next_kernel_start(EARLY)
     split, token, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     unit = pair * tl.num_programs(1) + token
@@ -127,12 +133,14 @@ def compressed_kernel(
         return
     seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
     share, active = share_of_split(seen, num_splits, KEYS)
-    programs = tl.maximum(active, 1)
+    programs = tl.maximum(active, 1)  # the last one stores the new token
     if split >= programs:
         return
     key_ptr += batch * key_stride_b + head * key_stride_h
     value_ptr += batch * value_stride_b + head * value_stride_h
 
+    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
+    q = load_members(query_ptr, query_stride_h, GROUP, ROWS, HEAD_DIM, HEAD_COLUMNS)
     if STEP:  # noqa: SIM102  # known to the compiler, what follows is not
         if split == programs - 1:
             new_keys = new_key_ptr + batch * new_key_stride_b + head * new_key_stride_h
@@ -153,28 +161,26 @@ def compressed_kernel(
             )  # fmt: skip
             tl.debug_barrier()  # the loop below reads what other threads wrote here
 
-    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
-    q = load_members(query_ptr, query_stride_h, GROUP, ROWS, HEAD_DIM, HEAD_COLUMNS)
-    row = tl.arange(0, ROWS)
-    score_ptr += unit.to(tl.int64) * (GROUP * BLOCK_COLUMNS)
+    row, column = tl.arange(0, ROWS), tl.arange(0, POOL_COLUMNS)
+    score_ptr += unit.to(tl.int64) * (GROUP * SCORE_WIDTH)
+    pooling = pooling_matrix(KEYS, POOL_COLUMNS, PER, LEFT)
     first, last = split * share, tl.minimum((split + 1) * share, tl.cdiv(seen, KEYS))
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    carry = tl.zeros((ROWS,), tl.float32)
+    totals = tl.zeros((ROWS, KEYS), tl.float32)
     out = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
     rows_read = split * 0
     for tile in tl.range(first, last, num_stages=STAGES):
         there = tile * KEYS + tl.arange(0, KEYS) < seen
         k = load_tile(key_ptr, key_stride_s, tile * KEYS, there, KEYS, HEAD_DIM, HEAD_COLUMNS)
         p, top, shrink = tile_weights(q, k, there, top, scale_log2, PRECISION)
-        pooled, carry = pool(p, carry * shrink, KEYS, PER, LEFT, ROWS)
-        block = tile * BLOCKS + tl.arange(0, BLOCKS)
+        pooled = tl.log2(pool(p, pooling, COMPILED)) + top[:, None]
+        place = tl.where(column < BLOCKS, tile * BLOCKS + column, BLOCK_COLUMNS + tile)
         tl.store(
-            score_ptr + row[:, None] * BLOCK_COLUMNS + block[None, :],
-            tl.log2(pooled) + top[:, None],
-            mask=(row < GROUP)[:, None] & (block < BLOCK_COLUMNS)[None, :],
+            score_ptr + row[:, None] * SCORE_WIDTH + place[None, :],
+            pooled,
+            mask=(row < GROUP)[:, None] & (column <= BLOCKS)[None, :],
         )
-        total = total * shrink + tl.sum(p, 1)
+        totals = totals * shrink[:, None] + p
         v = load_tile(
             value_ptr, value_stride_s, tile * KEYS, there, KEYS, VALUE_DIM, VALUE_COLUMNS
         )
@@ -184,24 +190,8 @@ def compressed_kernel(
             rows_read += tl.sum(there.to(tl.int32))
     if active > 0:
         store_part(
-            partial_ptr, top_ptr, total_ptr, unit * num_parts + split, out, top, total,
-            GROUP, ROWS, VALUE_DIM, VALUE_COLUMNS,
+            partial_ptr, top_ptr, total_ptr, unit * num_parts + split,
+            out, top, tl.sum(totals, 1), GROUP, ROWS, VALUE_DIM, VALUE_COLUMNS,
         )  # fmt: skip
-        if LEFT > 0:
-            lent = lent_ptr + (unit * GROUP + row) * num_splits + split
-            tl.store(lent, tl.log2(carry) + top, mask=row < GROUP)
     if COUNT:
         tl.store(rows_read_ptr + unit * num_parts + split, rows_read)
-
-    tl.debug_barrier()  # all threads have written before the count says so
-    finished = tl.atomic_add(counter_ptr + unit, 1, sem="acq_rel", scope="gpu")
-    if finished == programs - 1:
-        tl.store(counter_ptr + unit, 0)
-        place = unit.to(tl.int64) * (num_parts * GROUP)
-        choose(
-            score_ptr, top_ptr + place, total_ptr + place, lent_ptr + unit * GROUP * num_splits,
-            norm_ptr + unit * (MEMBERS + SPLIT_COLUMNS), block_ptr + unit * NUM_SLOTS,
-            position // SELECT, num_splits, active, share * BLOCKS,
-            GROUP, MEMBERS, SPLIT_COLUMNS, BLOCK_COLUMNS, NUM_SLOTS, SLOT_COLUMNS,
-            INITIAL, LOCAL, LEFT,
-        )  # fmt: skip

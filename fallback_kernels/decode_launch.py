@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.decode_append import append_kernel
+from nsa_flex.fallback_kernels.decode_choice import choice_kernel
 from nsa_flex.fallback_kernels.decode_compressed import compressed_kernel
 from nsa_flex.fallback_kernels.decode_merge import merge_kernel
 from nsa_flex.fallback_kernels.decode_plan import DecodePlan, Scratch, padded, power_of_two
@@ -17,6 +19,7 @@ from nsa_flex.fallback_kernels.decode_selected import attend_kernel
 from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
 
 LOG2E = math.log2(math.e)
+COMPILED = isinstance(merge_kernel, triton.JITFunction)  # else Triton's interpreter runs them
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class NewTokens:
     value: Tensor
     key_weights: Tensor | None = None
     value_weights: Tensor | None = None
+
+
+def early_start(plan: DecodePlan) -> dict[str, bool]:
+    """Launch option of a kernel that waits for the one before by itself."""
+    return {"launch_pdl": True} if plan.early else {}
 
 
 def launch_append(
@@ -94,7 +102,6 @@ def launch_compressed(
     query: Tensor,
     cache: Cache,
     scratch: Scratch,
-    counters: Tensor,
     scale: float,
     new: NewTokens | None = None,
     rows_read: Tensor | None = None,
@@ -113,11 +120,7 @@ def launch_compressed(
         scratch.top,
         scratch.total,
         scratch.score,
-        scratch.lent,
-        scratch.norm,
-        scratch.blocks,
-        counters,
-        counters if rows_read is None else rows_read,
+        scratch.top if rows_read is None else rows_read,
         new_key,
         new_value,
         cache.key,
@@ -140,19 +143,50 @@ def launch_compressed(
         **plan.constants(),
         ROWS=padded(plan.group),
         KEYS=plan.tile_keys,
-        MEMBERS=plan.members,
-        SPLIT_COLUMNS=plan.split_columns,
         BLOCK_COLUMNS=plan.block_columns,
-        SLOT_COLUMNS=power_of_two(config.num_selected_blocks),
+        POOL_COLUMNS=padded(plan.tile_blocks + 1),
         COMPRESS_ROWS=power_of_two(config.compress_block_size),
-        INITIAL=config.num_initial_blocks,
-        LOCAL=config.num_local_blocks,
         PRECISION=plan.precision,
         STAGES=plan.stages,
         STEP=new is not None,
         WEIGHTED=weighted,
+        COMPILED=COMPILED,
         COUNT=rows_read is not None,
+        EARLY=plan.early,
         num_warps=plan.warps,
+    )
+
+
+def launch_choice(plan: DecodePlan, cache: Cache, scratch: Scratch) -> None:
+    """The choice of blocks."""
+    config = plan.config
+    choice_kernel[(plan.tokens, plan.batch * plan.kv_heads)](
+        cache.lengths,
+        scratch.score,
+        scratch.top,
+        scratch.total,
+        scratch.blocks,
+        plan.capacity,
+        plan.num_compressed,
+        plan.kv_heads,
+        plan.splits,
+        plan.parts,
+        GROUP=plan.group,
+        COMPRESS=config.compress_block_size,
+        STRIDE=config.compress_stride,
+        SELECT=config.select_block_size,
+        NUM_SLOTS=config.num_selected_blocks,
+        MEMBERS=plan.members,
+        HEADS=plan.choice_heads,
+        SPLIT_COLUMNS=plan.split_columns,
+        BLOCK_COLUMNS=plan.block_columns,
+        KEYS=plan.tile_keys,
+        SLOT_COLUMNS=power_of_two(config.num_selected_blocks),
+        INITIAL=config.num_initial_blocks,
+        LOCAL=config.num_local_blocks,
+        EARLY=plan.early,
+        num_warps=plan.choice_warps,
+        **early_start(plan),
     )
 
 
@@ -192,13 +226,16 @@ def launch_attend(
         plan.tiles_per_part,
         scale * LOG2E,
         **plan.constants(),
+        NUM_SLOTS=plan.config.num_selected_blocks,
         WINDOW=plan.config.window_size,
         ROWS=padded(plan.group),
         KEYS=plan.tile_tokens,
         PRECISION=plan.precision,
         STAGES=plan.stages,
         COUNT=rows_read is not None,
+        EARLY=plan.early,
         num_warps=plan.warps,
+        **early_start(plan),
     )
 
 
@@ -206,7 +243,9 @@ def launch_merge(
     plan: DecodePlan, cache: Cache, scratch: Scratch, gates: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     """The gated sum: out (B, T, Hq, Dv) in its dtype, lse float32 (B, Hq, T, 3)."""
-    merge_kernel[(plan.group, plan.units)](
+    columns = plan.merge_columns
+    grid = (plan.value_columns // columns, plan.group, plan.units)
+    merge_kernel[grid](
         scratch.partial,
         scratch.top,
         scratch.total,
@@ -225,11 +264,15 @@ def launch_merge(
         plan.slots_per_part,
         plan.tiles_per_part,
         **plan.constants(),
+        NUM_SLOTS=plan.config.num_selected_blocks,
         WINDOW=plan.config.window_size,
         COMPRESSED_KEYS=plan.tile_keys,
         KEYS=plan.tile_tokens,
         PART_COLUMNS=plan.part_columns,
-        num_warps=4,
+        COLUMNS=columns,
+        EARLY=plan.early,
+        num_warps=1,
+        **early_start(plan),
     )
 
 
@@ -239,7 +282,6 @@ def run(
     cache: Cache,
     gates: Tensor,
     scale: float,
-    counters: Tensor | None,
     sliding: tuple[Tensor, Tensor] | None = None,
     new: NewTokens | None = None,
     rows_read: Tensor | None = None,
@@ -252,14 +294,13 @@ def run(
     )
     query = rows_contiguous(query)
     sliding = (cache.key, cache.value) if sliding is None else sliding
-    if counters is None:
-        counters = torch.zeros(plan.units, dtype=torch.int32, device=query.device)
     if new is not None and plan.tokens > 1:
         launch_append(new, cache, plan.config, append=True, emit=True)
         new = None
     scratch = plan.scratch(query.device)
     with torch.cuda.device_of(query):
-        launch_compressed(plan, query, cache, scratch, counters, scale, new, rows_read)
+        launch_compressed(plan, query, cache, scratch, scale, new, rows_read)
+        launch_choice(plan, cache, scratch)
         launch_attend(plan, query, cache, sliding, scratch, scale, rows_read)
         launch_merge(plan, cache, scratch, gates, out, lse)
     return out, scratch.blocks, lse

@@ -5,7 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.decode_tiles import share_of_split, visible_blocks
+from nsa_flex.fallback_kernels.decode_tiles import (
+    share_of_split,
+    visible_blocks,
+    wait_for_the_kernel_before,
+)
 
 
 @triton.jit
@@ -65,13 +69,16 @@ def merge_kernel(
     COMPRESSED_KEYS: tl.constexpr,
     KEYS: tl.constexpr,
     PART_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Program (query head within its group, unit): out (B, T, Hq, Dv), lse (B, Hq, T, 3)."""
+    """Program (columns, query head of a group, unit): out (B, T, Hq, Dv), lse (B, Hq, T, 3)."""
     LN2: tl.constexpr = 0.6931471805599453
-    member, unit = tl.program_id(0), tl.program_id(1)
+    member, unit = tl.program_id(1), tl.program_id(2)
     token, pair = unit % num_tokens, unit // num_tokens
     batch, head = (pair // kv_heads).to(tl.int64), pair % kv_heads * GROUP + member
     position = tl.load(lengths_ptr + batch) + token
+    wait_for_the_kernel_before(EARLY)
     stored = position < capacity
     seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
     _, splits = share_of_split(seen, num_splits, COMPRESSED_KEYS)
@@ -88,7 +95,7 @@ def merge_kernel(
     line = (unit.to(tl.int64) * num_parts + part) * GROUP + member
     top = tl.load(top_ptr + line, mask=there, other=float("-inf"))
     total = tl.load(total_ptr + line, mask=there, other=0.0)
-    dim = tl.arange(0, VALUE_COLUMNS)
+    dim = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     x = tl.load(
         partial_ptr + line[:, None] * VALUE_DIM + dim[None, :],
         mask=there[:, None] & (dim < VALUE_DIM)[None, :],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,12 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+@functools.cache
+def can_start_early(device: torch.device) -> bool:
+    """Whether a kernel may take its place on the device before the one before it has finished."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -29,9 +36,8 @@ class Scratch(NamedTuple):
 
     partial: float32 (units, parts, G, Dv), not yet normalised outputs.
     top, total: float32 (units, parts, G), highest base-2 logit and sum of exp2(logit - top).
-    score: float32 (units, G, block_columns), log2 of what each head adds to a block's score.
-    lent: float32 (units, G, splits), log2 of what a split's last keys add to the next block.
-    norm: float32 (units, members + split_columns), of the choice's own.
+    score: float32 (units, G, block_columns + tiles), log2 of what each head adds to a block's
+        score, not yet normalised, then of what each tile of keys adds to the block behind it.
     blocks: int32 (B, Hkv, T, n), the choice: initial blocks, free ones best first, local ones.
     """
 
@@ -39,8 +45,6 @@ class Scratch(NamedTuple):
     top: Tensor
     total: Tensor
     score: Tensor
-    lent: Tensor
-    norm: Tensor
     blocks: Tensor
 
 
@@ -67,6 +71,7 @@ class DecodePlan:
     tiles_per_part: int
     stages: int
     warps: int = 4
+    early: bool = False
 
     @classmethod
     def of(
@@ -89,6 +94,7 @@ class DecodePlan:
             slots_per_part=1,
             tiles_per_part=1,
             stages=3,
+            early=can_start_early(query.device),
         )
         return plan.tuned()
 
@@ -151,6 +157,11 @@ class DecodePlan:
         return max(32 if self.wide else 64, self.keys_per_block)
 
     @property
+    def tile_blocks(self) -> int:
+        """Selectable blocks of a tile of compressed keys."""
+        return self.tile_keys // self.keys_per_block
+
+    @property
     def tile_tokens(self) -> int:
         """Tokens of a tile of the selected and the sliding branch."""
         return min(32 if self.wide else 64, padded(self.config.select_block_size))
@@ -187,9 +198,25 @@ class DecodePlan:
         return max(16, power_of_two(self.parts))
 
     @property
+    def choice_warps(self) -> int:
+        """Warps of a program of the choice: four blocks in each thread, all heads of each."""
+        return max(1, min(16, self.block_columns // 128))
+
+    @property
+    def choice_heads(self) -> int:
+        """Heads whose scores are in registers at once: 64 of each thread."""
+        per_thread = max(1, self.block_columns // (32 * self.choice_warps))
+        return max(1, min(self.members, 64 // per_thread))
+
+    @property
+    def merge_columns(self) -> int:
+        """Value columns of a program of the merge: 64 numbers in each thread of a warp."""
+        return max(16, min(self.value_columns, 2048 // self.part_columns))
+
+    @property
     def block_columns(self) -> int:
-        """Blocks of a full cache, rounded up to a power of two."""
-        return power_of_two(self.config.num_select_blocks(self.capacity))
+        """Blocks of a full cache, rounded up to a power of two: whole tiles."""
+        return max(self.tile_blocks, power_of_two(self.config.num_select_blocks(self.capacity)))
 
     def scratch(self, device: torch.device) -> Scratch:
         """New memory; nothing in it is read before it is written."""
@@ -203,9 +230,7 @@ class DecodePlan:
             partial=empty(units, parts, group, self.value_dim),
             top=empty(units, parts, group),
             total=empty(units, parts, group),
-            score=empty(units, group, self.block_columns),
-            lent=empty(units, group, self.splits),
-            norm=empty(units, self.members + self.split_columns),
+            score=empty(units, group, self.block_columns + self.block_columns // self.tile_blocks),
             blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
         )
 
@@ -221,7 +246,6 @@ class DecodePlan:
             "COMPRESS": config.compress_block_size,
             "STRIDE": config.compress_stride,
             "SELECT": config.select_block_size,
-            "NUM_SLOTS": config.num_selected_blocks,
         }
 
     @property

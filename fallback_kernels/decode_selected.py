@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.decode_tiles import (
+    let_the_next_kernel_start,
     load_members,
     load_tile,
     store_part,
     tile_weights,
+    wait_for_the_kernel_before,
 )
 
 
@@ -76,13 +78,16 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     COUNT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (part, new token, KV head of a batch row): selected parts first, then the window."""
     PER_BLOCK: tl.constexpr = (SELECT + KEYS - 1) // KEYS
+    let_the_next_kernel_start(EARLY)
     part, token, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     unit = pair * tl.num_programs(1) + token
     position = tl.load(lengths_ptr + batch) + token
+    wait_for_the_kernel_before(EARLY)
     if position >= capacity:
         return
     selecting = part < select_parts

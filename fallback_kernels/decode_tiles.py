@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_the_kernel_before(EARLY: tl.constexpr):
+    """Until then a kernel that starts EARLY may read nothing that this step wrote."""
+    if EARLY:
+        gdc_wait()
+
+
+@triton.jit
+def let_the_next_kernel_start(EARLY: tl.constexpr):
+    """Its programs take their places, and wait, as soon as all of this kernel's have started."""
+    if EARLY:
+        gdc_launch_dependents()
 
 
 @triton.jit
