@@ -14,10 +14,11 @@ STAMP := $(VENV)/.installed
 # One thread a worker: several compiled kernels with a thread per core each only disturb one another.
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help env demo test lint format unit wheel-test gpu-test clean
+.PHONY: help env demo bench test lint format unit wheel-test gpu-test clean
 
 help:
 	@echo "make demo        train, compile and audit a small patched Llama on real text"
+	@echo "make bench       measure NSA against dense attention; ARGS='--preset headline'"
 	@echo "make test        lint, type check and every test this machine can run"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff rewrite what it can"
@@ -40,6 +41,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/nsa-flex demo $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/nsa-flex bench $(ARGS)
 
 test: lint unit
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
