@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from nsa_flex.bench.rows import Notebook, Row
 from nsa_flex.bench.targets import Function, Target, Task
 from nsa_flex.bench.timing import Mark, measure
 from nsa_flex.bench.work import work_of
+
+
+DEVICE_LOST = "CUDA error"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def run(
     """Measures what the notebook lacks; `tell` hears of every case when it is done.
 
     Returns:
-        The rows of all the cases, in their order.
+        The rows of all the cases, in their order; of those up to it, if one crashed the device.
     """
     found: list[Row] = []
     for case in cases:
@@ -56,6 +60,8 @@ def run(
             rows = notebook.add(rows_of(case, ceilings, options))
         tell(case, rows)
         found += rows
+        if any(DEVICE_LOST in row.get("reason", "") for row in rows):
+            break  # a process does not recover from it: every later case would fail too
     return found
 
 
@@ -211,4 +217,5 @@ def _gist(error: Exception) -> str:
 def _clean_up(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # after a crash nothing works; it was reported
+            torch.cuda.empty_cache()

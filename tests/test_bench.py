@@ -445,6 +445,19 @@ def test_a_refusal_is_a_skip_and_a_crash_is_not(monkeypatch):
         assert {r["status"] for r in run_one(small_case())} == {status}
 
 
+def test_nothing_runs_on_a_crashed_device(tmp_path, monkeypatch):
+    def crash(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(TARGETS["core"], "prepare", crash)
+    notebook = Notebook(tmp_path / "rows.json", SHARED)
+    cases = [small_case(seq_len=length) for length in (64, 72)]
+    options = runner.Options(CPU, 1.0, "eager")
+    rows = runner.run(cases, notebook, CEILINGS, options, lambda case, rows: None)
+    assert {row["case"] for row in rows} == {cases[0].key}
+    assert {row["status"] for row in rows} == {"failed"}
+
+
 def test_training_step_reports_tokens_a_second():
     pytest.importorskip("transformers")
     (step,) = run_one(ModelCase("tiny", "nsa-eager", 2, 32))
