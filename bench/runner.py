@@ -20,7 +20,6 @@ from nsa_flex.bench.targets import Function, Target, Task
 from nsa_flex.bench.timing import Mark, measure
 from nsa_flex.bench.work import work_of
 
-
 DEVICE_LOST = "CUDA error"
 
 
