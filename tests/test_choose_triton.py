@@ -1,22 +1,22 @@
-"""The fused choice of blocks against the float64 oracle.
-
-Triton decides at import whether its kernels run in its interpreter, so on the CPU they run in a
-process of their own: `test_kernels_under_the_interpreter` starts this same file there. On CUDA the
-tests marked gpu run the compiled kernels.
-"""
+"""The fused choice of blocks against the float64 oracle."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from interpreter import (
+    DEVICE,
+    INTERPRETED,
+    LOW_PRECISION,
+    kernels,
+    only_outside,
+    run_in_the_interpreter,
+)
 from torch import Tensor
 
 import oracle
@@ -25,16 +25,6 @@ from nsa_flex.config import NSAConfig
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels import choose
 from nsa_flex.fallback_kernels.choose import choose_blocks
-
-INTERPRETED = choose.INTERPRETED
-DEVICE = "cpu" if INTERPRETED else "cuda"
-# The interpreter computes with NumPy, which has no bfloat16.
-LOW_PRECISION = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
-
-# log2(0), and what masks hide, in the interpreter
-kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-if not INTERPRETED:
-    kernels = pytest.mark.gpu
 
 SMALL = NSAConfig(
     compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4
@@ -48,21 +38,10 @@ BARE = NSAConfig(8, 4, 16, 3, num_initial_blocks=0, num_local_blocks=1)
 FORCED = NSAConfig(8, 4, 16, 4, num_initial_blocks=2, num_local_blocks=2)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+@only_outside
 def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     """Every test below that does not need a GPU, on the CPU."""
-    seed = str(request.config.option.seed)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [*command, "--seed", seed, __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(result.stdout, result.stderr)
-    assert result.returncode == 0, "kernel tests failed under the interpreter; output above"
+    run_in_the_interpreter(__file__, request.config)
 
 
 @dataclass(frozen=True)

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 from accuracy import assert_close, leaf, to_float64
+from interpreter import DEVICE, kernels, only_outside, run_in_the_interpreter
 from torch import Tensor
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.merge import merge
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-kernels = pytest.mark.filterwarnings("default") if INTERPRETED else pytest.mark.gpu
 
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+@only_outside
 def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    seed = str(request.config.option.seed)
-    result = subprocess.run(
-        [*command, "--seed", seed], env=environment, capture_output=True, text=True, check=False
-    )
-    print(result.stdout, result.stderr)
-    assert result.returncode == 0, "kernel tests failed under the interpreter; output above"
-    assert " passed" in result.stdout
+    """Every test below that does not need a GPU, on the CPU."""
+    run_in_the_interpreter(__file__, request.config)
 
 
 def plain(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> Tensor:

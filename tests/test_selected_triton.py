@@ -1,20 +1,20 @@
-"""The Triton kernels of selected attention against the float64 oracle.
-
-Triton decides at import whether its kernels run in its interpreter, so on the CPU they run in a
-process of their own: `test_kernels_under_the_interpreter` starts this same file there. On CUDA the
-tests marked gpu run the compiled kernels.
-"""
+"""The Triton kernels of selected attention against the float64 oracle."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from interpreter import (
+    DEVICE,
+    INTERPRETED,
+    LOW_PRECISION,
+    kernels,
+    only_outside,
+    run_in_the_interpreter,
+)
 from torch import Tensor
 
 import oracle
@@ -27,31 +27,11 @@ from nsa_flex.fallback_kernels.selected_backward import backward
 from nsa_flex.fallback_kernels.selected_forward import forward
 from nsa_flex.fallback_kernels.selected_plan import ITEM_WORDS, SelectedPlan, index_words
 
-INTERPRETED = selected.INTERPRETED
-DEVICE = "cpu" if INTERPRETED else "cuda"
-# The interpreter computes with NumPy, which has no bfloat16.
-LOW_PRECISION = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 
-kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # log2(0) in the interpreter
-if not INTERPRETED:
-    kernels = pytest.mark.gpu
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+@only_outside
 def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     """Every test below that does not need a GPU, on the CPU."""
-    seed = str(request.config.option.seed)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [*command, "--seed", seed, __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(result.stdout, result.stderr)
-    assert result.returncode == 0, "kernel tests failed under the interpreter; output above"
+    run_in_the_interpreter(__file__, request.config)
 
 
 @dataclass(frozen=True)
