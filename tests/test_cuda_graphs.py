@@ -165,12 +165,11 @@ def test_audit_on_cuda() -> None:
 
 
 def test_audit_names_what_cuda_cannot_record() -> None:
-    """A tensor on the CPU in the graph: torch skips the CUDA graph and says why."""
-    scale = torch.tensor(2.0)
+    """An input that is changed in place: torch skips the CUDA graph and says why."""
 
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * scale
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1.0).sin()
 
-    report = audit(scaled, torch.ones(64, device=CUDA), train=False)
+    report = audit(shifted, torch.ones(64, device=CUDA), train=False)
     (finding,) = [f for f in report.findings if f.kind == "cudagraph-skip"]
-    assert "cpu device" in finding.message
+    assert "mutated inputs" in finding.message

@@ -68,33 +68,68 @@ class GuardReader:
     """
 
     def __init__(self) -> None:
-        self._lengths: set[tuple[str, str, str]] = set()
-        self._small: set[frozenset[tuple[str, int]]] = set()
+        self._lengths: set[tuple[object, ...]] = set()
 
-    def start(self, batch: Batch) -> bool:
-        """Whether no earlier batch had its sizes 0 and 1 at these places. Call it per batch."""
-        new = batch.small not in self._small
-        self._small.add(batch.small)
-        return new
+    def read(self, guards: list[str], batch: Batch, function: str) -> Cause:
+        """The cause of one compilation.
 
-    def read(self, guard: str, fallback: str, new_small_sizes: bool) -> Cause:
-        """Args: the guard's text, the function's own line, and what `start` said."""
-        guard = re.sub(r"^\d+/\d+(_\d+)?: ", "", " ".join(guard.split()))
-        location = _quoted_location(guard) or fallback
-        shown = guard.partition(" # ")[0]
+        Args:
+            guards: what failed in each compiled entry there was, the newest first.
+            batch: for which it was compiled.
+            function: `file:line in name`, the place where nothing better is known.
+        """
+        guards = [_plain(guard) for guard in guards]
+        rest = [guard for guard in guards if not _is_small_size(guard, batch)]
+        if not rest:
+            mend = "torch takes a size of 1 for a constant"
+            return Cause("size-one", _shown(guards[0]), _quoted(guards[0]) or function, mend)
+        guard = rest[0]
         size = _SIZE.search(guard)
-        if size and new_small_sizes and "1" in (size["expected"], size["actual"]):
-            return Cause("size-one", shown, location, "torch takes a size of 1 for a constant")
+        cause, mend = "code", _mend(guard)
         if size:
-            place = fallback, size["name"], size["dim"]
+            # Where sizes are 0 or 1 there are graphs of their own, each with its first lengths.
+            place = function, size["name"], size["dim"], batch.small
             cause = "length" if place not in self._lengths else "code"
             self._lengths.add(place)
-            return Cause(cause, shown, location, _mark_dynamic(size["name"], size["dim"]))
-        if "duck sizing" in guard:
-            return Cause("same-size", shown, location, dict(_MENDS)["duck sizing"])
-        if new_small_sizes and re.match(r"2 <= |.*0/1 specialization", guard):
-            return Cause("size-one", shown, location, "torch takes a size of 1 for a constant")
-        return Cause("code", shown, location, _mend(guard))
+            mend = _size_mend(size["name"], size["dim"], again=cause == "code")
+        elif "duck sizing" in guard:
+            cause = "same-size"
+        return Cause(cause, _shown(guard), _quoted(guard) or function, mend)
+
+
+def _plain(guard: str) -> str:
+    """On one line, without the number of the compilation."""
+    return re.sub(r"^\d+/\d+(_\d+)?: ", "", " ".join(guard.split()))
+
+
+def _shown(guard: str) -> str:
+    """Without the comment that quotes sources."""
+    return guard.partition(" # ")[0]
+
+
+def _is_small_size(guard: str, batch: Batch) -> bool:
+    """Whether it failed because a size is 0 or 1, or because it was when the graph was made."""
+    size = _SIZE.search(guard)
+    if size:
+        return bool({"0", "1"} & {size["expected"], size["actual"]})
+    symbol = _SYMBOL.search(guard)
+    if symbol is None or not guard.startswith("2 <= "):
+        return False
+    name = re.findall(r"\w+", symbol["name"])[-1]
+    return any(
+        dim == int(symbol["dim"]) and (path.isdigit() or path.rpartition(".")[2] == name)
+        for path, dim in batch.small
+    )
+
+
+def _size_mend(name: str, dim: str, *, again: bool) -> str:
+    mark = _mark_dynamic(name, dim)
+    if not again:
+        return mark
+    return (
+        "every size has a graph of its own: compiled with dynamic=False, or unrolled (a loop over "
+        f"the size); {mark} makes torch raise at the line that prevents one graph"
+    )
 
 
 def _mend(guard: str) -> str:
@@ -121,7 +156,7 @@ def _mark_dynamic(name: str, dim: str) -> str:
     return f"torch._dynamo.mark_dynamic({name}, {dim}) before the first call"
 
 
-def _quoted_location(guard: str) -> str | None:
+def _quoted(guard: str) -> str | None:
     """The user's line in a guard's comment, whose path torch shortens at its front."""
     for match in _QUOTED_LINE.finditer(guard):
         file = _whole_path(match["file"])

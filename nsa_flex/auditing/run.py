@@ -130,6 +130,7 @@ class _Audit:
     findings: list[AuditFinding] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     phases: list[Phase] = dataclasses.field(default_factory=list)
+    _eager_only: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
     def add(self, findings: Iterable[AuditFinding], phase: str | None = None) -> None:
         phases = () if phase is None else (phase,)
@@ -150,7 +151,7 @@ class _Audit:
         )
         phase = swept.phase
         self._add_syncs(eager, swept, name)
-        self.add(reads, name)
+        self.add((f for f in reads if place_of(f.location)[:2] not in self._eager_only), name)
         self.add(swept.findings, name)
         self._note_recompiles(phase)
         if self.measured:
@@ -158,21 +159,20 @@ class _Audit:
         self.phases.append(phase)
 
     def _add_syncs(self, eager: list[Finding], swept: Swept, name: str) -> None:
-        """Eager code may wait where compiled code does not (`if not is_compiling()`): a note."""
+        """Findings of eager and compiled code; what compiled code does not do is a note."""
         compiled = [
             dataclasses.replace(f, location=original_name(f.location)) for f in swept.syncs
         ]
-        where = [f.location for f in compiled] + [f.location for f in swept.findings]
-        lines = {place_of(location)[:2] for location in where}
-        remains = [f for f in eager if place_of(f.location)[:2] in lines]
-        known = {place_of(f.location)[:2] for f in remains}
-        remains += [f for f in compiled if place_of(f.location)[:2] not in known]
-        self.add(map(_finding, remains), name)
-        self.notes += [
-            f"{name}: in eager mode only, {f.detail} at {f.location}"
-            for f in eager
-            if place_of(f.location)[:2] not in lines
-        ]
+        breaks = {place_of(f.location)[:2] for f in swept.findings}
+        confirmed = {key for f in compiled for key in _keys(f)}
+        for f in eager:
+            if _works_in_a_graph(f) or place_of(f.location)[:2] in breaks or _keys(f) & confirmed:
+                self.add([_finding(f)], name)
+            else:  # `if not torch.compiler.is_compiling():` or the like.
+                self.notes.append(f"{name}: in eager mode only, {f.detail} at {f.location}")
+                self._eager_only.add(place_of(f.location)[:2])
+        known = {key for f in eager for key in _keys(f)}
+        self.add((_finding(f) for f in compiled if not _keys(f) & known), name)
 
     def _syncs(self, name: str, batches: list[Batch], train: bool) -> list[Finding]:
         found: list[Finding] = []
@@ -249,6 +249,17 @@ class _Audit:
             return branches_of(lambda: batch.call(step))
 
 
+def _keys(found: Finding) -> set[tuple[str, int | str]]:
+    """Its line, and what it is: inside a graph only the function's first line is known."""
+    file, line, _ = place_of(found.location)
+    return {(file, line), (file, found.detail)}
+
+
+def _works_in_a_graph(found: Finding) -> bool:
+    """A graph holds such copies as operators: that it runs without a break says nothing."""
+    return found.kind == "device-copy" or found.detail in ("Tensor.cpu()", "Tensor.numpy()")
+
+
 def _finding(found: Finding) -> AuditFinding:
     return AuditFinding(
         found.kind, found.detail, found.location, mend_of(found.kind, found.detail)
@@ -298,7 +309,8 @@ def _parameters(fn: Any) -> list[torch.nn.Parameter]:
     names = getattr(getattr(fn, "__code__", None), "co_names", ())
     globals_ = [getattr(fn, "__globals__", {}).get(name) for name in names]
     held = [fn, getattr(fn, "__self__", None), *cells, *globals_]
-    return [p for m in held if isinstance(m, torch.nn.Module) for p in m.parameters()]
+    own = [p for p in held if isinstance(p, torch.nn.Parameter)]
+    return own + [p for m in held if isinstance(m, torch.nn.Module) for p in m.parameters()]
 
 
 def _is_filled(cell: Any) -> bool:

@@ -32,11 +32,11 @@ class _Recorder:
     runs: list[list[int]] = field(default_factory=list)
     recompiles: list[Recompile] = field(default_factory=list)
     _reader: GuardReader = field(default_factory=GuardReader)
-    _new_small_sizes: bool = False
+    _batch: Batch | None = None
     _failed: list[tuple[str, Any]] = field(default_factory=list)
 
     def start(self, batch: Batch) -> None:
-        self._new_small_sizes = self._reader.start(batch)
+        self._batch = batch
         self.runs.append([])
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Any) -> Callable:
@@ -56,16 +56,17 @@ class _Recorder:
     def guard_failed(self, failure: Any) -> None:
         self._failed.append((failure.reason, failure.orig_code))
 
-    def _note_recompile(self, batch: int) -> None:
-        # One compilation may have failed several cached entries; the newest comes first.
-        failed, self._failed = self._failed[:1], []
-        for reason, code in failed:
-            name = original_name(code.co_name)
-            where = f"{code.co_filename}:{code.co_firstlineno} in {name}"
-            cause = self._reader.read(reason, where, self._new_small_sizes)
-            self.recompiles.append(
-                Recompile(batch, cause.cause, cause.guard, cause.location, cause.mend)
-            )
+    def _note_recompile(self, number: int) -> None:
+        failed, self._failed = self._failed, []
+        if not failed or self._batch is None:
+            return
+        code = failed[0][1]
+        where = f"{code.co_filename}:{code.co_firstlineno} in {original_name(code.co_name)}"
+        guards = [reason for reason, other in failed if other is code]
+        cause = self._reader.read(guards, self._batch, where)
+        self.recompiles.append(
+            Recompile(number, cause.cause, cause.guard, cause.location, cause.mend)
+        )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ _UNKNOWN = "<no user frame>"
 _MACHINERY = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent) + os.sep,
+    str(Path(__file__).parents[1] / "auditing") + os.sep,
     contextlib.__file__,
     warnings.__file__,
     "<frozen ",
