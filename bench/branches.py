@@ -25,18 +25,22 @@ from nsa_flex.selection import choose_blocks
 
 
 class BranchTarget(Target):
-    """What `compressed`, `selected` and `sliding` have in common: a backend is asked by name."""
+    """What `compressed`, `selected` and `sliding` have in common: a backend is asked by name.
+
+    Compiled, unless the name ends in "-eager".
+    """
 
     name: BranchName
 
     def implementations(self) -> tuple[str, ...]:
-        return tuple(backend for backend, branch in IMPLEMENTATIONS if branch == self.name)
+        backends = [backend for backend, branch in IMPLEMENTATIONS if branch == self.name]
+        return (*backends, *(f"{backend}-eager" for backend in backends))
 
     def obstacle(self, case: Case, memory: int) -> str | None:
-        return too_large(case, case.seq_len, memory) if case.implementation == "dense" else None
+        return too_large(case, case.seq_len, memory) if backend_of(case) == "dense" else None
 
     def function(self, case: Case, task: Task, compiler: str) -> Function:
-        run = IMPLEMENTATIONS[case.implementation, self.name]
+        run = IMPLEMENTATIONS[backend_of(case), self.name]
         config, scale, blocks = case.config, scale_of(case), task.constants.get("blocks")
         need_lse = self.name == "compressed" and task.arguments["query"].device.type == "cuda"
 
@@ -45,7 +49,7 @@ class BranchTarget(Target):
             asked = Branch(query, key, value, config, scale, blocks=blocks, need_lse=need_lse)
             return run(asked)[0]
 
-        return compiled(branch, compiler)
+        return branch if case.implementation.endswith("-eager") else compiled(branch, compiler)
 
 
 class Compressed(BranchTarget):
@@ -62,7 +66,7 @@ class Compressed(BranchTarget):
 
     def obstacle(self, case: Case, memory: int) -> str | None:
         keys = case.config.num_compressed_blocks(case.seq_len)
-        return too_large(case, keys, memory) if case.implementation == "dense" else None
+        return too_large(case, keys, memory) if backend_of(case) == "dense" else None
 
     def reference(
         self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
@@ -115,6 +119,11 @@ class Sliding(BranchTarget):
         query, key, value = arguments.values()
         scale = scale_of(case)
         return reference.sliding(query, key, value, group.positions, scale, case.config)
+
+
+def backend_of(case: Case) -> str:
+    """The backend that an implementation of a branch names."""
+    return case.implementation.removesuffix("-eager")
 
 
 def real_choices(case: Case, query: Tensor, key: Tensor) -> Tensor:

@@ -34,13 +34,14 @@ class Choice(Target):
     """Eq. 9, 10 and the best n, given the compressed branch's log-sum-exp.
 
     * auto: what `choose_blocks` takes, the fused kernels on CUDA. operations: PyTorch's.
+      Compiled; auto-eager is not.
     """
 
     name = "choice"
     trains = False
 
     def implementations(self) -> tuple[str, ...]:
-        return ("auto", "operations")
+        return ("auto", "operations", "auto-eager")
 
     def prepare(self, case: Case, device: torch.device) -> Task:
         tensors, facts = query_key_value(case, device)
@@ -70,7 +71,9 @@ class Choice(Target):
                 query, compressed_key, positions, None, scale, num_blocks, *_counts(config)
             )
 
-        return compiled({"auto": fused, "operations": operations}[case.implementation], compiler)
+        if case.implementation == "auto-eager":
+            return fused
+        return compiled(operations if case.implementation == "operations" else fused, compiler)
 
     def excess(self, case: Case, task: Task, group: Group, chosen: Tensor) -> float:
         """By what share the best block left out outscores the worst taken, in float64; 0 if none.
@@ -127,12 +130,12 @@ def _counts(config: NSAConfig) -> tuple[int, ...]:
 
 
 class Merge(Target):
-    """The gated sum. auto: what `nsa_attention` takes; expression: left to the compiler."""
+    """The gated sum, by the operator or (expression) left to the compiler; auto-eager: neither."""
 
     name = "merge"
 
     def implementations(self) -> tuple[str, ...]:
-        return ("auto", "expression")
+        return ("auto", "expression", "auto-eager")
 
     def prepare(self, case: Case, device: torch.device) -> Task:
         outs = {
@@ -145,6 +148,8 @@ class Merge(Target):
         def auto(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) -> Tensor:
             return merge([compressed, selected, sliding], gates)
 
+        if case.implementation == "auto-eager":
+            return auto
         return compiled(_expression if case.implementation == "expression" else auto, compiler)
 
     def reference(

@@ -88,12 +88,14 @@ class _Speedups:
 
 
 class _Parts:
-    """Milliseconds of each part and implementation, with the floor as a mark."""
+    """Milliseconds of each part and implementation at the longest of the rows, and their floor."""
 
     def __init__(self, rows: list[Row]) -> None:
         aside = ("core", "model", "compile")
         self.rows = [row for row in rows if row["target"] not in aside and "p20_ms" in row]
         self.rows = [row for row in self.rows if row["pass"] in ("forward", "backward")]
+        longest = max((row["seq_len"] for row in self.rows), default=0)
+        self.rows = [row for row in self.rows if row["seq_len"] == longest]
         self.height = 1.2 + 0.2 * len(self.rows)
 
     def __bool__(self) -> bool:

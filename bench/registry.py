@@ -88,11 +88,24 @@ def branches(
 ) -> list[Case]:
     """Every part of the core on all that offer it, but those that keep all scores."""
     cases = []
+    for name in TARGETS:
+        if name != "core":
+            cases += grid(name, compiled_without_scores(name), heads, lengths)
+    return cases
+
+
+def compiled_without_scores(target: str) -> tuple[str, ...]:
+    """Its implementations, but those that keep all scores or are not compiled."""
+    every = TARGETS[target].implementations()
+    return tuple(name for name in every if name != "dense" and not name.endswith("eager"))
+
+
+def eager() -> list[Case]:
+    """Every part compiled and not, and on scores kept in memory, at 4k tokens."""
+    cases = []
     for name, target in TARGETS.items():
-        if name == "core":
-            continue
-        offered = tuple(i for i in target.implementations() if i not in ("dense", "eager"))
-        cases += grid(name, offered, heads, lengths)
+        if name != "core":
+            cases += grid(name, target.implementations(), ((32, 8),), (4 * KI,))
     return cases
 
 
@@ -147,7 +160,7 @@ def full() -> list[AnyCase]:
     every = ("nsa", "nsa-eager", "nsa-flex", *DENSE)
     cases: list[AnyCase] = [*grid("core", every, GROUPS, lengths)]
     cases += grid("core", every, ((32, 8),), (8 * KI, 64 * KI), dims=DIMS)
-    cases += [*headline(), *branches(GROUPS), *overlap(), *compression()]
+    cases += [*headline(), *branches(GROUPS), *eager(), *overlap(), *compression()]
     return cases + models() + compiling()
 
 
@@ -213,6 +226,7 @@ PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
     "headline": headline,
     "sweep": sweep,
     "branches": branches,
+    "eager": eager,
     "overlap": overlap,
     "trained": trained,
     "compression": compression,

@@ -17,7 +17,7 @@ import torch
 
 from nsa_flex.attention import explain
 from nsa_flex.bench.case import DTYPES, Case
-from nsa_flex.bench.registry import TARGETS, grid
+from nsa_flex.bench.registry import compiled_without_scores, grid
 from nsa_flex.bench.rows import Row
 from nsa_flex.dispatch import BRANCHES
 from nsa_flex.tuning import Entry, versions
@@ -58,7 +58,7 @@ def branch_cases(
     sides = (tuple(heads), tuple(lengths))
     for dtype in dtypes:
         for branch in BRANCHES:
-            offered = tuple(x for x in TARGETS[branch].implementations() if x != "dense")
+            offered = compiled_without_scores(branch)
             found += grid(branch, offered, *sides, dims=tuple(dims), dtype=dtype)
     return found
 

@@ -94,7 +94,8 @@ def bench(
     """
     where = check_device(device)
     name = preset_name or ("quick" if where.type == "cuda" else "smoke")
-    cases = _cases(name, where, shapes_of(heads, seq_len, head_dim, batch, dtype), only or [])
+    shapes = shapes_of(heads, seq_len, head_dim, batch, dtype)
+    cases = _cases(name, where, shapes, only or []) if run_them or list_them else []
     if list_them:
         typer.echo("\n".join(case.key for case in cases))
         return
