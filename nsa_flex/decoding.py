@@ -137,7 +137,6 @@ def decode_attention(
     scale: float,
     sliding_key: Tensor | None = None,
     sliding_value: Tensor | None = None,
-    counters: Tensor | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, NSAAux]:
     """`nsa_attention` of a few queries at `lengths` ... `lengths + T - 1` over a cache.
@@ -153,7 +152,6 @@ def decode_attention(
         lengths: int32 (B,), position of query 0 of each row.
         scale: factor of query . key.
         sliding_key, sliding_value: of the sliding branch, if its own.
-        counters: int32 (at least B · Hkv · T,) zeros for the kernels, which leave them zero.
         return_aux: also return the chosen blocks and the log-sum-exps.
 
     Returns:
@@ -174,7 +172,6 @@ def decode_attention(
             scale=scale,
             sliding_key=sliding_key,
             sliding_value=sliding_value,
-            counters=counters,
             return_aux=return_aux,
         )
         if not return_aux:

@@ -76,7 +76,6 @@ class LayerCache:
         self._known: int | None = 0
         # Whether each row is as long as the number of columns.
         self._even = True
-        self._counters: Tensor | None = None  # scratch of the kernels, always zeros
 
     def __repr__(self) -> str:
         size = "growing" if self.max_length is None else f"max_length={self.max_length}"
@@ -142,7 +141,7 @@ class LayerCache:
         return Memory(
             num_bytes(key, value),
             num_bytes(compressed_key, compressed_value),
-            num_bytes(self.lengths, self._columns, self._counters),
+            num_bytes(self.lengths, self._columns),
         )
 
     # Tokens in
@@ -214,9 +213,6 @@ class LayerCache:
         self.batch_size = key_states.shape[0]
         self.dtype, self.device = value_states.dtype, value_states.device
         self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
-        if self.device.type == "cuda":
-            size = self.batch_size * key_states.shape[1] * MAX_STEP
-            self._counters = torch.zeros(size, dtype=torch.int32, device=self.device)
         if self.max_length is not None:
             self._columns = torch.zeros((), dtype=torch.int64, device=self.device)
         self.is_initialized = True
@@ -291,7 +287,7 @@ class LayerCache:
         if num_tokens <= MAX_STEP and backend == "auto":
             key, value = self.buffers.key, self.buffers.value
             attention, rows = decode_attention, self.buffers.compressed_key.shape[2]
-            options: dict[str, Any] = {"lengths": self.lengths, "counters": self._counters}
+            options: dict[str, Any] = {"lengths": self.lengths}
         else:
             attention, rows = nsa_attention, num_rows(self.config, key.shape[2])
             options = {"query_offset": self._offset(), "backend": backend}
@@ -385,9 +381,6 @@ class LayerCache:
         indices = indices.to(self.device)
         self.buffers, self.lengths = self.buffers.selected(indices), self.lengths[indices]
         self.batch_size = self.lengths.shape[0]
-        if self._counters is not None:
-            size = self.batch_size * self.buffers.key.shape[1] * MAX_STEP
-            self._counters = self._counters.new_zeros(size)
         self._mark_static()
 
     def offload(self) -> None:
@@ -401,7 +394,7 @@ class LayerCache:
         twin = copy.copy(self)
         twin.arrival = None
         if self.is_initialized:
-            for name in ("buffers", "lengths", "_columns", "_counters"):
+            for name in ("buffers", "lengths", "_columns"):
                 setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
             twin._mark_static()
         memo[id(self)] = twin
@@ -432,8 +425,7 @@ class LayerCache:
 
     def _mark_static(self) -> None:
         if self._columns is not None:
-            counters = [] if self._counters is None else [self._counters]
-            mark_static([*self.buffers, self.lengths, self._columns, *counters])
+            mark_static([*self.buffers, self.lengths, self._columns])
 
     def _misfit(self, key: Tensor, value: Tensor) -> str | None:
         """Why such tokens cannot be stored."""
