@@ -3,6 +3,7 @@
 Llamas of transformers with random weights, patched or not. Weights and optimizer are float32,
 matrix products bfloat16 by autocast (float32 on a CPU). Compiled means every decoder layer by
 itself (they share their code, which is generated once) and the head with its cross entropy.
+"-graph" is compiled and captured: the whole step, AdamW included, replayed as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,10 @@ from nsa_flex.bench.timing import measure
 from nsa_flex.bench.work import Work, work_of
 from nsa_flex.config import NSAConfig
 
-# implementation -> (patched, compiled)
-IMPLEMENTATIONS = {
-    "nsa": (True, True),
-    "nsa-eager": (True, False),
-    "dense": (False, True),
-    "dense-eager": (False, False),
-}
+IMPLEMENTATIONS = tuple(
+    f"{attention}{how}" for attention in ("nsa", "dense") for how in ("", "-eager", "-graph")
+)
+CAPTURE_WARM_UP = 3  # steps before a capture: what is allocated or compiled lazily must be there
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,9 @@ class ModelCase:
 
     Args:
         model: a name in `MODELS`.
-        implementation: nsa or dense, compiled unless it ends in "-eager". Dense attention is
-            SDPA, on cuDNN where it takes the inputs, else what torch chooses.
+        implementation: one of `IMPLEMENTATIONS`: nsa or dense, compiled unless it ends in
+            "-eager". Dense attention is SDPA, on cuDNN where it takes the inputs, else what torch
+            chooses.
         batch, seq_len: B, S.
     """
 
@@ -78,6 +77,11 @@ class ModelCase:
     def key(self) -> str:
         """Names the case in rows."""
         return f"model/{self.implementation} {self.model} {self.batch}x{self.seq_len}"
+
+    @property
+    def patched(self) -> bool:
+        """Whether its attention is NSA."""
+        return self.implementation.startswith("nsa")
 
     @property
     def size(self) -> ModelSize:
@@ -108,10 +112,9 @@ class ModelCase:
     def attention_case(self) -> Case:
         """The attention core of one layer."""
         size = self.size
-        patched = IMPLEMENTATIONS[self.implementation][0]
         return Case(
             "core",
-            "nsa" if patched else "sdpa-cudnn",
+            "nsa" if self.patched else "sdpa-cudnn",
             train=True,
             seq_len=self.seq_len,
             batch=self.batch,
@@ -128,15 +131,17 @@ class Trainee:
 
     def __init__(self, case: ModelCase, device: torch.device, compiler: str) -> None:
         self.case, self.device = case, device
-        patched, compiled = IMPLEMENTATIONS[case.implementation]
-        self.model = build(case.size, case.seq_len, device, patched=patched)
+        self.model = build(case.size, case.seq_len, device, patched=case.patched)
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+        self.captured = case.implementation.endswith("-graph")
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=1e-4, fused=True, capturable=self.captured
+        )
         shape = (case.batch, case.seq_len + 1)
         tokens = torch.randint(case.size.vocab_size, shape, device=device)
         self.tokens, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         self.head_loss = head_loss
-        if compiled:
+        if not case.implementation.endswith("-eager"):
             layers: list[Any] = [
                 torch.compile(layer, fullgraph=True, dynamic=False, backend=compiler)
                 for layer in self.model.model.layers
@@ -160,9 +165,32 @@ class Trainee:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    def capture(self) -> Callable[[], Tensor]:
+        """The step as one CUDA graph; what it returns is overwritten by the next."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(CAPTURE_WARM_UP):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            # Gradients start as None, so that every replay writes and none adds.
+            loss = self.loss()
+            loss.backward()
+            self.optimizer.step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss.detach()
+
+        return replay
+
     def _precision(self) -> contextlib.AbstractContextManager:
         if self.device.type == "cuda":
-            return torch.autocast("cuda", dtype=torch.bfloat16)
+            # A capture must not keep weights that were cast in another.
+            cached = not self.captured
+            return torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=cached)
         return contextlib.nullcontext()
 
 
@@ -229,8 +257,9 @@ def training_columns(
         first_step_s = time.perf_counter() - start
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        times = measure(lambda mark: _drop(trainee), device, budget_ms)["whole"]
-        last = trainee.step().item()
+        step = trainee.capture() if trainee.captured else trainee.step
+        times = measure(lambda mark: _drop(step), device, budget_ms)["whole"]
+        last = step().item()
     _check_losses(first, last, case.size.vocab_size)
     work = training_work(case, trainee.model)
     floor = work.floor_ms(ceilings["matrix_tflops"] * 1e12, ceilings["memory_gb_per_s"] * 1e9)
@@ -249,8 +278,8 @@ def training_columns(
     }
 
 
-def _drop(trainee: Trainee) -> None:
-    trainee.step()
+def _drop(step: Callable[[], Tensor]) -> None:
+    step()
 
 
 def _check_losses(first: float, last: float, vocab_size: int) -> None:

@@ -133,17 +133,16 @@ class _Models:
 
     def draw(self, axes: Any) -> None:
         """Horizontal bars, a color each implementation."""
-        colors = {
-            name: f"C{i}" for i, name in enumerate(("nsa", "dense", "nsa-eager", "dense-eager"))
-        }
-        names = [
+        names = ("nsa", "nsa-graph", "nsa-eager", "dense", "dense-graph", "dense-eager")
+        colors = {name: f"C{place}" for place, name in enumerate(names)}
+        labels = [
             f"{row['model']}, {row['batch']} x {row['seq_len']}, {row['implementation']}"
             for row in self.rows
         ]
         speeds = [row["tokens_per_s"] for row in self.rows]
-        places = range(len(names))
+        places = range(len(labels))
         axes.barh(places, speeds, color=[colors[row["implementation"]] for row in self.rows])
-        axes.set_yticks(places, names, fontsize=7)
+        axes.set_yticks(places, labels, fontsize=7)
         axes.invert_yaxis()
         axes.set_xlabel("tokens/s of training")
         axes.grid(alpha=0.3, axis="x")

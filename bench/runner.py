@@ -108,6 +108,8 @@ def _measured(
 ) -> dict[str, dict[str, Any]]:
     """Columns of each pass."""
     if isinstance(case, ModelCase):
+        if case.implementation.endswith("-graph") and options.device.type != "cuda":
+            raise Skip("CUDA graphs are captured on CUDA")
         columns = training_columns(
             case, ceilings, options.device, options.compiler, options.budget_ms
         )
