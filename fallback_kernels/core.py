@@ -20,7 +20,7 @@ from nsa_flex.fallback_kernels.core_compressed import (
     differentiate_part,
 )
 from nsa_flex.fallback_kernels.core_merge import gated_sum, gated_sum_gradients, spread_lse
-from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, part_rows_view
+from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, place_part
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words, rows_contiguous
 from nsa_flex.fallback_kernels.sliding_backward import sliding_gradients
 from nsa_flex.fallback_kernels.sliding_forward import sliding_forward
@@ -272,7 +272,7 @@ def core_backward(
             fold.reach,
             fold.stride,
         )
-        part_rows_view(grad_rows, part, fold.reach, fold.stride).copy_(of_queries)
+        place_part(of_queries, grad_rows, part, fold.reach, fold.stride)
         for total, share in zip(grad_keys, of_keys, strict=True):
             total[:, :, : part.rows] += share
     grad_query = grad_rows.transpose(1, 2)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_PARTS = 4
+COPY = 4096  # elements that one program copies
 SHORT = 1 << 14  # tokens up to which memory matters less than launches: two parts do
 
 
@@ -65,6 +66,35 @@ def part_rows_view(query: Tensor, part: Part, reach: int, stride: int) -> Tensor
         (tokens * token, stride * token, dim, 1),
         query.storage_offset() + (reach + part.first) * token,
     )
+
+
+def place_part(rows: Tensor, out: Tensor, part: Part, reach: int, stride: int) -> None:
+    """Copies (B, rows, width * H, D), contiguous, to its place in `out`, (B, S, H, D), contiguous.
+
+    One pass at the speed of memory, which torch's copy between such strides is far from.
+    """
+    batch, tokens, heads, dim = out.shape
+    token = heads * dim
+    run = part.width * token
+    _place_kernel[part.rows, triton.cdiv(run, COPY), batch](
+        rows,
+        out,
+        run,
+        part.rows,
+        tokens * token,
+        stride * token,
+        (reach + part.first) * token,
+        COPY,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _place_kernel(source, target, run, rows, stride_b, stride_row, first, COPY: tl.constexpr):
+    b, row = tl.program_id(2).to(tl.int64), tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * COPY + tl.arange(0, COPY)
+    there = place < run
+    x = tl.load(source + (b * rows + row) * run + place, mask=there)
+    tl.store(target + b * stride_b + row * stride_row + first + place, x, mask=there)
 
 
 def bounds_of(parts: tuple[Part, ...]) -> tuple[int, int, int, int]:
