@@ -11,6 +11,7 @@ from nsa_flex.cli.audit import audit
 from nsa_flex.cli.bench import bench
 from nsa_flex.cli.demo import demo
 from nsa_flex.cli.explain import explain
+from nsa_flex.cli.generate import generate
 from nsa_flex.cli.info import info
 from nsa_flex.cli.tune import tune
 
@@ -49,3 +50,4 @@ app.command()(demo)
 app.command()(audit)
 app.command()(bench)
 app.command()(tune)
+app.command()(generate)

@@ -35,6 +35,7 @@ from nsa_flex.cli.demo_text import (
     read_corpus,
 )
 from nsa_flex.cli.demo_training import Trainee, train
+from nsa_flex.cli.generate_model import be_quiet
 from nsa_flex.cli.info import collect, cxx_compiler
 
 NEEDED_PACKAGES = {"transformers": "hf", "matplotlib": "bench"}
@@ -44,9 +45,9 @@ TIMED_REPEATS = 5
 def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=64, help="Bytes of one row.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report.json and losses.png.")] = Path(
-        "nsa_flex_demo"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for report.json, losses.png and the model.")
+    ] = Path("nsa_flex_demo"),
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: CUDA if any.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the split, weights, batches and samples.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny, no code generation.")] = False,
@@ -266,6 +267,9 @@ class _Demo:
         shown.append(as_text(written), style="bold not dim")
         title = f"a held-out file, continued by NSA: {len(written) / seconds:.0f} bytes a second"
         self.console.print(Panel(shown, title=title, title_align="left"))
+        be_quiet()
+        trainee.model.save_pretrained(self.out / "model")
+        self._say(f"It is saved; for more: nsa-flex generate {self.out / 'model'} 'import '")
 
     def finish(self) -> None:
         report = self.report
