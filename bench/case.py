@@ -18,6 +18,10 @@ DTYPES = {
 }
 
 
+class Skip(Exception):
+    """A case that cannot be run here; the message says why."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One thing to measure.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_flex.bench.case import Case
+from nsa_flex.bench.case import Case, Skip
 from nsa_flex.compression import mean_of_blocks, split_segments
 from nsa_flex.config import NSAConfig
 from nsa_flex.selection import choose_blocks
@@ -114,18 +114,18 @@ def recorded_choices(case: Case, device: torch.device) -> Tensor:
     """int32 (B, Hkv, S, n): recorded KV heads in turn, the first S queries.
 
     Raises:
-        ValueError: nothing was recorded for this length, block size or n.
+        Skip: nothing was recorded for this length, block size or n; a wheel holds no rows at all.
     """
     if not RECORDED.exists():
-        raise ValueError(f"the choices of a trained model are not there: {RECORDED}")
+        raise Skip(f"the choices of a trained model are not there: {RECORDED}")
     with np.load(RECORDED) as file:
         table, block_size = file["blocks"], int(file["block_size"])  # [heads, S, n]
     heads, length, slots = table.shape
     config = case.config
     if case.seq_len > length:
-        raise ValueError(f"choices of a trained model were recorded for {length} tokens only")
+        raise Skip(f"choices of a trained model were recorded for {length} tokens only")
     if (block_size, slots) != (config.select_block_size, config.num_selected_blocks):
-        raise ValueError(f"recorded choices are {slots} blocks of {block_size} tokens")
+        raise Skip(f"recorded choices are {slots} blocks of {block_size} tokens")
     chosen = torch.from_numpy(table[:, : case.seq_len].astype(np.int32)).to(device)
     turns = torch.arange(case.kv_heads, device=device) % heads
     return chosen[turns][None].expand(case.batch, -1, -1, -1).contiguous()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nsa_flex.bench.case import Case
+from nsa_flex.bench.case import Case, Skip
 from nsa_flex.bench.compile_time import CompileCase, compile_times
 from nsa_flex.bench.gate import GateError, check
 from nsa_flex.bench.models import ModelCase, training_columns
@@ -97,10 +97,6 @@ def rows_of(case: AnyCase, ceilings: dict[str, Any], options: Options) -> list[R
         _clean_up(options.device)
     why = {"status": status, "reason": reason}
     return [{**case.fields(), "pass": which, **why} for which in passes_of(case)]
-
-
-class Skip(Exception):
-    """A case that cannot be run here; the message says why."""
 
 
 def _measured(

@@ -1,7 +1,8 @@
-"""What `nsa-flex tune` measured on this device, for dispatch to look up.
+"""What dispatch asks of the current CUDA device: its shared memory, and what was tuned for it.
 
-One JSON file a device in the user's cache folder, read once, at the first attention on CUDA. It
-counts only for the versions that it was measured with; NSA_FLEX_TUNED=0 ignores it.
+`nsa-flex tune` writes one JSON file a device into the user's cache folder. It is read once, at
+the first attention on CUDA, and counts only for the versions that it was measured with;
+NSA_FLEX_TUNED=0 ignores it.
 """
 
 from __future__ import annotations
@@ -97,6 +98,19 @@ def parse(text: str) -> tuple[Entry, ...]:
 def _entry(fields: dict[str, Any]) -> Entry:
     bands = tuple((int(up_to), tuple(names)) for up_to, names in fields["bands"])
     return Entry(**{**fields, "bands": bands})
+
+
+# Bytes that one program may have on Hopper: what is assumed where there is no device to ask.
+HOPPER_SHARED_MEMORY = 232448
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Bytes of shared memory that one program may have: 166912 on an A100, 101376 on Ada."""
+    if not torch.cuda.is_available():
+        return HOPPER_SHARED_MEMORY
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.shared_memory_per_block_optin
 
 
 @functools.cache
