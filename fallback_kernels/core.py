@@ -20,7 +20,7 @@ from nsa_flex.fallback_kernels.core_compressed import (
     differentiate_part,
 )
 from nsa_flex.fallback_kernels.core_merge import gated_sum, gated_sum_gradients, spread_lse
-from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, place_part
+from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, pieces_of, place_part
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words, rows_contiguous
 from nsa_flex.fallback_kernels.sliding_backward import sliding_gradients
 from nsa_flex.fallback_kernels.sliding_forward import sliding_forward
@@ -258,9 +258,7 @@ def core_backward(
         for x in (compressed_key, compressed_value)
     ]
     keys = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
-    for part in fold.parts:
-        if part.is_empty:
-            continue
+    for part in pieces_of(fold, query.shape[2]):
         of_queries, *of_keys = differentiate_part(
             sums.compressed,
             rows,

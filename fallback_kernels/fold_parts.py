@@ -57,6 +57,17 @@ def fold_of(num_tokens: int, block: int, stride: int) -> Fold:
     return Fold(tuple(Part(*part) for part in parts), reach, stride)
 
 
+def pieces_of(fold: Fold, num_tokens: int) -> list[Part]:
+    """The parts that hold something, in pieces whose gradients take little memory at a time."""
+    widest = fold.stride if num_tokens <= SHORT else max(1, fold.stride // 5)
+    return [
+        Part(first, min(first + widest, part.stop), part.rows)
+        for part in fold.parts
+        if not part.is_empty
+        for first in range(part.first, part.stop, widest)
+    ]
+
+
 def part_rows_view(query: Tensor, part: Part, reach: int, stride: int) -> Tensor:
     """(B, S, H, D), contiguous, to the view (B, rows, width * H, D) of a part."""
     batch, tokens, heads, dim = query.shape

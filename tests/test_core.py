@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa_flex import NSAConfig, nsa_attention
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view
+from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view, pieces_of
 from nsa_flex.fallback_kernels.selected_plan import PARTIAL_BYTES
 
 PAPER = NSAConfig()
@@ -39,8 +39,17 @@ def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) 
         assert places.sort().values.tolist() == list(range(reach, length))
 
 
+@pytest.mark.parametrize("length", [5, 100, 1 << 14, (1 << 15) + 7])
+def test_pieces_are_the_parts(length: int) -> None:
+    fold = fold_of(length, 32, 16)
+    pieces = pieces_of(fold, length)
+    residues = [(r, piece.rows) for piece in pieces for r in range(piece.first, piece.stop)]
+    whole = [(r, part.rows) for part in fold.parts for r in range(part.first, part.stop)]
+    assert residues == [(r, rows) for r, rows in whole if rows]
+    assert all(piece.width <= 3 for piece in pieces) or length <= 1 << 14
+
+
 def test_long_rows_are_cut_into_more_parts() -> None:
-    """What one call of cuDNN's backward allocates goes with the widest part."""
     short, long = (fold_of(length, 32, 16).parts for length in (1 << 14, 1 << 15))
     assert [part.width for part in short] == [1, 15, 0, 0]
     assert [part.width for part in long] == [1, 5, 5, 5]
