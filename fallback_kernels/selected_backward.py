@@ -35,13 +35,17 @@ from nsa_flex.fallback_kernels.selected_plan import (
     strides,
 )
 from nsa_flex.fallback_kernels.selected_tiles import (
+    first_entry,
+    group_rows,
     item_of,
     load_block,
+    load_gate,
     load_rows,
     load_some_rows,
     row_lse_log2,
     store_rows,
 )
+from nsa_flex.fallback_kernels.selected_union import build_unions
 
 DELTA_ROWS = 32
 # How a program hands its dK and dV over.
@@ -160,17 +164,22 @@ def list_gradient_kernel(
 ):
     """Free choices: dK and dV of one chunk of one list, and its share of dQ."""
     start, stop, batch, head, block = item_of(
-        items_ptr, first_item + tl.program_id(0), first_batch, first_list, kv_heads, num_blocks
+        items_ptr,
+        first_item + tl.program_id(0),
+        first_batch,
+        first_list,
+        kv_heads,
+        num_blocks,
+        False,
     )
     if start >= stop:
         return
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
-    first_line = b * num_queries * query_heads + h * GROUP
-    query_ptr += first_line * HEAD_DIM
-    grad_out_ptr += first_line * VALUE_DIM
-    lse_ptr += first_line
-    delta_ptr += first_line
+    query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
+    grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
+    lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
+    delta_ptr = group_rows(delta_ptr, b, h, num_queries, kv_heads, GROUP, 1)
     gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
@@ -178,8 +187,9 @@ def list_gradient_kernel(
     v = load_block(
         value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
     )
-    first = ((batch - first_batch) * kv_heads + head) * window_tokens + window_shift
-    first = first * NUM_SLOTS
+    first = first_entry(
+        batch - first_batch, head, kv_heads, window_tokens, window_shift, NUM_SLOTS
+    )
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -201,15 +211,16 @@ def list_gradient_kernel(
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         if GATED:
-            place = (entry // NUM_SLOTS).to(tl.int64) * gate_stride_s + member * gate_stride_h
-            p *= tl.load(gate_ptr + place).to(tl.float32)[None, :]
+            query = entry // NUM_SLOTS
+            gate = load_gate(gate_ptr, query, member, row_ok, gate_stride_s, gate_stride_h)
+            p *= gate[None, :]
         grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
         grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
         grad_scores = (p * (grad_p - delta[None, :])).to(q.dtype)
         grad_k = tl.dot(grad_scores, q, grad_k, input_precision=PRECISION)
         grad_q = tl.dot(tl.trans(grad_scores), k, input_precision=PRECISION)
         place = (first + entry) * GROUP + member
-        store_rows(partial_ptr, place, grad_q, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
+        store_rows(partial_ptr, place, grad_q, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS, True)
 
     grad_line = (b * grad_tokens + block * BLOCK_SIZE) * kv_heads + h
     grad_key_ptr += grad_line * HEAD_DIM
@@ -243,8 +254,6 @@ def dense_gradient_kernel(
     num_queries,
     num_keys,
     grad_tokens,
-    num_blocks,
-    num_chunks,
     kv_heads,
     scale,
     scale_log2,
@@ -258,6 +267,7 @@ def dense_gradient_kernel(
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
     GATED: tl.constexpr,
+    INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -266,31 +276,33 @@ def dense_gradient_kernel(
 ):
     """Dense candidates: dK and dV of one block from consecutive queries.
 
-    The first `num_blocks` programs take a block as a local one, the others a chunk of the later
-    queries that have it as an initial one.
+    A program takes a block as a local one, or a chunk of the later queries that have it as an
+    initial one. Programs that read the same queries run at the same time, so that most of them
+    find these in the cache: chunks stand beside the blocks they lie in, and every other block
+    begins with its later queries, which are the next block's own.
     """
-    program = tl.program_id(0)
+    LOCALS: tl.constexpr = CHUNK // BLOCK_SIZE
+    turn = tl.program_id(0) // (LOCALS + INITIAL)
+    place = tl.program_id(0) % (LOCALS + INITIAL)
     batch_head = tl.program_id(1)
     b = (batch_head // kv_heads).to(tl.int64)
     h = (batch_head % kv_heads).to(tl.int64)
-    extra = program - num_blocks
-    is_local = extra < 0
-    block = tl.where(is_local, program, extra // num_chunks)
-    if block >= num_blocks:
-        return
+    is_local = place < LOCALS
+    block = tl.where(is_local, turn * LOCALS + place, place - LOCALS)
     start = tl.where(is_local, block, block + LOCAL) * BLOCK_SIZE
-    start += tl.where(is_local, 0, (extra % num_chunks) * CHUNK)
+    start += tl.where(is_local, 0, turn * CHUNK)
     stop = start + tl.where(is_local, LOCAL * BLOCK_SIZE, CHUNK)
     # As indices of queries; those before the first one or after the last do not exist.
     start = tl.maximum(start - query_offset, 0)
     stop = tl.minimum(stop - query_offset, num_queries)
+    if start >= stop:
+        return
 
     query_heads = kv_heads * GROUP
-    first_line = b * num_queries * query_heads + h * GROUP
-    query_ptr += first_line * HEAD_DIM
-    grad_out_ptr += first_line * VALUE_DIM
-    lse_ptr += first_line
-    delta_ptr += first_line
+    query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
+    grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
+    lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
+    delta_ptr = group_rows(delta_ptr, b, h, num_queries, kv_heads, GROUP, 1)
     gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
     summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
@@ -307,7 +319,10 @@ def dense_gradient_kernel(
     member = row % GROUP
     grad_k = tl.zeros([BLOCK_SIZE, HEAD_COLUMNS], tl.float32)
     grad_v = tl.zeros([BLOCK_SIZE, VALUE_COLUMNS], tl.float32)
-    for tile in tl.range(start, stop, TOKENS, num_stages=STAGES):
+    tiles = tl.cdiv(stop - start, TOKENS)
+    skipped = tl.where(is_local & (block % 2 == 1), tiles // 2, 0)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        tile = start + (i + skipped) % tiles * TOKENS
         query = tl.minimum(tile + token, stop - 1)
         line = query * query_heads + member
         q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
@@ -324,8 +339,8 @@ def dense_gradient_kernel(
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         p = tl.where(key_index[None, :] <= limit[:, None], p, 0.0)
         if GATED:
-            place = query.to(tl.int64) * gate_stride_s + member * gate_stride_h
-            p *= tl.load(gate_ptr + place).to(tl.float32)[:, None]
+            gate = load_gate(gate_ptr, query, member, row_ok, gate_stride_s, gate_stride_h)
+            p *= gate[:, None]
         grad_v = tl.dot(
             tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
         )
@@ -384,9 +399,10 @@ class _Backward:
     def launch_dense(self, summary: Tensor) -> None:
         plan = self.plan
         gate, gate_strides, gated = self.gates()
-        later = plan.query_offset + plan.num_queries - plan.num_local * plan.block_size
-        chunks = max(1, triton.cdiv(max(later, 0), INITIAL_CHUNK_TOKENS))
-        grid = (plan.num_blocks + plan.num_initial * chunks, plan.batch * plan.kv_heads)
+        chunk = INITIAL_CHUNK_TOKENS
+        turns = triton.cdiv(plan.num_blocks * plan.block_size, chunk)
+        programs = turns * (chunk // plan.block_size + plan.num_initial)
+        grid = (programs, plan.batch * plan.kv_heads)
         dense_gradient_kernel[grid](
             *self.inputs(),
             summary,
@@ -400,15 +416,14 @@ class _Backward:
             plan.num_queries,
             plan.num_keys,
             self.grad_key.shape[1],
-            plan.num_blocks,
-            chunks,
             plan.kv_heads,
             self.scale,
             self.scale * LOG2E,
             **plan.constants(),
             GATED=gated,
+            INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
-            CHUNK=INITIAL_CHUNK_TOKENS,
+            CHUNK=chunk,
             **self.tiles(),
             MODE=STORE if self.deterministic else ATOMIC,
         )
@@ -567,8 +582,10 @@ def backward(
     assert natural_rows(lse)
     assert natural_rows(delta)
     run = _Backward(plan, query, key, value, lse, delta, gate, grad_out, scale, deterministic)
-    if index is None or deterministic:
-        parts = build_index(run.plan, blocks, run.chunk, ordered=deterministic)
+    if deterministic:
+        parts = build_index(run.plan, blocks, run.chunk)
+    elif index is None:
+        parts = build_index(plan, blocks, run.chunk, unions=build_unions(plan, blocks))
     else:
         parts = index_views(plan, run.chunk, index, blocks)
     partial = torch.empty(

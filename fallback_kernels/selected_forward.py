@@ -24,7 +24,15 @@ from nsa_flex.fallback_kernels.selected_plan import (
     padded,
     strides,
 )
-from nsa_flex.fallback_kernels.selected_tiles import item_of, load_block, load_rows, store_rows
+from nsa_flex.fallback_kernels.selected_tiles import (
+    first_entry,
+    group_rows,
+    item_of,
+    load_block,
+    load_rows,
+    store_rows,
+)
+from nsa_flex.fallback_kernels.selected_union import UnionLists, attend_unions, build_unions
 
 LOG2E = math.log2(math.e)
 
@@ -66,18 +74,25 @@ def partial_kernel(
     ROWS: tl.constexpr,
 ):
     start, stop, batch, head, block = item_of(
-        items_ptr, first_item + tl.program_id(0), first_batch, first_list, kv_heads, num_blocks
+        items_ptr,
+        first_item + tl.program_id(0),
+        first_batch,
+        first_list,
+        kv_heads,
+        num_blocks,
+        True,
     )
     if start >= stop:
         return
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
-    query_ptr += (b * num_queries * query_heads + h * GROUP) * HEAD_DIM
+    query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
     # Partial row of an entry: (first + entry) * GROUP + query head within the group.
-    first = ((batch - first_batch) * kv_heads + head) * window_tokens + window_shift
-    first = first * NUM_SLOTS
+    first = first_entry(
+        batch - first_batch, head, kv_heads, window_tokens, window_shift, NUM_SLOTS
+    )
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -105,7 +120,7 @@ def partial_kernel(
         out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
         place = (first + entry) * GROUP + member
         row_ok = (token < TOKENS) & (tile + token < stop)
-        store_rows(partial_ptr, place, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
+        store_rows(partial_ptr, place, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS, True)
         tl.store(partial_lse_ptr + place, top + tl.log2(total), mask=row_ok)
         entry = ahead
         ahead = further
@@ -159,6 +174,7 @@ def _launch_merge(
     value: Tensor,
     partial: Tensor,
     partial_lse: Tensor,
+    unions: UnionLists,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -171,11 +187,14 @@ def _launch_merge(
         partial,
         partial_lse,
         index.summary,
+        unions.sizes,
         out,
         lse,
         *strides(key),
         *strides(value),
         window.first_batch,
+        (window.start - plan.base) // plan.merge_tokens,
+        plan.span // plan.merge_tokens,
         window.start,
         plan.window_tokens,
         plan.query_offset,
@@ -218,7 +237,8 @@ def forward(
         storage: int32 (`index_words`,) that receives the index, for the backward.
     """
     chunk = plan.chunk_tokens
-    index = build_index(plan, blocks, chunk, storage=storage)
+    unions = build_unions(plan, blocks)
+    index = build_index(plan, blocks, chunk, unions=unions, storage=storage)
     out = empty_natural(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_natural(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
     partial = torch.empty(
@@ -229,5 +249,6 @@ def forward(
         inputs = (plan, window, index, query, key, value, partial, partial_lse)
         if window.max_items:
             _launch_partial(*inputs, scale)
-        _launch_merge(*inputs, out, lse, scale)
+        _launch_merge(*inputs, unions, out, lse, scale)
+    attend_unions(plan, unions, index.summary, query, key, value, out, lse, scale * LOG2E)
     return out, lse

@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected_plan import ITEM_WORDS, SelectedPlan, padded
+from nsa_flex.fallback_kernels.selected_plan import ITEM_WORDS, SelectedPlan
+from nsa_flex.fallback_kernels.selected_tiles import split_choices
+from nsa_flex.fallback_kernels.selected_union import UnionLists
 
 INDEX_TOKENS = 32  # queries per program of the index kernels
 ITEMS = 128  # items per program that writes their records
@@ -31,41 +33,10 @@ class SelectedIndex(NamedTuple):
     """
 
     entries: Tensor  # (B * Hkv * Sq * n,), grouped by list; the tail is unused
-    items: Tensor  # (windows, bound, 3): list, first entry, entry behind the last; empty: 0, 0, 0
+    # (windows, bound, 4): list, first entry, entry behind the last, and the list's first entry of
+    # a tile that has a union, which all such entries follow; empty: 0, 0, 0, 0
+    items: Tensor
     summary: Tensor  # (B, Hkv, Sq): bits 0-15 dense candidates chosen, bits 24- free choices
-
-
-@triton.jit
-def split_choices(
-    blocks_ptr,
-    row,
-    row_ok,
-    position,
-    NUM_SLOTS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-):
-    """Blocks of some queries, which of them are free, their slots, and the summary's bits.
-
-    A block in a query's future is taken as no choice, so that no kernel reads out of bounds.
-    """
-    column = tl.arange(0, SLOT_COLUMNS)
-    place = row[:, None] * NUM_SLOTS + column[None, :]
-    place_ok = row_ok[:, None] & (column < NUM_SLOTS)[None, :]
-    block = tl.load(blocks_ptr + place, mask=place_ok, other=-1)
-    age = (position // BLOCK_SIZE)[:, None] - block
-    chosen = (block >= 0) & (age >= 0)
-    local = chosen & (age < LOCAL)
-    initial = chosen & (age >= LOCAL) & (block < INITIAL)
-    free = chosen & (age >= LOCAL) & (block >= INITIAL)
-    count = free.to(tl.int32)
-    slot = tl.cumsum(count, 1) - 1
-    candidate = tl.where(local, age, tl.where(initial, LOCAL + block, 0))
-    bit = tl.where(local | initial, 1 << candidate, 0)
-    summary = tl.sum(bit, 1) | (tl.sum(count, 1) << 24)
-    return block, free, slot, summary
 
 
 @triton.jit
@@ -88,14 +59,25 @@ def list_of(
 
 
 @triton.jit
+def in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE: tl.constexpr):
+    """Whether queries belong to tiles that have a union."""
+    tile = batch_head * (span // TILE) + (position - base) // TILE
+    return tl.load(sizes_ptr + tile, mask=row_ok, other=-1) >= 0
+
+
+@triton.jit
 def count_kernel(
     blocks_ptr,
     counts_ptr,
     ranks_ptr,
     summary_ptr,
+    sizes_ptr,
+    batch_heads,
+    num_lists,
     num_queries,
     query_offset,
     base,
+    span,
     window_tokens,
     window_batch,
     windows_per_row,
@@ -107,17 +89,20 @@ def count_kernel(
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
     """Summaries of all queries, list lengths, and each entry's rank in its list.
 
+    `counts_ptr` has two counters a list: entries of tiles without a union, then of those with one.
     Ranks come from an atomic counter, in no fixed order. ORDERED leaves the ranking to a stable
     sort: it writes the list of every entry into `ranks_ptr` and no counts.
     """
-    batch_head = tl.program_id(1)
+    # Neighbouring programs work for different heads: fewer of them meet at one counter.
+    batch_head = tl.program_id(0) % batch_heads
     batch = batch_head // kv_heads
     head = batch_head % kv_heads
-    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    index = tl.program_id(0) // batch_heads * TOKENS + tl.arange(0, TOKENS)
     row_ok = index < num_queries
     row = batch_head * num_queries + index
     position = index + query_offset
@@ -141,7 +126,9 @@ def count_kernel(
     if ORDERED:
         tl.store(ranks_ptr + place, key, mask=free)
     else:
-        rank = tl.atomic_add(counts_ptr + key, 1, mask=free, sem="relaxed")
+        united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
+        counter = key + tl.where(united, num_lists, 0)[:, None]
+        rank = tl.atomic_add(counts_ptr + counter, 1, mask=free, sem="relaxed")
         tl.store(ranks_ptr + place, rank, mask=free)
 
 
@@ -149,11 +136,16 @@ def count_kernel(
 def scatter_kernel(
     blocks_ptr,
     list_starts_ptr,
+    counts_ptr,
     ranks_ptr,
     entries_ptr,
+    sizes_ptr,
+    batch_heads,
+    num_lists,
     num_queries,
     query_offset,
     base,
+    span,
     window_tokens,
     window_batch,
     windows_per_row,
@@ -165,12 +157,13 @@ def scatter_kernel(
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Write each entry to its place: start of its list plus its rank."""
-    batch_head = tl.program_id(1)
+    batch_head = tl.program_id(0) % batch_heads
     batch = batch_head // kv_heads
     head = batch_head % kv_heads
-    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    index = tl.program_id(0) // batch_heads * TOKENS + tl.arange(0, TOKENS)
     row_ok = index < num_queries
     row = batch_head * num_queries + index
     position = index + query_offset
@@ -191,6 +184,8 @@ def scatter_kernel(
     )
     rank = tl.load(ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=free, other=0)
     start = tl.load(list_starts_ptr + key, mask=free, other=0)
+    united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
+    start += tl.load(counts_ptr + key, mask=free & united[:, None], other=0)
     tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=free)
 
 
@@ -198,6 +193,7 @@ def scatter_kernel(
 def item_kernel(
     list_starts_ptr,
     item_starts_ptr,
+    counts_ptr,
     items_ptr,
     bound,
     lists_per_window,
@@ -220,14 +216,16 @@ def item_kernel(
         low = tl.where(below, middle, low)
         high = tl.where(below, high, middle)
     start = tl.load(list_starts_ptr + low)
+    united = start + tl.load(counts_ptr + low)
     stop = tl.load(list_starts_ptr + low + 1)
     start += (item - tl.load(item_starts_ptr + low)) * chunk
     stop = tl.minimum(start + chunk, stop)
-    record = items_ptr + (window * bound + index) * 3
+    record = items_ptr + (window * bound + index) * 4
     inside = index < bound
     tl.store(record, tl.where(some, low, 0), mask=inside)
     tl.store(record + 1, tl.where(some, start, 0), mask=inside)
     tl.store(record + 2, tl.where(some, stop, 0), mask=inside)
+    tl.store(record + 3, tl.where(some, united, 0), mask=inside)
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -260,7 +258,7 @@ def build_index(
     blocks: Tensor,
     chunk: int,
     *,
-    ordered: bool = False,
+    unions: UnionLists | None = None,
     storage: Tensor | None = None,
 ) -> SelectedIndex:
     """Invert `blocks` (B, Hkv, Sq, n) on its device, without a look at its values on the host.
@@ -269,55 +267,56 @@ def build_index(
         plan: sizes; `plan.num_initial` and `plan.num_local` say which blocks are no list entries.
         blocks: int32, contiguous.
         chunk: entries per item.
-        ordered: lists ascend by query, the same in every run; costs a sort of all entries.
+        unions: of the tiles. None: lists ascend by query, the same in every run, which costs a
+            sort of all entries; no tile counts as having a union.
         storage: memory for the index, see `index_views`.
     """
     index = index_views(plan, chunk, storage, blocks)
-    grid = (triton.cdiv(plan.num_queries, INDEX_TOKENS), plan.batch * plan.kv_heads)
+    batch_heads = plan.batch * plan.kv_heads
+    grid = (triton.cdiv(plan.num_queries, INDEX_TOKENS) * batch_heads,)
     sizes = (
+        batch_heads,
+        plan.num_lists,
         plan.num_queries,
         plan.query_offset,
         plan.base,
+        plan.span,
         plan.window_tokens,
         plan.window_batch,
         plan.windows_per_row,
         plan.kv_heads,
         plan.num_blocks,
     )
-    constants = {
-        "NUM_SLOTS": plan.num_slots,
-        "SLOT_COLUMNS": padded(plan.num_slots),
-        "BLOCK_SIZE": plan.block_size,
-        "INITIAL": plan.num_initial,
-        "LOCAL": plan.num_local,
-        "TOKENS": INDEX_TOKENS,
-    }
-    counts = torch.zeros(plan.num_lists, dtype=torch.int32, device=blocks.device)
-    if ordered:
+    constants = {**plan.index_constants(), "TOKENS": INDEX_TOKENS, "TILE": plan.merge_tokens}
+    if unions is None:
         keys = torch.full_like(blocks, plan.num_lists)
-        count_kernel[grid](blocks, counts, keys, index.summary, *sizes, **constants, ORDERED=True)
-        list_starts = _sort_entries(plan, keys, index.entries)
-        counts = list_starts.diff()
+        ordered = (blocks, keys, keys, index.summary, keys)
+        count_kernel[grid](*ordered, *sizes, **constants, ORDERED=True)
+        starts = _sort_entries(plan, keys, index.entries)
+        counts = starts.diff()
     else:
+        shape = (2, plan.num_lists)
+        counts = torch.zeros(shape, dtype=torch.int32, device=blocks.device)
         ranks = torch.empty_like(blocks)
-        count_kernel[grid](
-            blocks, counts, ranks, index.summary, *sizes, **constants, ORDERED=False
-        )
-        list_starts = _starts(counts)
-        scatter_kernel[grid](blocks, list_starts, ranks, index.entries, *sizes, **constants)
-    _cut_lists(plan, counts, list_starts, chunk, index.items)
+        atomic = (blocks, counts, ranks, index.summary, unions.sizes)
+        count_kernel[grid](*atomic, *sizes, **constants, ORDERED=False)
+        starts = _starts(counts.sum(0, dtype=torch.int32))
+        scattered = (blocks, starts, counts, ranks, index.entries, unions.sizes)
+        scatter_kernel[grid](*scattered, *sizes, **constants)
+    _cut_lists(plan, counts, starts, chunk, index.items)
     return index
 
 
 def _cut_lists(
-    plan: SelectedPlan, counts: Tensor, list_starts: Tensor, chunk: int, items: Tensor
+    plan: SelectedPlan, counts: Tensor, starts: Tensor, chunk: int, items: Tensor
 ) -> None:
-    """Records of all items; `counts` are the lengths of the lists."""
-    item_starts = _starts((counts + (chunk - 1)) // chunk)
+    """Records of all items of the lists that begin at `starts`."""
+    item_starts = _starts((starts.diff() + (chunk - 1)) // chunk)
     bound = items.shape[1]
     item_kernel[(triton.cdiv(bound, ITEMS), plan.num_windows)](
-        list_starts,
+        starts,
         item_starts,
+        counts,
         items,
         bound,
         plan.lists_per_window,
@@ -328,7 +327,7 @@ def _cut_lists(
 
 
 def _sort_entries(plan: SelectedPlan, keys: Tensor, entries: Tensor) -> Tensor:
-    """Entries and list starts from the list of every entry, by a stable sort."""
+    """Fill `entries` from the list of every entry, by a stable sort; starts of the lists."""
     in_order, places = torch.sort(keys.flatten(), stable=True)
     entries.copy_(places % (plan.num_queries * plan.num_slots))
     lists = torch.arange(plan.num_lists + 1, dtype=torch.int32, device=keys.device)

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.selected_tiles import (
+    group_rows,
     load_block,
+    load_gate,
     load_some_rows,
     row_lse_log2,
     store_rows,
@@ -51,72 +53,29 @@ def candidate_block(candidate, own, LOCAL: tl.constexpr):
     return tl.where(candidate < LOCAL, own - candidate, candidate - LOCAL)
 
 
-@triton.jit(do_not_specialize=["first_batch", "window_start"])
-def merge_kernel(
-    query_ptr,
+@triton.jit
+def attend_candidates(
+    q,
+    summary,
+    position,
+    own,
     key_ptr,
     value_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    summary_ptr,
-    out_ptr,
-    lse_ptr,
-    key_stride_b,
-    key_stride_h,
     key_stride_s,
-    value_stride_b,
-    value_stride_h,
     value_stride_s,
-    first_batch,
-    window_start,
-    window_tokens,
-    query_offset,
-    num_queries,
     num_keys,
-    kv_heads,
     scale_log2,
-    GROUP: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
-    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    batch, head, member, position, query, row_ok, place = merge_rows_of(
-        first_batch,
-        window_start,
-        window_tokens,
-        query_offset,
-        num_queries,
-        kv_heads,
-        GROUP,
-        NUM_SLOTS,
-        TOKENS,
-        ROWS,
-    )
-    b, h = batch.to(tl.int64), head.to(tl.int64)
-    query_heads = kv_heads * GROUP
-    first_line = b * num_queries * query_heads + h * GROUP
-    query_ptr += first_line * HEAD_DIM
-    out_ptr += first_line * VALUE_DIM
-    lse_ptr += first_line
-    line = query * query_heads + member
-    summary_ptr += (b * kv_heads + h) * num_queries
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
-    q = load_some_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
-    summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
-    own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
-
+    """Dense candidates of a tile: top and sum of a row's base-2 scores, and unscaled output."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
@@ -142,6 +101,103 @@ def merge_kernel(
             total = total * decay + tl.sum(p, 1)
             out = tl.dot(p.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
             top = new_top
+    return top, total, out
+
+
+@triton.jit(do_not_specialize=["first_batch", "first_tile", "window_start"])
+def merge_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    summary_ptr,
+    union_sizes_ptr,
+    out_ptr,
+    lse_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    first_batch,
+    first_tile,
+    tiles_per_row,
+    window_start,
+    window_tokens,
+    query_offset,
+    num_queries,
+    num_keys,
+    kv_heads,
+    scale_log2,
+    GROUP: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Output and log-sum-exp of the tiles that have no union."""
+    batch_head = first_batch * kv_heads + tl.program_id(1)
+    tile = batch_head * tiles_per_row + first_tile + tl.program_id(0)
+    if tl.load(union_sizes_ptr + tile) >= 0:
+        return
+    batch, head, member, position, query, row_ok, place = merge_rows_of(
+        first_batch,
+        window_start,
+        window_tokens,
+        query_offset,
+        num_queries,
+        kv_heads,
+        GROUP,
+        NUM_SLOTS,
+        TOKENS,
+        ROWS,
+    )
+    b, h = batch.to(tl.int64), head.to(tl.int64)
+    query_heads = kv_heads * GROUP
+    query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
+    out_ptr = group_rows(out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
+    lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
+    line = query * query_heads + member
+    summary_ptr += (b * kv_heads + h) * num_queries
+    key_ptr += b * key_stride_b + h * key_stride_h
+    value_ptr += b * value_stride_b + h * value_stride_h
+    q = load_some_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
+    summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
+    own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
+
+    top, total, out = attend_candidates(
+        q,
+        summary,
+        position,
+        own,
+        key_ptr,
+        value_ptr,
+        key_stride_s,
+        value_stride_s,
+        num_keys,
+        scale_log2,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        HEAD_COLUMNS,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+        PRECISION,
+        INITIAL,
+        LOCAL,
+        ROWS,
+    )
 
     free = summary >> 24
     slot = tl.arange(0, SLOT_COLUMNS)
@@ -162,7 +218,13 @@ def merge_kernel(
         lse_s = tl.load(partial_lse_ptr + place + s * GROUP, mask=slot_ok, other=float("-inf"))
         weight = tl.where(slot_ok, tl.exp2(lse_s - lse_log2), 0.0)
         part = load_some_rows(
-            partial_ptr, place + s * GROUP, slot_ok, WIDE, VALUE_DIM, VALUE_COLUMNS
+            partial_ptr,
+            place + s * GROUP,
+            slot_ok,
+            WIDE,
+            VALUE_DIM,
+            VALUE_COLUMNS,
+            True,
         )
         out += part.to(tl.float32) * weight[:, None]
 
@@ -241,12 +303,11 @@ def query_gradient_kernel(
     )
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
-    first_line = b * num_queries * query_heads + h * GROUP
-    query_ptr += first_line * HEAD_DIM
-    grad_out_ptr += first_line * VALUE_DIM
-    grad_query_ptr += first_line * HEAD_DIM
-    lse_ptr += first_line
-    delta_ptr += first_line
+    query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
+    grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
+    grad_query_ptr = group_rows(grad_query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
+    lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
+    delta_ptr = group_rows(delta_ptr, b, h, num_queries, kv_heads, GROUP, 1)
     line = query * query_heads + member
     summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
@@ -257,8 +318,7 @@ def query_gradient_kernel(
     delta = tl.load(delta_ptr + line, mask=row_ok, other=0.0)
     if GATED:
         gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
-        place_of_gate = query.to(tl.int64) * gate_stride_s + member * gate_stride_h
-        gate = tl.load(gate_ptr + place_of_gate, mask=row_ok, other=0.0).to(tl.float32)
+        gate = load_gate(gate_ptr, query, member, row_ok, gate_stride_s, gate_stride_h)
     summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
     own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
 
@@ -287,7 +347,13 @@ def query_gradient_kernel(
     free = summary >> 24
     for s in tl.range(0, tl.max(free, 0), num_stages=STAGES):
         part = load_some_rows(
-            partial_ptr, place + s * GROUP, s < free, WIDE, HEAD_DIM, HEAD_COLUMNS
+            partial_ptr,
+            place + s * GROUP,
+            s < free,
+            WIDE,
+            HEAD_DIM,
+            HEAD_COLUMNS,
+            True,
         )
         grad += part.to(tl.float32)
     grad *= scale

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,10 @@ INITIAL_CHUNK_TOKENS = 256  # queries per program that reduce into one initial b
 HOPPER_SHARED_MEMORY = 227 << 10
 
 
-ITEM_WORDS = 3  # list, first entry, entry behind the last
+ITEM_WORDS = 4  # see `SelectedIndex`
+# A tile walks the union of its free choices where that has at most so many quarters of a block
+# for every free choice of a query: 42 blocks at 13 free choices.
+UNION_LIMIT = 13
 
 
 class Window(NamedTuple):
@@ -125,6 +128,7 @@ class SelectedPlan:
             element_size=query.element_size(),
             shared_memory=_shared_memory(query.device),
         )
+        plan = _kept(plan)
         plan.check_shared_memory(query.dtype)
         return plan
 
@@ -137,66 +141,66 @@ class SelectedPlan:
                 f"the device has {self.shared_memory}"
             )
 
-    @property
+    @cached_property
     def group(self) -> int:
         """G, query heads per KV head."""
         return self.query_heads // self.kv_heads
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         return -(-self.num_keys // self.block_size)
 
-    @property
+    @cached_property
     def base(self) -> int:
         """Position where the first window starts."""
         return self.query_offset // self.block_size * self.block_size
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Positions that the windows cover, a multiple of the block size."""
         return round_up(self.query_offset + self.num_queries - self.base, self.block_size)
 
-    @property
+    @cached_property
     def _affordable_tokens(self) -> int:
         width = max(self.head_dim, self.value_dim)
         return affordable_tokens(self.query_heads * self.num_slots * width * self.element_size)
 
-    @property
+    @cached_property
     def window_tokens(self) -> int:
         """Positions of one window: the whole span, or equal parts of it that fit the buffer."""
         count = -(-self.span // self._affordable_tokens)
         return round_up(-(-self.span // count), self.block_size)
 
-    @property
+    @cached_property
     def window_batch(self) -> int:
         """Batch rows of one window; more than one only if a window holds whole rows."""
         if self.window_tokens < self.span:
             return 1
         return max(1, min(self.batch, self._affordable_tokens // self.span))
 
-    @property
+    @cached_property
     def windows_per_row(self) -> int:
         return -(-self.span // self.window_tokens)
 
-    @property
+    @cached_property
     def num_windows(self) -> int:
         return -(-self.batch // self.window_batch) * self.windows_per_row
 
-    @property
+    @cached_property
     def lists_per_window(self) -> int:
         return self.window_batch * self.kv_heads * self.num_blocks
 
-    @property
+    @cached_property
     def num_lists(self) -> int:
         return self.num_windows * self.lists_per_window
 
-    @property
+    @cached_property
     def partial_rows(self) -> int:
         """Rows of the partial buffer: (batch row, KV head, token, slot, query head)."""
         tokens = self.window_batch * self.kv_heads * self.window_tokens
         return tokens * self.num_slots * self.group
 
-    @property
+    @cached_property
     def chunk_tokens(self) -> int:
         """Queries of one item; longer lists are split over several."""
         return chunk_tokens(self.group)
@@ -213,19 +217,9 @@ class SelectedPlan:
         """Room for the items of any window."""
         return max(1, *(window.max_items for window in self.windows(chunk)))
 
-    def windows(self, chunk: int) -> Iterator[Window]:
+    def windows(self, chunk: int) -> tuple[Window, ...]:
         """All windows, in the order of their lists."""
-        for number in range(self.num_windows):
-            first_batch = number // self.windows_per_row * self.window_batch
-            start = self.base + number % self.windows_per_row * self.window_tokens
-            yield Window(
-                number=number,
-                first_batch=first_batch,
-                num_batch=min(self.window_batch, self.batch - first_batch),
-                start=start,
-                first_list=number * self.lists_per_window,
-                max_items=self.max_items(first_batch, start, chunk),
-            )
+        return _windows(self, chunk)
 
     def shared_bytes(self, rows: int, stages: int) -> int:
         """Shared memory of the widest kernel, the gradient's: a block and tiles of queries."""
@@ -233,11 +227,11 @@ class SelectedPlan:
         tiles = (self.block_size + rows * stages) * columns
         return (tiles + rows * self.block_size) * self.element_size + 1024
 
-    @property
+    @cached_property
     def least_rows(self) -> int:
         return max(16, padded(self.group))
 
-    @property
+    @cached_property
     def tile_rows(self) -> int:
         """Rows (query, head) of a streamed tile: 64 measured best, fewer where they must fit.
 
@@ -248,22 +242,44 @@ class SelectedPlan:
             rows //= 2
         return max(rows, self.least_rows)
 
-    @property
+    @cached_property
     def merge_tokens(self) -> int:
         """Queries of a merge tile: a power of two, so that it divides the block."""
         fitting = max(1, self.tile_rows // self.group)
         return min(self.block_size, 1 << (fitting.bit_length() - 1))
 
-    @property
+    @cached_property
     def merge_rows(self) -> int:
         return padded(self.merge_tokens * self.group)
 
-    @property
+    @cached_property
+    def union_limit(self) -> int:
+        return UNION_LIMIT
+
+    @cached_property
+    def union_capacity(self) -> int:
+        """Blocks that the union of a tile can have, if it is to be walked."""
+        return min(
+            self.merge_tokens * self.num_slots,
+            self.union_limit * self.num_slots // 4 + self.num_initial + self.num_local,
+        )
+
+    @cached_property
+    def union_stages(self) -> int:
+        """Blocks in flight in the walk of a union."""
+        return 1
+
+    @cached_property
+    def union_registers(self) -> int | None:
+        """Register limit of the walk: four programs a multiprocessor."""
+        return 128 if self.num_warps == 4 else None
+
+    @cached_property
     def num_warps(self) -> int:
         wide = max(self.head_dim, self.value_dim) > 128 or self.block_size > 64
         return 8 if wide or self.element_size == 4 else 4
 
-    @property
+    @cached_property
     def stream_registers(self) -> int | None:
         """Register limit of the forward's kernels: three programs a multiprocessor, no spills."""
         return 168 if self.num_warps == 4 else None
@@ -273,18 +289,28 @@ class SelectedPlan:
         tile_bytes = self.merge_rows * padded(width) * self.element_size
         return 5 if tile_bytes <= 1 << 14 else 3
 
-    @property
+    @cached_property
     def gradient_stages(self) -> int:
         """Tiles in flight in the backward, where a tile is queries and output gradients."""
         fits = self.shared_bytes(self.tile_rows, 2) <= self.shared_memory
         return 2 if fits and self.num_warps == 4 else 1
 
-    @property
+    @cached_property
     def wide(self) -> bool:
         """Whether an offset within a batch row or the partial buffer needs 64 bits."""
         width = max(self.head_dim, self.value_dim)
         rows = max(self.num_queries * self.query_heads, self.partial_rows)
         return rows * width >= 2**31
+
+    def index_constants(self) -> dict[str, Any]:
+        """Compile-time arguments that every kernel over the choices takes."""
+        return {
+            "NUM_SLOTS": self.num_slots,
+            "SLOT_COLUMNS": padded(self.num_slots),
+            "BLOCK_SIZE": self.block_size,
+            "INITIAL": self.num_initial,
+            "LOCAL": self.num_local,
+        }
 
     def constants(self) -> dict[str, Any]:
         """Compile-time arguments that every kernel over query, key and value takes."""
@@ -301,6 +327,34 @@ class SelectedPlan:
         }
 
 
+# Shapes repeat from layer to layer and step to step: a plan is made once, its parts on demand.
+
+
+@lru_cache(maxsize=256)
+def _kept(plan: SelectedPlan) -> SelectedPlan:
+    """The first plan equal to this one, which knows what was asked of it before."""
+    return plan
+
+
+@lru_cache(maxsize=256)
+def _windows(plan: SelectedPlan, chunk: int) -> tuple[Window, ...]:
+    windows = []
+    for number in range(plan.num_windows):
+        first_batch = number // plan.windows_per_row * plan.window_batch
+        start = plan.base + number % plan.windows_per_row * plan.window_tokens
+        window = Window(
+            number=number,
+            first_batch=first_batch,
+            num_batch=min(plan.window_batch, plan.batch - first_batch),
+            start=start,
+            first_list=number * plan.lists_per_window,
+            max_items=plan.max_items(first_batch, start, chunk),
+        )
+        windows.append(window)
+    return tuple(windows)
+
+
+@lru_cache
 def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return HOPPER_SHARED_MEMORY  # the interpreter has no limit; plan as on Hopper

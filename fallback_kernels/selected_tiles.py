@@ -7,15 +7,41 @@ import triton.language as tl
 
 
 @triton.jit
-def item_of(items_ptr, item, first_batch, first_list, kv_heads, num_blocks):
-    """An item's range of entries, and its list's batch row, KV head and block."""
-    key = tl.load(items_ptr + item * 3)
-    start = tl.load(items_ptr + item * 3 + 1)
-    stop = tl.load(items_ptr + item * 3 + 2)
+def item_of(items_ptr, item, first_batch, first_list, kv_heads, num_blocks, LISTED: tl.constexpr):
+    """An item's range of entries, and its list's batch row, KV head and block.
+
+    LISTED leaves out the entries of tiles that have a union.
+    """
+    key = tl.load(items_ptr + item * 4)
+    start = tl.load(items_ptr + item * 4 + 1)
+    stop = tl.load(items_ptr + item * 4 + 2)
+    if LISTED:
+        stop = tl.minimum(stop, tl.load(items_ptr + item * 4 + 3))
     local = key - first_list
     batch_head = local // num_blocks
     batch = first_batch + batch_head // kv_heads
     return start, stop, batch, batch_head % kv_heads, local % num_blocks
+
+
+@triton.jit
+def group_rows(
+    base_ptr, batch, head, num_queries, kv_heads, GROUP: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Where the rows of a KV head's group start in a dense (B, Sq, Hq, WIDTH) tensor."""
+    return base_ptr + (batch * num_queries * kv_heads + head) * GROUP * WIDTH
+
+
+@triton.jit
+def first_entry(row, head, kv_heads, window_tokens, window_shift, NUM_SLOTS: tl.constexpr):
+    """Place in the partial buffer of the entry 0 of a KV head in a window's batch row."""
+    return ((row * kv_heads + head) * window_tokens + window_shift) * NUM_SLOTS
+
+
+@triton.jit
+def load_gate(gate_ptr, query, member, row_ok, stride_s, stride_h):
+    """Gates of rows in float32, 0 for those not there; `gate_ptr` is at the group's first."""
+    place = query.to(tl.int64) * stride_s + member * stride_h
+    return tl.load(gate_ptr + place, mask=row_ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -37,9 +63,18 @@ def load_rows(base_ptr, row, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: t
 
 @triton.jit
 def load_some_rows(
-    base_ptr, row, row_ok, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+    base_ptr,
+    row,
+    row_ok,
+    WIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ONCE: tl.constexpr = False,
 ):
-    """`load_rows`, with 0 for the rows that are not there."""
+    """`load_rows`, with 0 for the rows that are not there.
+
+    ONCE: not read again, as partial results are not; they should leave the cache first.
+    """
     if WIDE:
         row = row.to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -47,12 +82,19 @@ def load_some_rows(
     mask = row_ok[:, None]
     if WIDTH != COLUMNS:
         mask = mask & (column < WIDTH)[None, :]
-    return tl.load(pointer, mask=mask, other=0.0)
+    return tl.load(pointer, mask=mask, other=0.0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
 def store_rows(
-    base_ptr, row, tile, row_ok, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+    base_ptr,
+    row,
+    tile,
+    row_ok,
+    WIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ONCE: tl.constexpr = False,
 ):
     """Inverse of `load_some_rows`."""
     if WIDE:
@@ -62,7 +104,8 @@ def store_rows(
     mask = row_ok[:, None]
     if WIDTH != COLUMNS:
         mask = mask & (column < WIDTH)[None, :]
-    tl.store(pointer, tile.to(base_ptr.dtype.element_ty), mask=mask)
+    tile = tile.to(base_ptr.dtype.element_ty)
+    tl.store(pointer, tile, mask=mask, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
@@ -74,15 +117,21 @@ def load_block(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):
-    """Keys or values of one block (BLOCK_SIZE, COLUMNS); 0 past the last key."""
+    """Keys or values of one block (BLOCK_SIZE, COLUMNS); 0 past the last key.
+
+    WHOLE: no key of the block is past the last one, so that no mask is needed.
+    """
     position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     column = tl.arange(0, COLUMNS)
     pointer = base_ptr + (position.to(tl.int64) * stride)[:, None] + column[None, :]
-    mask = (position < num_keys)[:, None]
-    if WIDTH != COLUMNS:
-        mask = mask & (column < WIDTH)[None, :]
-    return tl.load(pointer, mask=mask, other=0.0)
+    if WHOLE and WIDTH == COLUMNS:
+        tile = tl.load(pointer)
+    else:
+        mask = (position < num_keys)[:, None] & (column < WIDTH)[None, :]
+        tile = tl.load(pointer, mask=mask, other=0.0)
+    return tile
 
 
 @triton.jit
@@ -91,3 +140,36 @@ def row_lse_log2(lse_ptr, line, row_ok):
     lse = tl.load(lse_ptr + line, mask=row_ok, other=float("-inf"))
     LOG2E_: tl.constexpr = 1.4426950408889634
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E_)
+
+
+@triton.jit
+def split_choices(
+    blocks_ptr,
+    row,
+    row_ok,
+    position,
+    NUM_SLOTS: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """Blocks of some queries, which of them are free, their slots, and the summary's bits.
+
+    A block in a query's future is taken as no choice, so that no kernel reads out of bounds.
+    """
+    column = tl.arange(0, SLOT_COLUMNS)
+    place = row[:, None] * NUM_SLOTS + column[None, :]
+    place_ok = row_ok[:, None] & (column < NUM_SLOTS)[None, :]
+    block = tl.load(blocks_ptr + place, mask=place_ok, other=-1)
+    age = (position // BLOCK_SIZE)[:, None] - block
+    chosen = (block >= 0) & (age >= 0)
+    local = chosen & (age < LOCAL)
+    initial = chosen & (age >= LOCAL) & (block < INITIAL)
+    free = chosen & (age >= LOCAL) & (block >= INITIAL)
+    count = free.to(tl.int32)
+    slot = tl.cumsum(count, 1) - 1
+    candidate = tl.where(local, age, tl.where(initial, LOCAL + block, 0))
+    bit = tl.where(local | initial, 1 << candidate, 0)
+    summary = tl.sum(bit, 1) | (tl.sum(count, 1) << 24)
+    return block, free, slot, summary

@@ -1,0 +1,337 @@
+"""Union tiles: neighbouring queries whose free choices overlap, computed together.
+
+A tile is what the merge works on: the query heads of a few neighbouring queries, `tile_rows` rows.
+Where its queries chose nearly the same blocks, walking the union of their choices once, with the
+rows masked that did not choose a block, is less work than a partial result for every choice. The
+device decides tile by tile, so that the host never waits; a tile that walks its union has its
+entries at the end of the lists, where the forward's list kernel does not look.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_flex.fallback_kernels.selected_merge import attend_candidates, merge_rows_of
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded, strides
+from nsa_flex.fallback_kernels.selected_tiles import (
+    group_rows,
+    load_block,
+    load_some_rows,
+    split_choices,
+    store_rows,
+)
+
+
+class UnionLists(NamedTuple):
+    """The union of every tile's free choices, int32; tiles are (B * Hkv, span / merge_tokens)."""
+
+    sizes: Tensor  # (tiles,): blocks in the union, -1 where the tile goes by lists
+    blocks: Tensor  # (tiles, capacity): ascending
+    masks: Tensor  # (tiles, capacity, words): bit t % 32 of word t // 32: token t chose the block
+
+
+@triton.jit
+def alike(
+    blocks_ptr,
+    first,
+    last,
+    NUM_SLOTS: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    FORCED: tl.constexpr,
+):
+    """Whether two queries share a quarter of their choices, forced ones apart.
+
+    A cheap test before the union of a tile is made: where its ends differ more, it is long.
+    """
+    column = tl.arange(0, SLOT_COLUMNS)
+    ok = column < NUM_SLOTS
+    one = tl.load(blocks_ptr + first * NUM_SLOTS + column, mask=ok, other=-1)
+    other = tl.load(blocks_ptr + last * NUM_SLOTS + column, mask=ok, other=-1)
+    same = (one[:, None] == other[None, :]) & (other >= 0)[None, :]
+    shared = tl.sum(tl.sum(same.to(tl.int32), 1), 0)
+    count = tl.sum((other >= 0).to(tl.int32), 0)
+    return 4 * shared >= count + 3 * tl.minimum(count, FORCED)
+
+
+@triton.jit
+def union_lists_kernel(
+    blocks_ptr,
+    sizes_ptr,
+    union_ptr,
+    masks_ptr,
+    num_queries,
+    query_offset,
+    base,
+    NUM_SLOTS: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    WORDS: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The union of a tile, if it is worth a walk.
+
+    That is where it has, forced blocks apart, at most LIMIT / 4 blocks per free choice of a query.
+    """
+    batch_head = tl.program_id(1)
+    tile = batch_head * tl.num_programs(0) + tl.program_id(0)
+    token = tl.arange(0, TOKENS)
+    position = base + tl.program_id(0) * TOKENS + token
+    query = position - query_offset
+    row_ok = (query >= 0) & (query < num_queries)
+    row = batch_head * num_queries + query
+    worth = True
+    if TOKENS > 4:
+        start = base + tl.program_id(0) * TOKENS - query_offset
+        one = batch_head * num_queries + tl.maximum(start, 0)
+        other = batch_head * num_queries + tl.minimum(start + TOKENS, num_queries) - 1
+        worth = alike(blocks_ptr, one, other, NUM_SLOTS, SLOT_COLUMNS, INITIAL + LOCAL)
+    tl.store(sizes_ptr + tile, -1)
+    if worth:
+        block, free, _, _ = split_choices(
+            blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
+        )
+        past = (block >= 0) & (block < (position // BLOCK_SIZE)[:, None])
+        NOTHING: tl.constexpr = 0x7FFFFFFF
+        SIZE: tl.constexpr = TOKENS * SLOT_COLUMNS
+        choice = tl.where(past, block * TOKENS + token[:, None], NOTHING)
+        choice = tl.sort(tl.reshape(choice, [SIZE]))
+        place = tl.arange(0, SIZE)
+        before = tl.gather(choice, tl.maximum(place - 1, 0), 0)
+        some = choice != NOTHING
+        first = some & ((place == 0) | (choice // TOKENS != before // TOKENS))
+        size = tl.sum(first.to(tl.int32), 0)
+        total = tl.sum(tl.sum(free.to(tl.int32), 1), 0)
+        tokens = tl.sum(row_ok.to(tl.int32), 0)
+        if 4 * (size - (INITIAL + LOCAL - 1)) * tokens <= LIMIT * total:
+            rank = tl.cumsum(first.to(tl.int32), 0) - 1
+            bit = choice % TOKENS
+            union_ptr += tile.to(tl.int64) * CAPACITY
+            masks_ptr += tile.to(tl.int64) * CAPACITY * WORDS
+            tl.store(union_ptr + rank, choice // TOKENS, mask=first)
+            word = masks_ptr + rank * WORDS + bit // 32
+            tl.atomic_or(word, 1 << (bit % 32), mask=some, sem="relaxed")
+            tl.store(sizes_ptr + tile, size)
+
+
+@triton.jit(do_not_specialize=["base"])
+def union_kernel(
+    key_tiles,
+    value_tiles,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    summary_ptr,
+    sizes_ptr,
+    union_ptr,
+    masks_ptr,
+    out_ptr,
+    lse_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    base,
+    span,
+    query_offset,
+    num_queries,
+    num_keys,
+    kv_heads,
+    scale_log2,
+    GROUP: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Output and log-sum-exp of the tiles that have a union.
+
+    TMA: `key_tiles` and `value_tiles` are descriptors of (B, Hkv, Sk, D), tiles of one block.
+    """
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    size = tl.load(sizes_ptr + tile)
+    if size < 0:
+        return
+    batch, head, member, position, query, row_ok, _ = merge_rows_of(
+        0, base, span, query_offset, num_queries, kv_heads, GROUP, NUM_SLOTS, TOKENS, ROWS
+    )
+    b, h = batch.to(tl.int64), head.to(tl.int64)
+    query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
+    out_ptr = group_rows(out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
+    lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
+    line = query * (kv_heads * GROUP) + member
+    summary_ptr += (b * kv_heads + h) * num_queries
+    key_ptr += b * key_stride_b + h * key_stride_h
+    value_ptr += b * value_stride_b + h * value_stride_h
+    q = load_some_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
+    summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
+    top, total, out = attend_candidates(
+        q,
+        summary & 1,
+        position,
+        (base + tl.program_id(0) * TOKENS) // BLOCK_SIZE,
+        key_ptr,
+        value_ptr,
+        key_stride_s,
+        value_stride_s,
+        num_keys,
+        scale_log2,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        HEAD_COLUMNS,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+        PRECISION,
+        0,
+        1,
+        ROWS,
+    )
+
+    # The other blocks lie before the queries: rows are masked, never single keys.
+    union_ptr += tile.to(tl.int64) * CAPACITY
+    masks_ptr += tile.to(tl.int64) * CAPACITY * WORDS
+    token = tl.arange(0, ROWS) // GROUP
+    for i in tl.range(0, size, num_stages=STAGES):
+        block = tl.load(union_ptr + i)
+        word = tl.load(masks_ptr + i * WORDS)
+        bits = word >> (token % 32)
+        if WORDS == 2:
+            bits = tl.where(token < 32, bits, tl.load(masks_ptr + i * WORDS + 1) >> (token % 32))
+        chosen = row_ok & ((bits & 1) != 0)
+        if TMA:
+            k = key_tiles.load([batch, head, block * BLOCK_SIZE, 0])
+            k = k.reshape(BLOCK_SIZE, HEAD_COLUMNS)
+            v = value_tiles.load([batch, head, block * BLOCK_SIZE, 0])
+            v = v.reshape(BLOCK_SIZE, VALUE_COLUMNS)
+        else:
+            k = load_block(
+                key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, True
+            )
+            v = load_block(
+                value_ptr,
+                value_stride_s,
+                block,
+                num_keys,
+                BLOCK_SIZE,
+                VALUE_DIM,
+                VALUE_COLUMNS,
+                True,
+            )
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        new_top = tl.where(chosen, tl.maximum(top, tl.max(scores, 1) * scale_log2), top)
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(scores * scale_log2 - tl.where(chosen, shift, float("inf"))[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(p, 1)
+        out = tl.dot(p.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
+        top = new_top
+
+    empty = total == 0.0
+    out *= tl.where(empty, 0.0, 1.0 / total)[:, None]
+    store_rows(out_ptr, line, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
+    LN2: tl.constexpr = 0.6931471805599453
+    lse = tl.where(empty, float("-inf"), top + tl.log2(total)) * LN2
+    tl.store(lse_ptr + line, lse, mask=row_ok)
+
+
+def build_unions(plan: SelectedPlan, blocks: Tensor) -> UnionLists:
+    """Unions of all tiles of `blocks` (B, Hkv, Sq, n), int32, contiguous."""
+    tiles, words = plan.span // plan.merge_tokens, -(-plan.merge_tokens // 32)
+    number = tiles * plan.batch * plan.kv_heads
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=blocks.device)
+
+    unions = UnionLists(
+        new(number),
+        new(number, plan.union_capacity),
+        new(number, plan.union_capacity, words).zero_(),
+    )
+    union_lists_kernel[(tiles, plan.batch * plan.kv_heads)](
+        blocks,
+        *unions,
+        plan.num_queries,
+        plan.query_offset,
+        plan.base,
+        **plan.index_constants(),
+        TOKENS=plan.merge_tokens,
+        CAPACITY=plan.union_capacity,
+        WORDS=words,
+        LIMIT=plan.union_limit,
+        num_warps=max(1, min(4, plan.merge_tokens * padded(plan.num_slots) // 128)),
+    )
+    return unions
+
+
+def attend_unions(
+    plan: SelectedPlan,
+    unions: UnionLists,
+    summary: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale_log2: float,
+) -> None:
+    """Write `out` and `lse` of the tiles that have a union, forced candidates included."""
+    tiles = plan.span // plan.merge_tokens
+    described = [_tiles(plan, x) for x in (key, value)]
+    tma = all(x is not None for x in described)
+    union_kernel[(tiles, plan.batch * plan.kv_heads)](
+        *(described if tma else (None, None)),
+        query,
+        key,
+        value,
+        summary,
+        *unions,
+        out,
+        lse,
+        *strides(key),
+        *strides(value),
+        plan.base,
+        plan.span,
+        plan.query_offset,
+        plan.num_queries,
+        plan.num_keys,
+        plan.kv_heads,
+        scale_log2,
+        **plan.constants(),
+        TOKENS=plan.merge_tokens,
+        ROWS=plan.merge_rows,
+        CAPACITY=plan.union_capacity,
+        WORDS=unions.masks.shape[2],
+        STAGES=plan.union_stages,
+        TMA=tma,
+        num_warps=plan.num_warps,
+        maxnreg=plan.union_registers,
+    )
+
+
+def _tiles(plan: SelectedPlan, x: Tensor) -> TensorDescriptor | None:
+    """Descriptor of keys or values by blocks; None where the copy engine does not take them."""
+    aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+    if not aligned or x.data_ptr() % 16 or x.stride(3) != 1:
+        return None
+    return TensorDescriptor.from_tensor(x, [1, 1, plan.block_size, padded(x.shape[3])])
