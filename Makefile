@@ -14,11 +14,12 @@ STAMP := $(VENV)/.installed
 # One thread a worker: several compiled kernels with a thread per core each only disturb one another.
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help env demo bench test lint format unit wheel-test gpu-test clean
+.PHONY: help env demo bench audit test lint format unit wheel-test gpu-test clean
 
 help:
 	@echo "make demo        train, compile and audit a small patched Llama on real text"
 	@echo "make bench       measure NSA against dense attention; ARGS='--preset headline'"
+	@echo "make audit       nsa-flex audit of nsa_flex itself: graphs, breaks, recompilations, syncs"
 	@echo "make test        lint, type check and every test this machine can run"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff rewrite what it can"
@@ -45,7 +46,12 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/nsa-flex bench $(ARGS)
 
-test: lint unit
+# Training is swept by tests/test_graph_break.py; 3 graphs: S = 1, the first length, all others.
+audit: $(STAMP)
+	$(BIN)/nsa-flex audit self --device cpu --lengths 100,7,1 --batch-sizes 2 --no-train \
+	  --no-measure --max-graphs 3 $(ARGS)
+
+test: lint audit unit
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	  then $(MAKE) gpu-test; else echo "no CUDA device: the tests marked gpu were left out"; fi
 

@@ -12,6 +12,7 @@ _SIZE = re.compile(
     r"tensor '(?P<name>.*?)' size mismatch at index (?P<dim>\d+)\. "
     r"expected (?P<expected>\d+), actual (?P<actual>\d+)"
 )
+_NUMBER = re.compile(r"(?P<name>.+) == -?\d+(\.\d+)?")
 # A guard over a symbol names the tensor and dimension, then quotes the line that asked.
 _SYMBOL = re.compile(r"(?P<name>[\w.\[\]'\"]+)\.size\(\)\[(?P<dim>\d+)\]")
 _QUOTED_LINE = re.compile(r"# (?P<file>[^#:]*\.py):(?P<line>\d+) in (?P<function>[\w<>]+)")
@@ -62,13 +63,13 @@ class Cause:
 class GuardReader:
     """Tells recompilations that torch always makes from those that the code causes.
 
-    Torch compiles for the first sizes that it meets and once more, with a symbol, for each
-    dimension that changes later; and it takes sizes 0 and 1 for constants. What goes beyond that
-    is the code's doing.
+    Torch compiles for the first sizes and numbers that it meets and once more, with a symbol, for
+    each that changes later; and it takes sizes 0 and 1 for constants. What goes beyond that is
+    the code's doing.
     """
 
     def __init__(self) -> None:
-        self._lengths: set[tuple[object, ...]] = set()
+        self._seen: set[tuple[object, ...]] = set()
 
     def read(self, guards: list[str], batch: Batch, function: str) -> Cause:
         """The cause of one compilation.
@@ -89,11 +90,15 @@ class GuardReader:
         if size:
             # Where sizes are 0 or 1 there are graphs of their own, each with its first lengths.
             place = function, size["name"], size["dim"], batch.small
-            cause = "length" if place not in self._lengths else "code"
-            self._lengths.add(place)
+            cause = "length" if place not in self._seen else "code"
+            self._seen.add(place)
             mend = _size_mend(size["name"], size["dim"], again=cause == "code")
         elif "duck sizing" in guard:
             cause = "same-size"
+        elif number := _NUMBER.fullmatch(_shown(guard)):
+            place = function, number["name"], batch.small
+            cause = "number" if place not in self._seen else "code"
+            self._seen.add(place)
         return Cause(cause, _shown(guard), _quoted(guard) or function, mend)
 
 
@@ -108,17 +113,18 @@ def _shown(guard: str) -> str:
 
 
 def _is_small_size(guard: str, batch: Batch) -> bool:
-    """Whether it failed because a size is 0 or 1, or because it was when the graph was made."""
+    """Whether it failed because a size is 0 or 1, or because it was when the graph was made.
+
+    A symbol stands for sizes of two and more: no graph over it serves a size of 0 or 1.
+    """
     size = _SIZE.search(guard)
     if size:
         return bool({"0", "1"} & {size["expected"], size["actual"]})
-    symbol = _SYMBOL.search(guard)
-    if symbol is None or not guard.startswith("2 <= "):
-        return False
-    name = re.findall(r"\w+", symbol["name"])[-1]
+    symbols = [(re.findall(r"\w+", name)[-1], int(dim)) for name, dim in _SYMBOL.findall(guard)]
     return any(
-        dim == int(symbol["dim"]) and (path.isdigit() or path.rpartition(".")[2] == name)
-        for path, dim in batch.small
+        place == dim and (path.isdigit() or path.rpartition(".")[2] == name)
+        for name, dim in symbols
+        for path, place in batch.small
     )
 
 

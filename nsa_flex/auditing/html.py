@@ -100,6 +100,7 @@ _LEGEND = (
 _CAUSES = {
     "code": ("caused by the code", "bad"),
     "length": ("first change of a size", "note"),
+    "number": ("first change of a number", "note"),
     "size-one": ("a size of 0 or 1", "note"),
     "same-size": ("two sizes were equal", "note"),
 }

@@ -62,9 +62,9 @@ class Graph:
 class Recompile:
     """Why a batch was not served by the graphs there were.
 
-    cause is `length` (torch met a second size and turned it into a symbol), `size-one` (torch
-    takes sizes 0 and 1 for constants), `same-size` (two sizes were equal when a graph was made)
-    or `code`: only the last is a finding.
+    cause is `length` or `number` (torch met a second size, or value of a Python number, and made
+    it a symbol), `size-one` (torch takes sizes 0 and 1 for constants), `same-size` (two sizes
+    were equal when a graph was made) or `code`: only the last is a finding.
     """
 
     batch: int

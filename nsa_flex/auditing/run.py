@@ -47,7 +47,7 @@ def audit(
     max_graphs: int | None = None,
     lint_scope: Scope = "own",
     measured: bool = True,
-    backend: str = "aot_eager",
+    backend: str | None = None,
     baseline: str | Path | Iterable[str] | None = None,
     name: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
@@ -77,7 +77,8 @@ def audit(
         max_graphs: more graphs than that in one phase are a finding.
         lint_scope: "own" reads sources outside of installed packages, "all" those too.
         measured: also compile with Inductor: times cold and warm, memory, kernels, CUDA graphs.
-        backend: of the graph-counting sweeps; generates no code.
+        backend: what runs the graphs of the sweeps; by default `eager`, and `aot_eager`, which
+            traces the backward too, where one follows. Neither generates code.
         baseline: findings to set aside: a file of `write_baseline`, or fingerprints.
         name: what the report calls it.
         tell: called with a line of progress now and then.
@@ -124,7 +125,7 @@ class _Audit:
 
     fn: Callable
     dynamic: bool | None
-    backend: str
+    backend: str | None
     measured: bool
     tell: Callable[[str], None]
     findings: list[AuditFinding] = dataclasses.field(default_factory=list)
@@ -146,7 +147,7 @@ class _Audit:
             name=name,
             train=train,
             dynamic=self.dynamic,
-            backend=self.backend,
+            backend=self.backend or ("aot_eager" if train else "eager"),
             tell=self.tell,
         )
         phase = swept.phase
@@ -206,6 +207,7 @@ class _Audit:
         text = {
             "length": "torch compiled again when this size changed for the first time; {0.mend} "
             "saves one compilation: {0.guard}",
+            "number": "torch compiled again when this number first changed: {0.guard}",
             "size-one": "sizes of 0 or 1 have a graph of their own in torch: {0.guard}",
             "same-size": "two sizes were equal when torch made a graph (duck sizing): {0.guard}",
         }
