@@ -96,9 +96,9 @@ class GuardReader:
         elif "duck sizing" in guard:
             cause = "same-size"
         elif number := _NUMBER.fullmatch(_shown(guard)):
-            place = function, number["name"], batch.small
-            cause = "number" if place not in self._seen else "code"
-            self._seen.add(place)
+            value = function, number["name"], batch.small
+            cause = "number" if value not in self._seen else "code"
+            self._seen.add(value)
         return Cause(cause, _shown(guard), _quoted(guard) or function, mend)
 
 

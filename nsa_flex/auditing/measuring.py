@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_flex.auditing.batches import Batch
+from nsa_flex.auditing.parameters import parameters_of
 from nsa_flex.hot_path import Finding, ForwardBackward, SyncDetector
 from nsa_flex.hot_path.syncs import cuda_sync_warnings
 from nsa_flex.hot_path.torch_internals import cudagraph_skips, fresh_cache, fresh_compiler
@@ -46,12 +47,18 @@ def measure(
 
     def compiled_call() -> Callable[[], None]:
         step = torch.compile(fn, dynamic=dynamic, mode=mode)
-        return lambda: run(ForwardBackward(step) if train else step, batch)
+        return lambda: run(ForwardBackward(step) if train else step)
 
-    def run(step: Callable, batch: Batch) -> None:
+    values = batch.make()
+    leaves = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.is_leaf]
+
+    def run(step: Callable) -> None:
         if cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        batch.call(step)
+        # As zero_grad does: gradients lie in memory that the next replay writes to.
+        for x in (*parameters_of(fn), *leaves):
+            x.grad = None
+        step(**values) if isinstance(values, Mapping) else step(*values)
 
     with fresh_cache(), torch.set_grad_enabled(train):
         with fresh_compiler(), cudagraph_skips() as skips:

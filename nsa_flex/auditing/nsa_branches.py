@@ -10,10 +10,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import nsa_flex.attention
+import nsa_flex.backends.fused
 import nsa_flex.dispatch
+from nsa_flex import backends
 from nsa_flex.auditing.report import BranchRun
 
 _MARK = "nsa_flex branch "
+_TOGETHER = "all three"
+_LISTED = 12
 
 
 def branches_of(call: Callable[[], Any]) -> tuple[BranchRun, ...]:
@@ -33,17 +37,21 @@ def branches_of(call: Callable[[], Any]) -> tuple[BranchRun, ...]:
     with _watched([]), profile(activities=activities, acc_events=True) as profiler:
         call()
     kernels = _kernels(profiler.events() or [])
-    return tuple(
+    runs = tuple(
         BranchRun(c.branch, c.backend, c.reason, kernels.get(c.branch, ()))
         for c in dict.fromkeys(chosen)
     )
+    if _TOGETHER not in kernels:
+        return runs
+    reason = "each branch has a kernel that the core operator knows"
+    return (*runs, BranchRun(_TOGETHER, "core", reason, kernels[_TOGETHER]))
 
 
 @contextlib.contextmanager
 def _watched(chosen: list[Any]) -> Iterator[None]:
     """Within, note each choice of backends, and mark each branch's stretch for the profiler."""
-    attention, table = nsa_flex.attention, nsa_flex.dispatch.IMPLEMENTATIONS
-    choose, before = attention.choose_backends, dict(table)
+    attention, table, fused = nsa_flex.attention, nsa_flex.dispatch.IMPLEMENTATIONS, backends.fused
+    choose, before, attend = attention.choose_backends, dict(table), fused.attend
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         choices = choose(*args, **kwargs)
@@ -51,18 +59,20 @@ def _watched(chosen: list[Any]) -> Iterator[None]:
         return choices
 
     def marked(branch: str, function: Callable) -> Callable:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with record_function(_MARK + branch):
-                return function(*args)
+                return function(*args, **kwargs)
 
         return run
 
     attention.choose_backends = noted
+    fused.attend = marked(_TOGETHER, attend)
     table.update({key: marked(key[1], function) for key, function in before.items()})
     try:
         yield
     finally:
         attention.choose_backends = choose
+        fused.attend = attend
         table.update(before)
 
 
@@ -73,20 +83,16 @@ def _kernels(events: Any) -> dict[str, tuple[str, ...]]:
             times = found.setdefault(event.name.removeprefix(_MARK), {})
             _add(event, times)
     return {
-        branch: tuple(sorted(times, key=lambda name: -times[name])[:6])
+        branch: tuple(sorted(times, key=lambda name: -times[name])[:_LISTED])
         for branch, times in found.items()
     }
 
 
 def _add(event: Any, times: dict[str, float]) -> None:
+    """Kernels below `event` with their microseconds; CPU operators where there is no CUDA."""
     for child in event.cpu_children:
         _add(child, times)
-    if event.kernels:
-        for kernel in event.kernels:
-            times[kernel.name] = times.get(kernel.name, 0.0) + kernel.duration
-    elif (
-        not torch.cuda.is_available()
-        and event.self_cpu_time_total
-        and not event.name.startswith(_MARK)
-    ):
+    for kernel in event.kernels:
+        times[kernel.name] = times.get(kernel.name, 0.0) + kernel.duration
+    if not torch.cuda.is_available() and not event.name.startswith(_MARK):
         times[event.name] = times.get(event.name, 0.0) + event.self_cpu_time_total

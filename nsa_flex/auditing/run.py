@@ -24,6 +24,7 @@ from nsa_flex.auditing.lint import Scope, lint
 from nsa_flex.auditing.measuring import measure, peak_bytes
 from nsa_flex.auditing.mends import mend_of
 from nsa_flex.auditing.nsa_branches import branches_of
+from nsa_flex.auditing.parameters import gradients_kept, parameters_of
 from nsa_flex.auditing.report import AuditFinding, AuditReport, BranchRun, Phase
 from nsa_flex.auditing.sweep import Swept, sweep
 from nsa_flex.hot_path import Finding, ForwardBackward, find_syncs, find_value_reads
@@ -96,7 +97,7 @@ def audit(
     if train is None:
         train = _requires_grad(model_or_fn, batches)
     work = _Audit(model_or_fn, dynamic, backend, measured, tell)
-    with _gradients_kept(model_or_fn), _quiet():
+    with gradients_kept(model_or_fn), _quiet():
         work.phase("inference", batches, train=False)
         if train:
             work.phase("training", batches, train=True)
@@ -299,26 +300,10 @@ def _too_many(phases: list[Phase], most: int) -> list[AuditFinding]:
 
 
 def _requires_grad(fn: Any, batches: list[Batch]) -> bool:
-    if any(p.requires_grad for p in _parameters(fn)):
+    if any(p.requires_grad for p in parameters_of(fn)):
         return True
     leaves = (x for batch in batches for x in tree_leaves(batch.make()))
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
-
-
-def _parameters(fn: Any) -> list[torch.nn.Parameter]:
-    """Of a module, of the one a method is bound to, of those that a function names."""
-    cells = [c.cell_contents for c in getattr(fn, "__closure__", None) or () if _is_filled(c)]
-    names = getattr(getattr(fn, "__code__", None), "co_names", ())
-    globals_ = [getattr(fn, "__globals__", {}).get(name) for name in names]
-    held = [fn, getattr(fn, "__self__", None), *cells, *globals_]
-    own = [p for p in held if isinstance(p, torch.nn.Parameter)]
-    return own + [p for m in held if isinstance(m, torch.nn.Module) for p in m.parameters()]
-
-
-def _is_filled(cell: Any) -> bool:
-    with contextlib.suppress(ValueError):
-        return cell.cell_contents is not None
-    return False
 
 
 @contextlib.contextmanager
@@ -335,19 +320,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _gradients_kept(fn: Any) -> Iterator[None]:
-    """Parameters' `.grad` is None inside and what it was before afterwards."""
-    before = [(p, p.grad) for p in _parameters(fn)]
-    for p, _ in before:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, grad in before:
-            p.grad = grad
 
 
 def _fingerprints(baseline: str | Path | Iterable[str]) -> frozenset[str]:

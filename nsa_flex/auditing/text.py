@@ -43,7 +43,10 @@ def _row(phase: Phase) -> list[str]:
 
 def _branches(report: AuditReport) -> str:
     rows = [["branch", "backend", "why", "kernels"]]
-    rows += [[b.branch, b.backend, b.reason, ", ".join(b.kernels[:3])] for b in report.branches]
+    rows += [
+        [b.branch, b.backend, b.reason, ", ".join(kernel[:40] for kernel in b.kernels[:3])]
+        for b in report.branches
+    ]
     return _columns(rows)
 
 
