@@ -196,6 +196,8 @@ class NSAAttention(nn.Module):
         arrival = Arrival(x.shape[1]) if attention_mask is None else arrival_of(attention_mask)
         if cache.is_initialized and x.shape[0] != cache.batch_size:
             raise ValueError(f"x has {x.shape[0]} rows, the cache holds {cache.batch_size}")
+        if cache.is_initialized and x.device != cache.device:
+            raise ValueError(f"x is on {x.device}, the cache on {cache.device}: move one")
         cache.expect(arrival)
         if positions is None:
             positions = self._next_positions(x, attention_mask, cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -183,11 +184,11 @@ class LayerCache:
                 recorded. The cache is then as it was.
         """
         key_states = key_states.to(value_states.dtype)
-        num_tokens = key_states.shape[2]
         problem = self._misfit(key_states, value_states)
         if problem is not None:
             self.arrival = None
             raise ValueError(problem)
+        num_tokens = key_states.shape[2]
         if self.arrival is None:
             self.check_room(num_tokens)
         if not self.is_initialized:
@@ -200,7 +201,11 @@ class LayerCache:
             self._store_first(key, value)
         else:
             self._store(key, value, start)
-            end = self.capacity if start is None else start + num_tokens
+            # On CUDA masks skip what no query sees, and constant shapes compile once.
+            if start is None or self.device.type == "cuda":
+                end = self.capacity
+            else:
+                end = start + num_tokens
             key, value = self.buffers.key[:, :, :end], self.buffers.value[:, :, :end]
         if self.arrival is None:
             advance([self], arrival)
@@ -232,8 +237,11 @@ class LayerCache:
 
     def _store(self, key: Tensor, value: Tensor, start: int | None) -> None:
         num_tokens, buffers = key.shape[2], self.buffers
+        compressed = (buffers.compressed_key, buffers.compressed_value)
         phi = (self.compress_key, self.compress_value)
-        if num_tokens <= MAX_STEP and store_fused(key, value, *buffers, self.lengths, *phi):
+        if num_tokens <= MAX_STEP and store_fused(
+            key, value, buffers.key, buffers.value, *compressed, self.lengths, *phi
+        ):
             return
         if start is not None and self._even:
             buffers.key[:, :, start : start + num_tokens] = key
@@ -245,15 +253,8 @@ class LayerCache:
                 return
         else:
             append(key, value, buffers.key, buffers.value, self.lengths)
-        compress_completed(
-            self._branch(buffers.key, 0),
-            self._branch(buffers.value, 0),
-            buffers.compressed_key,
-            buffers.compressed_value,
-            self.lengths,
-            num_tokens,
-            *phi,
-        )
+        keys, values = self._branch(buffers.key, 0), self._branch(buffers.value, 0)
+        compress_completed(keys, values, *compressed, self.lengths, num_tokens, *phi)
 
     # Queries of the tokens that came in last
 
@@ -286,7 +287,8 @@ class LayerCache:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if num_tokens <= MAX_STEP and backend == "auto":
             key, value = self.buffers.key, self.buffers.value
-            attention, rows = decode_attention, self.buffers.compressed_key.shape[2]
+            attention: Callable[..., Any] = decode_attention
+            rows = self.buffers.compressed_key.shape[2]
             options: dict[str, Any] = {"lengths": self.lengths}
         else:
             attention, rows = nsa_attention, num_rows(self.config, key.shape[2])

@@ -88,10 +88,19 @@ class RowsHook:
         if _is_checkpointing(decoder):
             raise ValueError("past_key_values with gradient checkpointing: leave the cache out")
         if not holds_nsa(cache, self.layer_indices[0]):
-            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
                 return []  # keys and values as they are: gradients flow through them
-            adopt(cache, decoder, real_past(self._mask(call), int(cache.get_seq_length())))
+            if torch.compiler.is_compiling() and not cache.is_compileable:
+                return []
+            self._adopt(cache, decoder, self._mask(call))
         return [cache.layers[index] for index in self.layer_indices]
+
+    @torch.compiler.disable(
+        reason="it makes NSA's static cache: pass an nsa_flex.NSACache, or call the model once "
+        "before it is compiled"
+    )
+    def _adopt(self, cache: Any, decoder: Decoder, mask: Tensor | None) -> None:
+        adopt(cache, decoder, real_past(mask, int(cache.get_seq_length())))
 
     def _mask(self, call: dict[str, Any]) -> Tensor | None:
         """The padding mask, or what transformers made of it for layers left unpatched."""
