@@ -215,7 +215,7 @@ def test_a_block_is_compressed_with_its_last_token_and_not_before(kind: Any) -> 
             lambda layer, cache, x: copy.deepcopy(layer).to("meta")(
                 x[:, :5].to("meta"), cache=cache
             ),
-            "device cpu, the new tokens have device meta",
+            "x is on meta, the cache on cpu: move one",
         ),
         (
             lambda layer, cache, x: layer_of(num_kv_heads=4)(x[:, :5], cache=cache),
