@@ -223,7 +223,7 @@ def contents(cache: Any) -> list[Tensor]:
     kept = []
     for layer in cache.layers:
         if layer.is_initialized:
-            kept += [x.clone() for x in (*layer.buffers, layer.lengths)]
+            kept += [x.clone() for x in (*layer.buffers.tensors, layer.lengths)]
             kept.append(torch.as_tensor(layer.get_seq_length()).clone())
     return kept
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,29 +23,29 @@ class Buffers:
     compressed_key: Tensor
     compressed_value: Tensor
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (getattr(self, field.name) for field in fields(self))
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All four."""
+        return self.key, self.value, self.compressed_key, self.compressed_value
 
     def grown(self, capacity: int, config: NSAConfig) -> Buffers:
         """The same tokens, with room for `capacity`."""
         lengths = (capacity, capacity, num_rows(config, capacity), num_rows(config, capacity))
-        larger = (
-            x.new_zeros((*x.shape[:2], length, x.shape[3]))
-            for x, length in zip(self, lengths, strict=True)
-        )
-        grown = Buffers(*larger)
-        for new, former in zip(grown, self, strict=True):
-            new[:, :, : former.shape[2]] = former
-        return grown
+        larger = []
+        for x, length in zip(self.tensors, lengths, strict=True):
+            new = x.new_zeros((*x.shape[:2], length, x.shape[3]))
+            new[:, :, : x.shape[2]] = x
+            larger.append(new)
+        return Buffers(*larger)
 
     def selected(self, rows: Tensor) -> Buffers:
         """The given rows of the batch, in memory of their own."""
-        return Buffers(*(x.index_select(0, rows) for x in self))
+        return Buffers(*(x.index_select(0, rows) for x in self.tensors))
 
     def reorder(self, rows: Tensor, length: int, config: NSAConfig) -> None:
         """Row b becomes what row `rows[b]` was, in place, for the first `length` tokens."""
         lengths = (length, length, num_rows(config, length), num_rows(config, length))
-        for x, used in zip(self, lengths, strict=True):
+        for x, used in zip(self.tensors, lengths, strict=True):
             x[:, :, :used] = x[:, :, :used].index_select(0, rows)
 
 

@@ -138,7 +138,7 @@ class LayerCache:
         """Bytes that are allocated now."""
         if not self.is_initialized:
             return Memory()
-        key, value, compressed_key, compressed_value = self.buffers
+        key, value, compressed_key, compressed_value = self.buffers.tensors
         return Memory(
             num_bytes(key, value),
             num_bytes(compressed_key, compressed_value),
@@ -427,7 +427,7 @@ class LayerCache:
 
     def _mark_static(self) -> None:
         if self._columns is not None:
-            mark_static([*self.buffers, self.lengths, self._columns])
+            mark_static([*self.buffers.tensors, self.lengths, self._columns])
 
     def _misfit(self, key: Tensor, value: Tensor) -> str | None:
         """Why such tokens cannot be stored."""
