@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa_flex.backends import dense, fa2, flex, fused, sdpa, triton
 from nsa_flex.backends.branch import Branch
 from nsa_flex.installed import HAS_TRITON
+from nsa_flex.tuning import lookup, shared_memory, tuned_entries
 
 BranchName = Literal["compressed", "selected", "sliding"]
 BackendName = Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"]
@@ -126,12 +127,40 @@ def _choose(branch: BranchName, wanted: str, facts: Facts, backend: Backend) -> 
     if not facts.whole and facts.num_queries <= FEW_QUERIES:
         return Choice(branch, "dense", f"at most {FEW_QUERIES} queries against a longer past")
     passed_over: list[str] = []
-    for name in CUDA_ORDER[branch]:
+    tuned = _tuned(branch, facts)
+    for place, name in enumerate((*tuned, *CUDA_ORDER[branch])):
         obstacle = _obstacle(name, branch, facts)
         if obstacle is None:
-            return Choice(branch, name, "; ".join(["first in the table", *passed_over]))
+            source = (
+                "fastest here by nsa-flex tune" if place < len(tuned) else "first in the table"
+            )
+            return Choice(branch, name, "; ".join([source, *passed_over]))
         passed_over.append(f"not {name}: {obstacle}")
     raise AssertionError("dense has no obstacle")
+
+
+def _tuned(branch: BranchName, facts: Facts) -> tuple[str, ...]:
+    """Backends, fastest first, that `nsa-flex tune` found on this device; () if it found none."""
+    if not facts.half:
+        return ()
+    if torch.compiler.is_compiling():
+        from nsa_flex.device_constants import tuned_entries_constant
+
+        entries = tuned_entries_constant()
+    else:
+        entries = tuned_entries()
+    if not entries:
+        return ()
+    return lookup(
+        entries,
+        branch=branch,
+        dtype="float16" if facts.dtype == torch.float16 else "bfloat16",
+        train=facts.needs_grad,
+        group_size=facts.num_query_heads // facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        value_head_dim=facts.value_head_dim,
+        num_queries=facts.num_queries,
+    )
 
 
 def _obstacle(backend: str, branch: BranchName, facts: Facts) -> str | None:
@@ -209,12 +238,41 @@ def _selection_limit(facts: Facts) -> str | None:
         return f"it needs at most 64 selected blocks, got {facts.num_selected_blocks}"
     if facts.dtype == torch.float32 and facts.head_dim > 128 and facts.select_block_size == 128:
         return "float32 tiles of 128 keys and such head dims do not fit shared memory"
+    needed, given = _selection_shared_bytes(facts, group), _shared_memory()
+    if needed > given:
+        return f"its tiles need {needed} bytes of shared memory, the device has {given}"
     return None
 
 
 def _sliding_limit(facts: Facts) -> str | None:
     """What the sliding kernels were not written for."""
     return "it cannot bound the keys a query (document_start)" if facts.documents else None
+
+
+def _selection_shared_bytes(facts: Facts, group: int) -> int:
+    """Shared memory of the selection's smallest tiles: a block of keys and a token's rows.
+
+    As `SelectedPlan.shared_bytes`, which cannot be imported where there is no triton.
+    """
+    size, rows = facts.select_block_size, max(16, _padded(group))
+    columns = _padded(facts.head_dim) + _padded(facts.value_head_dim)
+    return ((size + rows) * columns + rows * size) * facts.dtype.itemsize + 1024
+
+
+def _padded(number: int) -> int:
+    """The least power of two that is not less, at least 16."""
+    power = 16
+    while power < number:
+        power *= 2
+    return power
+
+
+def _shared_memory() -> int:
+    if torch.compiler.is_compiling():
+        from nsa_flex.device_constants import shared_memory_constant
+
+        return shared_memory_constant()
+    return shared_memory()
 
 
 _OBSTACLES: dict[str, Callable[[BranchName, Facts], str | None]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from nsa_flex import tuning
+from nsa_flex import dispatch, tuning
 from nsa_flex.bench import machine, runner, tuner
 from nsa_flex.bench.case import Case
 from nsa_flex.cli.app import app
-from nsa_flex.dispatch import CUDA_ORDER
+from nsa_flex.dispatch import CUDA_ORDER, Facts, choose_backends
 from nsa_flex.tuning import Entry, lookup, parse, tuned_entries, tuned_file
 
 DEVICE = "Imaginary GPU 9"
@@ -36,6 +37,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def imaginary_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(dispatch, "shared_memory", lambda: tuning.HOPPER_SHARED_MEMORY)
+    monkeypatch.setattr(tuning, "shared_memory", lambda: tuning.HOPPER_SHARED_MEMORY)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: DEVICE)
     monkeypatch.setattr(
         machine, "ceilings", lambda *_: {"matrix_tflops": 100.0, "memory_gb_per_s": 1000.0}
@@ -310,3 +313,125 @@ def test_wrong_usage_is_exit_code_two(imaginary_gpu, arguments, message):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+# In dispatch.
+
+
+FACTS = Facts(
+    device_type="cuda",
+    dtype=torch.bfloat16,
+    head_dim=128,
+    value_head_dim=128,
+    num_query_heads=32,
+    num_kv_heads=8,
+    num_queries=8192,
+    whole=True,
+    documents=False,
+    needs_grad=False,
+)
+
+
+def remember(*entries: Entry) -> None:
+    tuner.write_tuned(tuned_file(DEVICE), entries, {"device": DEVICE})
+    tuned_entries.cache_clear()
+
+
+def test_auto_takes_what_was_tuned_and_says_so(imaginary_gpu):
+    untuned = choose_backends(FACTS)["sliding"]
+    assert untuned.backend == CUDA_ORDER["sliding"][0]
+    remember(entry(bands=((0, ("fa2",)),)))
+    choices = choose_backends(FACTS)
+    assert (choices["sliding"].backend, choices["sliding"].reason) == (
+        "fa2",
+        "fastest here by nsa-flex tune",
+    )
+    assert choices["compressed"].backend == CUDA_ORDER["compressed"][0]
+    assert choose_backends(replace(FACTS, needs_grad=True))["sliding"].reason == untuned.reason
+
+
+def test_what_was_tuned_but_cannot_do_it_is_passed_over(imaginary_gpu):
+    remember(entry(bands=((0, ("fa2",)),)))
+    choice = choose_backends(replace(FACTS, documents=True))["sliding"]
+    assert choice.backend == "flex"
+    assert "not fa2: it cannot bound the keys a query" in choice.reason
+
+
+def test_an_explicit_choice_ignores_what_was_tuned(imaginary_gpu):
+    remember(entry(bands=((0, ("fa2",)),)))
+    assert choose_backends(FACTS, {"sliding": "flex"})["sliding"].backend == "flex"
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_compiled_code_looks_up_too(monkeypatch, dynamic):
+    torch._dynamo.reset()
+    with monkeypatch.context() as imagined:  # the compiler itself would look for the GPU
+        imagined.setattr(torch.cuda, "is_available", lambda: True)
+        imagined.setattr(torch.cuda, "get_device_name", lambda device=None: DEVICE)
+        remember(entry(bands=((4096, ("fa2",)), (0, ("flex",)))))
+        assert tuned_entries()
+
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend="eager")
+    def taken(query: torch.Tensor) -> torch.Tensor:
+        backend = choose_backends(replace(FACTS, num_queries=query.shape[2]))["sliding"].backend
+        return query + ("fa2", "flex").index(backend)
+
+    for length in (100, 4096, 4097, 9000):
+        answer = taken(torch.zeros(1, 1, length, 1))
+        assert answer.unique().tolist() == [0.0 if length <= 4096 else 1.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "head_dim", "block_size", "backend"),
+    [
+        (232448, 128, 64, "triton"),  # H100, H200
+        (232448, 256, 128, "triton"),
+        (166912, 128, 64, "triton"),  # A100
+        (166912, 256, 128, "triton"),
+        (101376, 128, 64, "triton"),  # RTX 4090, RTX 5090, L40S
+        (101376, 256, 64, "triton"),
+        (101376, 256, 128, "flex"),
+    ],
+)
+def test_selection_goes_to_flex_where_no_tile_fits(
+    monkeypatch, given, head_dim, block_size, backend
+):
+    monkeypatch.setattr(dispatch, "shared_memory", lambda: given)
+    facts = replace(
+        FACTS, head_dim=head_dim, value_head_dim=head_dim, select_block_size=block_size
+    )
+    choice = choose_backends(facts)["selected"]
+    assert choice.backend == backend
+    assert backend == "triton" or f"the device has {given}" in choice.reason
+
+
+@pytest.mark.parametrize(
+    "sizes", [(4, 128, 128, 64, 2), (20, 192, 128, 32, 2), (1, 80, 96, 16, 4)]
+)
+def test_shared_memory_is_that_of_the_plan(sizes):
+    pytest.importorskip("triton")
+    from nsa_flex.fallback_kernels.selected_plan import HOPPER_SHARED_MEMORY, SelectedPlan
+
+    group, head_dim, value_dim, block_size, element_size = sizes
+    counts = {"batch": 1, "num_queries": 64, "num_keys": 64, "num_slots": 16, "num_initial": 1}
+    plan = SelectedPlan(
+        **counts,
+        query_heads=group,
+        kv_heads=1,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        block_size=block_size,
+        num_local=2,
+        query_offset=0,
+        element_size=element_size,
+    )
+    facts = replace(
+        FACTS,
+        dtype=torch.float32 if element_size == 4 else torch.bfloat16,
+        head_dim=head_dim,
+        value_head_dim=value_dim,
+        select_block_size=block_size,
+    )
+    needed = dispatch._selection_shared_bytes(facts, group)
+    assert needed == plan.shared_bytes(plan.least_rows, 1)
+    assert tuning.HOPPER_SHARED_MEMORY == HOPPER_SHARED_MEMORY
