@@ -40,9 +40,7 @@ def attend_part(
     if part.rows == 1:
         out, lse = _one_key(q, k, v, scale)
     else:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, True, False, scale=scale
-        )
+        out, lse = causal(q, k, v, scale)
     return _rows(out, batch), lse.reshape(batch, width, part.rows).contiguous()
 
 
@@ -75,28 +73,45 @@ def differentiate_part(
     if part.rows == 1:
         of_query, *of_keys = _one_key_gradients(do, q, k, v)
     else:
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # no dropout: never read
-        of_query, *of_keys = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            do,
-            q,
-            k,
-            v,
-            o,
-            _part_lse(lse, part, reach, stride).view(*q.shape[:3], 1),
-            seed,
-            seed,
-            None,
-            None,
-            None,
-            part.rows,
-            part.rows,
-            0.0,
-            True,
-            scale=scale,
-        )
+        part_lse = _part_lse(lse, part, reach, stride).view(q.shape[:3])
+        of_query, *of_keys = causal_gradients(do, q, k, v, o, part_lse, scale)
     shape = (batch, part.width, kv_heads, part.rows, -1)
     grad_key, grad_value = (x.reshape(shape).sum(1, dtype=torch.float32) for x in of_keys)
     return _rows(of_query, batch), grad_key, grad_value
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cuDNN's causal attention of square problems (B, H, N, D), and its float32 lse (B, H, N)."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, True, False, scale=scale
+    )
+    return out, lse.view(query.shape[:3])
+
+
+def causal_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of `causal`."""
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # no dropout: never read
+    rows = query.shape[2]
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        lse[..., None],
+        seed,
+        seed,
+        None,
+        None,
+        None,
+        rows,
+        rows,
+        0.0,
+        True,
+        scale=scale,
+    )
 
 
 def _problems(rows: Tensor, part: Part) -> Tensor:

@@ -1,4 +1,4 @@
-"""The core as one operator: its parts under the interpreter's eyes, the whole on CUDA."""
+"""The core as one operator: with cuDNN played by PyTorch in the interpreter, whole on CUDA."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import leaf
+from accuracy import assert_close, leaf, to_float64
+from interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+import oracle
 from nsa_flex import NSAConfig, nsa_attention
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels import core_compressed
+from nsa_flex.fallback_kernels.core import core_attention
 from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view, pieces_of
 from nsa_flex.fallback_kernels.selected_plan import PARTIAL_BYTES
 
@@ -22,6 +26,68 @@ SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 APART = {"compressed": "sdpa", "selected": "triton", "sliding": "fa2"}
 
 
+@only_outside
+def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """Every test below that does not need a GPU, on the CPU."""
+    run_in_the_interpreter(__file__, request.config)
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """What cuDNN computes, in float64, with the strides of cuDNN's results."""
+    group = query.shape[1] // key.shape[1]
+    q, k, v = (x.double() for x in (query, key, value))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = (q @ k.mT * scale).masked_fill(
+        torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), float("-inf")
+    )
+    return (logits.softmax(-1) @ v).to(query.dtype), logits.logsumexp(-1).float()
+
+
+def causal_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> list[Tensor]:
+    group = query.shape[1] // key.shape[1]
+    q, k, v, do = (x.double() for x in (query, key, value, grad))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    p = (q @ k.mT * scale - lse.double()[..., None]).exp().tril()
+    delta = (out.double() * do).sum(-1, keepdim=True)
+    ds = p * (do @ v.mT - delta) * scale
+    of_keys = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, p.mT @ do))
+    return [x.to(query.dtype) for x in (ds @ k, *of_keys)]
+
+
+@kernels
+@pytest.mark.skipif(not INTERPRETED, reason="on CUDA cuDNN plays itself, in half precision")
+@pytest.mark.parametrize(("length", "batch"), [(1, 1), (8, 2), (13, 2), (29, 1)])
+def test_results_and_gradients(length: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_compressed, "causal", causal)
+    monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)
+    heads, kv_heads, dim, blocks = 4, 2, 16, SMALL.num_compressed_blocks(length)
+    sizes = [(heads, length, dim), *[(kv_heads, length, dim)] * 2]
+    sizes += [(kv_heads, max(1, blocks), dim)] * 2
+    inputs = [leaf((batch, *size), torch.float32, "cpu") for size in sizes]
+    inputs.append(torch.randn(batch, heads, length, 3, requires_grad=True))
+    q, k, v, ck, cv, gates = inputs
+    results = core_attention(q, k, v, ck, cv, k, v, gates, config=SMALL, scale=0.3)
+    arrays = [to_float64(x) for x in inputs]
+    options = {"scale": 0.3, "blocks": results.blocks.numpy()}
+    scores = oracle.forward(*arrays, SMALL, scale=0.3).scores
+    assert oracle.choice_excess(results.blocks, scores, SMALL) <= 1e-5
+    want = oracle.forward(*arrays, SMALL, **options)
+    assert_close("output", results.out, want.out, None, torch.float32)
+    for name in ("compressed", "selected", "sliding"):
+        assert_close(name, getattr(results, f"{name}_lse"), want.lse[name], None, torch.float32)
+    grad = torch.randn_like(results.out)
+    grads = torch.autograd.grad(results.out, inputs, grad)
+    wanted = oracle.backward(*arrays, SMALL, to_float64(grad), **options)
+    least = 0.1 * float(grad.norm())
+    names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
+    for name, got in zip(names, grads, strict=True):
+        expected = getattr(wanted, name)
+        assert_close(name, got, expected, None, torch.float32, least=least)
+
+
+@only_outside
 @pytest.mark.parametrize(("block", "stride"), [(32, 16), (8, 8), (8, 2), (1, 1)])
 def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) -> None:
     reach = block - 1
