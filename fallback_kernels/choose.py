@@ -5,6 +5,7 @@ Needs triton; import it only where it is to run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.choose_lse import lse_kernel
@@ -26,7 +28,7 @@ MAX_GROUP = 64
 MAX_SLOTS = 64
 MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest program
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
-SCORE_BYTES = 1 << 27  # scores in memory at once
+SCORE_BYTES = 1 << 29  # scores in memory at once
 PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
 INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
 LOG2E = math.log2(math.e)
@@ -64,6 +66,12 @@ class Chunk(NamedTuple):
     start: int
     size: int
     width: int  # blocks that they may choose from, rounded up to a row of `top_kernel`
+    candidates: int
+
+    @property
+    def pitch(self) -> int:
+        """Scores from a row to the next: candidates of `top_kernel` lie between them."""
+        return self.width + self.candidates
 
     @property
     def lanes(self) -> int:
@@ -135,21 +143,44 @@ class ChoicePlan:
         """Most of a thread: few enough for three programs of 128 threads a multiprocessor."""
         return None if self.element_size == 4 else 168
 
+    @property
+    def candidates(self) -> int:
+        """Places for blocks of a row among which the choice is finished."""
+        return max(32, 2 << (self.num_slots - 1).bit_length())
+
+    @property
+    def past(self) -> int:
+        """No query sits later than if the last one were the last key."""
+        return self.num_blocks * self.select_block_size - self.num_queries
+
     def chunks(self) -> Iterator[Chunk]:
         """All queries, as many at a time as `SCORE_BYTES` holds the scores of."""
-        row_bytes = 4 * self.batch * self.kv_heads * row_width(self.num_blocks)
-        size = max(1, SCORE_BYTES // row_bytes)
-        size = min(self.num_queries, max(self.tile_tokens, size // 64 * 64))
-        # No query sits later than if the last one were the last key.
-        past = self.num_blocks * self.select_block_size - self.num_queries
-        for start in range(0, self.num_queries, size):
-            stop = min(start + size, self.num_queries)
-            own = (past + stop - 1) // self.select_block_size
-            yield Chunk(start, stop - start, row_width(min(own + 1, self.num_blocks)))
+        start = 0
+        while start < self.num_queries:
+            chunk = self.chunk(start)
+            yield chunk
+            start += chunk.size
+
+    def chunk(self, start: int) -> Chunk:
+        """The most queries from `start` on; the narrowest rows that do not make them fewer."""
+        best = Chunk(start, 0, 0, self.candidates)
+        own = (self.past + start) // self.select_block_size
+        width, widest = row_width(min(own + 1, self.num_blocks)), row_width(self.num_blocks)
+        while width <= widest:
+            row_bytes = 4 * self.batch * self.kv_heads * (width + self.candidates)
+            size = max(self.tile_tokens, SCORE_BYTES // row_bytes // 64 * 64, 1)
+            wide_enough = width * self.select_block_size - self.past - start
+            if width == widest:
+                wide_enough = self.num_queries - start
+            size = min(size, wide_enough, self.num_queries - start)
+            if size > best.size:
+                best = Chunk(start, size, width, self.candidates)
+            width *= 2
+        return best
 
     def empty_scores(self, device: torch.device) -> Tensor:
         """Room for the scores of any chunk, rows (batch row, KV head, query)."""
-        most = max((chunk.size * chunk.width for chunk in self.chunks()), default=0)
+        most = max((chunk.size * chunk.pitch for chunk in self.chunks()), default=0)
         size = self.batch * self.kv_heads * most
         return torch.empty(size, dtype=torch.float32, device=device)
 
@@ -187,7 +218,7 @@ def choose_blocks(
 ) -> Tensor:
     """`nsa_flex.selection.choose_blocks` from the log-sum-exp of the compressed branch.
 
-    Recomputes the probabilities tile by tile; scores of at most 128 MB exist at once.
+    Recomputes the probabilities tile by tile; scores of at most 512 MB exist at once.
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, any strides.
@@ -339,6 +370,41 @@ def _log_sum_exp(
     return lse[0] if splits == 1 else lse.logsumexp(0)
 
 
+def _key_tiles(plan: ChoicePlan, key: Tensor, **constants: int) -> TensorDescriptor | None:
+    """Descriptor of the keys as (B, Hkv, l'/d, N // (l'/d), D) for tensor copies, or None.
+
+    It leaves out the last keys if l'/d does not divide N: blocks that are forced where they exist.
+    """
+    per, lent = (
+        constants["SELECT"] // constants["STRIDE"],
+        constants["COMPRESS"] > constants["STRIDE"],
+    )
+    batch, heads, num_keys, dim = key.shape
+    if (
+        not _copies_tensors(key.device)
+        or constants["INITIAL"] < lent
+        or constants["LOCAL"] < 1 + lent
+        or plan.head_columns != (dim, 0)
+        or key.element_size() != 2
+        or num_keys < per
+        or key.data_ptr() % 16
+        or any(step % 8 for step in key.stride()[:3])
+    ):
+        return None
+    by_batch, by_head, by_key, _ = key.stride()
+    return TensorDescriptor(
+        key,
+        [batch, heads, per, num_keys // per, dim],
+        [by_batch, by_head, by_key, per * by_key, 1],
+        [1, 1, 1, plan.tile_rows, dim],
+    )
+
+
+@functools.cache
+def _copies_tensors(device: torch.device) -> bool:
+    return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def _launch_scores(
     plan: ChoicePlan,
     chunk: Chunk,
@@ -352,9 +418,11 @@ def _launch_scores(
 ) -> None:
     tiles = -(-chunk.size // plan.tile_tokens)
     splits = plan.splits(chunk.size, -(-chunk.width // (plan.tile_rows - 1)))
+    key_tiles = _key_tiles(plan, key, **constants)
     score_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
         query,
         key,
+        key_tiles,
         lse,
         places.positions,
         places.starts,
@@ -368,10 +436,11 @@ def _launch_scores(
         chunk.size,
         key.shape[2],
         plan.kv_heads,
-        chunk.depth,
-        chunk.lanes,
+        chunk.width,
+        chunk.pitch,
         scale * LOG2E,
         DOCUMENTS=places.documents,
+        COPIES=key_tiles is not None,
         COMPILED=not INTERPRETED,
         **plan.tile_constants(),
         **constants,
@@ -400,6 +469,7 @@ def _launch_top(
         plan.num_queries,
         plan.kv_heads,
         SLOT_COLUMNS=1 << (plan.num_slots - 1).bit_length(),
+        CANDIDATES=chunk.candidates,
         LANES=chunk.lanes,
         DEPTH=chunk.depth,
         DOCUMENTS=places.documents,

@@ -5,6 +5,10 @@ runs over columns that one thread holds. The keys of a tile are taken one residu
 of residue m is compressed block `(l'/d) j + m`, so that Eq. 9 adds tiles and shuffles nothing.
 What block j - 1 lends to block j (compressed blocks that straddle both) is one shift of the
 finished, group-summed tile; a tile's first row exists for that alone.
+
+Where blocks are forced at both ends of a row, a free one and its left neighbour hold no compressed
+block that the query does not see: nothing is masked, and keys past the end may read as anything.
+Then one tensor copy brings a tile of keys, if the device has them.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.choose_top import VECTOR, score_place
+from nsa_flex.fallback_kernels.choose_top import VECTOR
 
 
 @triton.jit
@@ -78,6 +82,80 @@ def pin_layout(x, COMPILED: tl.constexpr):
     return x
 
 
+@triton.jit
+def multiply(
+    key_tiles,
+    key_ptr,
+    key_stride_s,
+    first_block,
+    residue,
+    batch,
+    head,
+    num_keys,
+    q,
+    q_tail,
+    ROWS: tl.constexpr,
+    PER: tl.constexpr,
+    AFTER_ZERO: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    TAIL_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COPIES: tl.constexpr,
+):
+    """Key . query [ROWS, columns of q]; row j is key PER (first_block + j) + residue.
+
+    `key_tiles` is a descriptor of (B, Hkv, PER, N // PER, D) if COPIES, else unused.
+    """
+    if COPIES:
+        k = key_tiles.load([batch, head, residue, first_block, 0])
+        k = tl.reshape(k, (ROWS, HEAD_COLUMNS))
+        return tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    first_key = first_block * PER + residue
+    k = load_keys(
+        key_ptr, key_stride_s, first_key, num_keys,
+        ROWS, PER, AFTER_ZERO, 0, HEAD_DIM, HEAD_COLUMNS,
+    )  # fmt: skip
+    logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    if TAIL_COLUMNS > 0:
+        k_tail = load_keys(
+            key_ptr, key_stride_s, first_key, num_keys,
+            ROWS, PER, AFTER_ZERO, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
+        )  # fmt: skip
+        logits = tl.dot(k_tail, tl.trans(q_tail), logits, input_precision=PRECISION)
+    return logits
+
+
+@triton.jit
+def hide(
+    p,
+    first_key,
+    num_keys,
+    position,
+    start,
+    ROWS: tl.constexpr,
+    PER: tl.constexpr,
+    AFTER_ZERO: tl.constexpr,
+    COMPRESS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """p [ROWS, tokens], 0 where the query does not see the key; there it may be inf or NaN."""
+    partly = (first_key + PER * (ROWS - 1)) * STRIDE + COMPRESS - 1 > tl.min(position, 0)
+    if not AFTER_ZERO:
+        partly |= first_key < 0
+    if DOCUMENTS:
+        partly |= first_key * STRIDE < tl.max(start, 0)
+    if partly:
+        key = first_key + PER * tl.arange(0, ROWS)
+        seen = (key * STRIDE + COMPRESS - 1)[:, None] <= position[None, :]
+        seen = seen & ((key >= 0) & (key < num_keys))[:, None]
+        if DOCUMENTS:
+            seen = seen & ((key * STRIDE)[:, None] >= start[None, :])
+        p = tl.where(seen, p, 0.0)
+    return p
+
+
 @triton.jit(
     do_not_specialize=[
         "first_query",
@@ -85,13 +163,12 @@ def pin_layout(x, COMPILED: tl.constexpr):
         "chunk_queries",
         "num_keys",
         "kv_heads",
-        "depth",
-        "lanes",
     ]
 )
 def score_kernel(
     query_ptr,
     key_ptr,
+    key_tiles,
     lse_ptr,
     position_ptr,
     start_ptr,
@@ -111,8 +188,8 @@ def score_kernel(
     chunk_queries,
     num_keys,
     kv_heads,
-    depth,
-    lanes,
+    width,
+    pitch,
     scale_log2,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -130,32 +207,38 @@ def score_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    COPIES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
+    """Scores of a tile of queries: rows of `width` in natural order, `pitch` apart.
+
+    Written are the vectors with a free block of some query of the tile, -1 for what is not free.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     PER: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     LENT: tl.constexpr = 1 if LEFT > 0 else 0
     VALID: tl.constexpr = ROWS - LENT
+    AFTER_ZERO: tl.constexpr = INITIAL >= LENT
+    HIDES: tl.constexpr = INITIAL < LENT or LOCAL < 1 + LENT
     # Late queries have the most to do: they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    batch, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    row_of_batch, first_head = batch.to(tl.int64), head.to(tl.int64) * GROUP
     split, num_splits = tl.program_id(2), tl.num_programs(2)
 
     place = tile * TOKENS + tl.arange(0, TOKENS)
     token = first_query + tl.minimum(place, chunk_queries - 1)
-    position = tl.load(position_ptr + batch * position_stride_b + token).to(tl.int32)
+    position = tl.load(position_ptr + row_of_batch * position_stride_b + token).to(tl.int32)
     own = position // SELECT
     first = tl.zeros_like(own)
     start = tl.zeros_like(own)
     if DOCUMENTS:
-        start = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32)
+        start = tl.load(start_ptr + row_of_batch * start_stride_b + token).to(tl.int32)
         first = start // SELECT
     first_free, last_free = first + INITIAL, own - LOCAL
     # Where all candidates fit, nobody asks for scores; nor for those of forced blocks.
     crowded = own - first >= NUM_SLOTS
-    width = lanes * depth
     lowest = tl.min(tl.where(crowded, first_free, width), 0)
     # Whole vectors are read: to their end -1 says that a block is not free.
     highest = tl.max(tl.where(crowded, last_free, -1), 0) // VECTOR * VECTOR + VECTOR - 1
@@ -164,19 +247,20 @@ def score_kernel(
     if split >= num_tiles:
         return
 
-    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h
-    key_ptr += batch * key_stride_b + head * key_stride_h
+    query_ptr += row_of_batch * query_stride_b + first_head * query_stride_h
+    key_ptr += row_of_batch * key_stride_b + head.to(tl.int64) * key_stride_h
     q = load_queries(
         query_ptr, query_stride_h, query_stride_s, token,
         GROUP, MEMBERS, TOKENS, 0, HEAD_DIM, HEAD_COLUMNS,
     )  # fmt: skip
+    q_tail = q
     if TAIL_COLUMNS > 0:
         q_tail = load_queries(
             query_ptr, query_stride_h, query_stride_s, token,
             GROUP, MEMBERS, TOKENS, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
         )  # fmt: skip
     member = tl.arange(0, MEMBERS)[:, None]
-    lse_ptr += batch * lse_stride_b + (head * GROUP + member) * lse_stride_h
+    lse_ptr += row_of_batch * lse_stride_b + (first_head + member) * lse_stride_h
     lse = tl.load(
         lse_ptr + token[None, :].to(tl.int64) * lse_stride_s,
         mask=(member < GROUP) & (token[None, :] >= 0),
@@ -185,14 +269,14 @@ def score_kernel(
     lse = tl.reshape(lse, (MEMBERS * TOKENS,)) * LOG2E
 
     row = tl.arange(0, ROWS)
-    earliest, latest_start = tl.min(position, 0), tl.max(start, 0)
-    score_row = (tl.program_id(1) * chunk_queries + place) * width
+    score_ptr += (tl.program_id(1) * chunk_queries + place).to(tl.int64)[None, :] * pitch
+    kept = (place < chunk_queries)[None, :]
     if split == 0:
         block = lowest // VECTOR * VECTOR + tl.arange(0, VECTOR)
         tl.store(
-            score_ptr + (score_row[None, :] + score_place(block, depth, lanes)[:, None]),
+            score_ptr + block[:, None],
             tl.full((VECTOR, TOKENS), -1.0, tl.float32),
-            mask=(block < lowest)[:, None] & (place < chunk_queries)[None, :],
+            mask=(block < lowest)[:, None] & kept,
         )
     own_part = tl.zeros((ROWS, TOKENS), tl.float32)
     lent_part = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -200,34 +284,18 @@ def score_kernel(
     for step in tl.range(0, steps, num_stages=STAGES):
         residue = step % PER
         first_block = lowest - LENT + (split + step // PER * num_splits) * VALID
-        first_key = first_block * PER + residue
-        k = load_keys(
-            key_ptr, key_stride_s, first_key, num_keys,
-            ROWS, PER, INITIAL >= LENT, 0, HEAD_DIM, HEAD_COLUMNS,
+        logits = multiply(
+            key_tiles, key_ptr, key_stride_s, first_block, residue, batch, head, num_keys,
+            q, q_tail, ROWS, PER, AFTER_ZERO, HEAD_DIM, HEAD_COLUMNS, TAIL_COLUMNS,
+            PRECISION, COPIES,
         )  # fmt: skip
-        logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        if TAIL_COLUMNS > 0:
-            k_tail = load_keys(
-                key_ptr, key_stride_s, first_key, num_keys,
-                ROWS, PER, INITIAL >= LENT, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
-            )  # fmt: skip
-            logits = tl.dot(k_tail, tl.trans(q_tail), logits, input_precision=PRECISION)
         p = tl.exp2(logits * scale_log2 - lse[None, :])
         p = tl.sum(tl.reshape(p, (ROWS, MEMBERS, TOKENS)), 1)
-        # Where some query does not see all, what must not count may be inf or NaN by now.
-        last = (first_key + PER * (ROWS - 1)) * STRIDE + COMPRESS - 1
-        partly = last > earliest
-        if INITIAL < LENT:
-            partly |= first_key < 0
-        if DOCUMENTS:
-            partly |= first_key * STRIDE < latest_start
-        if partly:
-            key = first_key + PER * row
-            seen = (key * STRIDE + COMPRESS - 1)[:, None] <= position[None, :]
-            seen = seen & ((key >= 0) & (key < num_keys))[:, None]
-            if DOCUMENTS:
-                seen = seen & ((key * STRIDE)[:, None] >= start[None, :])
-            p = tl.where(seen, p, 0.0)
+        if HIDES:
+            p = hide(
+                p, first_block * PER + residue, num_keys, position, start,
+                ROWS, PER, AFTER_ZERO, COMPRESS, STRIDE, DOCUMENTS,
+            )  # fmt: skip
         own_weight = (tl.minimum(LEFT, PER - 1 - residue) + 1).to(tl.float32)
         own_part += own_weight * p
         if LEFT > 1:
@@ -247,10 +315,6 @@ def score_kernel(
             free = (block[:, None] >= first_free[None, :]) & (block[:, None] <= last_free[None, :])
             scores = tl.where(free, scores, -1.0)
             wanted = (row >= LENT) & (block <= highest)
-            tl.store(
-                score_ptr + (score_row[None, :] + score_place(block, depth, lanes)[:, None]),
-                scores,
-                mask=wanted[:, None] & (place < chunk_queries)[None, :],
-            )
+            tl.store(score_ptr + block[:, None], scores, mask=wanted[:, None] & kept)
             own_part = tl.zeros((ROWS, TOKENS), tl.float32)
             lent_part = tl.zeros((ROWS, TOKENS), tl.float32)

@@ -1,7 +1,7 @@
 """The best blocks of each row of scores: forced ones, then the highest, the lower index first.
 
-A row is LANES x DEPTH: a thread holds DEPTH blocks that follow one another. Memory holds them so
-that neighbouring threads read neighbouring vectors; see `score_place`.
+A row is LANES x DEPTH: a thread holds every LANES-th vector of blocks that follow one another, so
+that neighbouring threads read neighbouring vectors of a row in its natural order.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 VECTOR = tl.constexpr(4)  # scores one load instruction brings to a thread
+SHALLOW = tl.constexpr(8)  # rows with no more scores a thread are searched whole
 
 
 @triton.jit
-def score_place(block, depth, lanes):
-    """Where the score of a block is, within a row of depth * lanes scores."""
-    lane, rest = block // depth, block % depth
-    return (rest // VECTOR * lanes + lane) * VECTOR + rest % VECTOR
+def block_of(lane, rest, LANES: tl.constexpr):
+    """Block that is number `rest` of thread `lane`."""
+    return (rest // VECTOR * LANES + lane) * VECTOR + rest % VECTOR
 
 
 @triton.jit
@@ -25,11 +25,10 @@ def load_bits(score_ptr, lowest, highest, LANES: tl.constexpr, DEPTH: tl.constex
 
     Scores are not negative, so that their bits have their order.
     """
-    place = tl.arange(0, LANES * DEPTH)
-    vector = place // VECTOR  # one address in VECTOR, so that the mask leaves vectors whole
-    block = vector % LANES * DEPTH + vector // LANES * VECTOR
-    some = (block + VECTOR > lowest) & (block <= highest)
-    score = tl.load(score_ptr + place, mask=some, other=-1.0)
+    block = tl.arange(0, LANES * DEPTH)
+    vector = block // VECTOR * VECTOR  # one in VECTOR, so that the mask leaves vectors whole
+    some = (vector + VECTOR > lowest) & (vector <= highest)
+    score = tl.load(score_ptr + block, mask=some, other=-1.0)
     score = tl.trans(tl.reshape(score, (DEPTH // VECTOR, LANES, VECTOR)), (1, 0, 2))
     return tl.reshape(score, (LANES, DEPTH)).to(tl.int32, bitcast=True)
 
@@ -74,41 +73,127 @@ def tie_limit(bits, block, low, wanted):
 @triton.jit
 def number_of_ones(word):
     """Bits set in each uint32."""
-    word -= (word >> 1) & 0x55555555
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = ones_by_vector(word)
     return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
-def store_best(bits, block_ptr, WANTED: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """Writes the blocks of the WANTED highest of `bits`, ascending; more than that are >= 0."""
-    PARTS: tl.constexpr = 4
+def ones_by_vector(word):
+    """Bits set in each of the eight vectors of a uint32, four bits a count."""
+    word -= (word >> 1) & 0x55555555
+    return (word & 0x33333333) + ((word >> 2) & 0x33333333)
+
+
+@triton.jit
+def first_slots(word, DEPTH: tl.constexpr):
+    """How many flags come before each vector of a thread: (even vectors, odd ones), a byte each.
+
+    Vector v of every thread comes before vector v + 1 of any. At most 128 flags are set.
+    """
+    if DEPTH == VECTOR:
+        ones = number_of_ones(word).to(tl.uint32)
+        before = tl.cumsum(ones, 0) - ones
+        return before, before
+    ones = ones_by_vector(word)
+    even, odd = ones & 0x0F0F0F0F, (ones >> 4) & 0x0F0F0F0F
+    all_even, all_odd = tl.sum(even, 0), tl.sum(odd, 0)
+    before = (all_even + all_odd) * 0x01010100  # a byte sums the bytes below it
+    return (
+        before + (tl.cumsum(even, 0) - even),
+        before + all_even + (tl.cumsum(odd, 0) - odd),
+    )
+
+
+@triton.jit
+def store_flagged(flags, out_ptr, LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """Writes the blocks of all flags [LANES, DEPTH] that are set, ascending."""
     lane, rest = tl.arange(0, LANES), tl.arange(0, DEPTH)
-    # The WANTED best parts hold as many scores that reach the least of their maxima: a first
-    # bound, and a close one, from few numbers.
-    parts = tl.max(tl.reshape(bits, (LANES, PARTS, DEPTH // PARTS)), 2)
-    highest = tl.max(tl.max(parts, 1), 0) + 1
-    zero = highest * 0
-    low, high, reached = bisect(parts, zero, highest, zero + (WANTED + 1), WANTED)
-    reached = count(bits >= low)
+    # One word of flags a thread: only they are counted across threads, and taken apart.
+    word = tl.sum(flags.to(tl.uint32) << rest.to(tl.uint32)[None, :], 1)
+    even, odd = first_slots(word, DEPTH)
+    left = word
+    while tl.max(left, 0) > 0:
+        lowest = (left & (0 - left)).to(tl.float32)  # a power of two: its exponent is the place
+        place = ((lowest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.uint32)
+        if DEPTH == VECTOR:
+            slot = even + number_of_ones(word ^ left).to(tl.uint32)
+        else:
+            vector = place // VECTOR
+            slots = tl.where(vector % 2 == 0, even, odd) >> (vector // 2 * 8)
+            taken = (word ^ left) >> (vector * VECTOR) & 0xF
+            slot = (slots & 0xFF) + number_of_ones(taken).to(tl.uint32)
+        block = block_of(lane, place.to(tl.int32), LANES)
+        tl.store(out_ptr + slot.to(tl.int32), block.to(out_ptr.dtype.element_ty), mask=left > 0)
+        left &= left - 1
+
+
+@triton.jit
+def exactly(bits, low, high, reached, WANTED: tl.constexpr, LANES: tl.constexpr):
+    """`bits` [LANES, depth] and the bound that the WANTED highest reach, of equal ones the lower
+    blocks: the others are -1 then.
+
+    `reached` are >= low, no fewer than WANTED; fewer are >= high.
+    """
+    low, high, reached = bisect(bits, low, high, reached, WANTED)
     if reached != WANTED:
-        high = tl.where(count(bits >= high) < WANTED, high, highest)
-        low, high, reached = bisect(bits, low, high, reached, WANTED)
-    if reached != WANTED:
-        block = lane[:, None] * DEPTH + rest[None, :]
+        lane, rest = tl.arange(0, LANES), tl.arange(0, bits.shape[1])
+        block = block_of(lane[:, None], rest[None, :], LANES)
         limit = tie_limit(bits, block, low, WANTED)
         bits = tl.where((bits == low) & (block > limit), -1, bits)
+    return bits, low
 
-    # One word of flags a thread: only they are counted across threads, and taken apart.
-    word = tl.sum((bits >= low).to(tl.uint32) << rest.to(tl.uint32)[None, :], 1)
-    ones = number_of_ones(word)
-    slot = tl.cumsum(ones, 0) - ones
-    while tl.max(word, 0) > 0:
-        first = (word & (0 - word)).to(tl.float32)  # a power of two: its exponent is the place
-        place = (first.to(tl.int32, bitcast=True) >> 23) - 127
-        tl.store(block_ptr + slot, lane * DEPTH + place, mask=word > 0)
-        word &= word - 1
-        slot += 1
+
+@triton.jit
+def store_best(
+    bits,
+    score_ptr,
+    block_ptr,
+    WANTED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Writes the blocks of the WANTED highest of `bits`, ascending; more than that are >= 0.
+
+    In a deep row a bound that a few more reach comes from the maxima of parts; those few, at most
+    CANDIDATES, go to the scratch behind the row and come back one a thread.
+    """
+    PARTS: tl.constexpr = 1 if 2 * WANTED <= LANES else 4
+    parts = tl.max(tl.reshape(bits, (LANES, PARTS, DEPTH // PARTS)), 2)
+    of_threads = tl.max(parts, 1)
+    highest = tl.max(of_threads, 0) + 1
+    low = highest * 0
+    if LANES >= WANTED:  # as many scores reach the least of the threads' maxima
+        low = tl.maximum(low, tl.min(of_threads, 0))
+    many = low * 0 + (WANTED + 1)
+    if DEPTH <= SHALLOW:
+        bits, low = exactly(bits, low, highest, many, WANTED, LANES)
+        store_flagged(bits >= low, block_ptr, LANES, DEPTH)
+        return
+
+    low, high, reached = bisect(parts, low, highest, many, WANTED)
+    reached = count(bits >= low)
+    if reached > CANDIDATES:
+        bits, low = exactly(bits, low, highest, reached, WANTED, LANES)
+        reached = low * 0 + WANTED
+    scratch_ptr = score_ptr + LANES * DEPTH
+    store_flagged(bits >= low, scratch_ptr, LANES, DEPTH)
+    tl.debug_barrier()
+    slot = tl.arange(0, CANDIDATES)
+    block = tl.load(scratch_ptr + slot, mask=slot < reached, other=0.0).to(tl.int32)
+    value = tl.load(score_ptr + block, mask=slot < reached, other=-1.0)
+    value = value.to(tl.int32, bitcast=True)
+    high = tl.where(count((value >= high)[:, None]) < WANTED, high, highest)
+    low, high, reached = bisect(value[:, None], low, high, reached, WANTED)
+    # Blocks ascend with the slots: of equal scores the first ones stay.
+    above, equal = (value > low).to(tl.int32), (value == low).to(tl.int32)
+    spare = WANTED - tl.sum(above, 0)
+    own = above + (equal << 16)
+    before = tl.cumsum(own, 0) - own
+    equal_before = before >> 16
+    kept = (above > 0) | ((equal > 0) & (equal_before < spare))
+    place = (before & 0xFFFF) + tl.minimum(equal_before, spare)
+    tl.store(block_ptr + place, block, mask=kept)
 
 
 @triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries", "kv_heads"])
@@ -128,6 +213,7 @@ def top_kernel(
     SLOT_COLUMNS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -152,6 +238,6 @@ def top_kernel(
         tl.store(block_ptr + slot, block, mask=forced)
         if FREE > 0:
             row = (tl.program_id(1) * chunk_queries + place).to(tl.int64)
-            score_ptr += row * (LANES * DEPTH)
+            score_ptr += row * (LANES * DEPTH + CANDIDATES)
             bits = load_bits(score_ptr, first + INITIAL, own - LOCAL, LANES, DEPTH)
-            store_best(bits, block_ptr + INITIAL, FREE, LANES, DEPTH)
+            store_best(bits, score_ptr, block_ptr + INITIAL, FREE, CANDIDATES, LANES, DEPTH)

@@ -241,11 +241,46 @@ def test_documents(past: int) -> None:
 def test_chunks_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of 64 queries at a time, and every tile of keys in a program of its own."""
     case = Case(num_queries=80, past=1100, batch=2)
-    monkeypatch.setattr(choose, "SCORE_BYTES", 64 * 2 * 4 * case.num_blocks)
+    row = choose.row_width(case.num_blocks) + 32
+    monkeypatch.setattr(choose, "SCORE_BYTES", 64 * 2 * 4 * row)
     monkeypatch.setattr(choose, "PROGRAMS", 1000)
     check(case)
     monkeypatch.setattr(choose, "PROGRAMS", 1)
     check(case)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4, 16, 700])
+@pytest.mark.parametrize(
+    ("num_queries", "past"), [(1, 5000), (9000, 0), (70_001, 33), (1 << 20, 0)]
+)
+def test_chunks_hold_every_query_and_its_blocks(
+    num_queries: int, past: int, kv_heads: int
+) -> None:
+    num_blocks = PAPER.num_select_blocks(past + num_queries)
+    plan = choose.ChoicePlan(1, kv_heads, kv_heads, num_queries, 128, num_blocks, 16, 64, 2)
+    stop = 0
+    for chunk in plan.chunks():
+        assert chunk.start == stop
+        assert chunk.size > 0
+        stop += chunk.size
+        own = (past + stop - 1) // 64
+        assert min(own + 1, num_blocks) <= chunk.width <= choose.row_width(num_blocks)
+        bytes_ = 4 * kv_heads * chunk.size * chunk.pitch
+        assert bytes_ <= choose.SCORE_BYTES or chunk.size == plan.tile_tokens
+    assert stop == num_queries
+
+
+@kernels
+@pytest.mark.parametrize("head_dim", [16, 128, 256])
+def test_tensor_copies_bring_the_same_keys(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same products in the same order: the same bits."""
+    case = Case(PAPER, num_queries=8, past=1500, head_dim=head_dim, dtype=torch.float16)
+    q, k = inputs(case)
+    lse, scores = references(case, q, k)
+    copied = choice(case, q, k, lse)
+    assert_best(case, copied, scores)
+    monkeypatch.setattr(choose, "_copies_tensors", lambda device: False)
+    assert torch.equal(choice(case, q, k, lse), copied)
 
 
 @kernels
