@@ -88,6 +88,9 @@ def selected_attention(
     )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    differentiable = any(x.requires_grad for x in (query, key, value))
+    # The deterministic backward sorts: it makes an index of its own.
+    keep_index = differentiable and torch.is_grad_enabled() and not deterministic
     out, lse, _ = selected_forward(
         query,
         key,
@@ -99,6 +102,7 @@ def selected_attention(
         scale,
         query_offset,
         deterministic,
+        keep_index,
     )
     return out, lse
 
@@ -115,15 +119,17 @@ def selected_forward(
     scale: float,
     query_offset: int,
     deterministic: bool,
+    keep_index: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator under `selected_attention`; `deterministic` is for its backward.
 
-    The third result is the index of `blocks`, which the backward uses again: int32.
+    The third result, int32, is the index of `blocks`, which the backward uses again if
+    `keep_index` says so; else it has no elements.
     """
     plan = SelectedPlan.of(
         query, key, value, blocks, block_size, num_initial_blocks, num_local_blocks, query_offset
     )
-    storage = _empty_index(query, key, value, blocks, block_size, query_offset)
+    storage = _empty_index(query, key, value, blocks, block_size, query_offset, keep_index)
     if query.numel() == 0 or blocks.numel() == 0:
         out, lse = _empty_results(query, value)
         return out.zero_(), lse.fill_(float("-inf")), storage
@@ -135,7 +141,7 @@ def selected_forward(
             rows_contiguous(value),
             blocks.contiguous(),
             scale,
-            storage=storage,
+            storage=storage if keep_index else None,
         )
     return out, lse, storage
 
@@ -152,8 +158,9 @@ def _(
     scale: float,
     query_offset: int,
     deterministic: bool,
+    keep_index: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    index = _empty_index(query, key, value, blocks, block_size, query_offset)
+    index = _empty_index(query, key, value, blocks, block_size, query_offset, keep_index)
     return *_empty_results(query, value), index
 
 
@@ -196,7 +203,7 @@ def selected_backward(
             grad_out,
             scale,
             deterministic=deterministic,
-            index=index,
+            index=index if index.numel() else None,
         )
 
 
@@ -213,9 +220,15 @@ def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _empty_index(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, block_size: int, query_offset: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    query_offset: int,
+    keep: bool,
 ) -> Tensor:
-    words = index_words(query, key, value, blocks, block_size, query_offset)
+    words = index_words(query, key, value, blocks, block_size, query_offset) if keep else 0
     return torch.empty(words, dtype=torch.int32, device=query.device)
 
 
@@ -231,7 +244,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     out, lse, index = output
     ctx.mark_non_differentiable(index)
     ctx.save_for_backward(query, key, value, blocks, index, out, lse)
-    ctx.options = options
+    ctx.options = options[:-1]  # without `keep_index`
     ctx.set_materialize_grads(False)
 
 
@@ -244,7 +257,7 @@ def _backward(
     gradients = selected_backward(
         query, key, value, blocks, index, out, lse, grad_out, grad_lse, *ctx.options
     )
-    return (*gradients, None, *(None for _ in ctx.options))
+    return (*gradients, None, *(None for _ in ctx.options), None)
 
 
 selected_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -234,11 +234,13 @@ def forward(
         key: (B, Hkv, Sk, D), last dimension contiguous; value likewise (B, Hkv, Sk, Dv).
         blocks: int32 (B, Hkv, Sq, n), contiguous.
         scale: factor of the logits.
-        storage: int32 (`index_words`,) that receives the index, for the backward.
+        storage: int32 (`index_words`,) that receives the index for the backward; without one,
+            entries are listed only where the forward reads them.
     """
     chunk = plan.chunk_tokens
     unions = build_unions(plan, blocks)
-    index = build_index(plan, blocks, chunk, unions=unions, storage=storage)
+    every = storage is not None
+    index = build_index(plan, blocks, chunk, unions=unions, every=every, storage=storage)
     out = empty_natural(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_natural(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
     partial = torch.empty(

@@ -90,11 +90,13 @@ def count_kernel(
     LOCAL: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
+    EVERY: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
     """Summaries of all queries, list lengths, and each entry's rank in its list.
 
-    `counts_ptr` has two counters a list: entries of tiles without a union, then of those with one.
+    `counts_ptr` has two counters a list: entries of tiles without a union, then of those with one,
+    which are counted only if EVERY entry is to be listed.
     Ranks come from an atomic counter, in no fixed order. ORDERED leaves the ranking to a stable
     sort: it writes the list of every entry into `ranks_ptr` and no counts.
     """
@@ -128,6 +130,8 @@ def count_kernel(
     else:
         united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
         counter = key + tl.where(united, num_lists, 0)[:, None]
+        if not EVERY:
+            free = free & ~united[:, None]
         rank = tl.atomic_add(counts_ptr + counter, 1, mask=free, sem="relaxed")
         tl.store(ranks_ptr + place, rank, mask=free)
 
@@ -158,6 +162,7 @@ def scatter_kernel(
     LOCAL: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
     """Write each entry to its place: start of its list plus its rank."""
     batch_head = tl.program_id(0) % batch_heads
@@ -182,9 +187,11 @@ def scatter_kernel(
         kv_heads,
         num_blocks,
     )
+    united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
+    if not EVERY:
+        free = free & ~united[:, None]
     rank = tl.load(ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=free, other=0)
     start = tl.load(list_starts_ptr + key, mask=free, other=0)
-    united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
     start += tl.load(counts_ptr + key, mask=free & united[:, None], other=0)
     tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=free)
 
@@ -259,6 +266,7 @@ def build_index(
     chunk: int,
     *,
     unions: UnionLists | None = None,
+    every: bool = True,
     storage: Tensor | None = None,
 ) -> SelectedIndex:
     """Invert `blocks` (B, Hkv, Sq, n) on its device, without a look at its values on the host.
@@ -269,6 +277,7 @@ def build_index(
         chunk: entries per item.
         unions: of the tiles. None: lists ascend by query, the same in every run, which costs a
             sort of all entries; no tile counts as having a union.
+        every: list the entries of tiles with a union as well, which only a backward needs.
         storage: memory for the index, see `index_views`.
     """
     index = index_views(plan, chunk, storage, blocks)
@@ -287,7 +296,12 @@ def build_index(
         plan.kv_heads,
         plan.num_blocks,
     )
-    constants = {**plan.index_constants(), "TOKENS": INDEX_TOKENS, "TILE": plan.merge_tokens}
+    constants = {
+        **plan.index_constants(),
+        "TOKENS": INDEX_TOKENS,
+        "TILE": plan.merge_tokens,
+        "EVERY": every,
+    }
     if unions is None:
         keys = torch.full_like(blocks, plan.num_lists)
         ordered = (blocks, keys, keys, index.summary, keys)

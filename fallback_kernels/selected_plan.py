@@ -19,7 +19,7 @@ HOPPER_SHARED_MEMORY = 227 << 10
 
 ITEM_WORDS = 4  # see `SelectedIndex`
 # A tile walks the union of its free choices where that has at most so many quarters of a block
-# for every free choice of a query: 42 blocks at 13 free choices.
+# for every free choice of a query: 42 blocks at 13 free choices. 0: none ever does.
 UNION_LIMIT = 13
 
 

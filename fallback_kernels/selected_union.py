@@ -80,7 +80,8 @@ def union_lists_kernel(
 ):
     """The union of a tile, if it is worth a walk.
 
-    That is where it has, forced blocks apart, at most LIMIT / 4 blocks per free choice of a query.
+    That is where it has, forced blocks apart, at most LIMIT / 4 blocks per free choice of a query;
+    with LIMIT 0 no union is.
     """
     batch_head = tl.program_id(1)
     tile = batch_head * tl.num_programs(0) + tl.program_id(0)
@@ -89,8 +90,8 @@ def union_lists_kernel(
     query = position - query_offset
     row_ok = (query >= 0) & (query < num_queries)
     row = batch_head * num_queries + query
-    worth = True
-    if TOKENS > 4:
+    worth = LIMIT > 0
+    if worth and TOKENS > 4:
         start = base + tl.program_id(0) * TOKENS - query_offset
         one = batch_head * num_queries + tl.maximum(start, 0)
         other = batch_head * num_queries + tl.minimum(start + TOKENS, num_queries) - 1

@@ -35,6 +35,18 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     run_in_the_interpreter(__file__, request.config)
 
 
+@pytest.fixture(autouse=True)
+def _lists_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences would mostly go by unions; where a test does not ask for them, none does."""
+    if "with_unions" not in request.fixturenames:
+        monkeypatch.setattr(selected_plan, "UNION_LIMIT", 0)
+
+
+@pytest.fixture
+def with_unions() -> None:
+    """Leaves the choice between lists and unions to the device."""
+
+
 @dataclass(frozen=True)
 class Case:
     """Sizes of one call; see `inputs`."""
@@ -42,7 +54,7 @@ class Case:
     batch: int = 1
     kv_heads: int = 1
     group: int = 4
-    num_queries: int = 53
+    num_queries: int = 37
     num_keys: int | None = None
     offset: int = 0
     head_dim: int = 32
@@ -198,14 +210,15 @@ def test_head_dims(head_dim: int, value_dim: int) -> None:
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_block_sizes(block_size: int) -> None:
     """Five blocks, the last of them partial."""
-    case = Case(block_size=block_size, num_queries=4 * block_size + 3, group=2)
+    tokens = block_size + 3
+    case = Case(block_size=block_size, num_queries=tokens, offset=3 * block_size, group=2)
     check(case, choices(case))
 
 
 @kernels
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
 @pytest.mark.parametrize("group", [1, 4])
-def test_low_precision(dtype: torch.dtype, group: int) -> None:
+def test_low_precision(dtype: torch.dtype, group: int, with_unions: None) -> None:
     case = Case(dtype=dtype, group=group, kv_heads=2)
     check(case, choices(case))
 
@@ -213,7 +226,7 @@ def test_low_precision(dtype: torch.dtype, group: int) -> None:
 @kernels
 @pytest.mark.parametrize(("initial", "local", "num_slots"), [(0, 1, 1), (2, 1, 4), (1, 3, 5)])
 def test_counts_of_forced_blocks(initial: int, local: int, num_slots: int) -> None:
-    case = Case(initial=initial, local=local, num_slots=num_slots, num_queries=100)
+    case = Case(initial=initial, local=local, num_slots=num_slots, num_queries=60, offset=20)
     check(case, choices(case))
 
 
@@ -234,7 +247,7 @@ def test_any_subset_may_be_chosen(deterministic: bool) -> None:
 
 
 @kernels
-def test_no_blocks_at_all() -> None:
+def test_no_blocks_at_all(with_unions: None) -> None:
     case = Case()
     q, k, v = inputs(case)
     blocks = torch.full((1, 1, case.num_queries, case.num_slots), -1, dtype=torch.int32)
@@ -307,7 +320,7 @@ def union_of(case: Case, blocks: Tensor, queries: range) -> dict[int, set[int]]:
         Case(group=32, num_queries=24, offset=100),
     ],
 )
-def test_union_tiles(case: Case) -> None:
+def test_union_tiles(case: Case, with_unions: None) -> None:
     """Tiles of both kinds; where the device made a union, it is the union."""
     blocks = stretches(case)
     check(case, blocks)
@@ -372,7 +385,7 @@ def test_windows(monkeypatch: pytest.MonkeyPatch, batch: int, num_queries: int) 
 
 @kernels
 @pytest.mark.parametrize("offset", [16, 29])
-def test_query_offset(offset: int) -> None:
+def test_query_offset(offset: int, with_unions: None) -> None:
     """Chunked prefill; keys after the last query may hold anything."""
     case = Case(num_queries=37, offset=offset, num_keys=offset + 37 + 20)
     check(case, choices(case))
@@ -421,7 +434,7 @@ def test_strides(layout: str) -> None:
 
 
 @kernels
-def test_blocks_after_the_query_count_as_none() -> None:
+def test_blocks_after_the_query_count_as_none(with_unions: None) -> None:
     case = Case()
     q, k, v = inputs(case)
     blocks = filled(case, case.owns())
@@ -539,16 +552,18 @@ def test_operators_obey_the_library_rules() -> None:
     q, k, v = inputs(case)
     blocks = choices(case).to(DEVICE)
     options = (case.block_size, case.initial, case.local, case.scale, case.offset, True)
-    torch.library.opcheck(selected.selected_forward, (q, k, v, blocks, *options))
-    results = selected.selected_forward(q, k, v, blocks, *options)
-    out, lse, index = (x.detach() for x in results)
-    q, k, v = (x.detach() for x in (q, k, v))
-    arguments = (q, k, v, blocks, index, out, lse, torch.randn_like(out), None, *options)
-    torch.library.opcheck(selected.selected_backward, arguments)
+    for keep_index in (False, True):
+        forward_arguments = (q, k, v, blocks, *options, keep_index)
+        torch.library.opcheck(selected.selected_forward, forward_arguments)
+        results = selected.selected_forward(*forward_arguments)
+        out, lse, index = (x.detach() for x in results)
+        tensors = (q.detach(), k.detach(), v.detach(), blocks, index, out, lse)
+        arguments = (*tensors, torch.randn_like(out), None, *options)
+        torch.library.opcheck(selected.selected_backward, arguments)
 
 
 @kernels
-def test_compiles_into_one_graph_with_dynamic_length() -> None:
+def test_compiles_into_one_graph_with_dynamic_length(with_unions: None) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
         out, lse = attend(Case(), 2 * q, k, v, blocks, deterministic=True)
         return (out * out).sum() + lse.sum()
@@ -683,7 +698,7 @@ def sampled_rows(case: Case) -> list[int]:
         Case(1, 1, 3, 8192, None, 0, 96, 80, 16, 64, 2, 3, torch.bfloat16),
     ],
 )
-def test_long_sequences(case: Case) -> None:
+def test_long_sequences(case: Case, with_unions: None) -> None:
     """Output of sampled queries, and gradients that only those queries cause."""
     q, k, v = inputs(case)
     blocks = random_choices(case)
@@ -731,7 +746,7 @@ def _reference(
 
 
 @pytest.mark.gpu
-def test_offsets_past_two_to_the_31() -> None:
+def test_offsets_past_two_to_the_31(with_unions: None) -> None:
     """Query of 2.2e9 elements; its last rows are what a 32-bit offset would miss."""
     case = Case(1, 2, 32, 140_000, None, 0, 256, 16, 64, 4, 1, 1, torch.bfloat16)
     q, k, v = (x.detach() for x in inputs(case))
@@ -746,7 +761,7 @@ def test_offsets_past_two_to_the_31() -> None:
 
 
 @pytest.mark.gpu
-def test_replays_as_a_cuda_graph_without_waiting_for_the_device() -> None:
+def test_replays_as_a_cuda_graph_without_waiting_for_the_device(with_unions: None) -> None:
     case = Case(1, 2, 8, 4096, None, 0, 128, 128, 64, 16, 1, 2, torch.bfloat16)
     q, k, v = inputs(case)
     blocks = random_choices(case)
