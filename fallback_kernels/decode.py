@@ -420,8 +420,10 @@ def count_rows(
     rows = torch.zeros((plan.units, plan.parts), dtype=torch.int32, device=query.device)
     cache = Cache(key, value, compressed_key, compressed_value, lengths)
     run(plan, query, cache, gates, query.shape[3] ** -0.5, rows_read=rows)
-    branches = rows.split((plan.splits, plan.select_parts, plan.window_parts), 1)
-    total = torch.stack([branch.sum(1) for branch in branches], 1).int()
+    compressed, sliding, selected = rows.split(
+        (plan.splits, plan.window_parts, plan.select_parts), 1
+    )
+    total = torch.stack([x.sum(1) for x in (compressed, selected, sliding)], 1).int()
     return total.view(plan.batch, plan.kv_heads, plan.tokens, 3)
 
 

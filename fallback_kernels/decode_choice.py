@@ -17,17 +17,17 @@ from nsa_flex.fallback_kernels.decode_tiles import (
 def log_sum_exp(
     top_ptr,
     total_ptr,
-    first_head,
+    num_parts,
     active,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
+    MEMBERS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
 ):
-    """Base-2 log-sum-exp [HEADS] of the compressed branch of some heads, from its splits."""
-    head, split = first_head + tl.arange(0, HEADS)[:, None], tl.arange(0, SPLIT_COLUMNS)[None, :]
+    """Base-2 log-sum-exp [MEMBERS] of the compressed branch of every head, from its splits."""
+    head, split = tl.arange(0, MEMBERS)[:, None], tl.arange(0, SPLIT_COLUMNS)[None, :]
     there = (head < GROUP) & (split < active)
-    top = tl.load(top_ptr + split * GROUP + head, mask=there, other=float("-inf"))
-    total = tl.load(total_ptr + split * GROUP + head, mask=there, other=0.0)
+    top = tl.load(top_ptr + head * num_parts + split, mask=there, other=float("-inf"))
+    total = tl.load(total_ptr + head * num_parts + split, mask=there, other=0.0)
     highest = tl.max(top, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     return highest + tl.log2(tl.sum(total * tl.exp2(top - highest[:, None]), 1))
@@ -38,6 +38,7 @@ def block_scores(
     score_ptr,
     top_ptr,
     total_ptr,
+    num_parts,
     active,
     last_free,
     GROUP: tl.constexpr,
@@ -48,38 +49,44 @@ def block_scores(
     BLOCKS: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """Eq. 10 of blocks 0 ... last_free, [TILES * BLOCKS]; anything behind them.
+    """Eq. 10 of blocks 0 ... last_free, [TILES * BLOCKS]; behind them anything.
 
     A row of memory is TILES * BLOCKS logarithms, then what each tile lends to the next one. HEADS
     rows are read at once: one memory latency for them all.
     """
-    WIDTH: tl.constexpr = TILES * BLOCKS + TILES
-    tile, column = tl.arange(0, TILES), tl.arange(0, BLOCKS)
-    wanted = tile * BLOCKS <= last_free
-    block = tile[:, None] * BLOCKS + column[None, :]
-    score = tl.zeros((TILES, BLOCKS), tl.float32)
-    lent = tl.zeros((TILES,), tl.float32)
-    for first_head in tl.static_range(0, MEMBERS, HEADS):
-        head = first_head + tl.arange(0, HEADS)
-        there = (head < GROUP)[:, None] & wanted[None, :]
-        logs = tl.load(
-            score_ptr + (head * WIDTH)[:, None, None] + block[None, :, :],
-            mask=tl.broadcast_to(there[:, :, None], (HEADS, TILES, BLOCKS)),
-            other=float("-inf"),
-        )
-        lse = log_sum_exp(top_ptr, total_ptr, first_head, active, GROUP, HEADS, SPLIT_COLUMNS)
-        lse = tl.where(head < GROUP, lse, 0.0)
-        score += tl.sum(tl.exp2(logs - lse[:, None, None]), 0)
-        if LEFT > 0:
-            logs = tl.load(
-                score_ptr + (head * WIDTH)[:, None] + (TILES * BLOCKS - 1 + tile)[None, :],
-                mask=there & (tile > 0)[None, :],
-                other=float("-inf"),
-            )
-            lent += tl.sum(tl.exp2(logs - lse[:, None]), 0)
+    COLUMNS: tl.constexpr = TILES * BLOCKS
+    WIDTH: tl.constexpr = COLUMNS + TILES
+    block, tile = tl.arange(0, COLUMNS), tl.arange(0, TILES)
+    # Whole tiles, so that whole vectors are read.
+    wanted = block // BLOCKS * BLOCKS <= last_free
+    borrows = (tile > 0) & (tile * BLOCKS <= last_free)
+    score = tl.zeros((COLUMNS,), tl.float32)
+    borrowed = tl.zeros((TILES,), tl.float32)
+    members = tl.arange(0, MEMBERS)
+    lse = tl.zeros((MEMBERS,), tl.float32)
+    for first_head in tl.static_range(0, GROUP, HEADS):
+        logs = ()
+        lent = ()
+        for i in tl.static_range(HEADS):
+            row = score_ptr + (first_head + i) * WIDTH
+            there = first_head + i < GROUP
+            more = tl.load(row + block, mask=wanted & there, other=float("-inf"))
+            logs = logs + (more,)  # noqa: RUF005  # Triton has no starred tuples
+            more = tl.load(row + COLUMNS - 1 + tile, mask=borrows & there, other=float("-inf"))
+            lent = lent + (more,)  # noqa: RUF005
+        if first_head == 0:
+            lse = log_sum_exp(top_ptr, total_ptr, num_parts, active, GROUP, MEMBERS, SPLIT_COLUMNS)
+            lse = tl.gather(lse, members, 0)  # all of it in every warp: sums wait for no other
+            lse = tl.where(members < GROUP, lse, 0.0)
+        tl.debug_barrier()  # or the compiler puts each load where it is used, one after the other
+        for i in tl.static_range(HEADS):
+            own_lse = tl.sum(tl.where(members == first_head + i, lse, 0.0), 0)
+            score += tl.exp2(logs[i] - own_lse)
+            borrowed += tl.exp2(lent[i] - own_lse)
     if LEFT > 0:
-        score += tl.where(column[None, :] == 0, lent[:, None], 0.0)
-    return tl.reshape(score, (TILES * BLOCKS,))
+        first = block % BLOCKS == 0
+        score += tl.where(first, tl.gather(borrowed, block // BLOCKS, 0), 0.0)
+    return score
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_parts"])
@@ -140,7 +147,7 @@ def choice_kernel(
             part = unit.to(tl.int64) * (num_parts * GROUP)
             score_ptr += unit.to(tl.int64) * (GROUP * (BLOCK_COLUMNS + TILES))
             score = block_scores(
-                score_ptr, top_ptr + part, total_ptr + part, active, own - LOCAL,
+                score_ptr, top_ptr + part, total_ptr + part, num_parts, active, own - LOCAL,
                 GROUP, MEMBERS, HEADS, SPLIT_COLUMNS, TILES, BLOCKS, LEFT,
             )  # fmt: skip
             score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0

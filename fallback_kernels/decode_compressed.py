@@ -17,6 +17,7 @@ from nsa_flex.fallback_kernels.decode_tiles import (
     load_tile,
     share_of_split,
     store_part,
+    tile_pointers,
     tile_weights,
     visible_blocks,
 )
@@ -127,6 +128,8 @@ def compressed_kernel(
     split, token, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     unit = pair * tl.num_programs(1) + token
+    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
+    q = load_members(query_ptr, query_stride_h, GROUP, ROWS, HEAD_DIM, HEAD_COLUMNS)
     length = tl.load(lengths_ptr + batch)
     position = length + token
     if position >= capacity:
@@ -139,8 +142,6 @@ def compressed_kernel(
     key_ptr += batch * key_stride_b + head * key_stride_h
     value_ptr += batch * value_stride_b + head * value_stride_h
 
-    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
-    q = load_members(query_ptr, query_stride_h, GROUP, ROWS, HEAD_DIM, HEAD_COLUMNS)
     if STEP:  # noqa: SIM102  # known to the compiler, what follows is not
         if split == programs - 1:
             new_keys = new_key_ptr + batch * new_key_stride_b + head * new_key_stride_h
@@ -171,7 +172,8 @@ def compressed_kernel(
     rows_read = split * 0
     for tile in tl.range(first, last, num_stages=STAGES):
         there = tile * KEYS + tl.arange(0, KEYS) < seen
-        k = load_tile(key_ptr, key_stride_s, tile * KEYS, there, KEYS, HEAD_DIM, HEAD_COLUMNS)
+        pointers = tile_pointers(key_ptr, key_stride_s, tile * KEYS, KEYS, HEAD_COLUMNS)
+        k = load_tile(pointers, there, HEAD_DIM, HEAD_COLUMNS)
         p, top, shrink = tile_weights(q, k, there, top, scale_log2, PRECISION)
         pooled = tl.log2(pool(p, pooling, COMPILED)) + top[:, None]
         place = tl.where(column < BLOCKS, tile * BLOCKS + column, BLOCK_COLUMNS + tile)
@@ -181,16 +183,15 @@ def compressed_kernel(
             mask=(row < GROUP)[:, None] & (column <= BLOCKS)[None, :],
         )
         totals = totals * shrink[:, None] + p
-        v = load_tile(
-            value_ptr, value_stride_s, tile * KEYS, there, KEYS, VALUE_DIM, VALUE_COLUMNS
-        )
+        pointers = tile_pointers(value_ptr, value_stride_s, tile * KEYS, KEYS, VALUE_COLUMNS)
+        v = load_tile(pointers, there, VALUE_DIM, VALUE_COLUMNS)
         out = out * shrink[:, None]
         out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
         if COUNT:
             rows_read += tl.sum(there.to(tl.int32))
     if active > 0:
         store_part(
-            partial_ptr, top_ptr, total_ptr, unit * num_parts + split,
+            partial_ptr, top_ptr, total_ptr, unit, split, num_parts,
             out, top, tl.sum(totals, 1), GROUP, ROWS, VALUE_DIM, VALUE_COLUMNS,
         )  # fmt: skip
     if COUNT:

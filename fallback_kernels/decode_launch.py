@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -110,7 +110,6 @@ def launch_compressed(
     config = plan.config
     weighted = new is not None and new.key_weights is not None
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
-    new_key, new_value = rows_contiguous(new_key), rows_contiguous(new_value)
     compressed_kernel[(plan.splits, plan.tokens, plan.batch * plan.kv_heads)](
         query,
         cache.compressed_key,
@@ -197,15 +196,20 @@ def launch_attend(
     sliding: tuple[Tensor, Tensor],
     scratch: Scratch,
     scale: float,
+    new: NewTokens | None = None,
     rows_read: Tensor | None = None,
 ) -> None:
-    """Selected and sliding branch."""
-    grid = (plan.select_parts + plan.window_parts, plan.tokens, plan.batch * plan.kv_heads)
+    """Selected and sliding branch; `new` as for `launch_compressed`."""
+    parts = plan.window_parts + plan.select_parts
+    grid = (plan.batch * plan.kv_heads, plan.tokens, parts)
+    new_key, new_value = (query, query) if new is None else (new.key, new.value)
     attend_kernel[grid](
         query,
         cache.key,
         cache.value,
         *sliding,
+        new_key,
+        new_value,
         cache.lengths,
         scratch.blocks,
         scratch.partial,
@@ -217,11 +221,13 @@ def launch_attend(
         *strides(cache.value),
         *strides(sliding[0]),
         *strides(sliding[1]),
+        *strides(new_key)[:2],
+        *strides(new_value)[:2],
         plan.capacity,
         plan.kv_heads,
         plan.splits,
         plan.parts,
-        plan.select_parts,
+        plan.window_parts,
         plan.slots_per_part,
         plan.tiles_per_part,
         scale * LOG2E,
@@ -232,6 +238,7 @@ def launch_attend(
         KEYS=plan.tile_tokens,
         PRECISION=plan.precision,
         STAGES=plan.stages,
+        STEP=new is not None,
         COUNT=rows_read is not None,
         EARLY=plan.early,
         num_warps=plan.warps,
@@ -260,7 +267,7 @@ def launch_merge(
         plan.tokens,
         plan.splits,
         plan.parts,
-        plan.select_parts,
+        plan.window_parts,
         plan.slots_per_part,
         plan.tiles_per_part,
         **plan.constants(),
@@ -294,13 +301,16 @@ def run(
     )
     query = rows_contiguous(query)
     sliding = (cache.key, cache.value) if sliding is None else sliding
-    if new is not None and plan.tokens > 1:
-        launch_append(new, cache, plan.config, append=True, emit=True)
-        new = None
+    if new is not None:
+        key, value = (rows_contiguous(x.to(cache.key.dtype)) for x in (new.key, new.value))
+        new = replace(new, key=key, value=value)
+        if plan.tokens > 1:
+            launch_append(new, cache, plan.config, append=True, emit=True)
+            new = None
     scratch = plan.scratch(query.device)
     with torch.cuda.device_of(query):
         launch_compressed(plan, query, cache, scratch, scale, new, rows_read)
         launch_choice(plan, cache, scratch)
-        launch_attend(plan, query, cache, sliding, scratch, scale, rows_read)
+        launch_attend(plan, query, cache, sliding, scratch, scale, new, rows_read)
         launch_merge(plan, cache, scratch, gates, out, lse)
     return out, scratch.blocks, lse

@@ -30,7 +30,7 @@ def branch_weights(top, total, there):
         "num_tokens",
         "num_splits",
         "num_parts",
-        "select_parts",
+        "window_parts",
         "slots_per_part",
         "tiles_per_part",
     ]
@@ -53,7 +53,7 @@ def merge_kernel(
     num_tokens,
     num_splits,
     num_parts,
-    select_parts,
+    window_parts,
     slots_per_part,
     tiles_per_part,
     GROUP: tl.constexpr,
@@ -88,11 +88,11 @@ def merge_kernel(
     part = tl.arange(0, PART_COLUMNS)
     compressed = stored & (part < splits)
     own = part - num_splits
-    selected = stored & (own >= 0) & (own < tl.cdiv(slots, slots_per_part))
-    own -= select_parts
     sliding = stored & (own >= 0) & (own < tl.cdiv(tiles, tiles_per_part))
+    own -= window_parts
+    selected = stored & (own >= 0) & (own < tl.cdiv(slots, slots_per_part))
     there = compressed | selected | sliding
-    line = (unit.to(tl.int64) * num_parts + part) * GROUP + member
+    line = (unit.to(tl.int64) * GROUP + member) * num_parts + part
     top = tl.load(top_ptr + line, mask=there, other=float("-inf"))
     total = tl.load(total_ptr + line, mask=there, other=0.0)
     dim = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

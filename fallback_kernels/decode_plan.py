@@ -12,7 +12,9 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.selected_plan import padded
 
-PROGRAMS = 132  # programs that fill the device: one a multiprocessor
+PROGRAMS = 264  # two on each of an H200's multiprocessors hide memory's latency
+MOST_PROGRAMS = 396  # three are the most that fit
+MAX_SPLITS = 32
 SHARED_BYTES = 96 * 1024  # of one program, so that two fit a multiprocessor
 
 
@@ -27,6 +29,16 @@ def can_start_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def occupancy(programs: int) -> float:
+    """Share of the multiprocessors' time that equal programs use: none should wait for a last few.
+
+    Programs that fill the device less than once run side by side; more come in waves.
+    """
+    if programs <= PROGRAMS:
+        return programs / PROGRAMS
+    return programs / MOST_PROGRAMS / ceil_div(programs, MOST_PROGRAMS)
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -34,8 +46,8 @@ def ceil_div(a: int, b: int) -> int:
 class Scratch(NamedTuple):
     """Memory of one step between its kernels; a unit is a (batch row, KV head, new token).
 
-    partial: float32 (units, parts, G, Dv), not yet normalised outputs.
-    top, total: float32 (units, parts, G), highest base-2 logit and sum of exp2(logit - top).
+    partial: float32 (units, G, parts, Dv), not yet normalised outputs.
+    top, total: float32 (units, G, parts), highest base-2 logit and sum of exp2(logit - top).
     score: float32 (units, G, block_columns + tiles), log2 of what each head adds to a block's
         score, not yet normalised, then of what each tile of keys adds to the block behind it.
     blocks: int32 (B, Hkv, T, n), the choice: initial blocks, free ones best first, local ones.
@@ -101,11 +113,9 @@ class DecodePlan:
     def tuned(self) -> DecodePlan:
         """Enough programs to fill the device, no more partial results than that takes."""
         tiles = ceil_div(self.num_compressed, self.tile_keys)
-        splits = max(1, min(ceil_div(PROGRAMS, self.units), tiles))
-        if self.units >= PROGRAMS // 2:  # many rows: some splits, so that all finish together
-            splits = max(1, min(4, tiles // 4))
+        splits = self._splits(tiles)
         num_tiles = self.config.num_selected_blocks * self.tiles_per_block + self.window_tiles
-        share = max(1, min(4, self.units * num_tiles // (4 * PROGRAMS)))
+        share = max(1, min(4, self.units * num_tiles // PROGRAMS))
         return replace(
             self,
             splits=splits,
@@ -113,6 +123,13 @@ class DecodePlan:
             tiles_per_part=min(share, self.window_tiles),
             stages=self._stages(),
         )
+
+    def _splits(self, tiles: int) -> int:
+        """The fewest that use the device about as well as any number does, with a full cache."""
+        most = min(MAX_SPLITS, tiles)
+        active = [ceil_div(tiles, ceil_div(tiles, n)) for n in range(1, most + 1)]
+        used = [occupancy(self.units * n) for n in active]
+        return 1 + next(i for i, share in enumerate(used) if share >= 0.96 * max(used))
 
     def _stages(self) -> int:
         tile = self.tile_keys * (self.head_columns + self.value_columns) * self.element_size
@@ -184,8 +201,8 @@ class DecodePlan:
 
     @property
     def parts(self) -> int:
-        """Partial results of a unit, the three branches one behind the other."""
-        return self.splits + self.select_parts + self.window_parts
+        """Partial results of a unit: compressed, sliding, selected."""
+        return self.splits + self.window_parts + self.select_parts
 
     @property
     def split_columns(self) -> int:
@@ -200,12 +217,12 @@ class DecodePlan:
     @property
     def choice_warps(self) -> int:
         """Warps of a program of the choice: four blocks in each thread, all heads of each."""
-        return max(1, min(16, self.block_columns // 128))
+        return min(16, self.block_columns // 128)
 
     @property
     def choice_heads(self) -> int:
         """Heads whose scores are in registers at once: 64 of each thread."""
-        per_thread = max(1, self.block_columns // (32 * self.choice_warps))
+        per_thread = self.block_columns // (32 * self.choice_warps)
         return max(1, min(self.members, 64 // per_thread))
 
     @property
@@ -215,8 +232,8 @@ class DecodePlan:
 
     @property
     def block_columns(self) -> int:
-        """Blocks of a full cache, rounded up to a power of two: whole tiles."""
-        return max(self.tile_blocks, power_of_two(self.config.num_select_blocks(self.capacity)))
+        """Blocks of a full cache, rounded up to a power of two: four for each thread of a warp."""
+        return max(128, power_of_two(self.config.num_select_blocks(self.capacity)))
 
     def scratch(self, device: torch.device) -> Scratch:
         """New memory; nothing in it is read before it is written."""
@@ -227,9 +244,9 @@ class DecodePlan:
         units, parts, group = self.units, self.parts, self.group
         slots = self.config.num_selected_blocks
         return Scratch(
-            partial=empty(units, parts, group, self.value_dim),
-            top=empty(units, parts, group),
-            total=empty(units, parts, group),
+            partial=empty(units, group, parts, self.value_dim),
+            top=empty(units, group, parts),
+            total=empty(units, group, parts),
             score=empty(units, group, self.block_columns + self.block_columns // self.tile_blocks),
             blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
         )

@@ -14,6 +14,7 @@ from nsa_flex.fallback_kernels.decode_tiles import (
     load_members,
     load_tile,
     store_part,
+    tile_pointers,
     tile_weights,
     wait_for_the_kernel_before,
 )
@@ -23,7 +24,7 @@ from nsa_flex.fallback_kernels.decode_tiles import (
     do_not_specialize=[
         "num_splits",
         "num_parts",
-        "select_parts",
+        "window_parts",
         "slots_per_part",
         "tiles_per_part",
     ]
@@ -34,6 +35,8 @@ def attend_kernel(
     value_ptr,
     sliding_key_ptr,
     sliding_value_ptr,
+    new_key_ptr,
+    new_value_ptr,
     lengths_ptr,
     block_ptr,
     partial_ptr,
@@ -55,11 +58,15 @@ def attend_kernel(
     sliding_value_stride_b,
     sliding_value_stride_h,
     sliding_value_stride_s,
+    new_key_stride_b,
+    new_key_stride_h,
+    new_value_stride_b,
+    new_value_stride_h,
     capacity,
     kv_heads,
     num_splits,
     num_parts,
-    select_parts,
+    window_parts,
     slots_per_part,
     tiles_per_part,
     scale_log2,
@@ -77,23 +84,31 @@ def attend_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    STEP: tl.constexpr,
     COUNT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (part, new token, KV head of a batch row): selected parts first, then the window."""
+    """Program (KV head of a batch row, new token, part): the window's parts come first.
+
+    They do not wait for the choice: of what the step's kernels write they need nothing but the
+    new token's key and value, which under STEP they take from where the caller has them.
+    """
     PER_BLOCK: tl.constexpr = (SELECT + KEYS - 1) // KEYS
     let_the_next_kernel_start(EARLY)
-    part, token, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pair, token, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     unit = pair * tl.num_programs(1) + token
+    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
+    q = load_members(query_ptr, query_stride_h, GROUP, ROWS, HEAD_DIM, HEAD_COLUMNS)
     position = tl.load(lengths_ptr + batch) + token
-    wait_for_the_kernel_before(EARLY)
+    selecting = part >= window_parts
+    if selecting:
+        wait_for_the_kernel_before(EARLY)
     if position >= capacity:
         return
-    selecting = part < select_parts
     window = tl.minimum(position + 1, WINDOW)
-    first_slot = part * slots_per_part
-    first_tile = (part - select_parts) * tiles_per_part
+    first_slot = (part - window_parts) * slots_per_part
+    first_tile = part * tiles_per_part
     slots = tl.minimum(position // SELECT + 1, NUM_SLOTS) - first_slot
     tiles = tl.cdiv(window, KEYS) - first_tile
     steps = tl.where(
@@ -112,10 +127,13 @@ def attend_kernel(
         values = sliding_value_ptr + batch * sliding_value_stride_b + head * sliding_value_stride_h
         key_stride, value_stride = sliding_key_stride_s, sliding_value_stride_s
 
-    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
-    q = load_members(query_ptr, query_stride_h, GROUP, ROWS, HEAD_DIM, HEAD_COLUMNS)
     block_ptr += unit * NUM_SLOTS + first_slot
     window_start = position + 1 - window + first_tile * KEYS
+    newest_key = tl.where(selecting, -1, position)
+    new_key = new_key_ptr + batch * new_key_stride_b + head * new_key_stride_h
+    new_key += tl.arange(0, HEAD_COLUMNS)[None, :]
+    new_value = new_value_ptr + batch * new_value_stride_b + head * new_value_stride_h
+    new_value += tl.arange(0, VALUE_COLUMNS)[None, :]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
@@ -126,18 +144,24 @@ def attend_kernel(
             selecting, block * SELECT + step % PER_BLOCK * KEYS, window_start + step * KEYS
         )
         stop = tl.where(selecting, tl.minimum(position, (block + 1) * SELECT - 1), position)
-        there = start + tl.arange(0, KEYS) <= stop
-        k = load_tile(keys, key_stride, start, there, KEYS, HEAD_DIM, HEAD_COLUMNS)
-        p, new_top, shrink = tile_weights(q, k, there, top, scale_log2, PRECISION)
-        v = load_tile(values, value_stride, start, there, KEYS, VALUE_DIM, VALUE_COLUMNS)
-        top = new_top
+        key = start + tl.arange(0, KEYS)
+        there = key <= stop
+        key_pointers = tile_pointers(keys, key_stride, start, KEYS, HEAD_COLUMNS)
+        value_pointers = tile_pointers(values, value_stride, start, KEYS, VALUE_COLUMNS)
+        if STEP:
+            newest = (key == newest_key)[:, None]
+            key_pointers = tl.where(newest, new_key, key_pointers)
+            value_pointers = tl.where(newest, new_value, value_pointers)
+        k = load_tile(key_pointers, there, HEAD_DIM, HEAD_COLUMNS)
+        p, top, shrink = tile_weights(q, k, there, top, scale_log2, PRECISION)
+        v = load_tile(value_pointers, there, VALUE_DIM, VALUE_COLUMNS)
         total = total * shrink + tl.sum(p, 1)
         out = out * shrink[:, None]
         out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
         if COUNT:
             rows_read += tl.sum(there.to(tl.int32))
     store_part(
-        partial_ptr, top_ptr, total_ptr, unit * num_parts + num_splits + part, out, top, total,
+        partial_ptr, top_ptr, total_ptr, unit, num_splits + part, num_parts, out, top, total,
         GROUP, ROWS, VALUE_DIM, VALUE_COLUMNS,
     )  # fmt: skip
     if COUNT:

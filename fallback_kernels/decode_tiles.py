@@ -33,14 +33,18 @@ def load_members(
 
 
 @triton.jit
-def load_tile(
-    pointer, stride_s, first, there, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Rows first ... first + ROWS - 1 [ROWS, COLUMNS] where `there` [ROWS], else zeros."""
+def tile_pointers(pointer, stride_s, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows first ... first + ROWS - 1 [ROWS, COLUMNS] of what `pointer` is the first row of."""
     row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    pointers = pointer + ((first + row).to(tl.int64) * stride_s)[:, None] + dim[None, :]
+    return pointer + ((first + row).to(tl.int64) * stride_s)[:, None] + dim[None, :]
+
+
+@triton.jit
+def load_tile(pointers, there, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows where `there` [ROWS], zeros elsewhere and behind DIM: [ROWS, COLUMNS]."""
     if DIM < COLUMNS:
-        return tl.load(pointers, mask=there[:, None] & (dim < DIM)[None, :], other=0.0)
+        inside = there[:, None] & (tl.arange(0, COLUMNS) < DIM)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
     return tl.load(pointers, mask=there[:, None], other=0.0)
 
 
@@ -55,12 +59,12 @@ def tile_weights(q, k, there, top, scale_log2, PRECISION: tl.constexpr):
 
 @triton.jit
 def store_part(
-    partial_ptr, top_ptr, total_ptr, place, out, top, total,
+    partial_ptr, top_ptr, total_ptr, unit, part, num_parts, out, top, total,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One partial result; `place` counts (unit, part) pairs."""
+    """One partial result of a unit: partial (units, G, parts, Dv), top and total without Dv."""
     row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    line = place.to(tl.int64) * GROUP + row
+    line = (unit.to(tl.int64) * GROUP + row) * num_parts + part
     inside = (row < GROUP)[:, None] & (dim < DIM)[None, :]
     tl.store(partial_ptr + line[:, None] * DIM + dim[None, :], out, mask=inside)
     tl.store(top_ptr + line, top, mask=row < GROUP)

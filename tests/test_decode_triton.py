@@ -49,6 +49,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after the other."""
     if INTERPRETED:
         monkeypatch.setattr(decode_plan, "PROGRAMS", 4)
+        monkeypatch.setattr(decode_plan, "MOST_PROGRAMS", 6)
 
 
 @dataclass(frozen=True)
