@@ -71,9 +71,9 @@ def block_scores(
             row = score_ptr + (first_head + i) * WIDTH
             there = first_head + i < GROUP
             more = tl.load(row + block, mask=wanted & there, other=float("-inf"))
-            logs = logs + (more,)  # noqa: RUF005  # Triton has no starred tuples
+            logs = logs + (more,)  # type: ignore[assignment]  # noqa: RUF005
             more = tl.load(row + COLUMNS - 1 + tile, mask=borrows & there, other=float("-inf"))
-            lent = lent + (more,)  # noqa: RUF005
+            lent = lent + (more,)  # type: ignore[assignment]  # noqa: RUF005
         if first_head == 0:
             lse = log_sum_exp(top_ptr, total_ptr, num_parts, active, GROUP, MEMBERS, SPLIT_COLUMNS)
             lse = tl.gather(lse, members, 0)  # all of it in every warp: sums wait for no other

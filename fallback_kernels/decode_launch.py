@@ -198,9 +198,13 @@ def launch_attend(
     scale: float,
     new: NewTokens | None = None,
     rows_read: Tensor | None = None,
+    *,
+    selected: bool = True,
+    sliding_window: bool = True,
 ) -> None:
-    """Selected and sliding branch; `new` as for `launch_compressed`."""
-    parts = plan.window_parts + plan.select_parts
+    """Selected and sliding branch, or, to be timed, one of them; `new` as above."""
+    window_parts = plan.window_parts if sliding_window else 0
+    parts = window_parts + (plan.select_parts if selected else 0)
     grid = (plan.batch * plan.kv_heads, plan.tokens, parts)
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
     attend_kernel[grid](
@@ -227,7 +231,7 @@ def launch_attend(
         plan.kv_heads,
         plan.splits,
         plan.parts,
-        plan.window_parts,
+        window_parts,
         plan.slots_per_part,
         plan.tiles_per_part,
         scale * LOG2E,
