@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nsa_flex.bench.models import IMPLEMENTATIONS
 from nsa_flex.bench.rows import Row
 from nsa_flex.bench.table import RIVAL
 
@@ -133,8 +134,7 @@ class _Models:
 
     def draw(self, axes: Any) -> None:
         """Horizontal bars, a color each implementation."""
-        names = ("nsa", "nsa-graph", "nsa-eager", "dense", "dense-graph", "dense-eager")
-        colors = {name: f"C{place}" for place, name in enumerate(names)}
+        colors = {name: f"C{place}" for place, name in enumerate(IMPLEMENTATIONS)}
         labels = [
             f"{row['model']}, {row['batch']} x {row['seq_len']}, {row['implementation']}"
             for row in self.rows
