@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 
 from nsa_flex import AuditReport, audit
+from nsa_flex.auditing.excerpts import shortened
 from nsa_flex.auditing.tiny_decoders import (
     FAMILIES,
     decoding_batches,
@@ -38,18 +39,13 @@ def report_of(family: str) -> AuditReport:
 
 
 def row(report: AuditReport) -> dict[str, Any]:
-    """What the table shows of a report; paths from the packages' folder on."""
+    """What the table shows of a report; paths shortened."""
     return {
         "family": report.target,
         "graphs": report.graphs,
-        "findings": [_short(f"{f.kind}: {f.message} at {f.location}") for f in report.findings],
-        "notes": [_short(note) for note in report.notes],
+        "findings": [shortened(f"{f.kind}: {f.message} at {f.location}") for f in report.findings],
+        "notes": [shortened(note) for note in report.notes],
     }
-
-
-def _short(text: str) -> str:
-    folder = str(Path(transformers.__file__).parents[1]) + "/"
-    return text.replace(folder, "")
 
 
 def main() -> None:

@@ -426,3 +426,26 @@ def test_excerpt() -> None:
         (line + 2, "        return x + 1"),
     ]
     assert excerpt("<no user frame>") == []
+
+
+def test_docs_show_the_committed_audit_of_ten_families() -> None:
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "bench" / "results" / "audit_families.json").read_text())["rows"]
+    text = (root / "docs" / "audit.md").read_text()
+    assert len(rows) == 10
+    for row in rows:
+        cells = [row["family"], len(row["findings"]), *row["graphs"].values()]
+        assert f"| {' | '.join(map(str, cells))} |" in text
+
+
+def test_committed_page_is_what_the_example_gives() -> None:
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "audit_example.html").read_text()
+    assert "docs.audit_example:faulty" in page
+    for text in (
+        "Tensor.item()",
+        "bool(tensor)",
+        "self.calls == 9",
+        "2 &lt;= x.size()[1] &lt;= 50",
+    ):
+        assert text in page

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import linecache
 import re
+import sysconfig
+from pathlib import Path
 
 # `# audit: allow`, perhaps with a reason behind it.
 ALLOW = re.compile(r"#\s*audit:\s*allow\b")
 
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _LOCATION = re.compile(r"(?P<file>.*):(?P<line>\d+)(?: in (?P<function>.*))?$")
 
 
@@ -21,6 +24,17 @@ def place_of(location: str) -> tuple[str, int, str]:
     if match is None:
         return location, 0, ""
     return match["file"], int(match["line"]), match["function"] or ""
+
+
+def shortened(text: str) -> str:
+    """Paths in `text` from the current folder on, or from the folder of installed packages on.
+
+    >>> shortened(f"{Path.cwd()}/model.py:7 in forward")
+    'model.py:7 in forward'
+    """
+    for folder in (Path.cwd(), *_INSTALLED):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def is_allowed(location: str) -> bool:

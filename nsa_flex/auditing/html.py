@@ -6,7 +6,7 @@ import re
 from html import escape
 
 from nsa_flex.auditing.drawings import kernel_bars, sweep_drawing
-from nsa_flex.auditing.excerpts import excerpt, place_of
+from nsa_flex.auditing.excerpts import excerpt, place_of, shortened
 from nsa_flex.auditing.page_style import SCRIPT, STYLE
 from nsa_flex.auditing.report import AuditFinding, AuditReport, Phase, Recompile
 from nsa_flex.auditing.text import seconds, size
@@ -31,7 +31,7 @@ def _report(report: AuditReport) -> str:
     parts.append(_findings("Known, from the baseline", report.known, "known"))
     parts.append(_findings("Allowed by a comment", report.allowed, "known"))
     if report.notes:
-        notes = "".join(f"<li>{_code(note)}</li>" for note in report.notes)
+        notes = "".join(f"<li>{_code(shortened(note))}</li>" for note in report.notes)
         parts.append(
             f'<section class="card"><h2>Notes</h2><ul class="notes">{notes}</ul></section>'
         )
@@ -159,6 +159,7 @@ def _finding(finding: AuditFinding, kind: str) -> str:
         for number, text in excerpt(finding.location)
     )
     code = f"<pre>{lines}</pre>" if lines else ""
+    file = shortened(file)
     where = f"{escape(file)}<b>:{line}</b> in {escape(function)}" if line else escape(file)
     phases = "".join(f'<span class="tag">{escape(p)}</span>' for p in finding.phases)
     mend = f'<p class="mend"><b>Mend</b> {_code(finding.mend)}</p>' if finding.mend else ""
@@ -171,9 +172,5 @@ def _finding(finding: AuditFinding, kind: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Escaped, with calls of torch set as code."""
-    words = (
-        f"<code>{escape(word)}</code>" if word.startswith("torch.") else escape(word)
-        for word in text.replace(", 0)", ",\u00a00)").split(" ")
-    )
-    return " ".join(words)
+    """Escaped, with names and calls of torch set as code."""
+    return re.sub(r"(torch\.[\w.]*\w(?:\([^)]*\))?)", r"<code>\1</code>", escape(text))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa_flex.auditing.excerpts import place_of
+from nsa_flex.auditing.excerpts import place_of, shortened
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AuditFinding:
 
     def __str__(self) -> str:
         where = f" ({', '.join(self.phases)})" if self.phases else ""
-        lines = [f"{self.kind}{where}: {self.message}", f"  at {self.location}"]
+        lines = [f"{self.kind}{where}: {self.message}", f"  at {shortened(self.location)}"]
         return "\n".join([*lines, f"  mend: {self.mend}"] if self.mend else lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nsa_flex.auditing.excerpts import shortened
 from nsa_flex.auditing.report import AuditReport, Phase
 
 _RULE = "─"
@@ -20,7 +21,11 @@ def table(report: AuditReport) -> str:
         ("Allowed by a comment", report.allowed),
     ):
         parts += [f"{title}\n" + "\n".join(map(str, findings))] if findings else []
-    parts += ["Notes\n" + "\n".join(f"- {note}" for note in report.notes)] if report.notes else []
+    parts += (
+        ["Notes\n" + "\n".join(f"- {shortened(note)}" for note in report.notes)]
+        if report.notes
+        else []
+    )
     return "\n\n".join(parts)
 
 
