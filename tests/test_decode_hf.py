@@ -68,7 +68,10 @@ def test_any_chunks_are_one_call_on_cuda(kind: Any, static: bool) -> None:
     want = exact(x.double().cpu(), attention_mask=mask.cpu())
     base = baseline(x, attention_mask=mask)
     eager_error = relative_error(base.cpu(), want)
-    chunks = [150, 1, 1, 30, 16, *([1] * 60), 100, 2, 40]
+    # Prefills, speculative and single steps, of random lengths.
+    lengths = [int(torch.randint(low, high, ())) for low, high in ((1, 200), (1, 3), (17, 60))]
+    chunks = [*lengths, 16, *([1] * 30), int(torch.randint(2, 17, ()))]
+    chunks.append(400 - sum(chunks))
     cache = layer.new_cache(max_length=400 if static else None)
     parts = [
         layer(part, cache=cache, attention_mask=real)

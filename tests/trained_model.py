@@ -22,7 +22,7 @@ def lines(length: int) -> Tensor:
 @functools.cache
 def trained_model() -> nn.Module:
     """In float64, where rounding moves no logit past another. Do not change it."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         model = nsa_flex.patch(tiny_model(max_position_embeddings=1024).train(), NSA)
         optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3)

@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa_flex.attention import NSAAux, nsa_attention
 from nsa_flex.cache.arrival import Arrival
 from nsa_flex.cache.buffers import Buffers, allocate, mark_static, num_rows, roomy
+from nsa_flex.cache.fit import misfit
 from nsa_flex.cache.memory import Memory, num_bytes
 from nsa_flex.compression import Compression
 from nsa_flex.decoding import (
@@ -184,7 +185,7 @@ class LayerCache:
                 recorded. The cache is then as it was.
         """
         key_states = key_states.to(value_states.dtype)
-        problem = self._misfit(key_states, value_states)
+        problem = misfit(self, key_states, value_states)
         if problem is not None:
             self.arrival = None
             raise ValueError(problem)
@@ -428,36 +429,6 @@ class LayerCache:
     def _mark_static(self) -> None:
         if self._columns is not None:
             mark_static([*self.buffers.tensors, self.lengths, self._columns])
-
-    def _misfit(self, key: Tensor, value: Tensor) -> str | None:
-        """Why such tokens cannot be stored."""
-        shapes = f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
-        if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
-            return f"{shapes} must be (batch, heads, tokens, dim), alike but for dim"
-        heads = self.num_sets * self.compress_key.num_kv_heads
-        dims = (self.compress_key.head_dim, self.compress_value.head_dim)
-        if (key.shape[1], key.shape[3], value.shape[3]) != (heads, *dims):
-            return (
-                f"{shapes} are not those of this cache's layer: {heads} heads of {dims[0]} and "
-                f"{dims[1]}"
-            )
-        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            return (
-                "NSA's cache carries no gradients: call under torch.no_grad(), or without a cache"
-            )
-        if not self.is_initialized:
-            return None
-        for name, got, want in (
-            ("batch size", key.shape[0], self.batch_size),
-            ("device", value.device, self.device),
-            ("dtype", value.dtype, self.dtype),
-        ):
-            if got != want:
-                return (
-                    f"the cache was filled with {name} {want}, the new tokens have {name} {got}: "
-                    "use a new cache"
-                )
-        return None
 
 
 def advance(layers: list[LayerCache], arrival: Arrival) -> None:
