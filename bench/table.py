@@ -70,25 +70,47 @@ def tokens(row: Row) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
+def _shapes(rows: list[Row]) -> dict[tuple[str, int], dict[tuple[str, str], Row]]:
+    """(heads, tokens) -> (implementation, pass) -> row of the core on random choices."""
+    found: dict[tuple[str, int], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        if row["target"] == "core" and row["pattern"] == "random":
+            shape = found.setdefault((row["heads"], row["seq_len"]), {})
+            shape[row["implementation"], row["pass"]] = row
+    return dict(sorted(found.items(), key=lambda item: _by_heads(item[0])))
+
+
 def headline(rows: list[Row]) -> Table:
     """Core against cuDNN: one line a shape."""
     columns = ["heads", "tokens"]
     columns += ["forward, NSA", "dense", "dense ÷ NSA", "NSA ÷ floor"]
     columns += ["forward + backward, NSA", "dense", "dense ÷ NSA", "NSA ÷ floor"]
     table = [[*columns, "peak GiB, NSA", "dense"]]
-    found = {
-        (row["heads"], row["seq_len"], row["implementation"], row["pass"]): row
-        for row in rows
-        if row["target"] == "core" and row["pattern"] == "random"
-    }
-    shapes = dict.fromkeys((heads, length) for heads, length, *_ in found)
-    for heads, length in sorted(shapes, key=_by_heads):
+    for (heads, length), found in _shapes(rows).items():
         line = [heads, tokens({"seq_len": length})]
         for which in ("forward", "forward_backward"):
-            nsa, dense = (found.get((heads, length, who, which)) for who in ("nsa", RIVAL))
+            nsa, dense = (found.get((who, which)) for who in ("nsa", RIVAL))
             line += [milliseconds(nsa), milliseconds(dense), ratio(dense, nsa), over_floor(nsa)]
-        line += [gib(found.get((heads, length, w, "forward_backward"))) for w in ("nsa", RIVAL)]
+        line += [gib(found.get((who, "forward_backward"))) for who in ("nsa", RIVAL)]
         table.append(line)
+    return table
+
+
+def summary(rows: list[Row]) -> Table:
+    """`headline` without spreads and floors."""
+    passes = {"forward": "forward", "forward_backward": "forward and backward"}
+    table = [["heads", "tokens"]]
+    for title in passes.values():
+        table[0] += [f"{title}, ms", "dense ÷ NSA"]
+    table[0].append("peak memory, GiB")
+    for (heads, length), found in _shapes(rows).items():
+        line = [heads, tokens({"seq_len": length})]
+        for which in passes:
+            nsa, dense = (found.get((who, which)) for who in ("nsa", RIVAL))
+            medians = (milliseconds(row).partition(" ")[0] for row in (nsa, dense))
+            line += [" / ".join(medians), ratio(dense, nsa)]
+        peaks = (gib(found.get((who, "forward_backward"))) for who in ("nsa", RIVAL))
+        table.append([*line, " / ".join(peaks)])
     return table
 
 
@@ -181,6 +203,7 @@ def reasons(rows: list[Row]) -> Table:
 
 TABLES: dict[str, Callable[[list[Row]], Table]] = {
     "headline": headline,
+    "summary": summary,
     "parts": parts,
     "models": models,
     "compile": compiling,

@@ -491,6 +491,11 @@ def test_headline_table():
     ]
 
 
+def test_summary_table():
+    _, line = table.summary(core_rows())
+    assert line == ["32/8", "8k", "2.00 / 1.00", "0.50", "5.00 / 10.00", "2.00", "2.0 / 1.0"]
+
+
 def test_fill_writes_between_the_marks(tmp_path):
     write_rows(tmp_path / "rows.json", core_rows())
     opening, closing = "<!-- table: headline rows.json -->\n", "<!-- end of table -->"
@@ -504,7 +509,10 @@ def test_fill_writes_between_the_marks(tmp_path):
         table.fill(page.replace("headline", "other"), tmp_path)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_in_the_docs_are_those_of_the_rows(page):
     assert table.fill(page.read_text(), ROOT) == page.read_text()
 
