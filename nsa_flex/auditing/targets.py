@@ -32,11 +32,14 @@ def targets_of(
     patched: bool,
     device: torch.device,
 ) -> list[Target]:
-    """`self`, `module:factory`, or a model type of transformers, as targets on `device`.
+    """`self` or a part of it, `module:factory`, or a model type of transformers, on `device`.
 
     Raises:
         ValueError: it is none of these; the message says what would be.
     """
+    parts = {"nsa_attention": _attention, "NSAAttention": _layer}
+    if name in parts:
+        return [parts[name](lengths, batch_sizes, device)]
     if name == "self":
         return _own(lengths, batch_sizes, device)
     if ":" in name:

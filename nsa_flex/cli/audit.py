@@ -22,7 +22,8 @@ def audit(
         str,
         typer.Argument(
             help="A model type of transformers (llama, qwen3, …: a tiny random one is audited), "
-            "module:factory (it returns a model or function, and its inputs), or self (nsa_flex)."
+            "module:factory (it returns a model or function, and its inputs), nsa_attention, "
+            "NSAAttention, or self (these two and a patched llama)."
         ),
     ],
     lengths: Lengths = "48,100,64,17",
