@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from nsa_flex.hot_path.syncs import SyncDetector
+    import nsa_flex.hot_path.syncs as syncs  # by name: the two modules import each other
 
 HOST_READS = {
     "item": "Tensor.item()",
@@ -36,7 +36,7 @@ MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 @contextlib.contextmanager
-def watch_host_reads(detector: SyncDetector) -> Iterator[None]:
+def watch_host_reads(detector: syncs.SyncDetector) -> Iterator[None]:
     """Within this context, record calls of the methods in `HOST_READS`, from any thread."""
     with contextlib.ExitStack() as stack:
         for name, detail in HOST_READS.items():
@@ -58,7 +58,7 @@ def has_mask(index: Any) -> bool:
     return any(isinstance(e, torch.Tensor) and e.dtype in MASK_DTYPES for e in entries)
 
 
-def _watched(original: Callable, detail: str, detector: SyncDetector) -> Callable:
+def _watched(original: Callable, detail: str, detector: syncs.SyncDetector) -> Callable:
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         detector.record("host-sync", detail)
@@ -68,7 +68,7 @@ def _watched(original: Callable, detail: str, detector: SyncDetector) -> Callabl
     return method
 
 
-def _watched_setitem(original: Callable, detector: SyncDetector) -> Callable:
+def _watched_setitem(original: Callable, detector: syncs.SyncDetector) -> Callable:
     # The operator sees a Python scalar and a 0-d CPU tensor alike; only the first is a fill.
     write = _watched(original, "writing a tensor through a mask", detector)
 
@@ -80,7 +80,7 @@ def _watched_setitem(original: Callable, detector: SyncDetector) -> Callable:
     return setitem
 
 
-def _silenced_one_hot(original: Callable, detector: SyncDetector) -> Callable:
+def _silenced_one_hot(original: Callable, detector: syncs.SyncDetector) -> Callable:
     # With a stated number of classes it reads its input, to check the range, on the CPU alone.
     @functools.wraps(original)
     def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
