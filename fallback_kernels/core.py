@@ -19,11 +19,10 @@ from nsa_flex.fallback_kernels.core_compressed import (
     attend_part,
     differentiate_part,
 )
-from nsa_flex.fallback_kernels.core_merge import gated_sum, gated_sum_gradients, spread_lse
+from nsa_flex.fallback_kernels.core_merge import gated_sum_gradients, slide_and_sum, spread_lse
 from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, pieces_of, place_part
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words, rows_contiguous
 from nsa_flex.fallback_kernels.sliding_backward import sliding_gradients
-from nsa_flex.fallback_kernels.sliding_forward import sliding_forward
 
 
 class CoreResults(NamedTuple):
@@ -135,9 +134,9 @@ def core_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, blocks, output and log-sum-exp of each branch, and the index of the selection.
 
-    Outputs are (B, S, H, D), contiguous, that of the compressed branch empty unless the call is
-    `differentiable`. Log-sum-exps are (B, S, H), that of the compressed branch (B, H, S).
-    `deterministic` is for the backward.
+    Outputs are (B, S, H, D), contiguous, log-sum-exps (B, S, H), that of the compressed branch
+    (B, H, S). What only a backward wants is empty unless the call is `differentiable`: the index
+    and the outputs of the compressed and the sliding branch. `deterministic` is for the backward.
     """
     sizes = _Sizes(
         compress_block_size,
@@ -147,6 +146,26 @@ def core_forward(
         num_initial_blocks,
         num_local_blocks,
         window_size,
+    )
+    tensors = (
+        query,
+        key,
+        value,
+        compressed_key,
+        compressed_value,
+        sliding_key,
+        sliding_value,
+        gates,
+    )
+    with torch.cuda.device_of(query):
+        return _forward(tensors, sizes, scale, differentiable)
+
+
+def _forward(
+    tensors: tuple[Tensor, ...], sizes: _Sizes, scale: float, differentiable: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates = (
+        tensors
     )
     tokens, heads = query.shape[2], query.shape[1]
     fold = sizes.fold(tokens)
@@ -163,11 +182,11 @@ def core_forward(
         torch.arange(tokens, device=query.device)[None],
         None,
         scale,
-        -(-tokens // select_block_size),
+        -(-tokens // sizes.select_block_size),
         *sizes[:6],
     )
-    words = index_words(q, key, value, blocks, select_block_size, 0)
-    index = torch.empty(words, dtype=torch.int32, device=query.device)
+    words = index_words(q, key, value, blocks, sizes.select_block_size, 0)
+    index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
     selected, selected_lse = selected_forward.forward(
         _plan(q, key, value, blocks, sizes),
         q,
@@ -175,16 +194,32 @@ def core_forward(
         rows_contiguous(value),
         blocks,
         scale,
-        storage=index,
+        storage=index if differentiable else None,
     )
-    sliding, sliding_lse = sliding_forward(q, sliding_key, sliding_value, window_size, scale)
-    selected, sliding = (x.transpose(1, 2) for x in (selected, sliding))
-    compressed = torch.empty_like(selected) if differentiable else selected.new_empty(0)
-    saved = compressed if differentiable else None
-    out = gated_sum(outs, fold, selected, sliding, gates, saved)
-    selected_lse, sliding_lse = (x.transpose(1, 2) for x in (selected_lse, sliding_lse))
-    branches = (compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse)
-    return out, blocks, *branches, index
+    selected = selected.transpose(1, 2)
+    finished = slide_and_sum(
+        q,
+        sliding_key,
+        sliding_value,
+        sizes.window_size,
+        scale,
+        outs,
+        fold,
+        selected,
+        gates,
+        save=differentiable,
+    )
+    return (
+        finished.out,
+        blocks,
+        finished.compressed,
+        compressed_lse,
+        selected,
+        selected_lse.transpose(1, 2),
+        finished.sliding,
+        finished.sliding_lse,
+        index,
+    )
 
 
 @core_forward.register_fake
@@ -218,9 +253,9 @@ def _(
         lse(batch, heads, tokens),
         query.new_empty(branch),
         lse(*branch[:3]),
-        query.new_empty(branch),
+        query.new_empty(branch if differentiable else 0),
         lse(*branch[:3]),
-        query.new_empty(words, dtype=torch.int32),
+        query.new_empty(words if differentiable else 0, dtype=torch.int32),
     )
 
 
@@ -241,12 +276,23 @@ def core_backward(
         results: all but the first.
         sizes: as `_Sizes`.
     """
+    with torch.cuda.device_of(grad):
+        return _backward(grad, inputs, results, scale, _Sizes(*sizes), deterministic)
+
+
+def _backward(
+    grad: Tensor,
+    inputs: list[Tensor],
+    results: list[Tensor],
+    scale: float,
+    sizes: _Sizes,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates = inputs
     blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
         results
     )
-    named = _Sizes(*sizes)
-    fold = named.fold(query.shape[2])
+    fold = sizes.fold(query.shape[2])
     rows = query.transpose(1, 2).contiguous()
     grad = grad.contiguous()
     sums = gated_sum_gradients(grad, compressed, selected, sliding, gates)
@@ -277,7 +323,7 @@ def core_backward(
 
     q, do = rows.transpose(1, 2), grad.transpose(1, 2)
     _, grad_key, grad_value = selected_backward.backward(
-        _plan(q, key, value, blocks, named),
+        _plan(q, key, value, blocks, sizes),
         q,
         rows_contiguous(key),
         rows_contiguous(value),
@@ -300,17 +346,24 @@ def core_backward(
         sliding_lse.transpose(1, 2),
         sums.delta_sliding,
         gates[..., 2],
-        named.window_size,
+        sizes.window_size,
         scale,
         grad_query=grad_query,
         add_query=grad_query,
     )
-    of_compressed = (
+    grad_compressed_key, grad_compressed_value = (
         x.to(y.dtype) for x, y in zip(grad_keys, (compressed_key, compressed_value), strict=True)
     )
-    natural = (x.transpose(1, 2) for x in (grad_key, grad_value))
-    sliding_grads = (x.transpose(1, 2) for x in (grad_sliding_key, grad_sliding_value))
-    return grad_rows, *natural, *of_compressed, *sliding_grads, sums.gates
+    return (
+        grad_rows,
+        grad_key.transpose(1, 2),
+        grad_value.transpose(1, 2),
+        grad_compressed_key,
+        grad_compressed_value,
+        grad_sliding_key.transpose(1, 2),
+        grad_sliding_value.transpose(1, 2),
+        sums.gates,
+    )
 
 
 @core_backward.register_fake

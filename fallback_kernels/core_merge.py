@@ -1,7 +1,8 @@
 """The gated sum of the branches, the compressed one in the parts of its fold, and its backward.
 
-One pass over memory each way. `delta_c = sum(dO * o_c)` is at once the gradient of gate c and what
-the backward of branch c subtracts from `dO v^T`.
+Forward it is the end of the sliding branch's kernel, whose arithmetic hides the memory that the
+sum needs; the backward is one pass. `delta_c = sum(dO * o_c)` is at once the gradient of gate c
+and what the backward of branch c subtracts from `dO v^T`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of, of_part, part_place
+from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
+from nsa_flex.fallback_kernels.sliding_forward import attend_window
+from nsa_flex.fallback_kernels.sliding_plan import LOG2E, SlidingPlan, descriptor
+from nsa_flex.fallback_kernels.sliding_tiles import (
+    load_rows,
+    place_of_queries,
+    row_places,
+    rows_of_queries,
+    store_rows,
+)
 
 ROWS = 16  # heads of tokens a program handles
 LSE_TOKENS = 256
@@ -36,44 +47,73 @@ def spread_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int)
     return out
 
 
-def gated_sum(
+class Finished(NamedTuple):
+    """What `slide_and_sum` returns."""
+
+    out: Tensor  # (B, S, H, D), the gated sum
+    sliding_lse: Tensor  # float32 (B, S, H)
+    sliding: Tensor  # (B, S, H, D), the sliding branch; empty unless it is to be saved
+    compressed: Tensor  # the compressed branch, likewise
+
+
+def slide_and_sum(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window_size: int,
+    scale: float,
     parts: tuple[Tensor, ...],
     fold: Fold,
     selected: Tensor,
-    sliding: Tensor,
     gates: Tensor,
-    compressed: Tensor | None,
-) -> Tensor:
-    """`sum_c gates[..., c] * branch_c` in float32, (B, S, H, D) in the branches' dtype.
+    *,
+    save: bool,
+) -> Finished:
+    """The sliding branch, and with it in registers `sum_c gates[..., c] * branch_c` in float32.
 
     Args:
+        query: (B, Hq, S, D); key, value: as `sliding_attention` takes them.
         parts: outputs of the parts of the compressed branch.
-        selected, sliding: (B, S, H, D), contiguous.
-        gates: (B, H, S, 3), any strides.
-        compressed: receives the compressed branch, (B, S, H, D); None if nobody wants it.
+        selected: (B, S, Hq, Dv), contiguous.
+        gates: (B, Hq, S, 3), any strides.
+        save: whether the branches' own outputs are wanted, for the backward.
     """
+    key, value = (rows_contiguous(x) for x in (key, value))
+    plan = SlidingPlan.of(query, key, value)
+    tiles = plan.forward_tiles()
     out = torch.empty_like(selected)
-    batch, tokens, heads, dim = selected.shape
-    _sum_kernel[_grid(selected)](
+    sliding, compressed = (
+        torch.empty_like(selected) if save else selected.new_empty(0) for _ in range(2)
+    )
+    lse = torch.empty(selected.shape[:3], dtype=torch.float32, device=query.device)
+    _finish_kernel[(plan.query_programs(tiles),)](
+        query,
+        key,
+        value,
+        descriptor(key, tiles.keys),
+        descriptor(value, tiles.keys),
         *parts,
         selected,
-        sliding,
         gates,
         out,
-        out if compressed is None else compressed,
+        lse,
+        sliding,
+        compressed,
+        *strides(query),
+        *strides(key),
+        *strides(value),
         *gates.stride(),
-        batch * tokens * heads,
-        tokens,
-        heads,
+        plan.tokens,
+        plan.reach(window_size),
+        plan.kv_heads,
+        scale * LOG2E,
         *bounds_of(fold.parts),
         fold.reach,
         STRIDE=fold.stride,
-        DIM=dim,
-        COLUMNS=triton.next_power_of_2(dim),
-        ROWS=ROWS,
-        SAVE=compressed is not None,
+        SAVE=save,
+        **plan.query_constants(tiles),
     )
-    return out
+    return Finished(out, lse, sliding, compressed)
 
 
 class SumGradients(NamedTuple):
@@ -150,53 +190,78 @@ def _place(num_rows, num_tokens, heads, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _part_pointers(
-    x0, x1, x2, x3, b, s, h, heads, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Pointers (ROWS, COLUMNS) to the rows of the queries in their parts."""
-    part, residue, width, part_rows, row = part_place(
-        s, rows, first1, first2, first3, reach, STRIDE
-    )
-    line = ((b * part_rows + row) * width + residue) * heads + h
-    pointer = of_part(part, x0, x1, x2, x3) + line * DIM
-    # The choice of a pointer hides that rows start at multiples of 16 bytes.
-    return tl.multiple_of(pointer[:, None] + tl.arange(0, COLUMNS)[None, :], (1, 16))
-
-
-@triton.jit
 def _gate(gates, c: tl.constexpr, b, h, s, stride_b, stride_h, stride_s, stride_c, there):
     place = b * stride_b + h * stride_h + s * stride_s + c * stride_c
     return tl.load(gates + place, mask=there, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "rows", "first1", "first2", "first3"])
-def _sum_kernel(
-    x0, x1, x2, x3, selected, sliding, gates, out, compressed,
-    stride_b, stride_h, stride_s, stride_c,
-    num_rows, num_tokens, heads, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    SAVE: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["num_tokens", "window", "rows", "first1", "first2", "first3", "reach"]
+)
+def _finish_kernel(
+    query_ptr, key_ptr, value_ptr, key_tiles, value_tiles, x0, x1, x2, x3, selected_ptr,
+    gate_ptr, out_ptr, lse_ptr, sliding_ptr, compressed_ptr,
+    query_stride_b, query_stride_h, query_stride_s,
+    key_stride_b, key_stride_h, key_stride_s,
+    value_stride_b, value_stride_h, value_stride_s,
+    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
+    STRIDE: tl.constexpr, SAVE: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    line, b, s, h, there = _place(num_rows, num_tokens, heads, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = there[:, None] & (column < DIM)[None, :]
-    flat = (line * DIM)[:, None] + column[None, :]
-    pointer = _part_pointers(
-        x0, x1, x2, x3, b, s, h, heads, rows, first1, first2, first3, reach, STRIDE, DIM, COLUMNS
+    """One tile of queries, as in `sliding_forward.forward_kernel`, and the sum of its branches."""
+    b, h, first, first_member = place_of_queries(num_tokens, kv_heads, GROUP, HEADS, TOKENS)
+    token, member, there = rows_of_queries(
+        first, first_member, num_tokens, GROUP, HEADS, TOKENS, ROWS
     )
-    a0 = tl.load(pointer, mask=inside & (s >= reach)[:, None], other=0.0)
+    batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
+    query_ptr += batch * query_stride_b + head * query_stride_h
+    q = load_rows(
+        query_ptr, row_places(token, member, query_stride_h, query_stride_s),
+        there, HEAD_DIM, HEAD_COLUMNS,
+    )  # fmt: skip
+    acc, top, total = attend_window(
+        q, key_ptr, value_ptr, key_tiles, value_tiles, b, h, first, token,
+        key_stride_b, key_stride_h, key_stride_s, value_stride_b, value_stride_h, value_stride_s,
+        num_tokens, window, scale_log2,
+        TOKENS, ROWS, KEYS, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+        PRECISION, STAGES,
+    )  # fmt: skip
+    query_heads = kv_heads * GROUP
+    line = row_places(token, member, 1, query_heads) + batch * num_tokens * query_heads + head
+    total = tl.where(there, total, 1.0)
+    acc = acc / total[:, None]
+    LN2: tl.constexpr = 0.6931471805599453
+    tl.store(lse_ptr + line, (top + tl.log2(total)) * LN2, mask=there)
     if SAVE:
-        tl.store(compressed + flat, a0, mask=inside)
-    a1 = tl.load(selected + flat, mask=inside, other=0.0)
-    a2 = tl.load(sliding + flat, mask=inside, other=0.0)
-    g0 = _gate(gates, 0, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
-    g1 = _gate(gates, 1, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
-    g2 = _gate(gates, 2, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
-    total = a0.to(tl.float32) * g0[:, None]
-    total += a1.to(tl.float32) * g1[:, None]
-    total += a2.to(tl.float32) * g2[:, None]
-    tl.store(out + flat, total.to(out.dtype.element_ty), mask=inside)
+        store_rows(sliding_ptr, line * VALUE_DIM, there, acc, VALUE_DIM, VALUE_COLUMNS)
+
+    gate_ptr += batch * gate_stride_b + head * gate_stride_h
+    gate_ptr += row_places(token, member, gate_stride_h, gate_stride_s)
+    acc *= tl.load(gate_ptr + 2 * gate_stride_c, mask=there, other=0.0).to(tl.float32)[:, None]
+    gate = tl.load(gate_ptr + gate_stride_c, mask=there, other=0.0).to(tl.float32)
+    branch = load_rows(selected_ptr, line * VALUE_DIM, there, VALUE_DIM, VALUE_COLUMNS)
+    acc += branch.to(tl.float32) * gate[:, None]
+
+    part, residue, width, part_rows, row = part_place(
+        token, rows, first1, first2, first3, reach, STRIDE
+    )
+    part_line = ((batch * part_rows + row) * width + residue) * query_heads + head + member
+    column = tl.arange(0, VALUE_COLUMNS)
+    pointer = (of_part(part, x0, x1, x2, x3) + part_line * VALUE_DIM)[:, None] + column[None, :]
+    # The choice of a pointer hides that rows start at multiples of 16 bytes.
+    pointer = tl.multiple_of(pointer, (1, 16))
+    seen = (there & (token >= reach))[:, None] & (column < VALUE_DIM)[None, :]
+    branch = tl.load(pointer, mask=seen, other=0.0)
+    if SAVE:
+        store_rows(compressed_ptr, line * VALUE_DIM, there, branch, VALUE_DIM, VALUE_COLUMNS)
+    gate = tl.load(gate_ptr, mask=there, other=0.0).to(tl.float32)
+    acc += branch.to(tl.float32) * gate[:, None]
+    store_rows(out_ptr, line * VALUE_DIM, there, acc, VALUE_DIM, VALUE_COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])

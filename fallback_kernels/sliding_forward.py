@@ -43,27 +43,18 @@ def attend(
     return acc, higher, total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "window"])
-def forward_kernel(
-    query_ptr, key_ptr, value_ptr, key_tiles, value_tiles, out_ptr, lse_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
+@triton.jit
+def attend_window(
+    q, key_ptr, value_ptr, key_tiles, value_tiles, b, h, first, token,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
-    num_tokens, window, kv_heads, scale_log2,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
+    num_tokens, window, scale_log2,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    b, h, first, first_member = place_of_queries(num_tokens, kv_heads, GROUP, HEADS, TOKENS)
-    token, member, there = rows_of_queries(
-        first, first_member, num_tokens, GROUP, HEADS, TOKENS, ROWS
-    )
-    query_ptr += b.to(tl.int64) * query_stride_b + (h * GROUP).to(tl.int64) * query_stride_h
-    place = row_places(token, member, query_stride_h, query_stride_s)
-    q = load_rows(query_ptr, place, there, HEAD_DIM, HEAD_COLUMNS)
-
+    """Weighted values of a tile of queries, their maximum in base 2 and the sum of weights."""
     acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
     # Finite, so that a tile in which a row sees nothing changes nothing.
     top = tl.full([ROWS], -3.0e38, tl.float32)
@@ -106,7 +97,36 @@ def forward_kernel(
             q, edge_k, edge_v, token, start, window, scale_log2, acc, top, total,
             True, PRECISION,
         )  # fmt: skip
+    return acc, top, total
 
+
+@triton.jit(do_not_specialize=["num_tokens", "window"])
+def forward_kernel(
+    query_ptr, key_ptr, value_ptr, key_tiles, value_tiles, out_ptr, lse_ptr,
+    query_stride_b, query_stride_h, query_stride_s,
+    key_stride_b, key_stride_h, key_stride_s,
+    value_stride_b, value_stride_h, value_stride_s,
+    num_tokens, window, kv_heads, scale_log2,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    b, h, first, first_member = place_of_queries(num_tokens, kv_heads, GROUP, HEADS, TOKENS)
+    token, member, there = rows_of_queries(
+        first, first_member, num_tokens, GROUP, HEADS, TOKENS, ROWS
+    )
+    query_ptr += b.to(tl.int64) * query_stride_b + (h * GROUP).to(tl.int64) * query_stride_h
+    place = row_places(token, member, query_stride_h, query_stride_s)
+    q = load_rows(query_ptr, place, there, HEAD_DIM, HEAD_COLUMNS)
+    acc, top, total = attend_window(
+        q, key_ptr, value_ptr, key_tiles, value_tiles, b, h, first, token,
+        key_stride_b, key_stride_h, key_stride_s, value_stride_b, value_stride_h, value_stride_s,
+        num_tokens, window, scale_log2,
+        TOKENS, ROWS, KEYS, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+        PRECISION, STAGES,
+    )  # fmt: skip
     query_heads = kv_heads * GROUP
     line = b.to(tl.int64) * num_tokens * query_heads + h * GROUP
     place = row_places(token, member, 1, query_heads) + line

@@ -165,9 +165,9 @@ def nsa_attention(
 
     if is_fused(choices):
         tensors = inputs._replace(compressed_key=compressed_key, compressed_value=compressed_value)
-        results = fused.attend(tensors, config, scale)
-        lse = BranchLSE(results.compressed_lse, results.selected_lse, results.sliding_lse)
-        return (results.out, NSAAux(results.blocks, lse)) if return_aux else results.out
+        core = fused.attend(tensors, config, scale)
+        lse = BranchLSE(core.compressed_lse, core.selected_lse, core.sliding_lse)
+        return (core.out, NSAAux(core.blocks, lse)) if return_aux else core.out
 
     def run(branch: BranchName, k: Tensor, v: Tensor, blocks: Tensor | None = None):
         # On CUDA the compressed branch lends its log-sum-exp to the choice of blocks.

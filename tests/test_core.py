@@ -204,6 +204,57 @@ def test_keys_of_its_own_for_the_window() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_opcheck(differentiable: bool) -> None:
+    q, k, v, ck, cv, gates = inputs_of(2, 8, 2, 100, 64, 64)
+    sizes = (32, 16, 64, 16, 1, 2, 512)
+    arguments = (q, k, v, ck, cv, k, v, gates, 0.1, *sizes, differentiable, True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.nsa_flex.core_forward.default, arguments, test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_without_gradients_the_same() -> None:
+    inputs = inputs_of(2, 8, 2, 333, 64, 64)
+    (want, want_aux), _ = run(inputs, "auto", PAPER)
+    with torch.no_grad():
+        out, aux = nsa_attention(*inputs, config=PAPER, return_aux=True)
+    assert torch.equal(out, want)
+    assert all(torch.equal(x, y) for x, y in zip(aux.lse, want_aux.lse, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_million_tokens_forward() -> None:
+    """Sampled rows, by the definition over their own window, blocks and compressed keys."""
+    length, heads, kv_heads, dim = (1 << 20) - 5, 4, 1, 64
+    config = NSAConfig()
+    q, k, v = (
+        torch.randn(1, length, h, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for h in (heads, kv_heads, kv_heads)
+    )
+    ck, cv = (x.unfold(2, 32, 16).mean(-1) for x in (k, v))
+    gates = torch.rand(1, heads, length, 3, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        out, aux = nsa_attention(q, k, v, ck, cv, gates, config=config, return_aux=True)
+    for t in (0, 31, 1000, length // 2, length - 1):
+        seen = max(0, (t - 31 + 16) // 16)
+        chosen = aux.blocks[0, 0, t]
+        tokens = (chosen[chosen >= 0, None] * 64 + torch.arange(64, device="cuda")).flatten()
+        tokens = tokens[tokens <= t]
+        window = torch.arange(max(0, t - 511), t + 1, device="cuda")
+        everything = torch.arange(seen, device="cuda")
+        want = torch.zeros(heads, dim, dtype=torch.float64, device="cuda")
+        keys = ((ck, cv, everything), (k, v, tokens), (k, v, window))
+        for c, (key, value, index) in enumerate(keys):
+            if len(index):
+                logits = q[0, :, t].double() @ key[0, 0, index].double().T * dim**-0.5
+                branch = logits.softmax(-1) @ value[0, 0, index].double()
+                want += gates[0, :, t, c, None].double() * branch
+        error = (out[0, :, t].double() - want).norm() / want.norm()
+        assert error < 2**-7, f"row {t}: {error:.1e}"
+
+
+@pytest.mark.gpu
 def test_one_graph_for_all_lengths() -> None:
     graphs = []
 

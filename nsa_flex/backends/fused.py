@@ -19,14 +19,16 @@ def attend(tensors: tuple[Tensor, ...], config: NSAConfig, scale: float) -> Core
     """The core from its eight tensors, in the order of `nsa_flex.attention.Inputs`."""
     from nsa_flex.fallback_kernels.core import core_attention
 
-    query, key, value, compressed_key, compressed_value, gates, *sliding = tensors
+    *others, gates, sliding_key, sliding_value = tensors
+    query, key, value, compressed_key, compressed_value = others
     return core_attention(
         query,
         key,
         value,
         compressed_key,
         compressed_value,
-        *sliding,
+        sliding_key,
+        sliding_value,
         gates,
         config=config,
         scale=scale,
