@@ -216,7 +216,6 @@ def decode_attention(
     scale: float | None = None,
     sliding_key: Tensor | None = None,
     sliding_value: Tensor | None = None,
-    counters: Tensor | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, DecodeAux]:
     """Native Sparse Attention of T new tokens over a cache that already holds them.
@@ -326,7 +325,6 @@ def step(
     scale: float | None = None,
     key_weights: Tensor | None = None,
     value_weights: Tensor | None = None,
-    counters: Tensor | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, DecodeAux]:
     """`append_and_compress`, then `decode_attention`; for one new token a row by three kernels.

@@ -29,14 +29,22 @@ def can_start_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def occupancy(programs: int) -> float:
-    """Share of the multiprocessors' time that equal programs use: none should wait for a last few.
+@functools.cache
+def splits_of(units: int, tiles: int, programs: int, most_programs: int) -> int:
+    """Programs that share a unit's tiles: the fewest that use the device about as well as any do.
 
-    Programs that fill the device less than once run side by side; more come in waves.
+    Up to `programs` equal programs run side by side, more come in waves of `most_programs`: the
+    share of the device that is used counts with a full cache.
     """
-    if programs <= PROGRAMS:
-        return programs / PROGRAMS
-    return programs / MOST_PROGRAMS / ceil_div(programs, MOST_PROGRAMS)
+
+    def used(number: int) -> float:
+        if number <= programs:
+            return number / programs
+        return number / most_programs / ceil_div(number, most_programs)
+
+    splits = range(1, min(MAX_SPLITS, tiles) + 1)
+    shares = [used(units * ceil_div(tiles, ceil_div(tiles, n))) for n in splits]
+    return 1 + next(i for i, share in enumerate(shares) if share >= 0.96 * max(shares))
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -113,7 +121,7 @@ class DecodePlan:
     def tuned(self) -> DecodePlan:
         """Enough programs to fill the device, no more partial results than that takes."""
         tiles = ceil_div(self.num_compressed, self.tile_keys)
-        splits = self._splits(tiles)
+        splits = splits_of(self.units, tiles, PROGRAMS, MOST_PROGRAMS)
         num_tiles = self.config.num_selected_blocks * self.tiles_per_block + self.window_tiles
         share = max(1, min(4, self.units * num_tiles // PROGRAMS))
         return replace(
@@ -123,13 +131,6 @@ class DecodePlan:
             tiles_per_part=min(share, self.window_tiles),
             stages=self._stages(),
         )
-
-    def _splits(self, tiles: int) -> int:
-        """The fewest that use the device about as well as any number does, with a full cache."""
-        most = min(MAX_SPLITS, tiles)
-        active = [ceil_div(tiles, ceil_div(tiles, n)) for n in range(1, most + 1)]
-        used = [occupancy(self.units * n) for n in active]
-        return 1 + next(i for i, share in enumerate(used) if share >= 0.96 * max(used))
 
     def _stages(self) -> int:
         tile = self.tile_keys * (self.head_columns + self.value_columns) * self.element_size
