@@ -293,6 +293,43 @@ def test_bad_use_is_named_and_leaves_the_cache(model: nn.Module, call: Any, mess
     torch.testing.assert_close(following, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("max_length", [None, 70])
+@torch.no_grad()
+def test_a_call_that_fails_on_the_way_leaves_the_cache(
+    model: nn.Module, max_length: int | None
+) -> None:
+    cache, ids = NSACache(model, max_length=max_length), lines(60)[None]
+    model(ids[:, :40], past_key_values=cache)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    for length in (1, 20):
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 20 : 20 + length], past_key_values=cache)
+    hook.remove()
+    assert int(cache.get_seq_length()) == 40
+    found = model(ids[:, 40:], past_key_values=cache).logits
+    expected = model(ids, use_cache=False).logits[:, 40:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_compiled_step_past_the_end_is_an_error(model: nn.Module) -> None:
+    cache, ids = NSACache(model, max_length=42), lines(60)[None]
+    model(ids[:, :40], past_key_values=cache)
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for place in (40, 41):
+        step(ids[:, place : place + 1], past_key_values=cache)
+    before = contents(cache)
+    with pytest.raises(RuntimeError, match="the cache is full: max_length=42"):
+        step(ids[:, 42:43], past_key_values=cache)
+    assert all(map(torch.equal, contents(cache), before))
+    with pytest.raises(ValueError, match="holds 42 of at most max_length=42 tokens"):
+        model(ids[:, 42:43], past_key_values=cache)
+
+
 def test_gradients_do_not_pass_through_the_cache() -> None:
     model = nsa_flex.patch(tiny_model(), NSA)
     with pytest.raises(ValueError, match=r"carries no gradients: call under torch\.no_grad"):

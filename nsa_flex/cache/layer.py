@@ -158,8 +158,18 @@ class LayerCache:
         self.arrival = arrival
 
     def check_room(self, num_tokens: int) -> None:
-        """ValueError if a static cache is too short for so many more columns."""
-        if self.max_length is None or self._hides_length():
+        """ValueError if a static cache is too short for so many more columns.
+
+        In compiled code an assertion on the device, which the host does not wait for.
+        """
+        if self.max_length is None:
+            return
+        if self._hides_length():
+            if self._columns is not None:
+                torch._assert_async(
+                    self._columns + num_tokens <= self.max_length,
+                    f"the cache is full: max_length={self.max_length}",
+                )
             return
         length = self._length()
         if length + num_tokens > self.max_length:
