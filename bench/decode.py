@@ -150,8 +150,9 @@ def varlen(inputs: Inputs) -> Call:
     batch, _, length, _ = inputs.key.shape
     query = inputs.query.transpose(1, 2).flatten(0, 1).contiguous()
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.key, inputs.value))
-    counts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
-    return lambda: varlen_attn(query, key, value, counts, counts * length, 1, length)
+    first_query = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+    first_key = first_query * length
+    return lambda: varlen_attn(query, key, value, first_query, first_key, 1, length)
 
 
 def flex(inputs: Inputs) -> Call:
