@@ -132,7 +132,8 @@ def test_windows(window: int) -> None:
 @kernels
 @pytest.mark.parametrize("length", [1, 2, 16, 64, 65])
 def test_lengths(length: int) -> None:
-    check(Case(length=length, window=30, group=2))
+    # Few rows err by chance, ours and eager's alike: a batch makes enough of them to compare.
+    check(Case(length=length, window=30, group=2, batch=max(1, 64 // length)))
 
 
 @kernels
@@ -417,11 +418,15 @@ def test_under_a_cuda_graph() -> None:
 def test_offsets_past_two_to_the_31() -> None:
     """64 heads of 128 over 2^18 tokens and some: the last rows, and gradients of the last keys."""
     case = Case(16, 2**18 + 5, 512, 128, 128, kv_heads=4)
-    q, k, v = inputs(case)
     tail = 600
-    grad_out = torch.zeros(1, case.length, 64, 128, dtype=case.dtype, device="cuda").mT
-    grad_out = grad_out.reshape(1, case.length, 64, 128).transpose(1, 2)
-    grad_out[:, :, -5:] = torch.randn_like(grad_out[:, :, -5:])
+
+    def normal(heads: int) -> Tensor:
+        x = torch.randn(1, case.length, heads, 128, dtype=case.dtype, device="cuda")
+        return x.transpose(1, 2)
+
+    q, k, v = (normal(heads).requires_grad_() for heads in (64, 4, 4))
+    grad_out = normal(64)
+    grad_out[:, :, :-5] = 0
     got = results(case, q, k, v, grad_out)
     short = Case(16, tail, 512, 128, 128, kv_heads=4)
     ends = [x.detach()[:, :, -tail:].requires_grad_() for x in (q, k, v)]
