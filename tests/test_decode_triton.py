@@ -365,11 +365,12 @@ def test_separate_keys_of_the_sliding_branch() -> None:
 
 @kernels
 def test_equal_scores_take_the_lower_index() -> None:
-    problem = Problem(Case(past=(160,), group=3))
+    """Within a tile, where what is equal in exact arithmetic is equal in float32 too."""
+    problem = Problem(Case(past=(150,), group=3))
     problem.append()
     problem.compressed_key.zero_()
     _, aux = problem.attend()
-    assert aux.blocks.flatten().tolist() == [0, 1, 9, 10]
+    assert aux.blocks.flatten().tolist() == [0, 1, 8, 9]
 
 
 @kernels
