@@ -498,6 +498,20 @@ def test_caches_and_other_objects_run_on_meta():
     assert cache.layers[0]["keys"].device.type == "cpu"
 
 
+def test_objects_that_copy_themselves_run_on_meta():
+    class Cache:
+        def __init__(self):
+            self.device = torch.device("cpu")
+            self.weight = torch.ones(4)
+
+        def __deepcopy__(self, memo):
+            return self
+
+    cache = Cache()
+    assert find_value_reads(lambda x: x + cache.weight.to(cache.device), example()) == []
+    assert cache.weight.device.type == "cpu"
+
+
 def test_forward_backward_needs_a_gradient():
     with pytest.raises(ValueError, match="no output requires a gradient; pass inputs"):
         ForwardBackward(torch.sin)(example())

@@ -14,6 +14,7 @@ import torch
 from nsa_flex.hot_path.backward import ForwardBackward
 from nsa_flex.hot_path.findings import Finding, traceback_location
 
+_PLACED = (torch.Tensor, torch.device)
 _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType)
 
 
@@ -46,8 +47,16 @@ def to_meta(value: Any) -> Any:
     Tensors that were the same object stay the same object: tied weights stay tied. A
     `torch.device` that an object remembers becomes the meta device too.
     """
-    memo = {id(placed): _on_meta(placed) for placed in _placed_in(value, set())}
-    return copy.deepcopy(value, memo) if memo else value
+    held = list(_held_in(value, set()))
+    memo: dict[int, Any] = {id(x): _on_meta(x) for x in held if isinstance(x, _PLACED)}
+    if not memo:
+        return value
+    # What says for itself how it is copied may leave out, or share, what must move as well.
+    own = [x for x in held if not isinstance(x, _PLACED)]
+    memo |= {id(x): object.__new__(type(x)) for x in own}
+    for x in own:
+        vars(memo[id(x)]).update(copy.deepcopy(vars(x), memo))
+    return copy.deepcopy(value, memo)
 
 
 def _callable_to_meta(fn: Any, made: dict[types.FunctionType, Any] | None = None) -> Any:
@@ -95,16 +104,18 @@ def _on_meta(placed: torch.Tensor | torch.device) -> torch.Tensor | torch.device
     return made.requires_grad_(placed.requires_grad)
 
 
-def _placed_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor | torch.device]:
-    """Every tensor and device that `value` holds, however deep."""
+def _held_in(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Every tensor and device in `value`, however deep, and the objects that copy themselves."""
     if id(value) in seen or isinstance(value, _LEAVES):
         return
     seen.add(id(value))
-    if isinstance(value, (torch.Tensor, torch.device)):
+    if isinstance(value, _PLACED):
         yield value
         return
+    if hasattr(type(value), "__deepcopy__") and hasattr(value, "__dict__"):
+        yield value
     for child in _children(value):
-        yield from _placed_in(child, seen)
+        yield from _held_in(child, seen)
 
 
 def _children(value: Any) -> Iterator[Any]:
