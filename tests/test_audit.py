@@ -449,3 +449,16 @@ def test_committed_page_is_what_the_example_gives() -> None:
         "2 &lt;= x.size()[1] &lt;= 50",
     ):
         assert text in page
+
+
+@pytest.mark.parametrize("name", ["function", "layer"])
+def test_committed_audits_of_an_h200_are_clean_and_in_the_docs(name: str) -> None:
+    root = Path(__file__).parents[1]
+    report = json.loads((root / "bench" / "results" / f"audit_{name}_h200.json").read_text())
+    assert report["ok"]
+    text = (root / "docs" / "audit.md").read_text()
+    for phase in report["phases"]:
+        measured = phase["measured"]
+        cold, warm = (measured[f"compile_seconds_{kind}"] for kind in ("cold", "warm"))
+        cells = [phase["name"], len(phase["graphs"]), phase["breaks"], phase["cudagraphs"]]
+        assert f"| {' | '.join(map(str, cells))} | {cold:.1f} / {warm:.2f} |" in text
