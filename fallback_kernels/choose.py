@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -98,17 +99,17 @@ class ChoicePlan:
     select_block_size: int
     element_size: int
 
-    @property
+    @cached_property
     def group(self) -> int:
         """G, query heads per KV head."""
         return self.query_heads // self.kv_heads
 
-    @property
+    @cached_property
     def members(self) -> int:
         """G, rounded up to a power of two."""
         return 1 << (self.group - 1).bit_length()
 
-    @property
+    @cached_property
     def head_columns(self) -> tuple[int, int]:
         """Widths of the two tiles that hold the head dim; the second may be 0."""
         main = 1 << (self.head_dim.bit_length() - 1)
@@ -116,39 +117,39 @@ class ChoicePlan:
             return 16, 0
         return main, padded(self.head_dim - main) if self.head_dim > main else 0
 
-    @property
+    @cached_property
     def tile_columns(self) -> int:
         """Columns (query head, token) of a tile of scores."""
         if self.element_size == 4 or self.head_dim > 128 or self.members == 1:
             return max(64, self.members)
         return 128
 
-    @property
+    @cached_property
     def tile_tokens(self) -> int:
         most = self.tile_columns // self.members
         return max(16 // self.members, min(most, 1 << (self.num_queries - 1).bit_length()), 1)
 
-    @property
+    @cached_property
     def tile_rows(self) -> int:
         """Keys of a tile: what one warp group multiplies at once, less where it is float32."""
         return 32 if self.element_size == 4 else 64
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Tiles of keys in flight: three where that leaves room for three programs."""
         return 3 if self.tile_columns <= 64 and self.head_dim <= 128 else 2
 
-    @property
+    @cached_property
     def registers(self) -> int | None:
         """Most of a thread: few enough for three programs of 128 threads a multiprocessor."""
         return None if self.element_size == 4 else 168
 
-    @property
+    @cached_property
     def candidates(self) -> int:
         """Places for blocks of a row among which the choice is finished."""
         return max(32, 2 << (self.num_slots - 1).bit_length())
 
-    @property
+    @cached_property
     def past(self) -> int:
         """No query sits later than if the last one were the last key."""
         return self.num_blocks * self.select_block_size - self.num_queries
@@ -205,6 +206,10 @@ class ChoicePlan:
         }
 
 
+# Shapes repeat from layer to layer and step to step.
+_plan = lru_cache(maxsize=256)(ChoicePlan)
+
+
 def choose_blocks(
     query: Tensor,
     compressed_key: Tensor,
@@ -258,8 +263,7 @@ def choose_blocks(
     )
 
 
-@torch.library.custom_op("nsa_flex::choose_blocks_fused", mutates_args=())
-def choose_blocks_operator(
+def run_choice(
     query: Tensor,
     compressed_key: Tensor,
     lse: Tensor | None,
@@ -274,9 +278,9 @@ def choose_blocks_operator(
     num_initial_blocks: int,
     num_local_blocks: int,
 ) -> Tensor:
-    """Operator under `choose_blocks`."""
+    """What `choose_blocks` runs, and other operators within themselves."""
     batch, heads, num_queries, dim = query.shape
-    plan = ChoicePlan(
+    plan = _plan(
         batch=batch,
         query_heads=heads,
         kv_heads=compressed_key.shape[1],
@@ -308,6 +312,11 @@ def choose_blocks_operator(
             )
             _launch_top(plan, chunk, scores, blocks, places, **select)
     return blocks
+
+
+choose_blocks_operator = torch.library.custom_op(
+    "nsa_flex::choose_blocks_fused", run_choice, mutates_args=()
+)
 
 
 @choose_blocks_operator.register_fake

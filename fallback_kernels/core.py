@@ -14,12 +14,17 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels import selected_backward, selected_forward
-from nsa_flex.fallback_kernels.choose import choose_blocks_operator
+from nsa_flex.fallback_kernels.choose import run_choice
 from nsa_flex.fallback_kernels.core_compressed import (
     attend_part,
     differentiate_part,
 )
-from nsa_flex.fallback_kernels.core_merge import gated_sum_gradients, slide_and_sum, spread_lse
+from nsa_flex.fallback_kernels.core_merge import (
+    apply_gate,
+    gated_sum_gradients,
+    slide_and_sum,
+    spread_lse,
+)
 from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, pieces_of, place_part
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words, rows_contiguous
 from nsa_flex.fallback_kernels.sliding_backward import sliding_gradients
@@ -175,7 +180,7 @@ def _forward(
     parts = [attend_part(rows, *keys, part, scale, fold.reach, fold.stride) for part in fold.parts]
     outs, lses = zip(*parts, strict=True)
     compressed_lse = spread_lse(lses, fold, heads, tokens)
-    blocks = choose_blocks_operator(
+    blocks = run_choice(
         q,
         compressed_key,
         compressed_lse,
@@ -321,7 +326,10 @@ def _backward(
             total[:, :, : part.rows] += share
     grad_query = grad_rows.transpose(1, 2)
 
-    q, do = rows.transpose(1, 2), grad.transpose(1, 2)
+    # The selection's kernels have no register to spare for a gate; the compressed branch is done
+    # with its gradient, whose memory takes theirs.
+    apply_gate(grad, gates, 1, sums.compressed)
+    q = rows.transpose(1, 2)
     _, grad_key, grad_value = selected_backward.backward(
         _plan(q, key, value, blocks, sizes),
         q,
@@ -330,8 +338,8 @@ def _backward(
         blocks,
         selected_lse.transpose(1, 2),
         sums.delta_selected.transpose(1, 2),
-        gates[..., 1],
-        do,
+        None,
+        sums.compressed.transpose(1, 2),
         scale,
         deterministic=deterministic,
         index=index,
@@ -342,7 +350,7 @@ def _backward(
         q,
         sliding_key,
         sliding_value,
-        do,
+        grad.transpose(1, 2),
         sliding_lse.transpose(1, 2),
         sums.delta_sliding,
         gates[..., 2],

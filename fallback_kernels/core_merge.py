@@ -121,14 +121,14 @@ class SumGradients(NamedTuple):
 
     gates: Tensor  # (B, S, H, 3)
     compressed: Tensor  # (B, S, H, D), gated
-    delta_selected: Tensor  # float32 (B, S, H), not gated
-    delta_sliding: Tensor
+    delta_selected: Tensor  # float32 (B, S, H), gated
+    delta_sliding: Tensor  # not gated
 
 
 def gated_sum_gradients(
     grad: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor
 ) -> SumGradients:
-    """Gradients of the gates and the compressed branch; the other branches apply their gate.
+    """Gradients of the gates and the compressed branch, and the deltas of the others.
 
     All but the gates (B, S, H, D), contiguous.
     """
@@ -155,6 +155,23 @@ def gated_sum_gradients(
         ROWS=ROWS,
     )
     return SumGradients(grad_gates, grad_compressed, deltas[0], deltas[1])
+
+
+def apply_gate(grad: Tensor, gates: Tensor, branch: int, out: Tensor) -> None:
+    """Writes `gates[..., branch] * grad` into `out`; both (B, S, H, D), contiguous."""
+    batch, tokens, heads, dim = grad.shape
+    _apply_kernel[_grid(grad)](
+        grad,
+        gates[..., branch],
+        out,
+        *gates.stride()[:3],
+        batch * tokens * heads,
+        tokens,
+        heads,
+        DIM=dim,
+        COLUMNS=triton.next_power_of_2(dim),
+        ROWS=ROWS,
+    )
 
 
 def _grid(selected: Tensor) -> tuple[int]:
@@ -287,5 +304,21 @@ def _gradient_kernel(
     tl.store(grad_gates + line * 3, delta0.to(gate_type), mask=there)
     tl.store(grad_gates + line * 3 + 1, delta1.to(gate_type), mask=there)
     tl.store(grad_gates + line * 3 + 2, delta2.to(gate_type), mask=there)
-    tl.store(delta_selected + line, delta1, mask=there)
+    g1 = _gate(gates, 1, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
+    tl.store(delta_selected + line, delta1 * g1, mask=there)
     tl.store(delta_sliding + line, delta2, mask=there)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _apply_kernel(
+    grad, gate, out, stride_b, stride_h, stride_s,
+    num_rows, num_tokens, heads,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    line, b, s, h, there = _place(num_rows, num_tokens, heads, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = there[:, None] & (column < DIM)[None, :]
+    flat = (line * DIM)[:, None] + column[None, :]
+    g = _gate(gate, 0, b, h, s, stride_b, stride_h, stride_s, 0, there)
+    x = tl.load(grad + flat, mask=inside, other=0.0).to(tl.float32) * g[:, None]
+    tl.store(out + flat, x.to(out.dtype.element_ty), mask=inside)
