@@ -14,6 +14,7 @@ import transformers
 
 from nsa_flex import AuditReport, audit
 from nsa_flex.auditing.excerpts import shortened
+from nsa_flex.auditing.lint import lint
 from nsa_flex.auditing.tiny_decoders import (
     FAMILIES,
     decoding_batches,
@@ -38,12 +39,19 @@ def report_of(family: str) -> AuditReport:
     )
 
 
+def linted(family: str) -> list[str]:
+    """What the lint finds in the family's sources, which are no part of the audit by default."""
+    found = lint(tiny_decoder(family), "all")
+    return [shortened(f"{finding.message} at {finding.location}") for finding in found]
+
+
 def row(report: AuditReport) -> dict[str, Any]:
     """What the table shows of a report; paths shortened."""
     return {
         "family": report.target,
         "graphs": report.graphs,
         "findings": [shortened(f"{f.kind}: {f.message} at {f.location}") for f in report.findings],
+        "lint": linted(report.target),
         "notes": [shortened(note) for note in report.notes],
     }
 

@@ -436,6 +436,8 @@ def test_docs_show_the_committed_audit_of_ten_families() -> None:
     for row in rows:
         cells = [row["family"], len(row["findings"]), *row["graphs"].values()]
         assert f"| {' | '.join(map(str, cells))} |" in text
+        assert len(row["lint"]) == 1
+        assert "find_packed_sequence_indices" in row["lint"][0]
 
 
 def test_committed_page_is_what_the_example_gives() -> None:

@@ -95,7 +95,7 @@ def _callees(function: types.FunctionType, owner: type | None) -> list[tuple[Any
         return []
     known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     found: list[tuple[Any, type | None]] = []
-    for each in ast.walk(node):
+    for each in _inside(node):
         if isinstance(each, ast.Name):
             value = known.get(each.id)
             if isinstance(value, (types.FunctionType, torch.nn.Module, functools.partial)):
@@ -103,6 +103,13 @@ def _callees(function: types.FunctionType, owner: type | None) -> list[tuple[Any
         elif isinstance(each, ast.Attribute) and owner is not None and _is_self(each.value):
             found.append((inspect.getattr_static(owner, each.attr, None), owner))
     return found
+
+
+def _inside(function: ast.AST) -> Iterator[ast.AST]:
+    """Everything in a function's body: what its decorators and defaults do, it does not."""
+    body = function.body  # type: ignore[attr-defined]
+    for part in body if isinstance(body, list) else [body]:
+        yield from ast.walk(part)
 
 
 def _is_self(node: ast.expr) -> bool:
@@ -139,7 +146,7 @@ def _arguments(code: types.CodeType) -> list[str]:
 
 def _offences(root: ast.AST, function: types.FunctionType) -> Iterator[AuditFinding]:
     code = function.__code__
-    for node in ast.walk(root):
+    for node in _inside(root):
         text = None
         if isinstance(node, ast.Call):
             text = _call_offence(node)
