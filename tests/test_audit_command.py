@@ -167,3 +167,9 @@ def test_plugin_is_registered() -> None:
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     (module,) = re.findall(r'\[project\.entry-points\.pytest11\]\nnsa_flex = "(.+)"', text)
     __import__(module)
+
+
+def test_make_test_audits_nsa_flex_itself() -> None:
+    text = (Path(__file__).parents[1] / "Makefile").read_text()
+    assert re.search(r"^test: .*\baudit\b", text, re.M)
+    assert re.search(r"^audit: .*\n\t\S*nsa-flex audit self .*--no-train", text, re.M)
