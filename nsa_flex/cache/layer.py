@@ -14,6 +14,7 @@ from nsa_flex.cache.arrival import Arrival
 from nsa_flex.cache.buffers import Buffers, allocate, mark_static, num_rows, roomy
 from nsa_flex.cache.fit import misfit
 from nsa_flex.cache.memory import Memory, num_bytes
+from nsa_flex.cache.room import count_within
 from nsa_flex.compression import Compression
 from nsa_flex.decoding import (
     MAX_STEP,
@@ -76,6 +77,7 @@ class LayerCache:
         # must not depend on them, and on the host, which knows them unless compiled code ran.
         self._columns: Tensor | None = None
         self._known: int | None = 0
+        self._after: Tensor | None = None  # what `_columns` becomes, where compiled code asked
         # Whether each row is as long as the number of columns.
         self._even = True
 
@@ -166,11 +168,9 @@ class LayerCache:
             return
         if self._hides_length():
             if self._columns is not None:
-                torch._assert_async(
-                    self._columns + num_tokens <= self.max_length,
-                    f"the cache is full: max_length={self.max_length}",
-                )
+                self._after = count_within(self._columns, num_tokens, self.max_length)
             return
+        self._after = None
         length = self._length()
         if length + num_tokens > self.max_length:
             raise ValueError(
@@ -405,7 +405,7 @@ class LayerCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:
         """A copy of the tokens, with the same φ: to go on from one prefix in several ways."""
         twin = copy.copy(self)
-        twin.arrival = None
+        twin.arrival = twin._after = None
         if self.is_initialized:
             for name in ("buffers", "lengths", "_columns"):
                 setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
@@ -451,11 +451,16 @@ def advance(layers: list[LayerCache], arrival: Arrival) -> None:
     else:
         for each in lengths:
             each.add_(arrival.num_real.to(each.device))
-    columns = [layer._columns for layer in layers if layer._columns is not None]
+    columns = []
+    for layer in layers:
+        if layer._after is not None and layer._columns is not None:
+            layer._columns.copy_(layer._after)
+        elif layer._columns is not None:
+            columns.append(layer._columns)
     if columns:
         torch._foreach_add_(columns, arrival.num_tokens)
     for layer in layers:
-        layer.arrival = None
+        layer.arrival = layer._after = None
         known = layer.known_length
         layer._known = None if known is None else known + arrival.num_tokens
         if arrival.num_real is not None:
