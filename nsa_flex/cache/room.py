@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 # An operator whose result is what the count becomes: an assertion by itself could be moved behind
-# the write that raises the count in place (Inductor of torch 2.11 on CUDA does so).
+# the write that raises the count in place (inferred of Inductor of torch 2.11 on CUDA).
 @torch.library.custom_op("nsa_flex::count_within", mutates_args=())
 def count_within(columns: Tensor, num_tokens: int, max_length: int) -> Tensor:
     """`columns + num_tokens`, int64 (), asserted on the device to be at most `max_length`."""
