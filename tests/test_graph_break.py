@@ -278,7 +278,7 @@ def test_patched_llama_decodes(kind, device, llama):
 # S >= 2 share one. With `dynamic=None` torch first compiles for the first length alone and again,
 # for all, at the second. What could be of size one at short lengths (compressed blocks, tiles of
 # 128 tokens, selectable blocks) is filled up to two. The first length of a sweep should differ
-# from other dynamic sizes, such as the batch: torch takes sizes that are equal then for one symbol.
+# from other dynamic sizes, such as the batch: torch takes equal ones for one symbol.
 SWEEP = (64, 100, 65, 24, 300, 129, 128, 16, 520, 601, 1, 7, 2, 8, 11, 12, 15, 1030, 8192)
 
 
