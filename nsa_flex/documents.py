@@ -147,6 +147,7 @@ def align_padded(attention_mask: Tensor) -> DocumentLayout:
     target = row + (place - first).clamp(min=0)
     return DocumentLayout(source, target, None)
 
+
 def gather_real(real: Tensor) -> DocumentLayout:
     """Layout that moves the true tokens of each row to its front and keeps their order.
 
