@@ -253,6 +253,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for batch in sorted({r["batch"] for r in shown}):
             line = [r for r in shown if (r["heads"], r["batch"]) == (each, batch)]
             line = [r for r in line if "dense_over_nsa" in r]
+            line.sort(key=lambda r: r["seq_len"])
             axis.plot(
                 [r["seq_len"] for r in line],
                 [r["dense_over_nsa"] for r in line],
