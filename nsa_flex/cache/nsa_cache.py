@@ -36,6 +36,7 @@ class NSACache(_Base):
     Raises:
         ValueError: the model has no NSA layer, or more than one patched decoder.
 
+    >>> import torch
     >>> layer = NSAAttention(64, num_query_heads=4, num_kv_heads=2)
     >>> cache = NSACache(layer)
     >>> with torch.no_grad():
