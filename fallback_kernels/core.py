@@ -1,8 +1,8 @@
 """The whole attention core as one operator, and one for its backward.
 
 The same kernels as the branches have alone, in an order and in memory that a composition of
-operators cannot have: the fold is never copied, branch gradients are never written (a branch's
-backward multiplies by its gate), and the branches add their shares of dQ into one tensor.
+operators cannot have: the fold is never copied, one gated gradient at a time is in memory, and the
+branches add their shares of dQ into one tensor.
 """
 
 from __future__ import annotations

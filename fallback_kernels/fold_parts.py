@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NUM_PARTS = 4
 COPY = 4096  # elements that one program copies
 SHORT = 1 << 14  # tokens up to which memory matters less than launches: two parts do
 
@@ -39,7 +38,7 @@ class Part:
 class Fold(NamedTuple):
     """The parts of the compressed branch, and what tells a query's place in them."""
 
-    parts: tuple[Part, ...]  # `NUM_PARTS`, some perhaps empty
+    parts: tuple[Part, ...]  # four, some perhaps empty
     reach: int  # l - 1, queries that see no block
     stride: int  # d
 
