@@ -295,7 +295,8 @@ def _gradient_kernel(
     flat = (line * DIM)[:, None] + column[None, :]
     do = tl.load(grad + flat, mask=inside, other=0.0).to(tl.float32)
     delta0 = tl.sum(do * tl.load(compressed + flat, mask=inside, other=0.0).to(tl.float32), 1)
-    delta1 = tl.sum(do * tl.load(selected + flat, mask=inside, other=0.0).to(tl.float32), 1)
+    of_selected = tl.load(selected + flat, mask=inside, other=0.0).to(tl.float32)
+    delta1 = tl.sum(do * of_selected, 1)
     delta2 = tl.sum(do * tl.load(sliding + flat, mask=inside, other=0.0).to(tl.float32), 1)
     g0 = _gate(gates, 0, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
     gated = (do * g0[:, None]).to(grad_compressed.dtype.element_ty)
@@ -305,7 +306,9 @@ def _gradient_kernel(
     tl.store(grad_gates + line * 3 + 1, delta1.to(gate_type), mask=there)
     tl.store(grad_gates + line * 3 + 2, delta2.to(gate_type), mask=there)
     g1 = _gate(gates, 1, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
-    tl.store(delta_selected + line, delta1 * g1, mask=there)
+    # Of the gated gradient as `apply_gate` rounds it: where dO v^T equals delta they must cancel.
+    gated = (do * g1[:, None]).to(grad_compressed.dtype.element_ty).to(tl.float32)
+    tl.store(delta_selected + line, tl.sum(gated * of_selected, 1), mask=there)
     tl.store(delta_sliding + line, delta2, mask=there)
 
 

@@ -93,8 +93,10 @@ def union_lists_kernel(
     worth = LIMIT > 0
     if worth and TOKENS > 4:
         start = base + tl.program_id(0) * TOKENS - query_offset
-        one = batch_head * num_queries + tl.maximum(start, 0)
-        other = batch_head * num_queries + tl.minimum(start + TOKENS, num_queries) - 1
+        # A tile at either end may lie wholly outside the queries.
+        final = num_queries - 1
+        one = batch_head * num_queries + tl.minimum(tl.maximum(start, 0), final)
+        other = batch_head * num_queries + tl.minimum(tl.maximum(start + TOKENS - 1, 0), final)
         worth = alike(blocks_ptr, one, other, NUM_SLOTS, SLOT_COLUMNS, INITIAL + LOCAL)
     tl.store(sizes_ptr + tile, -1)
     if worth:
