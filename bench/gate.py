@@ -7,6 +7,7 @@ all keys and values are then those of these queries alone: affordable at any len
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,23 +24,36 @@ class GateError(RuntimeError):
     """A result is wrong; the message says which and by how much."""
 
 
-def check(target: Target, case: Case, task: Task, function: Function) -> dict[str, float]:
-    """Relative error of the output and of each gradient over the error allowed.
+class Checked(NamedTuple):
+    """What a right result leaves behind.
+
+    Args:
+        errors: relative error of the output and of each gradient over the error allowed.
+        grad: a tensor laid out as the output, to be an incoming gradient; None for a choice.
+    """
+
+    errors: dict[str, float]
+    grad: Tensor | None
+
+
+def check(target: Target, case: Case, task: Task, function: Function) -> Checked:
+    """Holds the output and each gradient to the reference.
 
     Raises:
-        GateError: one of them is above 1, or not a number.
+        GateError: an error is above what is allowed, or not a number.
     """
+    grad = None
     if isinstance(target, Choice):
         ratios = {"excess": _worst_excess(target, case, task, function) / MAX_EXCESS}
     elif isinstance(target, CompressionTarget):
-        ratios = _check_compression(case, task, function)
+        ratios, grad = _check_compression(case, task, function)
     else:
-        ratios = _check_groups(target, case, task, function)
+        ratios, grad = _check_groups(target, case, task, function)
     wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= 1}
     if wrong:
         listed = ", ".join(f"{name} {ratio:.2f}" for name, ratio in wrong.items())
         raise GateError(f"errors over what is allowed: {listed}")
-    return {name: round(ratio, 3) for name, ratio in ratios.items()}
+    return Checked({name: round(ratio, 3) for name, ratio in ratios.items()}, grad)
 
 
 def allowed_error(eager_error: float, dtype: torch.dtype) -> float:
@@ -63,7 +77,9 @@ def sample_groups(case: Case, device: torch.device) -> list[Group]:
     return [Group(batch, head, positions) for batch, head in sorted(ends)]
 
 
-def _check_groups(target: Target, case: Case, task: Task, function: Function) -> dict[str, float]:
+def _check_groups(
+    target: Target, case: Case, task: Task, function: Function
+) -> tuple[dict[str, float], Tensor]:
     device = next(iter(task.arguments.values())).device
     groups = [
         Group(g.batch, g.head, g.positions[target.clear(case, task, g)])
@@ -84,7 +100,7 @@ def _check_groups(target: Target, case: Case, task: Task, function: Function) ->
         for name, gradient in got.items():
             mine = gradient[_place(name, case, group)]
             errors.add(f"grad_{name}", mine, truth[name], eager[name])
-    return errors.ratios()
+    return errors.ratios(), grad
 
 
 def _reference(
@@ -130,7 +146,9 @@ def _worst_excess(target: Choice, case: Case, task: Task, function: Function) ->
     )
 
 
-def _check_compression(case: Case, task: Task, function: Function) -> dict[str, float]:
+def _check_compression(
+    case: Case, task: Task, function: Function
+) -> tuple[dict[str, float], Tensor]:
     """All blocks of φ, or the first and last ones of long inputs, against the definition."""
     names = list(task.arguments)
     out = function(*task.arguments.values())
@@ -154,7 +172,7 @@ def _check_compression(case: Case, task: Task, function: Function) -> dict[str, 
     errors = _Errors(case.torch_dtype)
     for name, mine in {"out": out.detach(), **got}.items():
         errors.add(name if name == "out" else f"grad_{name}", mine, ends[0][name], ends[1][name])
-    return errors.ratios()
+    return errors.ratios(), grad
 
 
 class _Errors:

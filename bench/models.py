@@ -3,9 +3,9 @@
 Llamas of transformers with random weights, patched or not. Weights and optimizer are float32,
 matrix products bfloat16 by autocast (float32 on a CPU). Compiled means every decoder layer by
 itself (they share their code, which is generated once) and the head with its cross entropy.
-"nsa-graph" is compiled and captured: the whole step, AdamW included, replayed as one CUDA graph.
-There is none for the unpatched model: transformers reads a value on the host to find out whether
-rows are packed, which a capture does not allow.
+"-graph" is compiled and captured: the whole step, AdamW included, replayed as one CUDA graph.
+The unpatched model's layers are called one by one for that: transformers reads a value on the
+host to find out whether rows are packed, which a capture does not allow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from nsa_flex.bench.timing import measure
 from nsa_flex.bench.work import Work, work_of
 from nsa_flex.config import NSAConfig
 
-IMPLEMENTATIONS = ("nsa", "nsa-graph", "nsa-eager", "dense", "dense-eager")
+IMPLEMENTATIONS = tuple(
+    f"{who}{how}" for who in ("nsa", "dense") for how in ("", "-graph", "-eager")
+)
 CAPTURE_WARM_UP = 3  # steps before a capture: what is allocated or compiled lazily must be there
 
 
@@ -154,8 +156,21 @@ class Trainee:
     def loss(self) -> Tensor:
         """Mean nats a token, ()."""
         with self._precision():
-            hidden = self.model.model(input_ids=self.tokens, use_cache=False).last_hidden_state
-            return self.head_loss(hidden, self.model.lm_head.weight, self.targets)
+            return self.head_loss(self._hidden(), self.model.lm_head.weight, self.targets)
+
+    def _hidden(self) -> Tensor:
+        """(B, S, E) behind the last norm."""
+        decoder = self.model.model
+        if self.case.patched or not self.captured:
+            return decoder(input_ids=self.tokens, use_cache=False).last_hidden_state
+        hidden = decoder.embed_tokens(self.tokens)
+        positions = torch.arange(self.case.seq_len, device=self.device)[None]
+        turns = decoder.rotary_emb(hidden, position_ids=positions)
+        for layer in decoder.layers:  # without a mask SDPA is causal
+            hidden = layer(
+                hidden, attention_mask=None, position_embeddings=turns, position_ids=positions
+            )
+        return decoder.norm(hidden)
 
     def step(self) -> Tensor:
         """One training step; returns the loss before it, still on the device."""

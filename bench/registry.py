@@ -9,7 +9,7 @@ from nsa_flex.bench.branches import Compressed, Selected, Sliding
 from nsa_flex.bench.case import Case, Pattern
 from nsa_flex.bench.compile_time import CompileCase
 from nsa_flex.bench.core import Core
-from nsa_flex.bench.models import ModelCase
+from nsa_flex.bench.models import IMPLEMENTATIONS, ModelCase
 from nsa_flex.bench.parts import Choice, CompressionTarget, Merge
 from nsa_flex.bench.targets import Target
 from nsa_flex.config import CompressionKind, NSAConfig
@@ -80,18 +80,19 @@ def quick() -> list[Case]:
     """A first look: core against cuDNN and branches at one shape, under a minute."""
     heads: tuple[Heads, ...] = ((32, 8),)
     cases = grid("core", ("nsa", "sdpa-cudnn"), heads, (8 * KI, 32 * KI))
-    return cases + branches(heads, (8 * KI,))
+    return cases + branches(heads, 8 * KI)
 
 
-def branches(
-    heads: tuple[Heads, ...] = MODEL_HEADS, lengths: tuple[int, ...] = (8 * KI, 64 * KI)
-) -> list[Case]:
-    """Every part of the core on all that offer it, but those that keep all scores."""
-    cases = []
-    for name in TARGETS:
-        if name != "core":
-            cases += grid(name, compiled_without_scores(name), heads, lengths)
-    return cases
+def branches(heads: tuple[Heads, ...] | None = None, length: int = 64 * KI) -> list[Case]:
+    """Every part of the core on all that offer it, at 64k tokens and for 32/8 at 8k."""
+    shapes = {length: heads} if heads else {8 * KI: MODEL_HEADS[1:2], 64 * KI: MODEL_HEADS}
+    return [
+        case
+        for length, heads in shapes.items()
+        for name in TARGETS
+        if name != "core"
+        for case in grid(name, compiled_without_scores(name), heads, (length,))
+    ]
 
 
 def compiled_without_scores(target: str) -> tuple[str, ...]:
@@ -129,14 +130,26 @@ def trained() -> list[Case]:
 
 
 def sweep() -> list[Case]:
-    """All implementations of the core at 32/8, 1k to 256k tokens, and other head dims at 16k."""
+    """The core at 32/8, 1k to 256k tokens; all its implementations at 1k, 4k, 16k and 64k."""
     heads: tuple[Heads, ...] = ((32, 8),)
-    main = ("nsa", "sdpa-cudnn")
-    others = ("nsa-eager", "nsa-flex", "sdpa-flash", "sdpa-math", "flex-dense")
-    cases = grid("core", main + others, heads, (KI, 4 * KI, 16 * KI))
-    cases += grid("core", main, heads, (16 * KI,), dims=DIMS)
-    cases += grid("core", (*main, "nsa-flex", "flex-dense"), heads, (64 * KI,))
-    return cases + grid("core", main, heads, (256 * KI,))
+    every = TARGETS["core"].implementations()
+    cases: list[Case] = []
+    for length in (KI << shift for shift in range(9)):
+        kept = every if length in (KI, 4 * KI, 16 * KI, 64 * KI) else ("nsa", "sdpa-cudnn")
+        cases += grid("core", kept, heads, (length,))
+    return cases
+
+
+def shapes() -> list[Case]:
+    """The core for G of 1, 4, 8 and 16 and three head dims, 64k tokens."""
+    rivals = ("nsa", "sdpa-cudnn", "flex-dense")
+    return [
+        case
+        for dim in DIMS
+        for case in grid(
+            "core", rivals if dim[0] != dim[1] else rivals[:2], GROUPS, (64 * KI,), dims=(dim,)
+        )
+    ]
 
 
 def compression() -> list[Case]:
@@ -160,31 +173,22 @@ def full() -> list[AnyCase]:
     every = ("nsa", "nsa-eager", "nsa-flex", *DENSE)
     cases: list[AnyCase] = [*grid("core", every, GROUPS, lengths)]
     cases += grid("core", every, ((32, 8),), (8 * KI, 64 * KI), dims=DIMS)
-    cases += [*headline(), *branches(GROUPS), *eager(), *overlap(), *compression()]
-    return cases + models() + compiling()
+    cases += [*headline(), *shapes(), *branches(), *branches(GROUPS)]
+    return [*cases, *eager(), *overlap(), *compression(), *models(), *compiling()]
 
 
 def models() -> list[AnyCase]:
     """Training steps: 125M parameters at 512 to 2048 tokens, layers of Llama-3.1-8B from 8k."""
-    small, large = "125m", "llama-3.1-8b, 4 layers"
+    sizes = [("125m", batch, length) for length in (2048, 1024, 512) for batch in (16, 1)]
     cases: list[AnyCase] = [
-        ModelCase(small, name, batch, length)
-        for length in (2048, 1024, 512)
-        for batch in (16, 1)
-        for name in ("nsa", "dense")
+        ModelCase(model, name, batch, length)
+        for model, batch, length in sizes
+        for name in IMPLEMENTATIONS
     ]
-    cases += [ModelCase(small, "nsa-graph", batch, 2048) for batch in (16, 1)]
-    cases += [ModelCase(small, name, 16, 2048) for name in ("nsa-eager", "dense-eager")]
-    cases += [
-        ModelCase(large, name, 1, length)
-        for length in (8 * KI, 32 * KI, 64 * KI)
-        for name in ("nsa", "dense")
-    ]
-    return [
-        *cases,
-        ModelCase(large, "nsa-eager", 1, 8 * KI),
-        ModelCase(large, "dense-eager", 1, 8 * KI),
-    ]
+    large = "llama-3.1-8b, 4 layers"
+    for length in (8 * KI, 32 * KI, 64 * KI):
+        cases += [ModelCase(large, name, 1, length) for name in ("nsa", "dense")]
+    return cases + [ModelCase(large, name, 1, 8 * KI) for name in ("nsa-eager", "dense-eager")]
 
 
 def compiling() -> list[AnyCase]:
@@ -226,6 +230,7 @@ PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
     "quick": quick,
     "headline": headline,
     "sweep": sweep,
+    "shapes": shapes,
     "branches": branches,
     "eager": eager,
     "overlap": overlap,

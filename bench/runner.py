@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nsa_flex.bench.case import Case, Skip
 from nsa_flex.bench.compile_time import CompileCase, compile_times
@@ -16,7 +17,7 @@ from nsa_flex.bench.gate import GateError, check
 from nsa_flex.bench.models import ModelCase, training_columns
 from nsa_flex.bench.registry import TARGETS, AnyCase
 from nsa_flex.bench.rows import Notebook, Row
-from nsa_flex.bench.targets import Function, Target, Task
+from nsa_flex.bench.targets import Function, Target
 from nsa_flex.bench.timing import Mark, measure
 from nsa_flex.bench.work import work_of
 
@@ -129,13 +130,16 @@ def _measured_attention(
     task = target.prepare(case, options.device)
     function = target.function(case, task, options.compiler)
     with torch.set_grad_enabled(case.train):
-        errors = check(target, case, task, function)
+        errors, grad = check(target, case, task, function)
         _clean_up(options.device)
-        step = _train_step(function, task) if case.train else _forward_step(function, task)
-        peak = _peak_bytes(step, options.device)
+        arguments = list(task.arguments.values())
+        step = _train_step(function, arguments, grad) if case.train else _step(function, arguments)
+        peak = _PeakMemory(options.device)
         # What runs eagerly is bound by its host, which belongs to it.
         hide_host = not case.implementation.endswith("eager")
-        times = measure(step, options.device, options.budget_ms, hide_host=hide_host)
+        times = measure(
+            step, options.device, options.budget_ms, hide_host=hide_host, first_run=peak
+        )
     found = {}
     named = (
         {"forward_backward": "whole", "backward": "second"} if case.train else {"forward": "whole"}
@@ -146,7 +150,7 @@ def _measured_attention(
         median = times[interval].median_ms
         found[which] = {
             **times[interval].columns(),
-            "peak_bytes": peak,
+            "peak_bytes": peak.bytes,
             "flops": work.flops,
             "bytes": work.bytes,
             "floor_ms": round(floor, 4),
@@ -158,20 +162,19 @@ def _measured_attention(
     return found
 
 
-def _forward_step(function: Function, task: Task) -> Callable[[Mark], None]:
-    arguments = list(task.arguments.values())
-
+def _step(function: Function, arguments: list[Tensor]) -> Callable[[Mark], None]:
     def step(mark: Mark) -> None:
         function(*arguments)
 
     return step
 
 
-def _train_step(function: Function, task: Task) -> Callable[[Mark], None]:
-    arguments = list(task.arguments.values())
-    out = function(*arguments)
-    grad = torch.randn_like(out)
-    del out
+def _train_step(
+    function: Function, arguments: list[Tensor], grad: Tensor | None
+) -> Callable[[Mark], None]:
+    """grad: memory of an incoming gradient, laid out as the output."""
+    assert grad is not None
+    grad.normal_()
 
     def step(mark: Mark) -> None:
         out = function(*arguments)
@@ -181,16 +184,24 @@ def _train_step(function: Function, task: Task) -> Callable[[Mark], None]:
     return step
 
 
-def _peak_bytes(step: Callable[[Mark], None], device: torch.device) -> int | None:
-    """Memory above the inputs during one step; None where it is not counted."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step(lambda: None)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+class _PeakMemory:
+    """Inside, counts memory above what there was: `bytes`, None where it is not counted."""
+
+    bytes: int | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
 
 
 def _memory(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ CYCLES_PER_MS = 2_000_000  # of a GPU at 2 GHz; slower ones wait longer, which d
 MAX_WAIT_MS = 50.0
 FLUSHED_BYTES = 256 * 2**20  # several times the L2 of any GPU
 MIN_REPEATS, MAX_REPEATS = 3, 200
+SLOW_MS = 500.0  # what takes longer warms nothing up that matters: its first run counts
+SLOW_REPEATS = 2
 
 Mark = Callable[[], None]
 Step = Callable[[Mark], None]
@@ -45,7 +48,12 @@ class Times:
 
 
 def measure(
-    step: Step, device: torch.device, budget_ms: float, *, hide_host: bool = False
+    step: Step,
+    device: torch.device,
+    budget_ms: float,
+    *,
+    hide_host: bool = False,
+    first_run: AbstractContextManager[object] | None = None,
 ) -> dict[str, Times]:
     """Time `step`, which may call its argument once, between its two halves.
 
@@ -53,19 +61,25 @@ def measure(
     about `budget_ms`, and, where they are many, two more warm up. Every repeat starts after a
     write of 256 MB (CUDA), which leaves nothing of its inputs in the caches. With `hide_host` the
     device waits for the host before every repeat where the host is the slower of the two.
+    `first_run` is entered around the first run alone. A run of more than half a second is
+    repeated once, and both count.
 
     Returns:
         "whole" and, if the step marked its middle, "second".
     """
     clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    first, host_ms = clock.run(step, 1)
-    repeats = int(budget_ms / max(first[0][-1] - first[0][0], 1e-3))
-    repeats = min(max(repeats, MIN_REPEATS), MAX_REPEATS)
-    if repeats > MIN_REPEATS:
-        first, host_ms = clock.run(step, 2)
-    device_ms = min(each[-1] - each[0] for each in first)
-    wait_ms = 1.5 * host_ms if hide_host and host_ms > 0.8 * device_ms else 0.0
-    stamps, _ = clock.run(step, repeats, wait_ms)
+    with first_run or nullcontext():
+        first, host_ms = clock.run(step, 1)
+    first_ms = first[0][-1] - first[0][0]
+    if first_ms > SLOW_MS:
+        stamps = first + clock.run(step, SLOW_REPEATS - 1)[0]
+    else:
+        repeats = min(max(int(budget_ms / max(first_ms, 1e-3)), MIN_REPEATS), MAX_REPEATS)
+        if repeats > MIN_REPEATS:
+            first, host_ms = clock.run(step, 2)
+        device_ms = min(each[-1] - each[0] for each in first)
+        wait_ms = 1.5 * host_ms if hide_host and host_ms > 0.8 * device_ms else 0.0
+        stamps, _ = clock.run(step, repeats, wait_ms)
     found = {"whole": _summary([s[-1] - s[0] for s in stamps], host_ms)}
     if len(stamps[0]) == 3:
         found["second"] = _summary([s[2] - s[1] for s in stamps], host_ms)

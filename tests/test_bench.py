@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from nsa_flex.bench import gate, machine, patterns, reference, registry, runner,
 from nsa_flex.bench.case import Case, Skip
 from nsa_flex.bench.compare import compare
 from nsa_flex.bench.gate import GateError, check
-from nsa_flex.bench.models import ModelCase
+from nsa_flex.bench.models import ModelCase, Trainee
 from nsa_flex.bench.parts import compression_by_definition
 from nsa_flex.bench.registry import TARGETS, preset
 from nsa_flex.bench.rows import Notebook, read_rows, write_rows
@@ -122,7 +124,8 @@ def prepared(case: Case) -> tuple[Task, Any]:
 def test_gate_passes_what_is_right():
     case = small_case()
     task, function = prepared(case)
-    ratios = check(TARGETS["core"], case, task, function)
+    ratios, grad = check(TARGETS["core"], case, task, function)
+    assert grad.shape == function(*task.arguments.values()).shape
     assert set(ratios) == {"out", "grad_query", "grad_key", "grad_value", "grad_gates"}
     assert max(ratios.values()) <= 1
 
@@ -165,7 +168,7 @@ def test_gate_finds_a_wrong_output(factor):
 def test_gate_finds_a_wrong_choice():
     case = small_case("choice", "operations", train=False, seq_len=256)
     task, function = prepared(case)
-    assert check(TARGETS["choice"], case, task, function) == {"excess": 0.0}
+    assert check(TARGETS["choice"], case, task, function) == ({"excess": 0.0}, None)
 
     def first_ones(*tensors: torch.Tensor) -> torch.Tensor:
         chosen = function(*tensors)
@@ -281,6 +284,25 @@ def test_times_are_those_of_the_function():
     assert whole.p20_ms <= whole.median_ms <= whole.p80_ms
     assert whole.median_ms >= 6
     assert 4 <= second.median_ms <= whole.median_ms - 2
+
+
+def test_what_is_slow_is_repeated_once_and_the_first_run_watched():
+    runs: list[str] = []
+
+    @contextlib.contextmanager
+    def watch() -> Iterator[None]:
+        runs.append("watched")
+        yield
+        runs.append("end")
+
+    def step(mark: Any) -> None:
+        time.sleep(0.51)
+        runs.append("run")
+
+    times = measure(step, CPU, budget_ms=1, first_run=watch())
+    assert runs == ["watched", "run", "end", "run"]
+    assert times["whole"].repeats == 2
+    assert times["whole"].p20_ms >= 510
 
 
 # Rows on disk.
@@ -465,6 +487,14 @@ def test_training_step_reports_tokens_a_second():
     assert step["tokens_per_s"] == pytest.approx(2 * 32 * 1e3 / step["median_ms"], rel=1e-2)
     assert step["last_loss"] < step["first_loss"]
     assert step["first_loss"] == pytest.approx(math.log(64), rel=0.1)
+
+
+def test_a_dense_step_to_be_captured_is_that_of_transformers():
+    pytest.importorskip("transformers")
+    trainee = Trainee(ModelCase("tiny", "dense-graph", 2, 32), CPU, "eager")
+    model = trainee.model.model
+    want = model(input_ids=trainee.tokens, use_cache=False).last_hidden_state
+    assert torch.equal(trainee._hidden(), want)
 
 
 # Tables.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from nsa_flex.bench.compare import Verdict, compare
 from nsa_flex.bench.registry import PRESETS, AnyCase, preset
 from nsa_flex.bench.rows import Notebook, Row, read_rows
 from nsa_flex.bench.runner import Options, run
-from nsa_flex.cli.bench_options import check_device, progress_bar, shapes_of
+from nsa_flex.cli.bench_options import check_device, log_case, progress_bar, shapes_of
 
 
 def bench(
@@ -194,8 +195,10 @@ def _run(
         ceilings = machine.ceilings(options.device, dtype)
         progress.update(task, description=cases[0].key)
         upcoming = iter([*(case.key for case in cases[1:]), "done"])
+        start = time.perf_counter()
 
         def tell(case: AnyCase, rows: list[Row]) -> None:
+            log_case(progress.console, start, rows)
             for row in rows:
                 if row["status"] == "failed":
                     progress.console.print(f"{row['case']}: {row['reason']}", style="red")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa_flex.bench.case import DTYPES
+from nsa_flex.bench.rows import Row
 from nsa_flex.cli.explain import _pair
 
 
@@ -73,7 +76,7 @@ def shapes_of(
 
 
 def progress_bar(console: Console) -> Progress:
-    """Cases done, time gone, and the case at hand."""
+    """Cases done, time gone, and the case at hand; with `log_case`, for terminals and logs."""
     return Progress(
         BarColumn(),
         MofNCompleteColumn(),
@@ -81,3 +84,15 @@ def progress_bar(console: Console) -> Progress:
         TextColumn("{task.description}", markup=False),
         console=console,
     )
+
+
+def log_case(console: Console, start: float, rows: Sequence[Row]) -> None:
+    """Where there is no terminal for a bar: a line a case, with the seconds since `start`."""
+    if console.is_terminal:
+        return
+    times = ", ".join(
+        f"{row['pass']} {row['median_ms']:.4g} ms" if row["status"] == "ok" else row["status"]
+        for row in rows
+    )
+    seconds = time.perf_counter() - start
+    console.print(f"{seconds:6.1f} s  {rows[0]['case']}: {times}", markup=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from nsa_flex.bench import machine, tuner
 from nsa_flex.bench.case import DTYPES, Case
 from nsa_flex.bench.rows import Notebook, Row
 from nsa_flex.bench.runner import Options, run
-from nsa_flex.cli.bench_options import check_device, dims_of, pairs_of, progress_bar
+from nsa_flex.cli.bench_options import check_device, dims_of, log_case, pairs_of, progress_bar
 from nsa_flex.tuning import VERSIONS, Entry, parse, tuned_entries, tuned_file
 
 
@@ -138,8 +139,10 @@ def _measure(
     try:
         with progress_bar(console) as progress:
             task = progress.add_task("", total=len(cases))
+            start = time.perf_counter()
 
             def tell(case: Any, rows: list[Row]) -> None:
+                log_case(progress.console, start, rows)
                 progress.update(task, advance=1, description=case.key)
 
             ceilings = machine.ceilings(options.device, torch.bfloat16)
