@@ -81,6 +81,12 @@ def test_baseline_fails_on_new_findings_only(factories: str, tmp_path: Path) -> 
     assert invoke("audit", target, *QUICK, "--baseline", file)[0] == 1
 
 
+def test_progress_is_lines_where_there_is_no_terminal(factories: str) -> None:
+    result = CliRunner().invoke(app, ["audit", f"{factories}:clean", *QUICK, "--json"])
+    lines = result.stderr.splitlines()
+    assert any(re.fullmatch(r" *\d+\.\d s  .*clean: inference: .*", line) for line in lines), lines
+
+
 def test_decode_batches_of_a_factory(factories: str) -> None:
     code, text = invoke("audit", f"{factories}:with_decode", *QUICK)
     assert code == 0

@@ -71,6 +71,8 @@ def _family(
     batch_sizes: list[int],
     patched: bool,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    **sizes: int,
 ) -> Target:
     from nsa_flex.auditing.tiny_decoders import (
         decoding_batches,
@@ -79,7 +81,7 @@ def _family(
         token_batches,
     )
 
-    model = tiny_decoder(model_type).to(device)
+    model = tiny_decoder(model_type, **sizes).to(device, dtype)
     if patched:
         nsa_flex.patch(model, _config(device))
     batches = token_batches(lengths, batch_sizes, device)
@@ -88,11 +90,15 @@ def _family(
 
 
 def _own(lengths: list[int], batch_sizes: list[int], device: torch.device) -> list[Target]:
-    """The function, the layer and a patched model: two graphs at most, one of them for S = 1."""
+    """The function, the layer and a patched model, of the same heads, head dim and dtype.
+
+    Kernels that the first has compiled serve all three.
+    """
+    sizes = {"hidden_size": 256, "head_dim": 64} if device.type == "cuda" else {}
     return [
         _attention(lengths, batch_sizes, device),
         _layer(lengths, batch_sizes, device),
-        _family("llama", lengths, batch_sizes, True, device),
+        _family("llama", lengths, batch_sizes, True, device, _dtype(device), **sizes),
     ]
 
 

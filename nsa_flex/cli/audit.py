@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,10 +96,14 @@ def audit(
 def _run(target: Any, max_graphs: int | None, options: Any, progress: Console) -> AuditReport:
     from nsa_flex.auditing import audit as run
 
+    start = time.perf_counter()
     with progress.status(f"{target.name} …") as status:
 
         def tell(line: str) -> None:
             status.update(f"{target.name}: {line}")
+            if not progress.is_terminal:  # A log has no line that changes.
+                seconds = time.perf_counter() - start
+                progress.print(f"{seconds:6.1f} s  {target.name}: {line}", markup=False)
 
         most = target.max_graphs if max_graphs is None else max_graphs
         return run(
