@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nsa_flex.bench.cells import dims, part_of, tokens
 from nsa_flex.bench.models import IMPLEMENTATIONS
 from nsa_flex.bench.rows import Row
-from nsa_flex.bench.table import RIVAL
-
-WHICH = {"forward": "forward", "forward_backward": "forward + backward"}
+from nsa_flex.bench.table import PASSES, RIVAL
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -22,7 +22,9 @@ def draw(rows: list[Row], path: Path) -> None:
 
     measured = [row for row in rows if row["status"] == "ok"]
     panels = [
-        panel for panel in (_Speedups(measured), _Parts(measured), _Models(measured)) if panel
+        panel
+        for kind in (_Speedups, _Ratios, _Sweep, _Parts, _Models)
+        if (panel := kind(measured))
     ]
     if not panels:
         raise ValueError("none of the rows can be drawn")
@@ -38,30 +40,30 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _speedups(rows: list[Row]) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """(heads and D, pass) -> (tokens, dense time over NSA's), ascending."""
+    found = {
+        (row["heads"], dims(row), row["pass"], row["seq_len"], row["implementation"]): row
+        for row in rows
+        if row["target"] == "core" and row["pattern"] == "random"
+    }
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for (heads, dim, which, length, who), row in sorted(found.items()):
+        rival = found.get((heads, dim, which, length, RIVAL))
+        if who == "nsa" and rival is not None and which in PASSES:
+            name = f"{heads} heads" if dim == "128" else f"{heads} heads, D {dim}"
+            speedup = rival["median_ms"] / row["median_ms"]
+            lines.setdefault((name, which), []).append((length, speedup))
+    return lines
+
+
 class _Speedups:
     """Dense time over NSA's against the length, a line a shape."""
 
     height = 4.5
 
     def __init__(self, rows: list[Row]) -> None:
-        found = {
-            (
-                row["heads"],
-                row["head_dim"],
-                row["pass"],
-                row["seq_len"],
-                row["implementation"],
-            ): row
-            for row in rows
-            if row["target"] == "core" and row["pattern"] == "random"
-        }
-        self.lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        for (heads, dim, which, length, who), row in sorted(found.items()):
-            rival = found.get((heads, dim, which, length, RIVAL))
-            if who == "nsa" and rival is not None and which in WHICH:
-                name = heads if dim == 128 else f"{heads}, D {dim}"
-                speedup = rival["median_ms"] / row["median_ms"]
-                self.lines.setdefault((name, which), []).append((length, speedup))
+        self.lines = {k: points for k, points in _speedups(rows).items() if len(points) > 1}
 
     def __bool__(self) -> bool:
         return bool(self.lines)
@@ -74,16 +76,75 @@ class _Speedups:
                 *zip(*points, strict=True),
                 "o-" if which == "forward" else "s--",
                 color=f"C{names.index(name)}",
-                label=f"{name} heads, {WHICH[which]}",
+                label=f"{name}, {PASSES[which]}",
             )
         axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        ticks = sorted({length for points in self.lines.values() for length, _ in points})
-        axes.set_xticks(ticks, [f"{t // 1024}k" if t % 1024 == 0 else str(t) for t in ticks])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_xlabel("tokens")
+        _mark_lengths(axes, self.lines.values())
         axes.set_ylabel("dense (cuDNN) time ÷ NSA time")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+
+
+def _mark_lengths(axes: Any, lines: Iterable[list[tuple[int, float]]]) -> None:
+    """A logarithmic axis of tokens, with those that were measured."""
+    ticks = sorted({length for points in lines for length, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [tokens({"seq_len": tick}) for tick in ticks])
+    axes.set_xlabel("tokens")
+
+
+class _Ratios:
+    """Dense time over NSA's where each shape has one length."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.bars = {k: points for k, points in _speedups(rows).items() if len(points) == 1}
+        self.height = 1.2 + 0.2 * len(self.bars)
+
+    def __bool__(self) -> bool:
+        return bool(self.bars)
+
+    def draw(self, axes: Any) -> None:
+        """Horizontal bars."""
+        names = [
+            f"{name}, {tokens({'seq_len': points[0][0]})}, {PASSES[which]}"
+            for (name, which), points in self.bars.items()
+        ]
+        colors = ["C0" if which == "forward" else "C1" for _, which in self.bars]
+        axes.barh(range(len(names)), [p[0][1] for p in self.bars.values()], color=colors)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("dense (cuDNN) time ÷ NSA time")
+        axes.grid(alpha=0.3, axis="x")
+
+
+class _Sweep:
+    """Milliseconds of the core against the length, a line an implementation, if there are many."""
+
+    height = 4.5
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.lines: dict[str, list[tuple[int, float]]] = {}
+        cores = [row for row in rows if row["target"] == "core" and row["pattern"] == "random"]
+        cores = [row for row in cores if row["pass"] == "forward_backward"]
+        self.shapes = {(row["heads"], dims(row)) for row in cores}
+        for row in sorted(cores, key=lambda row: row["seq_len"]):
+            points = self.lines.setdefault(row["implementation"], [])
+            points.append((row["seq_len"], row["median_ms"]))
+
+    def __bool__(self) -> bool:
+        return len(self.lines) > 2 and len(self.shapes) == 1
+
+    def draw(self, axes: Any) -> None:
+        """Both scales logarithmic."""
+        for name, points in self.lines.items():
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+        axes.set_yscale("log")
+        _mark_lengths(axes, self.lines.values())
+        ((heads, dim),) = self.shapes
+        axes.set_ylabel(f"ms, forward + backward, {heads} heads, D {dim}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
 
@@ -105,8 +166,8 @@ class _Parts:
     def draw(self, axes: Any) -> None:
         """Horizontal bars, a logarithmic scale."""
         names = [
-            f"{row['target']} on {row['implementation']}, {row['pass']}, {row['heads']}, "
-            f"{row['seq_len'] // 1024}k, {row['pattern']}"
+            f"{part_of(row)} on {row['implementation']}, {row['pass']}, {row['heads']}, "
+            f"{tokens(row)}, {row['pattern']}"
             for row in self.rows
         ]
         places = range(len(names))

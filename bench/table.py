@@ -15,11 +15,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from nsa_flex.bench.cells import (
+    dims,
+    gib,
+    milliseconds,
+    over_floor,
+    part_of,
+    ratio,
+    seconds,
+    speed,
+    tokens,
+)
 from nsa_flex.bench.models import IMPLEMENTATIONS
 from nsa_flex.bench.rows import Row, read_rows
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
 RIVAL = "sdpa-cudnn"
+PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 
 Table = list[list[str]]
 
@@ -31,94 +43,73 @@ def markdown(table: Table) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def milliseconds(row: Row | None) -> str:
-    """Median with half the spread of the 20th to 80th percentile: "12.3 ± 0.1"."""
-    if row is None:
-        return "-"
-    if row["status"] != "ok":
-        return row["status"]
-    if "p20_ms" not in row:
-        return f"{row['median_ms']:.4g}"
-    spread = (row["p80_ms"] - row["p20_ms"]) / 2
-    digits = 3 if row["median_ms"] < 1 else 2 if row["median_ms"] < 100 else 0
-    return f"{row['median_ms']:.{digits}f} ± {spread:.{digits}f}"
-
-
-def gib(row: Row | None) -> str:
-    """Peak memory."""
-    if row is None or row.get("peak_bytes") is None:
-        return "-"
-    return f"{row['peak_bytes'] / 2**30:.1f}"
-
-
-def over_floor(row: Row | None) -> str:
-    """Median over the roofline floor."""
-    if row is None or "over_floor" not in row:
-        return "-"
-    return f"{row['over_floor']:.1f}"
-
-
-def ratio(above: Row | None, below: Row | None) -> str:
-    """Of medians."""
-    if above is None or below is None or {above["status"], below["status"]} != {"ok"}:
-        return "-"
-    return f"{above['median_ms'] / below['median_ms']:.2f}"
-
-
-def tokens(row: Row) -> str:
-    """8192 as 8k."""
-    length = row["seq_len"]
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
-
-
-def _shapes(rows: list[Row]) -> dict[tuple[str, int], dict[tuple[str, str], Row]]:
-    """(heads, tokens) -> (implementation, pass) -> row of the core on random choices."""
-    found: dict[tuple[str, int], dict[tuple[str, str], Row]] = {}
+def _cores(rows: list[Row]) -> dict[tuple[str, str, int], dict[tuple[str, str], Row]]:
+    """(heads, D, tokens) -> (implementation, pass) -> row of the core on random choices."""
+    found: dict[tuple[str, str, int], dict[tuple[str, str], Row]] = {}
     for row in rows:
         if row["target"] == "core" and row["pattern"] == "random":
-            shape = found.setdefault((row["heads"], row["seq_len"]), {})
+            shape = found.setdefault((row["heads"], dims(row), row["seq_len"]), {})
             shape[row["implementation"], row["pass"]] = row
     return dict(sorted(found.items(), key=lambda item: _by_heads(item[0])))
 
 
 def headline(rows: list[Row]) -> Table:
     """Core against cuDNN: one line a shape."""
-    columns = ["heads", "tokens"]
+    columns = ["heads", "D", "tokens"]
     columns += ["forward, NSA", "dense", "dense ÷ NSA", "NSA ÷ floor"]
     columns += ["forward + backward, NSA", "dense", "dense ÷ NSA", "NSA ÷ floor"]
     table = [[*columns, "peak GiB, NSA", "dense"]]
-    for (heads, length), found in _shapes(rows).items():
-        line = [heads, tokens({"seq_len": length})]
+    for (heads, dim, length), found in _cores(rows).items():
+        line = [heads, dim, tokens({"seq_len": length})]
         for which in ("forward", "forward_backward"):
             nsa, dense = (found.get((who, which)) for who in ("nsa", RIVAL))
             line += [milliseconds(nsa), milliseconds(dense), ratio(dense, nsa), over_floor(nsa)]
         line += [gib(found.get((who, "forward_backward"))) for who in ("nsa", RIVAL)]
         table.append(line)
+    return _without(table, "D") if len({dim for _, dim, _ in _cores(rows)}) == 1 else table
+
+
+def _without(table: Table, column: str) -> Table:
+    place = table[0].index(column)
+    return [line[:place] + line[place + 1 :] for line in table]
+
+
+def sweep(rows: list[Row]) -> Table:
+    """Milliseconds of every implementation of the core: one line a pass and shape."""
+    who = list(dict.fromkeys(row["implementation"] for row in rows if row["target"] == "core"))
+    table = [["pass", "heads", "D", "tokens", *who]]
+    for which, title in PASSES.items():
+        for (heads, dim, length), found in _cores(rows).items():
+            cells = [_median(found.get((name, which))) for name in who]
+            table.append([title, heads, dim, tokens({"seq_len": length}), *cells])
     return table
+
+
+def _median(row: Row | None) -> str:
+    return milliseconds(row).partition(" ")[0]
 
 
 def summary(rows: list[Row]) -> Table:
     """`headline` without spreads and floors."""
-    passes = {"forward": "forward", "forward_backward": "forward and backward"}
     table = [["heads", "tokens"]]
-    for title in passes.values():
+    for title in PASSES.values():
         table[0] += [f"{title}, ms", "dense ÷ NSA"]
     table[0].append("peak memory, GiB")
-    for (heads, length), found in _shapes(rows).items():
+    for (heads, _, length), found in _cores(rows).items():
         line = [heads, tokens({"seq_len": length})]
-        for which in passes:
+        for which in PASSES:
             nsa, dense = (found.get((who, which)) for who in ("nsa", RIVAL))
-            medians = (milliseconds(row).partition(" ")[0] for row in (nsa, dense))
-            line += [" / ".join(medians), ratio(dense, nsa)]
+            line += [f"{_median(nsa)} / {_median(dense)}", ratio(dense, nsa)]
         peaks = (gib(found.get((who, "forward_backward"))) for who in ("nsa", RIVAL))
         table.append([*line, " / ".join(peaks)])
     return table
 
 
-def _by_heads(shape: tuple[str, int]) -> tuple[int, int]:
-    """Most query heads a KV head first, then short before long."""
-    query_heads, kv_heads = (int(number) for number in shape[0].split("/"))
-    return -query_heads // kv_heads, shape[1]
+def _by_heads(shape: tuple[str, str, int]) -> tuple[int, list[int], int]:
+    """Most query heads a KV head first, then narrow before wide, then short before long."""
+    heads, dim, length = shape
+    query_heads, kv_heads = (int(number) for number in heads.split("/"))
+    return -query_heads // kv_heads, [int(number) for number in dim.split("/")], length
 
 
 def parts(rows: list[Row]) -> Table:
@@ -130,12 +121,8 @@ def parts(rows: list[Row]) -> Table:
     for row in rows:
         if row["target"] in ("model", "compile"):
             continue
-        part: str = row["target"]
-        if part == "compression":
-            part += f", {row['compression']}"
-        dims = f"{row['head_dim']}"
-        dims += "" if row["value_dim"] == row["head_dim"] else f"/{row['value_dim']}"
-        name = (part, row["implementation"], row["heads"], dims, tokens(row), row["pattern"])
+        shape = (row["heads"], dims(row), tokens(row), row["pattern"])
+        name = (part_of(row), row["implementation"], *shape)
         found.setdefault(name, {})[row["pass"]] = row
     for name, passes in found.items():
         line = list(name)
@@ -164,18 +151,12 @@ def models(rows: list[Row]) -> Table:
         rows_there = [row for row in each.values() if row]
         size = next((row["parameters"] for row in rows_there if "parameters" in row), None)
         counted = "-" if size is None else f"{size / 1e6:.0f} M"
-        speeds = [_speed(row) for row in each.values()]
+        speeds = [speed(row) for row in each.values()]
         best = each["nsa-graph"] or each["nsa"]
         line = [model, counted, str(batch), str(length)]
         line += [*speeds[:3], over_floor(best), *speeds[3:]]
         table.append([*line, gib(each["nsa"]), gib(each["dense"])])
     return table
-
-
-def _speed(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    return f"{row['tokens_per_s']:,}" if row["status"] == "ok" else row["status"]
 
 
 def compiling(rows: list[Row]) -> Table:
@@ -188,15 +169,9 @@ def compiling(rows: list[Row]) -> Table:
     for case, passes in found.items():
         any_pass = next(iter(passes.values()))
         what = "forward + backward" if " train " in case else "forward"
-        seconds = [_seconds(passes.get(f"compile_{name}")) for name in ("cold", "warm")]
-        table.append([any_pass["heads"], tokens(any_pass), what, *seconds])
+        times = [seconds(passes.get(f"compile_{name}")) for name in ("cold", "warm")]
+        table.append([any_pass["heads"], tokens(any_pass), what, *times])
     return table
-
-
-def _seconds(row: Row | None) -> str:
-    if row is None or row["status"] != "ok":
-        return "-" if row is None else row["status"]
-    return f"{row['median_ms'] / 1e3:.1f}"
 
 
 def reasons(rows: list[Row]) -> Table:
@@ -210,6 +185,7 @@ def reasons(rows: list[Row]) -> Table:
 
 TABLES: dict[str, Callable[[list[Row]], Table]] = {
     "headline": headline,
+    "sweep": sweep,
     "summary": summary,
     "parts": parts,
     "models": models,
@@ -222,6 +198,7 @@ def tables_of(rows: list[Row]) -> dict[str, Table]:
     """Those of the tables that these rows fill."""
     rivals = {row["implementation"] for row in rows if row["target"] == "core"}
     wanted = ["headline"] if {"nsa", RIVAL} <= rivals else []
+    wanted += ["sweep"] if wanted and rivals > {"nsa", RIVAL} else []
     targets = {row["target"] for row in rows}
     if targets - {"model", "compile"} and (targets != {"core"} or not wanted):
         wanted.append("parts")

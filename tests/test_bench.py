@@ -418,6 +418,19 @@ def test_full_sweeps_groups_dims_and_lengths():
     assert {case.implementation for case in cases} == set(TARGETS["core"].implementations())
 
 
+def test_presets_of_rows_cover_what_must_be_shown():
+    every = set(TARGETS["core"].implementations())
+    swept = preset("sweep")
+    assert {c.seq_len for c in swept if c.implementation == "nsa"} == {1024 << i for i in range(9)}
+    assert {c.implementation for c in swept if c.seq_len == 65536} == every
+    shapes = {(c.group_size, c.head_dim, c.value_dim) for c in preset("shapes")}
+    dims = ((64, 64), (128, 128), (192, 128))
+    assert shapes == {(group, *dim) for group in (1, 4, 8, 16) for dim in dims}
+    steps = {(c.batch, c.seq_len, c.implementation) for c in preset("models") if c.model == "125m"}
+    for name in ("nsa", "nsa-eager", "dense", "dense-eager"):
+        assert {(batch, n, name) for batch in (1, 16) for n in (512, 1024, 2048)} <= steps
+
+
 def run_one(case: Any) -> list[dict[str, Any]]:
     return runner.rows_of(case, CEILINGS, runner.Options(CPU, 1.0, "eager"))
 
@@ -502,6 +515,7 @@ def test_a_dense_step_to_be_captured_is_that_of_transformers():
 
 def core_rows() -> list[dict[str, Any]]:
     shape = {"target": "core", "heads": "32/8", "seq_len": 8192, "pattern": "random"}
+    shape |= {"head_dim": 128, "value_dim": 128}
     return [
         {**row(f"{who} {which}", ms), **shape, "implementation": who, "pass": which, **more}
         for who, which, ms, more in (
@@ -519,6 +533,24 @@ def test_headline_table():
         *("32/8", "8k", "2.00 ± 0.00", "1.00 ± 0.00", "0.50", "4.0"),
         *("5.00 ± 0.00", "10.00 ± 0.00", "2.00", "3.0", "2.0", "1.0"),
     ]
+
+
+def test_headline_tells_head_dims_where_they_differ():
+    wide = [{**each, "head_dim": 192} for each in core_rows()]
+    head, narrow_line, wide_line = table.headline([*wide, *core_rows()])
+    assert head[:3] == ["heads", "D", "tokens"]
+    assert narrow_line[:3] == ["32/8", "128", "8k"]
+    assert wide_line[:3] == ["32/8", "192/128", "8k"]
+
+
+def test_sweep_table():
+    rows = [*core_rows(), {**core_rows()[2], "implementation": "nsa-eager", "status": "skipped"}]
+    assert table.sweep(rows) == [
+        ["pass", "heads", "D", "tokens", "nsa", "sdpa-cudnn", "nsa-eager"],
+        ["forward", "32/8", "128", "8k", "2.00", "1.00", "skipped"],
+        ["forward + backward", "32/8", "128", "8k", "5.00", "10.00", "-"],
+    ]
+    assert list(table.tables_of(core_rows())) == ["headline"]
 
 
 def test_summary_table():
