@@ -43,7 +43,7 @@ def to_float64(x: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
 def leaf(shape: Sequence[int], dtype: torch.dtype, device: str, *, grad: bool = True) -> Tensor:
     """Normal (B, H, S, D) numbers in (B, S, H, D) memory, as models have them."""
     batch, heads, length, dim = shape
-    x = torch.randn(batch, length, heads, dim, dtype=torch.float32).to(device, dtype)
+    x = torch.randn(batch, length, heads, dim, dtype=torch.float32, device=device).to(dtype)
     return x.transpose(1, 2).requires_grad_(grad)
 
 

@@ -266,26 +266,20 @@ def row_of(
     config: NSAConfig,
 ) -> np.ndarray[Any, Any]:
     """One query of every head by the definition, float64."""
-    group = q.shape[1] // k.shape[1]
-    out = np.zeros((q.shape[1], v.shape[-1]))
-    for h in range(q.shape[1]):
-        kv = h // group
-        chosen = blocks[0, kv, t].tolist()
-        size = config.select_block_size
-        tokens = [i for b in chosen if b >= 0 for i in range(b * size, (b + 1) * size) if i <= t]
-        ends = range(config.num_compressed_blocks(t + 1))
-        window = range(max(0, t - config.window_size + 1), t + 1)
-        branches = ((ck, cv, ends), (k, v, tokens), (k, v, window))
+    group, size = q.shape[1] // k.shape[1], config.select_block_size
+    ends = torch.arange(config.num_compressed_blocks(t + 1), device=q.device)
+    window = torch.arange(max(0, t - config.window_size + 1), t + 1, device=q.device)
+    out = torch.zeros(k.shape[1], group, v.shape[-1], dtype=torch.float64, device=q.device)
+    for kv in range(k.shape[1]):
+        chosen = blocks[0, kv, t].long()
+        tokens = (chosen[chosen >= 0, None] * size + torch.arange(size, device=q.device)).flatten()
+        heads = slice(kv * group, (kv + 1) * group)
+        branches = ((ck, cv, ends), (k, v, tokens[tokens <= t]), (k, v, window))
         for c, (keys, values, seen) in enumerate(branches):
-            if len(seen):
-                index = torch.tensor(list(seen), device=q.device)
-                logits = (
-                    to_float64(keys[0, kv, index]) @ to_float64(q[0, h, t]) * q.shape[-1] ** -0.5
-                )
-                p = np.exp(logits - logits.max())
-                values_seen = to_float64(values[0, kv, index])
-                out[h] += float(gates[0, h, t, c]) * (p / p.sum()) @ values_seen
-    return out
+            logits = q[0, heads, t].double() @ keys[0, kv, seen].double().mT * q.shape[-1] ** -0.5
+            branch = logits.softmax(-1) @ values[0, kv, seen].double()  # 0 where nothing is seen
+            out[kv] += gates[0, heads, t, c, None].double() * branch
+    return to_float64(out.flatten(0, 1))
 
 
 def test_twice_the_same() -> None:
