@@ -2,8 +2,17 @@
 
 The step is append, compress where a block completes (as it does at the timed length), score,
 choose, attend, gate; dense is one query token over all S. bfloat16, head dim 128, the paper's
-configuration. A "graph" replays two dozen steps captured as one CUDA graph, over as many copies
-of the inputs as keep the L2 from holding them. Rows go to a JSON file, with --plot also a picture.
+configuration. Over as many copies of the inputs as keep the L2 from holding them, in modes
+
+    graph            two dozen steps captured as one CUDA graph
+    eager            launched by Python, one by one
+    compiled         torch.compile, one graph for all lengths; eager otherwise
+    compiled graph   the same, captured
+    reduce-overhead  torch.compile with this mode, which captures by itself; one copy
+
+What does not fit the device has a row that says so. Rows go to a JSON file, with --plot also a
+picture. With --quick everything runs once, to fill caches of compiled code: several processes can
+do that, each with its --shard.
 
 Example: python -m nsa_flex.bench.decode --out decode.json --plot decode.png
 """
@@ -15,80 +24,26 @@ import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
+from nsa_flex.bench import decode_dense as dense
 from nsa_flex.bench.decode_inputs import CONFIG, HEAD_DIM, Inputs, Shape, check, make_inputs
+from nsa_flex.bench.decode_timing import Call, Clock
 from nsa_flex.fallback_kernels import decode_launch as launch
 from nsa_flex.fallback_kernels.decode import step
 from nsa_flex.fallback_kernels.decode_plan import DecodePlan
 
-Call = Callable[[], Any]
 BANDWIDTH = 4.8e12  # bytes a second, an H200's data sheet
-STEPS = 24  # calls of a captured graph
-REPEATS = 11
 LENGTHS = (512, 2048, 8192, 65536, 262144)
-COMPILED = ((65536,), (1, 8, 64), (8,))  # lengths, batches, KV heads of the compiled modes
-MOST_BYTES = 75e9  # of one shape's keys and values
-
-
-def times(run: Call, calls: int) -> dict[str, float]:
-    """Median, 20th and 80th percentile of µs a call, by CUDA events around `run`."""
-    for _ in range(3):
-        run()
-    found = []
-    for _ in range(REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        torch.cuda.synchronize()
-        found.append(1e3 * start.elapsed_time(stop) / calls)
-    found.sort()
-    low, middle, high = (found[int(q * (REPEATS - 1))] for q in (0.2, 0.5, 0.8))
-    return {"median_us": round(middle, 2), "p20_us": round(low, 2), "p80_us": round(high, 2)}
-
-
-def several(calls: Sequence[Call]) -> list[Call]:
-    """`calls` over and over, as many as take some milliseconds; all have run before."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    calls[0]()
-    stop.record()
-    torch.cuda.synchronize()
-    count = max(len(calls), min(STEPS, int(3 / start.elapsed_time(stop))))
-    return list(itertools.islice(itertools.cycle(calls), count))
-
-
-def in_a_graph(calls: Sequence[Call]) -> dict[str, float]:
-    """Times of `calls`, in turn, captured."""
-    order = several(calls)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in order:
-            call()
-    return times(graph.replay, len(order))
-
-
-def one_by_one(calls: Sequence[Call]) -> dict[str, float]:
-    """Times of `calls`, in turn, launched by Python: what the host needs, if it needs longer."""
-    order = several(calls)
-
-    def run() -> None:
-        for call in order:
-            call()
-
-    return times(run, len(order))
+SIXTEEN = CONFIG.compress_stride  # steps, one of which completes a block
+Measured = tuple[str, str, Callable[[], dict[str, Any]]]
 
 
 def whole(inputs: Inputs) -> Call:
@@ -96,21 +51,25 @@ def whole(inputs: Inputs) -> Call:
 
 
 def advancing(inputs: Inputs) -> Call:
-    """Sixteen steps, one of which completes a block, and their counting."""
-    start = inputs.key.shape[2] - 16
+    """Sixteen steps, one of which completes a block.
+
+    Counting is not in it: a model counts once a token, for all its layers.
+    """
+    first = inputs.key.shape[2] - SIXTEEN
+    steps = [
+        whole(replace(inputs, lengths=torch.full_like(inputs.lengths, first + i)))
+        for i in range(SIXTEEN)
+    ]
 
     def run() -> None:
-        inputs.lengths.fill_(start)
-        for _ in range(16):
-            step(*inputs.tensors(), config=CONFIG)
-            inputs.lengths.add_(1)
-        inputs.lengths.sub_(1)
+        for each in steps:
+            each()
 
     return run
 
 
 def one_of_sixteen(found: dict[str, float]) -> dict[str, float]:
-    return {name: round(time / 16, 2) for name, time in found.items()}
+    return {name: round(time / SIXTEEN, 2) for name, time in found.items()}
 
 
 def parts(inputs: Inputs) -> Iterator[tuple[str, Call]]:
@@ -133,88 +92,112 @@ def parts(inputs: Inputs) -> Iterator[tuple[str, Call]]:
     yield "merge", lambda: launch.launch_merge(plan, cache, scratch, x.gates, out, lse)
 
 
-def sdpa(inputs: Inputs, backend: SDPBackend) -> Call:
-    def run() -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(
-                inputs.query, inputs.key, inputs.value, enable_gqa=True
-            )
-
-    return run
-
-
-def varlen(inputs: Inputs) -> Call:
-    """FA-2 over packed rows, keys and values in its own (tokens, heads, D) memory."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    batch, _, length, _ = inputs.key.shape
-    query = inputs.query.transpose(1, 2).flatten(0, 1).contiguous()
-    key, value = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.key, inputs.value))
-    first_query = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
-    first_key = first_query * length
-    return lambda: varlen_attn(query, key, value, first_query, first_key, 1, length)
-
-
-def flex(inputs: Inputs) -> Call:
-    """FlexAttention with a BlockMask of the stored tokens."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    length = inputs.key.shape[2]
-    mask = create_block_mask(lambda b, h, q, kv: kv < length, None, None, 1, length, device="cuda")
-    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    return lambda: compiled(
-        inputs.query, inputs.key, inputs.value, block_mask=mask, enable_gqa=True
-    )
-
-
-def measurements(shape: Shape) -> Iterator[tuple[str, str, Callable[[], dict[str, float]]]]:
+def measurements(shape: Shape, clock: Clock) -> Iterator[Measured]:
     """Name, mode and what measures it; the sets of inputs are made once."""
     sets = [make_inputs(shape) for _ in range(shape.copies)]
     check(sets[0])
     calls = [whole(x) for x in sets]
-    yield "nsa", "graph", lambda: in_a_graph(calls)
-    yield "nsa", "eager", lambda: one_by_one(calls)
-    if shape.seq_len >= 64:
-        sixteen = [advancing(x) for x in sets]
-        yield "nsa, mean of 16 steps", "graph", lambda: one_of_sixteen(in_a_graph(sixteen))
+    yield "nsa", "graph", lambda: clock.in_a_graph(calls)
+    yield "nsa", "eager", lambda: clock.one_by_one(calls)
+    sixteen = [advancing(x) for x in sets]
+    yield "nsa, mean of 16 steps", "graph", lambda: one_of_sixteen(clock.in_a_graph(sixteen))
     apart = [dict(parts(x)) for x in sets]
     for name in apart[0]:
-        yield name, "graph", partial(in_a_graph, [each[name] for each in apart])
-    cudnn = [sdpa(x, SDPBackend.CUDNN_ATTENTION) for x in sets]
-    yield "sdpa-cudnn", "graph", lambda: in_a_graph(cudnn)
-    yield "sdpa-cudnn", "eager", lambda: one_by_one(cudnn)
-    flash = [sdpa(x, SDPBackend.FLASH_ATTENTION) for x in sets]
-    yield "sdpa-flash", "graph", lambda: in_a_graph(flash)
-    if sets[0].key.nbytes < 5e9:
-        yield "fa2-varlen", "graph", lambda: in_a_graph([varlen(sets[0])])
-    lengths, batches, kv_heads = COMPILED
-    if shape.seq_len in lengths and shape.batch in batches and shape.kv_heads in kv_heads:
-        torch._dynamo.reset()
-        compiled = torch.compile(step, fullgraph=True)
-        wrapped = [partial(compiled, *x.tensors(), config=CONFIG) for x in sets]
-        yield "nsa", "compiled", lambda: one_by_one(wrapped)
-        yield "nsa", "compiled graph", lambda: in_a_graph(wrapped)
-        if shape.batch < 64:
-            yield "flex", "compiled", lambda: one_by_one([flex(sets[0])])
-            yield "flex", "compiled graph", lambda: in_a_graph([flex(sets[0])])
+        yield name, "graph", partial(clock.in_a_graph, [each[name] for each in apart])
+    yield from compiled_steps(sets, clock)
+    yield from dense_steps(shape, sets, clock)
 
 
-def rows_of(shape: Shape) -> Iterator[dict[str, Any]]:
-    for name, mode, measure in measurements(shape):
-        row: dict[str, Any] = {
-            "what": "decode step",
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "dtype": "bfloat16",
-            "batch": shape.batch,
-            "heads": f"{shape.query_heads}/{shape.kv_heads}",
-            "head_dim": HEAD_DIM,
-            "seq_len": shape.seq_len,
-            "implementation": name,
-            "mode": mode,
-            "copies": shape.copies,
-        }
+def compiled_steps(sets: Sequence[Inputs], clock: Clock) -> Iterator[Measured]:
+    call = dense.compiled(step)
+    wrapped = [partial(call, *x.tensors(), config=CONFIG) for x in sets]
+    yield "nsa", "compiled", lambda: clock.one_by_one(wrapped)
+    yield "nsa", "compiled graph", lambda: clock.in_a_graph(wrapped)
+    replayed = dense.compiled(step, "reduce-overhead")
+    yield "nsa", "reduce-overhead", lambda: counted(replayed, sets[0], clock)
+
+
+def counted(call: Callable[..., Any], inputs: Inputs, clock: Clock) -> dict[str, Any]:
+    """Times of a compiled step, and how often Inductor left its CUDA graph out."""
+    from torch._dynamo.utils import counters
+
+    for tensor in inputs.tensors():
+        torch._dynamo.mark_static_address(tensor)
+    before = counters["inductor"]["cudagraph_skips"]
+
+    def run() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        call(*inputs.tensors(), config=CONFIG)
+
+    found = clock.one_by_one([run])
+    return {**found, "graphs_skipped": counters["inductor"]["cudagraph_skips"] - before}
+
+
+def dense_steps(shape: Shape, sets: Sequence[Inputs], clock: Clock) -> Iterator[Measured]:
+    backends = {
+        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    }
+    for name, backend in backends.items():
+        calls = [dense.sdpa(x, backend) for x in sets]
+        yield name, "graph", partial(clock.in_a_graph, calls)
+        yield name, "eager", partial(clock.one_by_one, calls)
+    call = dense.compiled(dense.attend)
+    wrapped = [partial(call, x.query, x.key, x.value) for x in sets]
+    yield "sdpa", "compiled", lambda: clock.one_by_one(wrapped)
+    yield "sdpa", "compiled graph", lambda: clock.in_a_graph(wrapped)
+    first = sets[0]
+    fa2 = Lazy(partial(fitting, shape, partial(dense.varlen, first)))
+    yield "fa2-varlen", "graph", lambda: clock.in_a_graph([fa2()])
+    yield "fa2-varlen", "eager", lambda: clock.one_by_one([fa2()])
+    flex = Lazy(partial(dense.flex, first))
+    yield "flex", "compiled", lambda: clock.one_by_one([flex()])
+    yield "flex", "compiled graph", lambda: clock.in_a_graph([flex()])
+
+
+class Lazy:
+    """What `make` returns, made when it is asked for first."""
+
+    def __init__(self, make: Callable[[], Call]) -> None:
+        self.make = make
+        self.made: Call | None = None
+
+    def __call__(self) -> Call:
+        if self.made is None:
+            self.made = self.make()
+        return self.made
+
+
+def fitting(shape: Shape, make: Callable[[], Call]) -> Call:
+    """`make`, which copies keys and values once more, if there is memory for them."""
+    free, _ = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if shape.stored > 0.9 * free:
+        raise MemoryError(f"a copy of {shape.stored / 1e9:.0f} GB does not fit")
+    return make()
+
+
+def rows_of(shape: Shape, clock: Clock) -> Iterator[dict[str, Any]]:
+    about: dict[str, Any] = {
+        "what": "decode step",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dtype": "bfloat16",
+        "batch": shape.batch,
+        "heads": f"{shape.query_heads}/{shape.kv_heads}",
+        "head_dim": HEAD_DIM,
+        "seq_len": shape.seq_len,
+    }
+    total = torch.cuda.get_device_properties(0).total_memory
+    if 1.1 * shape.stored > total:
+        error = f"{shape.stored / 1e9:.0f} GB of keys and values do not fit {total / 1e9:.0f} GB"
+        yield {**about, "implementation": "all", "mode": "all", "error": error}
+        return
+    for name, mode, measure in measurements(shape, clock):
+        row = {**about, "implementation": name, "mode": mode, "copies": shape.copies}
+        if mode == "reduce-overhead" or name in ("flex", "fa2-varlen"):
+            row["copies"] = 1
         try:
             row |= measure()
         except Exception as error:  # what cannot run is told, the rest is still measured
@@ -231,8 +214,8 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Dense ÷ NSA, of the best dense implementation of the same shape in a graph."""
     best: dict[tuple[Any, ...], float] = {}
     for row in rows:
-        dense = row["implementation"].startswith(("sdpa", "fa2", "flex"))
-        if dense and "graph" in row["mode"] and "median_us" in row:
+        is_dense = row["implementation"].startswith(("sdpa", "fa2", "flex"))
+        if is_dense and "graph" in row["mode"] and "median_us" in row:
             place = row["batch"], row["heads"], row["seq_len"]
             best[place] = min(best.get(place, float("inf")), row["median_us"])
     for row in rows:
@@ -275,22 +258,26 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=["64/4", "32/8"], help="Hq/Hkv")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--seq-len", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--most-bytes", type=float, default=1e12, help="of keys and values")
+    parser.add_argument("--shard", default="0/1", help="I/N: shapes I, I + N, I + 2 N, ...")
+    parser.add_argument("--quick", action="store_true", help="measure nothing properly")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
     parser.add_argument("--plot", type=Path, help="PNG file")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 64
+    clock = Clock(1, 1) if arguments.quick else Clock()
+    every_shape = itertools.product(arguments.seq_len, arguments.heads, arguments.batch)
+    shapes = [Shape.of(batch, heads, length) for length, heads, batch in every_shape]
+    first, every = (int(x) for x in arguments.shard.split("/"))
     rows: list[dict[str, Any]] = []
-    for length, heads, batch in itertools.product(
-        arguments.seq_len, arguments.heads, arguments.batch
-    ):
-        query_heads, kv_heads = (int(x) for x in heads.split("/"))
-        shape = Shape(batch, query_heads, kv_heads, length)
-        if 2 * 2 * HEAD_DIM * batch * shape.kv_heads * length > MOST_BYTES:
+    for shape in shapes[first::every]:
+        if shape.stored > arguments.most_bytes:
             continue
-        for row in rows_of(shape):
+        for row in rows_of(shape, clock):
             rows.append(row)
             told = row.get("median_us", row.get("error"))
-            print(f"{heads} batch {batch} {length} {row['implementation']} {row['mode']}: {told}")
+            print(*(row[x] for x in ("heads", "batch", "seq_len", "implementation", "mode")), told)
         torch.cuda.empty_cache()
         arguments.out.write_text(json.dumps(with_ratios(rows), indent=1) + "\n")
     if arguments.plot:

@@ -25,6 +25,17 @@ class Shape:
     kv_heads: int
     seq_len: int
 
+    @classmethod
+    def of(cls, batch: int, heads: str, seq_len: int) -> Shape:
+        """`heads` as "Hq/Hkv"."""
+        query_heads, kv_heads = (int(x) for x in heads.split("/"))
+        return cls(batch, query_heads, kv_heads, seq_len)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all keys and values."""
+        return self.batch * self.kv_heads * self.seq_len * 2 * HEAD_DIM * 2
+
     @property
     def must_read(self) -> int:
         """Bytes: N_cmp + selected tokens + min(w, S) rows of keys and values a KV head."""
