@@ -103,7 +103,8 @@ def _run(target: Any, max_graphs: int | None, options: Any, progress: Console) -
             status.update(f"{target.name}: {line}")
             if not progress.is_terminal:  # A log has no line that changes.
                 seconds = time.perf_counter() - start
-                progress.print(f"{seconds:6.1f} s  {target.name}: {line}", markup=False)
+                text = f"{seconds:6.1f} s  {target.name}: {line}"
+                progress.print(text, markup=False, soft_wrap=True)
 
         most = target.max_graphs if max_graphs is None else max_graphs
         return run(
