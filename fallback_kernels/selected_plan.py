@@ -21,6 +21,9 @@ ITEM_WORDS = 4  # see `SelectedIndex`
 # A tile walks the union of its free choices where that has at most so many quarters of a block
 # for every free choice of a query: 42 blocks at 13 free choices. 0: none ever does.
 UNION_LIMIT = 13
+TILE_ROWS = 64  # rows (query, head) of a streamed tile
+# float32 multiplies in plain registers, where small tiles are the ones that do not spill.
+FLOAT32_TILE_ROWS = 16
 
 
 class Window(NamedTuple):
@@ -233,11 +236,8 @@ class SelectedPlan:
 
     @cached_property
     def tile_rows(self) -> int:
-        """Rows (query, head) of a streamed tile: 64 measured best, fewer where they must fit.
-
-        float32 multiplies in plain registers, where small tiles are the ones that do not spill.
-        """
-        rows = 16 if self.element_size == 4 else 64
+        """Rows of a streamed tile: what measured best, fewer where they must fit."""
+        rows = FLOAT32_TILE_ROWS if self.element_size == 4 else TILE_ROWS
         while rows > self.least_rows and self.shared_bytes(rows, 1) > self.shared_memory:
             rows //= 2
         return max(rows, self.least_rows)
