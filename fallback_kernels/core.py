@@ -338,7 +338,6 @@ def _backward(
         blocks,
         selected_lse.transpose(1, 2),
         sums.delta_selected.transpose(1, 2),
-        None,
         sums.compressed.transpose(1, 2),
         scale,
         deterministic=deterministic,

@@ -199,7 +199,6 @@ def selected_backward(
             blocks.contiguous(),
             natural(lse[..., None])[..., 0],
             row_deltas(plan, natural(out), grad_out, grad_lse),
-            None,
             grad_out,
             scale,
             deterministic=deterministic,

@@ -39,7 +39,6 @@ from nsa_flex.fallback_kernels.selected_tiles import (
     group_rows,
     item_of,
     load_block,
-    load_gate,
     load_rows,
     load_some_rows,
     row_lse_log2,
@@ -48,6 +47,7 @@ from nsa_flex.fallback_kernels.selected_tiles import (
 from nsa_flex.fallback_kernels.selected_union import build_unions
 
 DELTA_ROWS = 32
+NUMBER_ROWS = 1024
 # How a program hands its dK and dV over.
 STORE, ATOMIC, ADD = 0, 1, 2
 
@@ -88,6 +88,17 @@ def delta_kernel(
     tl.store(delta_ptr + first + line, delta, mask=row_ok)
 
 
+@triton.jit(do_not_specialize=["num_lines"])
+def numbers_kernel(lse_ptr, delta_ptr, numbers_ptr, num_lines, ROWS: tl.constexpr):
+    """What the lists gather with a row, side by side: base-2 log-sum-exp, and delta."""
+    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_ok = line < num_lines
+    lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
+    delta = tl.load(delta_ptr + line, mask=row_ok, other=0.0)
+    tl.store(numbers_ptr + line * 2, lse_log2, mask=row_ok)
+    tl.store(numbers_ptr + line * 2 + 1, delta, mask=row_ok)
+
+
 @triton.jit
 def hand_over(
     base_ptr,
@@ -119,12 +130,10 @@ def list_gradient_kernel(
     key_ptr,
     value_ptr,
     grad_out_ptr,
-    lse_ptr,
-    delta_ptr,
+    numbers_ptr,
     partial_ptr,
     grad_key_ptr,
     grad_value_ptr,
-    gate_ptr,
     entries_ptr,
     items_ptr,
     key_stride_b,
@@ -133,9 +142,6 @@ def list_gradient_kernel(
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    gate_stride_b,
-    gate_stride_h,
-    gate_stride_s,
     first_item,
     first_batch,
     first_list,
@@ -157,12 +163,14 @@ def list_gradient_kernel(
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
-    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Free choices: dK and dV of one chunk of one list, and its share of dQ."""
+    """Free choices: dK and dV of one chunk of one list, and its share of dQ.
+
+    `numbers_ptr`: base-2 log-sum-exp and delta of every row, as `numbers_kernel` writes them.
+    """
     start, stop, batch, head, block = item_of(
         items_ptr,
         first_item + tl.program_id(0),
@@ -178,9 +186,7 @@ def list_gradient_kernel(
     query_heads = kv_heads * GROUP
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
     grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
-    lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
-    delta_ptr = group_rows(delta_ptr, b, h, num_queries, kv_heads, GROUP, 1)
-    gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
+    numbers_ptr = group_rows(numbers_ptr, b, h, num_queries, kv_heads, GROUP, 2)
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
     k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
@@ -204,23 +210,25 @@ def list_gradient_kernel(
         q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
         grad_out = load_rows(grad_out_ptr, line, WIDE, VALUE_DIM, VALUE_COLUMNS)
         row_ok = (token < TOKENS) & (tile + token < stop)
-        lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
-        delta = tl.load(delta_ptr + line)
+        numbers = tl.load(numbers_ptr + line[:, None] * 2 + tl.arange(0, 2)[None, :])
+        lse_log2, delta = tl.split(numbers)
+        lse_log2 = tl.where(row_ok, lse_log2, float("inf"))
         # Keys as rows: probabilities and their gradient are then operands of dV and dK as they
         # lie in registers, and only dQ needs a transposed copy.
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
-        if GATED:
-            query = entry // NUM_SLOTS
-            gate = load_gate(gate_ptr, query, member, row_ok, gate_stride_s, gate_stride_h)
-            p *= gate[None, :]
         grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
         grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
         grad_scores = (p * (grad_p - delta[None, :])).to(q.dtype)
-        grad_k = tl.dot(grad_scores, q, grad_k, input_precision=PRECISION)
-        grad_q = tl.dot(tl.trans(grad_scores), k, input_precision=PRECISION)
-        place = (first + entry) * GROUP + member
-        store_rows(partial_ptr, place, grad_q, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS, True)
+        # Always so. Triton's pipeliner starts the next tile's loads after all that is no branch:
+        # they are on their way while these two products run and dQ is stored.
+        if tile < stop:
+            grad_k = tl.dot(grad_scores, q, grad_k, input_precision=PRECISION)
+            grad_q = tl.dot(tl.trans(grad_scores), k, input_precision=PRECISION)
+            # Read once more: kept, it would take registers that spill.
+            entry = tl.load(entries_ptr + tile + token, mask=row_ok, other=0)
+            place = (first + entry) * GROUP + member
+            store_rows(partial_ptr, place, grad_q, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS, True)
 
     grad_line = (b * grad_tokens + block * BLOCK_SIZE) * kv_heads + h
     grad_key_ptr += grad_line * HEAD_DIM
@@ -240,16 +248,12 @@ def dense_gradient_kernel(
     summary_ptr,
     grad_key_ptr,
     grad_value_ptr,
-    gate_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    gate_stride_b,
-    gate_stride_h,
-    gate_stride_s,
     query_offset,
     num_queries,
     num_keys,
@@ -266,7 +270,6 @@ def dense_gradient_kernel(
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
-    GATED: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -303,7 +306,6 @@ def dense_gradient_kernel(
     grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
     lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
     delta_ptr = group_rows(delta_ptr, b, h, num_queries, kv_heads, GROUP, 1)
-    gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
     summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
@@ -338,9 +340,6 @@ def dense_gradient_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         p = tl.where(key_index[None, :] <= limit[:, None], p, 0.0)
-        if GATED:
-            gate = load_gate(gate_ptr, query, member, row_ok, gate_stride_s, gate_stride_h)
-            p *= gate[:, None]
         grad_v = tl.dot(
             tl.trans(p.to(grad_out.dtype)), grad_out, grad_v, input_precision=PRECISION
         )
@@ -366,7 +365,6 @@ class _Backward:
         value: Tensor,
         lse: Tensor,
         delta: Tensor,
-        gate: Tensor | None,
         grad_out: Tensor,
         scale: float,
         deterministic: bool,
@@ -376,8 +374,9 @@ class _Backward:
         self.chunk = plan.window_tokens if deterministic else plan.chunk_tokens
         self.deterministic = deterministic
         self.query, self.key, self.value, self.grad_out = query, key, value, grad_out
-        self.lse, self.delta, self.gate = lse, delta, gate
+        self.lse, self.delta = lse, delta
         self.scale = scale
+        self.numbers = _row_numbers(lse, delta)
         # Whole blocks, so that no program needs a mask where it adds its block's gradient.
         tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
         self.grad_key = torch.zeros(
@@ -390,15 +389,8 @@ class _Backward:
     def inputs(self) -> tuple[Tensor, ...]:
         return self.query, self.key, self.value, self.grad_out, self.lse, self.delta
 
-    def gates(self) -> tuple[Tensor, tuple[int, ...], bool]:
-        """A pointer, its strides, and whether there are gates at all."""
-        if self.gate is None:
-            return self.delta, (0, 0, 0), False
-        return self.gate, self.gate.stride(), True
-
     def launch_dense(self, summary: Tensor) -> None:
         plan = self.plan
-        gate, gate_strides, gated = self.gates()
         chunk = INITIAL_CHUNK_TOKENS
         turns = triton.cdiv(plan.num_blocks * plan.block_size, chunk)
         programs = turns * (chunk // plan.block_size + plan.num_initial)
@@ -408,10 +400,8 @@ class _Backward:
             summary,
             self.grad_key,
             self.grad_value,
-            gate,
             *strides(self.key),
             *strides(self.value),
-            *gate_strides,
             plan.query_offset,
             plan.num_queries,
             plan.num_keys,
@@ -420,7 +410,6 @@ class _Backward:
             self.scale,
             self.scale * LOG2E,
             **plan.constants(),
-            GATED=gated,
             INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
             CHUNK=chunk,
@@ -430,18 +419,19 @@ class _Backward:
 
     def launch_lists(self, window: Window, index: SelectedIndex, partial: Tensor) -> None:
         plan = self.plan
-        gate, gate_strides, gated = self.gates()
         list_gradient_kernel[(max(window.max_items, 1),)](
-            *self.inputs(),
+            self.query,
+            self.key,
+            self.value,
+            self.grad_out,
+            self.numbers,
             partial,
             self.grad_key,
             self.grad_value,
-            gate,
             index.entries,
             index.items,
             *strides(self.key),
             *strides(self.value),
-            *gate_strides,
             window.number * index.items.shape[1],
             window.first_batch,
             window.first_list,
@@ -455,7 +445,6 @@ class _Backward:
             self.scale,
             self.scale * LOG2E,
             **plan.constants(),
-            GATED=gated,
             **self.tiles(),
             MODE=ADD if self.deterministic else ATOMIC,
         )
@@ -470,19 +459,16 @@ class _Backward:
         add_shift: int,
     ) -> None:
         plan = self.plan
-        gate, gate_strides, gated = self.gates()
         added = grad_query if add_query is None else add_query
         grid = (plan.window_tokens // plan.merge_tokens, window.num_batch * plan.kv_heads)
         query_gradient_kernel[grid](
             *self.inputs(),
             partial,
             summary,
-            gate,
             added,
             grad_query,
             *strides(self.key),
             *strides(self.value),
-            *gate_strides,
             *strides(added),
             add_shift,
             window.first_batch,
@@ -495,7 +481,6 @@ class _Backward:
             self.scale,
             self.scale * LOG2E,
             **plan.constants(),
-            GATED=gated,
             ADDED=add_query is not None,
             INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
@@ -503,6 +488,7 @@ class _Backward:
             ROWS=plan.merge_rows,
             STAGES=plan.merge_stages(plan.head_dim),
             num_warps=plan.num_warps,
+            maxnreg=plan.stream_registers,
         )
 
     def tiles(self) -> dict[str, Any]:
@@ -539,6 +525,15 @@ def row_deltas(
     return delta.transpose(1, 2)
 
 
+def _row_numbers(lse: Tensor, delta: Tensor) -> Tensor:
+    """Of (B, H, S) numbers with natural memory: float32 (B, S, H, 2), see `numbers_kernel`."""
+    batch, heads, tokens = lse.shape
+    numbers = torch.empty((batch, tokens, heads, 2), dtype=torch.float32, device=lse.device)
+    grid = (triton.cdiv(lse.numel(), NUMBER_ROWS),)
+    numbers_kernel[grid](lse, delta, numbers, lse.numel(), ROWS=NUMBER_ROWS)
+    return numbers
+
+
 def backward(
     plan: SelectedPlan,
     query: Tensor,
@@ -547,7 +542,6 @@ def backward(
     blocks: Tensor,
     lse: Tensor,
     delta: Tensor,
-    gate: Tensor | None,
     grad_out: Tensor,
     scale: float,
     *,
@@ -559,8 +553,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtype; dK and dV are summed in float32.
 
-    With p the probabilities and g the gate of a row: p' = g p, dV = p'^T dO,
-    dS = p' (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q.
+    With p the probabilities: dV = p^T dO, dS = p (dO V^T - delta), dQ = scale dS K,
+    dK = scale dS^T Q.
 
     Items of one block add into dK and dV by float32 atomics, in no fixed order. `deterministic`
     sorts the lists and gives every list to one program, which adds without atomics: equal inputs
@@ -570,8 +564,7 @@ def backward(
         plan, query, key, value, blocks, scale: as in the forward.
         lse, delta: float32 (B, Hq, Sq), memory (B, Sq, Hq); delta is rowsum(out * grad_out),
             less the gradient of the log-sum-exp.
-        gate: (B, Hq, Sq), any float dtype and strides; None is 1.
-        grad_out: (B, Hq, Sq, Dv), memory (B, Sq, Hq, Dv); not multiplied by the gate.
+        grad_out: (B, Hq, Sq, Dv), memory (B, Sq, Hq, Dv).
         deterministic: see above; it builds an index of its own.
         index: what the forward wrote into `storage`; None builds it anew.
         grad_query: receives dQ: (B, Hq, Sq, D), memory (B, Sq, Hq, D).
@@ -581,7 +574,7 @@ def backward(
     """
     assert natural_rows(lse)
     assert natural_rows(delta)
-    run = _Backward(plan, query, key, value, lse, delta, gate, grad_out, scale, deterministic)
+    run = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
     if deterministic:
         parts = build_index(run.plan, blocks, run.chunk)
     elif index is None:

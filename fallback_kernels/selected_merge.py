@@ -13,7 +13,6 @@ import triton.language as tl
 from nsa_flex.fallback_kernels.selected_tiles import (
     group_rows,
     load_block,
-    load_gate,
     load_some_rows,
     row_lse_log2,
     store_rows,
@@ -243,7 +242,6 @@ def query_gradient_kernel(
     delta_ptr,
     partial_ptr,
     summary_ptr,
-    gate_ptr,
     add_ptr,
     grad_query_ptr,
     key_stride_b,
@@ -252,9 +250,6 @@ def query_gradient_kernel(
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    gate_stride_b,
-    gate_stride_h,
-    gate_stride_s,
     add_stride_b,
     add_stride_h,
     add_stride_s,
@@ -277,7 +272,6 @@ def query_gradient_kernel(
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
-    GATED: tl.constexpr,
     ADDED: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -316,9 +310,6 @@ def query_gradient_kernel(
     grad_out = load_some_rows(grad_out_ptr, line, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
     lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
     delta = tl.load(delta_ptr + line, mask=row_ok, other=0.0)
-    if GATED:
-        gate_ptr += b * gate_stride_b + h * GROUP * gate_stride_h
-        gate = load_gate(gate_ptr, query, member, row_ok, gate_stride_s, gate_stride_h)
     summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
     own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
 
@@ -338,8 +329,6 @@ def query_gradient_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
             p = tl.where(seen, p, 0.0)
-            if GATED:
-                p *= gate[:, None]
             grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
             grad_scores = (p * (grad_p - delta[:, None])).to(k.dtype)
             grad = tl.dot(grad_scores, k, grad, input_precision=PRECISION)

@@ -38,13 +38,6 @@ def first_entry(row, head, kv_heads, window_tokens, window_shift, NUM_SLOTS: tl.
 
 
 @triton.jit
-def load_gate(gate_ptr, query, member, row_ok, stride_s, stride_h):
-    """Gates of rows in float32, 0 for those not there; `gate_ptr` is at the group's first."""
-    place = query.to(tl.int64) * stride_s + member * stride_h
-    return tl.load(gate_ptr + place, mask=row_ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def load_rows(base_ptr, row, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows of a dense (rows, WIDTH) matrix, all of them real; columns past WIDTH are 0.
 
