@@ -124,7 +124,7 @@ def hand_over(
         tl.store(pointer, tl.load(pointer, mask=ok, other=0.0) + tile, mask=ok)
 
 
-@triton.jit(do_not_specialize=["first_item", "first_batch", "first_list", "window_shift"])
+@triton.jit(do_not_specialize=["first_item", "first_head", "first_list", "window_shift"])
 def list_gradient_kernel(
     query_ptr,
     key_ptr,
@@ -143,7 +143,7 @@ def list_gradient_kernel(
     value_stride_h,
     value_stride_s,
     first_item,
-    first_batch,
+    first_head,
     first_list,
     window_shift,
     window_tokens,
@@ -171,10 +171,10 @@ def list_gradient_kernel(
 
     `numbers_ptr`: base-2 log-sum-exp and delta of every row, as `numbers_kernel` writes them.
     """
-    start, stop, batch, head, block = item_of(
+    start, stop, batch, head, within, block = item_of(
         items_ptr,
         first_item + tl.program_id(0),
-        first_batch,
+        first_head,
         first_list,
         kv_heads,
         num_blocks,
@@ -193,9 +193,7 @@ def list_gradient_kernel(
     v = load_block(
         value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
     )
-    first = first_entry(
-        batch - first_batch, head, kv_heads, window_tokens, window_shift, NUM_SLOTS
-    )
+    first = first_entry(within, window_tokens, window_shift, NUM_SLOTS)
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -433,7 +431,7 @@ class _Backward:
             *strides(self.key),
             *strides(self.value),
             window.number * index.items.shape[1],
-            window.first_batch,
+            window.first_head,
             window.first_list,
             plan.query_offset - window.start,
             plan.window_tokens,
@@ -460,7 +458,7 @@ class _Backward:
     ) -> None:
         plan = self.plan
         added = grad_query if add_query is None else add_query
-        grid = (plan.window_tokens // plan.merge_tokens, window.num_batch * plan.kv_heads)
+        grid = (plan.window_tokens // plan.merge_tokens, window.num_heads)
         query_gradient_kernel[grid](
             *self.inputs(),
             partial,
@@ -471,7 +469,7 @@ class _Backward:
             *strides(self.value),
             *strides(added),
             add_shift,
-            window.first_batch,
+            window.first_head,
             window.start,
             plan.window_tokens,
             plan.query_offset,

@@ -37,7 +37,7 @@ from nsa_flex.fallback_kernels.selected_union import UnionLists, attend_unions, 
 LOG2E = math.log2(math.e)
 
 
-@triton.jit(do_not_specialize=["first_item", "first_batch", "first_list", "window_shift"])
+@triton.jit(do_not_specialize=["first_item", "first_head", "first_list", "window_shift"])
 def partial_kernel(
     query_ptr,
     key_ptr,
@@ -53,7 +53,7 @@ def partial_kernel(
     value_stride_h,
     value_stride_s,
     first_item,
-    first_batch,
+    first_head,
     first_list,
     window_shift,
     window_tokens,
@@ -73,10 +73,10 @@ def partial_kernel(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    start, stop, batch, head, block = item_of(
+    start, stop, batch, head, within, block = item_of(
         items_ptr,
         first_item + tl.program_id(0),
-        first_batch,
+        first_head,
         first_list,
         kv_heads,
         num_blocks,
@@ -90,9 +90,7 @@ def partial_kernel(
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
     # Partial row of an entry: (first + entry) * GROUP + query head within the group.
-    first = first_entry(
-        batch - first_batch, head, kv_heads, window_tokens, window_shift, NUM_SLOTS
-    )
+    first = first_entry(within, window_tokens, window_shift, NUM_SLOTS)
 
     TOKENS: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
@@ -149,7 +147,7 @@ def _launch_partial(
         *strides(key),
         *strides(value),
         window.number * index.items.shape[1],
-        window.first_batch,
+        window.first_head,
         window.first_list,
         plan.query_offset - window.start,
         plan.window_tokens,
@@ -179,7 +177,7 @@ def _launch_merge(
     lse: Tensor,
     scale: float,
 ) -> None:
-    grid = (plan.window_tokens // plan.merge_tokens, window.num_batch * plan.kv_heads)
+    grid = (plan.window_tokens // plan.merge_tokens, window.num_heads)
     merge_kernel[grid](
         query,
         key,
@@ -192,7 +190,7 @@ def _launch_merge(
         lse,
         *strides(key),
         *strides(value),
-        window.first_batch,
+        window.first_head,
         (window.start - plan.base) // plan.merge_tokens,
         plan.span // plan.merge_tokens,
         window.start,

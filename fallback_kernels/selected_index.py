@@ -42,20 +42,19 @@ class SelectedIndex(NamedTuple):
 @triton.jit
 def list_of(
     block,
-    batch,
-    head,
+    batch_head,
     position,
     base,
     window_tokens,
-    window_batch,
-    windows_per_row,
-    kv_heads,
+    window_heads,
+    windows_per_head,
     num_blocks,
 ):
     """Number of the list that a free choice belongs to."""
-    window = (batch // window_batch) * windows_per_row + (position - base) // window_tokens
-    row = window * window_batch + batch % window_batch
-    return ((row * kv_heads + head) * num_blocks)[:, None] + block
+    part = (position - base) // window_tokens
+    window = (batch_head // window_heads) * windows_per_head + part
+    head = window * window_heads + batch_head % window_heads
+    return (head * num_blocks)[:, None] + block
 
 
 @triton.jit
@@ -79,9 +78,8 @@ def count_kernel(
     base,
     span,
     window_tokens,
-    window_batch,
-    windows_per_row,
-    kv_heads,
+    window_heads,
+    windows_per_head,
     num_blocks,
     NUM_SLOTS: tl.constexpr,
     SLOT_COLUMNS: tl.constexpr,
@@ -102,8 +100,6 @@ def count_kernel(
     """
     # Neighbouring programs work for different heads: fewer of them meet at one counter.
     batch_head = tl.program_id(0) % batch_heads
-    batch = batch_head // kv_heads
-    head = batch_head % kv_heads
     index = tl.program_id(0) // batch_heads * TOKENS + tl.arange(0, TOKENS)
     row_ok = index < num_queries
     row = batch_head * num_queries + index
@@ -114,14 +110,12 @@ def count_kernel(
     tl.store(summary_ptr + row, summary, mask=row_ok)
     key = list_of(
         block,
-        batch,
-        head,
+        batch_head,
         position,
         base,
         window_tokens,
-        window_batch,
-        windows_per_row,
-        kv_heads,
+        window_heads,
+        windows_per_head,
         num_blocks,
     )
     place = row[:, None] * NUM_SLOTS + slot
@@ -151,9 +145,8 @@ def scatter_kernel(
     base,
     span,
     window_tokens,
-    window_batch,
-    windows_per_row,
-    kv_heads,
+    window_heads,
+    windows_per_head,
     num_blocks,
     NUM_SLOTS: tl.constexpr,
     SLOT_COLUMNS: tl.constexpr,
@@ -166,8 +159,6 @@ def scatter_kernel(
 ):
     """Write each entry to its place: start of its list plus its rank."""
     batch_head = tl.program_id(0) % batch_heads
-    batch = batch_head // kv_heads
-    head = batch_head % kv_heads
     index = tl.program_id(0) // batch_heads * TOKENS + tl.arange(0, TOKENS)
     row_ok = index < num_queries
     row = batch_head * num_queries + index
@@ -177,14 +168,12 @@ def scatter_kernel(
     )
     key = list_of(
         block,
-        batch,
-        head,
+        batch_head,
         position,
         base,
         window_tokens,
-        window_batch,
-        windows_per_row,
-        kv_heads,
+        window_heads,
+        windows_per_head,
         num_blocks,
     )
     united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
@@ -291,9 +280,8 @@ def build_index(
         plan.base,
         plan.span,
         plan.window_tokens,
-        plan.window_batch,
-        plan.windows_per_row,
-        plan.kv_heads,
+        plan.window_heads,
+        plan.windows_per_head,
         plan.num_blocks,
     )
     constants = {

@@ -21,7 +21,7 @@ from nsa_flex.fallback_kernels.selected_tiles import (
 
 @triton.jit
 def merge_rows_of(
-    first_batch,
+    first_head,
     window_start,
     window_tokens,
     query_offset,
@@ -33,16 +33,16 @@ def merge_rows_of(
     ROWS: tl.constexpr,
 ):
     """Rows (query, head) of this program's tile: where they are, and their first partial row."""
-    batch_head = tl.program_id(1)
-    batch = first_batch + batch_head // kv_heads
-    head = batch_head % kv_heads
+    within = tl.program_id(1)
+    batch = (first_head + within) // kv_heads
+    head = (first_head + within) % kv_heads
     row = tl.arange(0, ROWS)
     token = tl.program_id(0) * TOKENS + row // GROUP
     member = row % GROUP
     position = window_start + token
     query = position - query_offset
     row_ok = (row < TOKENS * GROUP) & (query >= 0) & (query < num_queries)
-    place = (batch_head * window_tokens + token) * NUM_SLOTS * GROUP + member
+    place = (within * window_tokens + token) * NUM_SLOTS * GROUP + member
     return batch, head, member, position, query, row_ok, place
 
 
@@ -103,7 +103,7 @@ def attend_candidates(
     return top, total, out
 
 
-@triton.jit(do_not_specialize=["first_batch", "first_tile", "window_start"])
+@triton.jit(do_not_specialize=["first_head", "first_tile", "window_start"])
 def merge_kernel(
     query_ptr,
     key_ptr,
@@ -120,7 +120,7 @@ def merge_kernel(
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    first_batch,
+    first_head,
     first_tile,
     tiles_per_row,
     window_start,
@@ -147,12 +147,12 @@ def merge_kernel(
     STAGES: tl.constexpr,
 ):
     """Output and log-sum-exp of the tiles that have no union."""
-    batch_head = first_batch * kv_heads + tl.program_id(1)
+    batch_head = first_head + tl.program_id(1)
     tile = batch_head * tiles_per_row + first_tile + tl.program_id(0)
     if tl.load(union_sizes_ptr + tile) >= 0:
         return
     batch, head, member, position, query, row_ok, place = merge_rows_of(
-        first_batch,
+        first_head,
         window_start,
         window_tokens,
         query_offset,
@@ -232,7 +232,7 @@ def merge_kernel(
     tl.store(lse_ptr + line, lse_log2 * LN2, mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["first_batch", "window_start"])
+@triton.jit(do_not_specialize=["first_head", "window_start"])
 def query_gradient_kernel(
     query_ptr,
     key_ptr,
@@ -254,7 +254,7 @@ def query_gradient_kernel(
     add_stride_h,
     add_stride_s,
     add_shift,
-    first_batch,
+    first_head,
     window_start,
     window_tokens,
     query_offset,
@@ -284,7 +284,7 @@ def query_gradient_kernel(
     ADDED: row t of `add_ptr`, shifted by `add_shift` queries, is added before the rounding.
     """
     batch, head, member, position, query, row_ok, place = merge_rows_of(
-        first_batch,
+        first_head,
         window_start,
         window_tokens,
         query_offset,

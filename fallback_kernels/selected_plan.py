@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PARTIAL_BYTES = 1 << 30  # one window's partial results; short windows leave tiles half empty
+PARTIAL_BYTES = 1 << 30  # one window's partial results
+# Rows (query, head) of one KV head in a window, where that many fit: the lists of shorter windows
+# leave tiles half empty and programs with little to do.
+WINDOW_ROWS = 1 << 17
 MIN_WINDOW_TOKENS = 512
 MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's summary
 CHUNK_ROWS = 4096  # query rows one program streams past one KV block
@@ -27,13 +30,16 @@ FLOAT32_TILE_ROWS = 16
 
 
 class Window(NamedTuple):
-    """Queries whose partial results are in memory at once."""
+    """Queries whose partial results are in memory at once: some tokens of some KV heads.
+
+    KV heads are counted over the batch: b * Hkv + h.
+    """
 
     number: int
-    first_batch: int
-    num_batch: int
+    first_head: int
+    num_heads: int
     start: int  # position of the first query, a multiple of the block size
-    first_list: int  # of the lists (window, batch, KV head, block)
+    first_list: int  # of the lists (window, KV head, block)
     max_items: int  # upper bound of the programs; those beyond the true count leave at once
 
 
@@ -46,9 +52,14 @@ def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def affordable_tokens(token_bytes: int) -> int:
-    """Queries of a window whose partial results take `token_bytes` each."""
-    return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // token_bytes)
+def affordable_queries(group: int, num_slots: int, width: int, element_size: int) -> int:
+    """Queries of a window, counted once for each of its KV heads."""
+    return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // (group * num_slots * width * element_size))
+
+
+def longest_window(group: int, affordable: int) -> int:
+    """Queries of a window of one KV head, at most."""
+    return min(affordable, max(MIN_WINDOW_TOKENS, WINDOW_ROWS // group))
 
 
 def chunk_tokens(group: int) -> int:
@@ -66,15 +77,15 @@ def index_words(
     batch, heads, tokens, num_slots = blocks.shape
     group = query.shape[1] // heads
     width = max(query.shape[3], value.shape[3])
-    affordable = affordable_tokens(query.shape[1] * num_slots * width * query.element_size())
-    # Windows are equal parts of the span, at least one more than half as long as is affordable;
-    # where a window holds several batch rows, the last one may be nearly empty.
-    windows = (tokens + 2 * block_size) // affordable + 2
-    rows = batch if batch == 1 else 2 * batch
-    lists = rows * heads * windows * ((query_offset + tokens) // block_size + 1)
-    entries = blocks.numel()
+    affordable = affordable_queries(group, num_slots, width, query.element_size())
+    # All windows are as large as the first, and the last may be nearly empty: along the tokens,
+    # where less than a block is added to each, and along the KV heads, which at most doubles them.
+    windows = (tokens + 2 * block_size) // longest_window(group, affordable) + 2
+    rows = 2 * batch * heads
+    lists = rows * windows * ((query_offset + tokens) // block_size + 1)
+    entries = rows * (tokens + 2 * windows * block_size) * num_slots
     items = lists + entries // chunk_tokens(group) + windows * rows + 1
-    return entries + batch * heads * tokens + ITEM_WORDS * items
+    return blocks.numel() + batch * heads * tokens + ITEM_WORDS * items
 
 
 @dataclass(frozen=True)
@@ -164,34 +175,39 @@ class SelectedPlan:
         return round_up(self.query_offset + self.num_queries - self.base, self.block_size)
 
     @cached_property
-    def _affordable_tokens(self) -> int:
+    def all_heads(self) -> int:
+        """KV heads of all batch rows."""
+        return self.batch * self.kv_heads
+
+    @cached_property
+    def _affordable_queries(self) -> int:
         width = max(self.head_dim, self.value_dim)
-        return affordable_tokens(self.query_heads * self.num_slots * width * self.element_size)
+        return affordable_queries(self.group, self.num_slots, width, self.element_size)
 
     @cached_property
     def window_tokens(self) -> int:
-        """Positions of one window: the whole span, or equal parts of it that fit the buffer."""
-        count = -(-self.span // self._affordable_tokens)
+        """Positions of one window: the whole span or equal parts of it."""
+        longest = longest_window(self.group, self._affordable_queries)
+        count = -(-self.span // longest)
         return round_up(-(-self.span // count), self.block_size)
 
     @cached_property
-    def window_batch(self) -> int:
-        """Batch rows of one window; more than one only if a window holds whole rows."""
-        if self.window_tokens < self.span:
-            return 1
-        return max(1, min(self.batch, self._affordable_tokens // self.span))
+    def window_heads(self) -> int:
+        """KV heads of one window: as many as fit the buffer."""
+        fitting = max(1, self._affordable_queries // self.window_tokens)
+        return -(-self.all_heads // -(-self.all_heads // fitting))
 
     @cached_property
-    def windows_per_row(self) -> int:
+    def windows_per_head(self) -> int:
         return -(-self.span // self.window_tokens)
 
     @cached_property
     def num_windows(self) -> int:
-        return -(-self.batch // self.window_batch) * self.windows_per_row
+        return -(-self.all_heads // self.window_heads) * self.windows_per_head
 
     @cached_property
     def lists_per_window(self) -> int:
-        return self.window_batch * self.kv_heads * self.num_blocks
+        return self.window_heads * self.num_blocks
 
     @cached_property
     def num_lists(self) -> int:
@@ -199,18 +215,16 @@ class SelectedPlan:
 
     @cached_property
     def partial_rows(self) -> int:
-        """Rows of the partial buffer: (batch row, KV head, token, slot, query head)."""
-        tokens = self.window_batch * self.kv_heads * self.window_tokens
-        return tokens * self.num_slots * self.group
+        """Rows of the partial buffer: (KV head, token, slot, query head)."""
+        return self.window_heads * self.window_tokens * self.num_slots * self.group
 
     @cached_property
     def chunk_tokens(self) -> int:
         """Queries of one item; longer lists are split over several."""
         return chunk_tokens(self.group)
 
-    def max_items(self, first_batch: int, start: int, chunk: int) -> int:
+    def max_items(self, heads: int, start: int, chunk: int) -> int:
         """Sum of ceil(list length / chunk) over the lists of a window, at most."""
-        heads = min(self.window_batch, self.batch - first_batch) * self.kv_heads
         stop = min(start + self.window_tokens, self.query_offset + self.num_queries)
         entries = heads * (stop - max(start, self.query_offset)) * self.num_slots
         lists = heads * min(self.num_blocks, -(-stop // self.block_size))
@@ -340,15 +354,16 @@ def _kept(plan: SelectedPlan) -> SelectedPlan:
 def _windows(plan: SelectedPlan, chunk: int) -> tuple[Window, ...]:
     windows = []
     for number in range(plan.num_windows):
-        first_batch = number // plan.windows_per_row * plan.window_batch
-        start = plan.base + number % plan.windows_per_row * plan.window_tokens
+        first_head = number // plan.windows_per_head * plan.window_heads
+        num_heads = min(plan.window_heads, plan.all_heads - first_head)
+        start = plan.base + number % plan.windows_per_head * plan.window_tokens
         window = Window(
             number=number,
-            first_batch=first_batch,
-            num_batch=min(plan.window_batch, plan.batch - first_batch),
+            first_head=first_head,
+            num_heads=num_heads,
             start=start,
             first_list=number * plan.lists_per_window,
-            max_items=plan.max_items(first_batch, start, chunk),
+            max_items=plan.max_items(num_heads, start, chunk),
         )
         windows.append(window)
     return tuple(windows)

@@ -7,8 +7,8 @@ import triton.language as tl
 
 
 @triton.jit
-def item_of(items_ptr, item, first_batch, first_list, kv_heads, num_blocks, LISTED: tl.constexpr):
-    """An item's range of entries, and its list's batch row, KV head and block.
+def item_of(items_ptr, item, first_head, first_list, kv_heads, num_blocks, LISTED: tl.constexpr):
+    """An item's range of entries, and its list: batch row, KV head, that in the window, block.
 
     LISTED leaves out the entries of tiles that have a union.
     """
@@ -18,9 +18,9 @@ def item_of(items_ptr, item, first_batch, first_list, kv_heads, num_blocks, LIST
     if LISTED:
         stop = tl.minimum(stop, tl.load(items_ptr + item * 4 + 3))
     local = key - first_list
-    batch_head = local // num_blocks
-    batch = first_batch + batch_head // kv_heads
-    return start, stop, batch, batch_head % kv_heads, local % num_blocks
+    within = local // num_blocks
+    batch_head = first_head + within
+    return start, stop, batch_head // kv_heads, batch_head % kv_heads, within, local % num_blocks
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def group_rows(
 
 
 @triton.jit
-def first_entry(row, head, kv_heads, window_tokens, window_shift, NUM_SLOTS: tl.constexpr):
-    """Place in the partial buffer of the entry 0 of a KV head in a window's batch row."""
-    return ((row * kv_heads + head) * window_tokens + window_shift) * NUM_SLOTS
+def first_entry(within, window_tokens, window_shift, NUM_SLOTS: tl.constexpr):
+    """Place in the partial buffer of the entry 0 of a KV head, counted within the window."""
+    return (within * window_tokens + window_shift) * NUM_SLOTS
 
 
 @triton.jit
