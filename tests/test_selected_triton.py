@@ -36,15 +36,27 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _lists_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences would mostly go by unions; where a test does not ask for them, none does."""
+def _planned_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists alone and large tiles, unless a test asks for others; no plan of another test.
+
+    Short sequences would mostly go by unions. The interpreter takes as long for a program
+    whatever it computes: float32 has few programs there, as many rows a tile as the other dtypes.
+    """
+    selected_plan._kept.cache_clear()
     if "with_unions" not in request.fixturenames:
         monkeypatch.setattr(selected_plan, "UNION_LIMIT", 0)
+    if INTERPRETED and "small_tiles" not in request.fixturenames:
+        monkeypatch.setattr(selected_plan, "FLOAT32_TILE_ROWS", selected_plan.TILE_ROWS)
 
 
 @pytest.fixture
 def with_unions() -> None:
     """Leaves the choice between lists and unions to the device."""
+
+
+@pytest.fixture
+def small_tiles() -> None:
+    """Tiles of float32 as on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -388,8 +400,7 @@ def test_windows(monkeypatch: pytest.MonkeyPatch, batch: int, num_queries: int) 
 def test_query_offset(offset: int, with_unions: None) -> None:
     """Chunked prefill; keys after the last query may hold anything."""
     case = Case(num_queries=37, offset=offset, num_keys=offset + 37 + 20)
-    check(case, choices(case))
-    check(case, choices(case), deterministic=True)
+    check(case, choices(case), deterministic=offset == 16)
     q, k, v = inputs(case)
     blocks = choices(case)
     out, _ = attend(case, q, k, v, blocks)
@@ -546,7 +557,7 @@ def test_the_index_fits_whatever_is_predicted_of_it() -> None:
 
 @kernels
 def test_operators_obey_the_library_rules() -> None:
-    case = Case(num_queries=40)
+    case = Case(num_queries=17, group=2)
     q, k, v = inputs(case)
     blocks = choices(case).to(DEVICE)
     options = (case.block_size, case.initial, case.local, case.scale, case.offset, True)
@@ -561,7 +572,7 @@ def test_operators_obey_the_library_rules() -> None:
 
 
 @kernels
-def test_compiles_into_one_graph_with_dynamic_length(with_unions: None) -> None:
+def test_compiles_into_one_graph_with_dynamic_length() -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
         out, lse = attend(Case(), 2 * q, k, v, blocks, deterministic=True)
         return (out * out).sum() + lse.sum()
@@ -569,7 +580,7 @@ def test_compiles_into_one_graph_with_dynamic_length(with_unions: None) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
-    for num_queries in (33, 50, 71):
+    for num_queries in (17, 26, 35):
         case = Case(num_queries=num_queries)
         tensors = inputs(case)
         blocks = choices(case).to(DEVICE)
