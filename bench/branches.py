@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,8 @@ from nsa_flex.bench.targets import (
 )
 from nsa_flex.dispatch import IMPLEMENTATIONS, BranchName
 from nsa_flex.selection import choose_blocks
+
+DETERMINISTIC = "triton-deterministic"
 
 
 class BranchTarget(Target):
@@ -77,9 +82,21 @@ class Compressed(BranchTarget):
 
 
 class Selected(BranchTarget):
-    """Branch 2 for given choices: real ones of the inputs, or those of a trained model."""
+    """Branch 2 for given choices: real ones of the inputs, or those of a trained model.
+
+    `triton-deterministic` has no float atomics in its backward.
+    """
 
     name = "selected"
+
+    def implementations(self) -> tuple[str, ...]:
+        return (*super().implementations(), DETERMINISTIC)
+
+    def function(self, case: Case, task: Task, compiler: str) -> Function:
+        if case.implementation != DETERMINISTIC:
+            return super().function(case, task, compiler)
+        branch = super().function(replace(case, implementation="triton"), task, compiler)
+        return lambda *arguments: deterministically(branch, *arguments)
 
     def prepare(self, case: Case, device: torch.device) -> Task:
         tensors, facts = query_key_value(case, device)
@@ -119,6 +136,23 @@ class Sliding(BranchTarget):
         query, key, value = arguments.values()
         scale = scale_of(case)
         return reference.sliding(query, key, value, group.positions, scale, case.config)
+
+
+def deterministically(function: Function, *arguments: Tensor) -> Tensor:
+    """A call with deterministic algorithms, whose backward is then deterministic as well.
+
+    New memory is not filled, which is a debugging aid that no kernel here needs.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic  # torch's stubs lack the field
+    fills = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
+    try:
+        return function(*arguments)
+    finally:
+        torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = fills
 
 
 def backend_of(case: Case) -> str:

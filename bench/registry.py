@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from nsa_flex.bench.branches import Compressed, Selected, Sliding
+from nsa_flex.bench.branches import DETERMINISTIC, Compressed, Selected, Sliding
 from nsa_flex.bench.case import Case, Pattern
 from nsa_flex.bench.compile_time import CompileCase
 from nsa_flex.bench.core import Core
@@ -96,9 +96,10 @@ def branches(heads: tuple[Heads, ...] | None = None, length: int = 64 * KI) -> l
 
 
 def compiled_without_scores(target: str) -> tuple[str, ...]:
-    """Its implementations, but those that keep all scores or are not compiled."""
+    """Its implementations, but those that keep all scores, are not compiled or deterministic."""
     every = TARGETS[target].implementations()
-    return tuple(name for name in every if name != "dense" and not name.endswith("eager"))
+    left_out = ("eager", "deterministic")
+    return tuple(name for name in every if name != "dense" and not name.endswith(left_out))
 
 
 def eager() -> list[Case]:
@@ -111,11 +112,15 @@ def eager() -> list[Case]:
 
 
 def overlap() -> list[Case]:
-    """Selection on choices that overlap little, by 88 to 92 %, and as a trained model's do."""
+    """Selection on choices that overlap little, by 88 to 92 %, and as a trained model's do.
+
+    Where they overlap little, by the deterministic backward as well.
+    """
     cases = []
     for pattern in ("random", "overlap"):
         lengths = (8 * KI, 64 * KI)
         cases += grid("selected", ("triton",), MODEL_HEADS, lengths, pattern=pattern)
+    cases += grid("selected", (DETERMINISTIC,), MODEL_HEADS, (64 * KI,), train=(True,))
     cases += grid("core", ("nsa",), MODEL_HEADS[:2], (64 * KI,), pattern="overlap")
     return cases + trained()
 

@@ -18,6 +18,7 @@ import torch
 import oracle
 from nsa_flex import NSAConfig
 from nsa_flex.bench import gate, machine, patterns, reference, registry, runner, table, work
+from nsa_flex.bench.branches import deterministically
 from nsa_flex.bench.case import Case, Skip
 from nsa_flex.bench.compare import compare
 from nsa_flex.bench.gate import GateError, check
@@ -400,6 +401,16 @@ def test_presets_name_what_there_is(name):
         if isinstance(case, Case):
             assert case.implementation in TARGETS[case.target].implementations()
             assert TARGETS[case.target].trains or not case.train
+
+
+def test_a_deterministic_call_leaves_torch_as_it_was():
+    def settings(*_: torch.Tensor) -> torch.Tensor:
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        return torch.tensor([torch.are_deterministic_algorithms_enabled(), fills])
+
+    before = settings()
+    assert deterministically(settings).tolist() == [True, False]
+    assert torch.equal(settings(), before)
 
 
 def test_headline_covers_what_must_be_shown():
