@@ -17,6 +17,7 @@ from nsa_flex.auditing import read_baseline, write_baseline
 from nsa_flex.auditing.batches import batches_of
 from nsa_flex.auditing.excerpts import excerpt, is_allowed, place_of
 from nsa_flex.auditing.lint import lint
+from nsa_flex.auditing.measuring import MOST_CALLS
 from nsa_flex.auditing.report import AuditFinding
 
 HERE = Path(__file__).name
@@ -352,6 +353,21 @@ def test_measured_report() -> None:
     assert phase.measured["peak_bytes_eager"] == 64 * 16 * 4
     assert phase.kernels
     assert phase.cudagraphs is None
+
+
+def test_no_batch_is_called_more_often_than_a_cache_has_room_for() -> None:
+    used: list[torch.Tensor] = []
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        used.append(torch.zeros(()))
+        return torch.ones(4), used[-1]
+
+    def append(x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        length.add_(1)
+        return x * length
+
+    assert audit(append, step, train=False).phases[0].measured["step_seconds"] > 0
+    assert 3 < max(length.item() for length in used) <= MOST_CALLS
 
 
 def test_branches_of_nsa_are_named() -> None:

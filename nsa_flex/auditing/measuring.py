@@ -21,6 +21,7 @@ from nsa_flex.hot_path.syncs import cuda_sync_warnings
 from nsa_flex.hot_path.torch_internals import cudagraph_skips, fresh_cache, fresh_compiler
 
 LISTED_KERNELS = 12
+MOST_CALLS = 12  # of one batch: a cache in it needs room for so many steps
 
 
 @dataclass
@@ -39,6 +40,7 @@ def measure(
 ) -> Measured:
     """Compile for one batch with an empty cache, then from a full one; time and profile a call.
 
+    All calls, `MOST_CALLS` at most, get the same tensors: CUDA graphs are recorded for them.
     On CUDA with `mode="reduce-overhead"`: skips of CUDA graphs and synchronisations are counted.
     """
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()

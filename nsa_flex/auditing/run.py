@@ -59,7 +59,8 @@ def audit(
             sizes: recompilations show between batches.
         train: whether to run the backward as well; None: if parameters or inputs require grad.
         decode: batches of single decoding steps, run under `torch.no_grad()` as a sweep of their
-            own; functions that make them, where a cache is changed by each call.
+            own; functions that make them, where a cache is changed by each call, with room for
+            a dozen steps if `measured`.
         dynamic: as in torch.compile.
         max_graphs: more graphs than that in one phase are a finding.
         lint_scope: "own" reads sources outside of installed packages, "all" those too.

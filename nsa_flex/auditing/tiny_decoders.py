@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nsa_flex.auditing.measuring import MOST_CALLS
+
 VOCABULARY = 96
 CACHED_TOKENS = 40
 
@@ -101,7 +103,7 @@ def decoding_batches(
     from transformers import StaticCache
 
     def step(cached: int) -> dict[str, Any]:
-        cache = StaticCache(config=model.config, max_cache_len=CACHED_TOKENS + 2 * steps)
+        cache = StaticCache(config=model.config, max_cache_len=CACHED_TOKENS + steps + MOST_CALLS)
         with torch.no_grad():
             model(input_ids=_tokens(1, cached, device), past_key_values=cache, use_cache=True)
         return {"input_ids": _tokens(1, 1, device), "past_key_values": cache, "use_cache": True}
