@@ -304,13 +304,13 @@ def _backward(
 
     grad_rows = torch.empty_like(rows)
     grad_rows[:, : fold.reach] = 0
-    grad_keys = [
-        torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for x in (compressed_key, compressed_value)
-    ]
+    grad_keys = (
+        torch.zeros(compressed_key.shape, dtype=torch.float32, device=grad.device),
+        torch.zeros(compressed_value.shape, dtype=torch.float32, device=grad.device),
+    )
     keys = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
     for part in pieces_of(fold, query.shape[2]):
-        of_queries, *of_keys = differentiate_part(
+        of_queries = differentiate_part(
             sums.compressed,
             rows,
             *keys,
@@ -320,10 +320,9 @@ def _backward(
             scale,
             fold.reach,
             fold.stride,
+            grad_keys,
         )
         place_part(of_queries, grad_rows, part, fold.reach, fold.stride)
-        for total, share in zip(grad_keys, of_keys, strict=True):
-            total[:, :, : part.rows] += share
     grad_query = grad_rows.transpose(1, 2)
 
     # The selection's kernels have no register to spare for a gate; the compressed branch is done

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.fold_parts import Part, part_rows_view
+from nsa_flex.fallback_kernels.fold_parts import Part, add_residues, part_rows_view
+from nsa_flex.fallback_kernels.selected_plan import rows_contiguous
 
 
 def attend_part(
@@ -55,17 +56,17 @@ def differentiate_part(
     scale: float,
     reach: int,
     stride: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a part's queries (B, rows, width * Hq, D), and of its keys and values.
-
-    The latter two are float32 sums over the residues, (B, Hkv, rows, D) and (B, Hkv, rows, Dv).
+    totals: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Gradients of a part's queries (B, rows, width * Hq, D); adds those of its keys and values.
 
     Args:
         grad, out: (B, S, Hq, Dv), contiguous: all parts.
         query: (B, S, Hq, D), contiguous.
         lse: float32 (B, Hq, S), contiguous.
+        totals: float32 (B, Hkv, N, D) and (B, Hkv, N, Dv), to which the sums are added.
     """
-    batch, kv_heads = key.shape[:2]
+    batch = key.shape[0]
     do, q, o = (
         _problems(part_rows_view(x, part, reach, stride), part) for x in (grad, query, out)
     )
@@ -75,9 +76,11 @@ def differentiate_part(
     else:
         part_lse = _part_lse(lse, part, reach, stride).view(q.shape[:3])
         of_query, *of_keys = causal_gradients(do, q, k, v, o, part_lse, scale)
-    shape = (batch, part.width, kv_heads, part.rows, -1)
-    grad_key, grad_value = (x.reshape(shape).sum(1, dtype=torch.float32) for x in of_keys)
-    return _rows(of_query, batch), grad_key, grad_value
+    for share, total in zip(of_keys, totals, strict=True):
+        share = rows_contiguous(share)
+        # Residues are the batch of one row, or among the heads of several.
+        add_residues(share.unflatten(1, (part.width, -1)) if batch > 1 else share[None], total)
+    return _rows(of_query, batch)
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

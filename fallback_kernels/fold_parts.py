@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 COPY = 4096  # elements that one program copies
+ADD_ROWS = 16  # rows that one program adds
 SHORT = 1 << 14  # tokens up to which memory matters less than launches: two parts do
 
 
@@ -105,6 +106,48 @@ def _place_kernel(source, target, run, rows, stride_b, stride_row, first, COPY: 
     there = place < run
     x = tl.load(source + (b * rows + row) * run + place, mask=there)
     tl.store(target + b * stride_b + row * stride_row + first + place, x, mask=there)
+
+
+def add_residues(shares: Tensor, totals: Tensor) -> None:
+    """Adds to `totals`, float32 (B, H, N, D), the sum of `shares` (B, width, H, rows, D).
+
+    In one pass; rows at most N, the last dimension of both contiguous.
+    """
+    batch, width, heads, rows, dim = shares.shape
+    _add_kernel[triton.cdiv(rows, ADD_ROWS), batch * heads](
+        shares,
+        totals,
+        width,
+        heads,
+        rows,
+        *shares.stride()[:4],
+        *totals.stride()[:3],
+        DIM=dim,
+        COLUMNS=triton.next_power_of_2(dim),
+        ROWS=ADD_ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["width", "rows"])
+def _add_kernel(
+    shares, totals, width, heads, rows,
+    share_stride_b, share_stride_w, share_stride_h, share_stride_n,
+    total_stride_b, total_stride_h, total_stride_n,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    there = (row < rows)[:, None] & (column < DIM)[None, :]
+    totals += b * total_stride_b + h * total_stride_h
+    total = totals + row[:, None] * total_stride_n + column[None, :]
+    shares += b * share_stride_b + h * share_stride_h
+    share = shares + row[:, None] * share_stride_n + column[None, :]
+    x = tl.load(total, mask=there, other=0.0)
+    for _ in range(width):
+        x += tl.load(share, mask=there, other=0.0).to(tl.float32)
+        share += share_stride_w
+    tl.store(total, x, mask=there)
 
 
 def bounds_of(parts: tuple[Part, ...]) -> tuple[int, int, int, int]:
