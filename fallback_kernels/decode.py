@@ -327,7 +327,7 @@ def step(
     value_weights: Tensor | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, DecodeAux]:
-    """`append_and_compress`, then `decode_attention`; for one new token a row by three kernels.
+    """`append_and_compress`, then `decode_attention`; for one new token a row by four kernels.
 
     Raises:
         ValueError: as they do; nothing is written then.

@@ -1,4 +1,8 @@
-"""The choice of blocks of a decode step, one program a new token and KV head."""
+"""The choice of blocks of a decode step.
+
+Programs share the blocks of a new token and KV head in chunks, and each writes the best of its
+own. Where there are several chunks, those who read chosen blocks find the best of them all.
+"""
 
 from __future__ import annotations
 
@@ -40,40 +44,49 @@ def block_scores(
     total_ptr,
     num_parts,
     active,
+    first,
     last_free,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     HEADS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    LEFT: tl.constexpr,
 ):
-    """Eq. 10 of blocks 0 ... last_free, [TILES * BLOCKS]; behind them anything.
+    """Eq. 10 of blocks first ... last_free [CHUNK]; behind them anything.
 
-    A row of memory is TILES * BLOCKS logarithms, then what each tile lends to the next one. HEADS
-    rows are read at once: one memory latency for them all.
+    Of each head and tile of BLOCKS memory holds their pooled probabilities, what the tile lends to
+    the first block of the next one, and the logarithm of what they were divided by. HEADS of them
+    are read at once: one memory latency for them all.
     """
-    COLUMNS: tl.constexpr = TILES * BLOCKS
-    WIDTH: tl.constexpr = COLUMNS + TILES
-    block, tile = tl.arange(0, COLUMNS), tl.arange(0, TILES)
-    # Whole tiles, so that whole vectors are read.
-    wanted = block // BLOCKS * BLOCKS <= last_free
-    borrows = (tile > 0) & (tile * BLOCKS <= last_free)
-    score = tl.zeros((COLUMNS,), tl.float32)
+    TILES: tl.constexpr = CHUNK // BLOCKS
+    WIDTH: tl.constexpr = BLOCK_COLUMNS // BLOCKS * TILE_WIDTH
+    tile, column = first // BLOCKS + tl.arange(0, TILES), tl.arange(0, BLOCKS)
+    wanted = tile * BLOCKS <= last_free
+    borrows = wanted & (tile > 0)
+    score = tl.zeros((TILES, BLOCKS), tl.float32)
     borrowed = tl.zeros((TILES,), tl.float32)
     members = tl.arange(0, MEMBERS)
     lse = tl.zeros((MEMBERS,), tl.float32)
     for first_head in tl.static_range(0, GROUP, HEADS):
-        logs = ()
+        pooled = ()
+        tops = ()
         lent = ()
+        lent_tops = ()
         for i in tl.static_range(HEADS):
-            row = score_ptr + (first_head + i) * WIDTH
-            there = first_head + i < GROUP
-            more = tl.load(row + block, mask=wanted & there, other=float("-inf"))
-            logs = logs + (more,)  # type: ignore[assignment]  # noqa: RUF005
-            more = tl.load(row + COLUMNS - 1 + tile, mask=borrows & there, other=float("-inf"))
+            there = wanted & (first_head + i < GROUP)
+            row = score_ptr + (first_head + i) * WIDTH + tile * TILE_WIDTH
+            more = tl.load(row[:, None] + column[None, :], mask=there[:, None], other=0.0)
+            pooled = pooled + (more,)  # type: ignore[assignment]  # noqa: RUF005
+            more = tl.load(row + (BLOCKS + 1), mask=there, other=float("-inf"))
+            tops = tops + (more,)  # type: ignore[assignment]  # noqa: RUF005
+            there = borrows & (first_head + i < GROUP)
+            more = tl.load(row + (BLOCKS - TILE_WIDTH), mask=there, other=0.0)
             lent = lent + (more,)  # type: ignore[assignment]  # noqa: RUF005
+            more = tl.load(row + (BLOCKS + 1 - TILE_WIDTH), mask=there, other=float("-inf"))
+            lent_tops = lent_tops + (more,)  # type: ignore[assignment]  # noqa: RUF005
         if first_head == 0:
             lse = log_sum_exp(top_ptr, total_ptr, num_parts, active, GROUP, MEMBERS, SPLIT_COLUMNS)
             lse = tl.gather(lse, members, 0)  # all of it in every warp: sums wait for no other
@@ -81,12 +94,61 @@ def block_scores(
         tl.debug_barrier()  # or the compiler puts each load where it is used, one after the other
         for i in tl.static_range(HEADS):
             own_lse = tl.sum(tl.where(members == first_head + i, lse, 0.0), 0)
-            score += tl.exp2(logs[i] - own_lse)
-            borrowed += tl.exp2(lent[i] - own_lse)
-    if LEFT > 0:
-        first = block % BLOCKS == 0
-        score += tl.where(first, tl.gather(borrowed, block // BLOCKS, 0), 0.0)
-    return score
+            score += pooled[i] * tl.exp2(tops[i] - own_lse)[:, None]
+            borrowed += lent[i] * tl.exp2(lent_tops[i] - own_lse)
+    score += tl.where((column == 0)[None, :], borrowed[:, None], 0.0)
+    return tl.reshape(score, (CHUNK,))
+
+
+@triton.jit
+def count_greater(rank, COUNT: tl.constexpr):
+    """How many of rank [COUNT], all different, are greater than each of them.
+
+    By slices that the registers of a thread hold, gathered: the compiler would let each thread
+    make them anew otherwise.
+    """
+    SLICE: tl.constexpr = min(COUNT, 32)
+    greater = tl.zeros((COUNT,), tl.int32)
+    for first in range(0, COUNT, SLICE):
+        other = tl.gather(rank, first + tl.arange(0, SLICE), 0)
+        greater += tl.sum((other[:, None] > rank[None, :]).to(tl.int32), 0)
+    return greater
+
+
+@triton.jit
+def slots_used(
+    position,
+    SELECT: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    FREE: tl.constexpr,
+    INITIAL: tl.constexpr,
+):
+    """How many forced and how many free slots a query at `position` has a block for.
+
+    With fewer blocks than slots, slot i has block i.
+    """
+    used = tl.minimum(position // SELECT + 1, NUM_SLOTS)
+    free = tl.minimum(tl.maximum(used - INITIAL, 0), FREE)
+    return used - free, free
+
+
+@triton.jit
+def best_of_chunks(
+    candidate_ptr,
+    wanted,
+    CHUNKS: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    FREE: tl.constexpr,
+):
+    """The candidates that `wanted` and `wanted` + 1 others are greater than; 0 for none."""
+    place = tl.arange(0, CHUNKS * SLOT_COLUMNS)
+    there = place % SLOT_COLUMNS < FREE
+    rank = tl.load(candidate_ptr + place, mask=there, other=0)
+    # All different, those that are none too.
+    rank = tl.where(there & (rank >= 0), rank, -1 - place)
+    greater = count_greater(rank, CHUNKS * SLOT_COLUMNS)
+    first = tl.sum(tl.where(greater == wanted, rank, 0), 0)
+    return first, tl.sum(tl.where(greater == wanted + 1, rank, 0), 0)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_parts"])
@@ -95,6 +157,7 @@ def choice_kernel(
     score_ptr,
     top_ptr,
     total_ptr,
+    candidate_ptr,
     block_ptr,
     capacity,
     num_compressed,
@@ -110,53 +173,56 @@ def choice_kernel(
     HEADS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
     KEYS: tl.constexpr,
     SLOT_COLUMNS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (new token, KV head of a batch row): its blocks.
+    """Program (chunk, new token, KV head of a batch row): the best free blocks of its chunk.
 
-    Initial ones, the best free ones (best first, ties to the lower index), local ones. Where all
-    candidates fit nobody asks for scores.
+    int64 candidates [SLOT_COLUMNS], best first: the score's bits, then the block counted from
+    behind, so that ties go to the lower one; negative where there is none. Where all blocks fit
+    nobody asks for them.
     """
     FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
-    LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     BLOCKS: tl.constexpr = KEYS // (SELECT // STRIDE)
-    TILES: tl.constexpr = BLOCK_COLUMNS // BLOCKS
     let_the_next_kernel_start(EARLY)
-    token, pair = tl.program_id(0), tl.program_id(1)
-    unit = pair * tl.num_programs(0) + token
+    chunk, token, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    unit = (pair * tl.num_programs(1) + token).to(tl.int64)
     position = tl.load(lengths_ptr + pair // kv_heads) + token
     own = position // SELECT
     wait_for_the_kernel_before(EARLY)
     if position >= capacity:
         return
-    block_ptr += unit.to(tl.int64) * NUM_SLOTS
-    slot = tl.arange(0, SLOT_COLUMNS)
     if own < NUM_SLOTS:
-        tl.store(block_ptr + slot, tl.where(slot <= own, slot, -1), mask=slot < NUM_SLOTS)
+        slot = tl.arange(0, SLOT_COLUMNS)
+        tl.store(block_ptr + unit * NUM_SLOTS + slot, -1, mask=(slot > own) & (slot < NUM_SLOTS))
+        return
+    if FREE == 0:
+        return
+    seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
+    _, active = share_of_split(seen, num_splits, KEYS)
+    part = unit * (num_parts * GROUP)
+    score_ptr += unit * (GROUP * (BLOCK_COLUMNS // BLOCKS * TILE_WIDTH))
+    score = block_scores(
+        score_ptr, top_ptr + part, total_ptr + part, num_parts, active, chunk * CHUNK, own - LOCAL,
+        GROUP, MEMBERS, HEADS, SPLIT_COLUMNS, BLOCK_COLUMNS, TILE_WIDTH, CHUNK, BLOCKS,
+    )  # fmt: skip
+    score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0
+    block = chunk * CHUNK + tl.arange(0, CHUNK)
+    free = (block >= INITIAL) & (block <= own - LOCAL)
+    rank = score.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    rank = tl.where(free, rank + (BLOCK_COLUMNS - 1 - block), -1 - block)
+    candidate_ptr += (unit * tl.num_programs(0) + chunk) * SLOT_COLUMNS
+    if CHUNK <= COUNTED:
+        place = count_greater(rank, CHUNK)
+        tl.store(candidate_ptr + place, rank, mask=place < SLOT_COLUMNS)
     else:
-        forced = (slot < INITIAL) | ((slot >= INITIAL + FREE) & (slot < NUM_SLOTS))
-        block = tl.where(slot < INITIAL, slot, own - (NUM_SLOTS - 1 - slot))
-        tl.store(block_ptr + slot, block, mask=forced)
-        if FREE > 0:
-            seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
-            _, active = share_of_split(seen, num_splits, KEYS)
-            part = unit.to(tl.int64) * (num_parts * GROUP)
-            score_ptr += unit.to(tl.int64) * (GROUP * (BLOCK_COLUMNS + TILES))
-            score = block_scores(
-                score_ptr, top_ptr + part, total_ptr + part, num_parts, active, own - LOCAL,
-                GROUP, MEMBERS, HEADS, SPLIT_COLUMNS, TILES, BLOCKS, LEFT,
-            )  # fmt: skip
-            score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0
-            block = tl.arange(0, BLOCK_COLUMNS)
-            free = (block >= INITIAL) & (block <= own - LOCAL)
-            rank = score.to(tl.int32, bitcast=True).to(tl.int64) << 32
-            rank = tl.where(free, rank + (BLOCK_COLUMNS - 1 - block), -1)
-            for pick in range(FREE):
-                best = tl.max(rank, 0)
-                chosen = BLOCK_COLUMNS - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-                tl.store(block_ptr + INITIAL + pick, chosen)
-                rank = tl.where(rank == best, -1, rank)
+        for pick in range(FREE):
+            best = tl.max(rank, 0)
+            tl.store(candidate_ptr + pick, best)
+            rank = tl.where(rank == best, -BLOCK_COLUMNS - 1, rank)

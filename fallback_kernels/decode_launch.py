@@ -14,7 +14,13 @@ from nsa_flex.fallback_kernels.decode_append import append_kernel
 from nsa_flex.fallback_kernels.decode_choice import choice_kernel
 from nsa_flex.fallback_kernels.decode_compressed import compressed_kernel
 from nsa_flex.fallback_kernels.decode_merge import merge_kernel
-from nsa_flex.fallback_kernels.decode_plan import DecodePlan, Scratch, padded, power_of_two
+from nsa_flex.fallback_kernels.decode_plan import (
+    COUNTED,
+    DecodePlan,
+    Scratch,
+    padded,
+    power_of_two,
+)
 from nsa_flex.fallback_kernels.decode_selected import attend_kernel
 from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
 
@@ -106,7 +112,7 @@ def launch_compressed(
     new: NewTokens | None = None,
     rows_read: Tensor | None = None,
 ) -> None:
-    """Compressed branch and choice; stores the one new token of each row first if `new`."""
+    """Compressed branch; stores the one new token of each row first if `new`."""
     config = plan.config
     weighted = new is not None and new.key_weights is not None
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
@@ -143,7 +149,8 @@ def launch_compressed(
         ROWS=padded(plan.group),
         KEYS=plan.tile_keys,
         BLOCK_COLUMNS=plan.block_columns,
-        POOL_COLUMNS=padded(plan.tile_blocks + 1),
+        TILE_WIDTH=plan.tile_width,
+        POOL_COLUMNS=padded(plan.tile_blocks + 2),
         COMPRESS_ROWS=power_of_two(config.compress_block_size),
         PRECISION=plan.precision,
         STAGES=plan.stages,
@@ -153,17 +160,19 @@ def launch_compressed(
         COUNT=rows_read is not None,
         EARLY=plan.early,
         num_warps=plan.warps,
+        **early_start(plan),
     )
 
 
 def launch_choice(plan: DecodePlan, cache: Cache, scratch: Scratch) -> None:
-    """The choice of blocks."""
+    """The best free blocks of each chunk."""
     config = plan.config
-    choice_kernel[(plan.tokens, plan.batch * plan.kv_heads)](
+    choice_kernel[(plan.chunks, plan.tokens, plan.batch * plan.kv_heads)](
         cache.lengths,
         scratch.score,
         scratch.top,
         scratch.total,
+        scratch.candidates,
         scratch.blocks,
         plan.capacity,
         plan.num_compressed,
@@ -179,8 +188,11 @@ def launch_choice(plan: DecodePlan, cache: Cache, scratch: Scratch) -> None:
         HEADS=plan.choice_heads,
         SPLIT_COLUMNS=plan.split_columns,
         BLOCK_COLUMNS=plan.block_columns,
+        TILE_WIDTH=plan.tile_width,
+        CHUNK=plan.chunk,
+        COUNTED=COUNTED,
         KEYS=plan.tile_keys,
-        SLOT_COLUMNS=power_of_two(config.num_selected_blocks),
+        SLOT_COLUMNS=plan.slot_columns,
         INITIAL=config.num_initial_blocks,
         LOCAL=config.num_local_blocks,
         EARLY=plan.early,
@@ -205,6 +217,7 @@ def launch_attend(
     """Selected and sliding branch, or, to be timed, one of them; `new` as above."""
     window_parts = plan.window_parts if sliding_window else 0
     parts = window_parts + (plan.select_parts if selected else 0)
+    late_part = window_parts + (plan.forced_parts if plan.free_slots else 0)
     grid = (plan.batch * plan.kv_heads, plan.tokens, parts)
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
     attend_kernel[grid](
@@ -215,6 +228,7 @@ def launch_attend(
         new_key,
         new_value,
         cache.lengths,
+        scratch.candidates,
         scratch.blocks,
         scratch.partial,
         scratch.top,
@@ -232,16 +246,24 @@ def launch_attend(
         plan.splits,
         plan.parts,
         window_parts,
+        plan.forced_parts,
+        late_part,
+        plan.forced_per_part,
         plan.slots_per_part,
         plan.tiles_per_part,
         scale * LOG2E,
         **plan.constants(),
         NUM_SLOTS=plan.config.num_selected_blocks,
+        INITIAL=plan.config.num_initial_blocks,
+        LOCAL=plan.config.num_local_blocks,
+        CHUNKS=plan.chunks,
+        SLOT_COLUMNS=plan.slot_columns,
+        BLOCK_COLUMNS=plan.block_columns,
         WINDOW=plan.config.window_size,
         ROWS=padded(plan.group),
         KEYS=plan.tile_tokens,
         PRECISION=plan.precision,
-        STAGES=plan.stages,
+        STAGES=plan.attend_stages,
         STEP=new is not None,
         COUNT=rows_read is not None,
         EARLY=plan.early,
@@ -272,10 +294,14 @@ def launch_merge(
         plan.splits,
         plan.parts,
         plan.window_parts,
+        plan.forced_parts,
+        plan.forced_per_part,
         plan.slots_per_part,
         plan.tiles_per_part,
         **plan.constants(),
         NUM_SLOTS=plan.config.num_selected_blocks,
+        INITIAL=plan.config.num_initial_blocks,
+        LOCAL=plan.config.num_local_blocks,
         WINDOW=plan.config.window_size,
         COMPRESSED_KEYS=plan.tile_keys,
         KEYS=plan.tile_tokens,

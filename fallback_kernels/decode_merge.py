@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.decode_choice import slots_used
 from nsa_flex.fallback_kernels.decode_tiles import (
     share_of_split,
     visible_blocks,
@@ -31,6 +32,8 @@ def branch_weights(top, total, there):
         "num_splits",
         "num_parts",
         "window_parts",
+        "forced_parts",
+        "forced_per_part",
         "slots_per_part",
         "tiles_per_part",
     ]
@@ -54,6 +57,8 @@ def merge_kernel(
     num_splits,
     num_parts,
     window_parts,
+    forced_parts,
+    forced_per_part,
     slots_per_part,
     tiles_per_part,
     GROUP: tl.constexpr,
@@ -65,6 +70,8 @@ def merge_kernel(
     STRIDE: tl.constexpr,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
     WINDOW: tl.constexpr,
     COMPRESSED_KEYS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -78,11 +85,16 @@ def merge_kernel(
     token, pair = unit % num_tokens, unit // num_tokens
     batch, head = (pair // kv_heads).to(tl.int64), pair % kv_heads * GROUP + member
     position = tl.load(lengths_ptr + batch) + token
+    gate_ptr += batch * gate_stride_b + head * gate_stride_h + token * gate_stride_s
+    compressed_gate = tl.load(gate_ptr).to(tl.float32)
+    selected_gate = tl.load(gate_ptr + gate_stride_c).to(tl.float32)
+    sliding_gate = tl.load(gate_ptr + 2 * gate_stride_c).to(tl.float32)
     wait_for_the_kernel_before(EARLY)
     stored = position < capacity
     seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
     _, splits = share_of_split(seen, num_splits, COMPRESSED_KEYS)
-    slots = tl.minimum(position // SELECT + 1, NUM_SLOTS)
+    FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    forced, free = slots_used(position, SELECT, NUM_SLOTS, FREE, INITIAL)
     tiles = tl.cdiv(tl.minimum(position + 1, WINDOW), KEYS)
 
     part = tl.arange(0, PART_COLUMNS)
@@ -90,7 +102,10 @@ def merge_kernel(
     own = part - num_splits
     sliding = stored & (own >= 0) & (own < tl.cdiv(tiles, tiles_per_part))
     own -= window_parts
-    selected = stored & (own >= 0) & (own < tl.cdiv(slots, slots_per_part))
+    selected = (own >= 0) & (own < tl.cdiv(forced, forced_per_part))
+    own -= forced_parts
+    selected |= (own >= 0) & (own < tl.cdiv(free, slots_per_part))
+    selected &= stored
     there = compressed | selected | sliding
     line = (unit.to(tl.int64) * GROUP + member) * num_parts + part
     top = tl.load(top_ptr + line, mask=there, other=float("-inf"))
@@ -101,16 +116,15 @@ def merge_kernel(
         mask=there[:, None] & (dim < VALUE_DIM)[None, :],
         other=0.0,
     )
-    gate_ptr += batch * gate_stride_b + head * gate_stride_h + token * gate_stride_s
     lse_ptr += ((batch * kv_heads * GROUP + head) * num_tokens + token) * 3
     weight, lse = branch_weights(top, total, compressed)
-    weights = weight * tl.load(gate_ptr).to(tl.float32)
+    weights = weight * compressed_gate
     tl.store(lse_ptr, lse * LN2)
     weight, lse = branch_weights(top, total, selected)
-    weights += weight * tl.load(gate_ptr + gate_stride_c).to(tl.float32)
+    weights += weight * selected_gate
     tl.store(lse_ptr + 1, lse * LN2)
     weight, lse = branch_weights(top, total, sliding)
-    weights += weight * tl.load(gate_ptr + 2 * gate_stride_c).to(tl.float32)
+    weights += weight * sliding_gate
     tl.store(lse_ptr + 2, lse * LN2)
     out = tl.sum(x * weights[:, None], 0)
     place = ((batch * num_tokens + token) * (kv_heads * GROUP) + head) * VALUE_DIM

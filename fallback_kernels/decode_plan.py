@@ -15,6 +15,9 @@ from nsa_flex.fallback_kernels.selected_plan import padded
 PROGRAMS = 264  # two on each of an H200's multiprocessors hide memory's latency
 MOST_PROGRAMS = 396  # three are the most that fit
 MAX_SPLITS = 32
+CANDIDATES = 128  # of a unit, at most, among which a reader of chosen blocks finds them
+CHUNK = 128  # blocks, at least, of a program of the choice
+COUNTED = 256  # blocks, at most, that are ranked by counting
 SHARED_BYTES = 96 * 1024  # of one program, so that two fit a multiprocessor
 
 
@@ -56,8 +59,9 @@ class Scratch(NamedTuple):
 
     partial: float32 (units, G, parts, Dv), not yet normalised outputs.
     top, total: float32 (units, G, parts), highest base-2 logit and sum of exp2(logit - top).
-    score: float32 (units, G, block_columns + tiles), log2 of what each head adds to a block's
-        score, not yet normalised, then of what each tile of keys adds to the block behind it.
+    score: float32 (units, G, tiles * tile_width), of each tile of compressed keys what a head adds
+        to its blocks' scores, then to the block behind them, both divided by exp2 of what follows.
+    candidates: int64 (units, chunks, slot_columns), the best free blocks of each chunk, as ranks.
     blocks: int32 (B, Hkv, T, n), the choice: initial blocks, free ones best first, local ones.
     """
 
@@ -65,6 +69,7 @@ class Scratch(NamedTuple):
     top: Tensor
     total: Tensor
     score: Tensor
+    candidates: Tensor
     blocks: Tensor
 
 
@@ -72,8 +77,9 @@ class Scratch(NamedTuple):
 class DecodePlan:
     """Sizes of the kernels of one step. None depends on how many tokens are stored.
 
-    `splits` programs share the compressed keys of a unit, `select_parts` its chosen blocks and
-    `window_parts` its window; a part is a partial result in memory.
+    `splits` programs share the compressed keys of a unit, `chunks` the choice, `select_parts` its
+    chosen blocks and `window_parts` its window; a part is a partial result in memory. Of chosen
+    blocks, forced ones have parts of their own: only the free ones wait for the choice.
     """
 
     batch: int
@@ -90,6 +96,7 @@ class DecodePlan:
     slots_per_part: int
     tiles_per_part: int
     stages: int
+    chunks: int = 1
     warps: int = 4
     early: bool = False
 
@@ -124,13 +131,24 @@ class DecodePlan:
         splits = splits_of(self.units, tiles, PROGRAMS, MOST_PROGRAMS)
         num_tiles = self.config.num_selected_blocks * self.tiles_per_block + self.window_tiles
         share = max(1, min(4, self.units * num_tiles // PROGRAMS))
+        chunks = self._chunks()
+        # Of one chunk the winners are in memory; of several they are in registers, at most two.
+        slots = ceil_div(self.units * self.free_slots, PROGRAMS) if chunks > 1 else share
         return replace(
             self,
             splits=splits,
-            slots_per_part=min(share, self.config.num_selected_blocks),
+            chunks=chunks,
+            slots_per_part=min(slots, self.config.num_selected_blocks),
             tiles_per_part=min(share, self.window_tiles),
             stages=self._stages(),
         )
+
+    def _chunks(self) -> int:
+        """Several programs choose for a unit where there are few units."""
+        if not 0 < self.units * self.free_slots <= 2 * PROGRAMS:
+            return 1
+        most = max(1, CANDIDATES // self.slot_columns)
+        return max(1, min(most, self.block_columns // max(CHUNK, self.tile_blocks)))
 
     def _stages(self) -> int:
         tile = self.tile_keys * (self.head_columns + self.value_columns) * self.element_size
@@ -170,6 +188,11 @@ class DecodePlan:
         return self.config.select_block_size // self.config.compress_stride
 
     @property
+    def attend_stages(self) -> int:
+        """No more of them than there are tiles in a program."""
+        return min(self.stages, max(2, self.slots_per_part * self.tiles_per_block))
+
+    @property
     def tile_keys(self) -> int:
         """Compressed keys of a tile: whole selectable blocks."""
         return max(32 if self.wide else 64, self.keys_per_block)
@@ -178,6 +201,11 @@ class DecodePlan:
     def tile_blocks(self) -> int:
         """Selectable blocks of a tile of compressed keys."""
         return self.tile_keys // self.keys_per_block
+
+    @property
+    def tile_width(self) -> int:
+        """Numbers of a head that a tile of compressed keys writes for the choice, in vectors."""
+        return self.tile_blocks + 4
 
     @property
     def tile_tokens(self) -> int:
@@ -193,8 +221,34 @@ class DecodePlan:
         return ceil_div(min(self.config.window_size, self.capacity), self.tile_tokens)
 
     @property
+    def free_slots(self) -> int:
+        """Blocks of a choice that its scores decide."""
+        config = self.config
+        forced = config.num_initial_blocks + config.num_local_blocks
+        return config.num_selected_blocks - forced
+
+    @property
+    def slot_columns(self) -> int:
+        return power_of_two(self.config.num_selected_blocks)
+
+    @property
+    def chunk(self) -> int:
+        """Blocks of a program of the choice."""
+        return self.block_columns // self.chunks
+
+    @property
+    def forced_parts(self) -> int:
+        forced = self.config.num_selected_blocks - self.free_slots
+        return ceil_div(forced, self.forced_per_part)
+
+    @property
+    def forced_per_part(self) -> int:
+        """More than of the free ones: there is time."""
+        return max(4, self.slots_per_part)
+
+    @property
     def select_parts(self) -> int:
-        return ceil_div(self.config.num_selected_blocks, self.slots_per_part)
+        return self.forced_parts + ceil_div(self.free_slots, self.slots_per_part)
 
     @property
     def window_parts(self) -> int:
@@ -217,13 +271,14 @@ class DecodePlan:
 
     @property
     def choice_warps(self) -> int:
-        """Warps of a program of the choice: four blocks in each thread, all heads of each."""
-        return min(16, self.block_columns // 128)
+        """Warps of a program of the choice: a block in each thread, four of many."""
+        each = 32 if self.chunk <= COUNTED else 128
+        return max(1, min(16, self.chunk // each))
 
     @property
     def choice_heads(self) -> int:
         """Heads whose scores are in registers at once: 64 of each thread."""
-        per_thread = self.block_columns // (32 * self.choice_warps)
+        per_thread = max(1, self.chunk // (32 * self.choice_warps))
         return max(1, min(self.members, 64 // per_thread))
 
     @property
@@ -248,7 +303,8 @@ class DecodePlan:
             partial=empty(units, group, parts, self.value_dim),
             top=empty(units, group, parts),
             total=empty(units, group, parts),
-            score=empty(units, group, self.block_columns + self.block_columns // self.tile_blocks),
+            score=empty(units, group, self.block_columns // self.tile_blocks * self.tile_width),
+            candidates=empty(units, self.chunks, self.slot_columns, dtype=torch.int64),
             blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
         )
 

@@ -229,6 +229,25 @@ def test_configs(config: NSAConfig) -> None:
     check_step(Case(config, (past + 3, 40), capacity=past + 9))
 
 
+def choose_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """As where there are few rows and many blocks."""
+    monkeypatch.setattr(decode_plan, "PROGRAMS", 264)
+    monkeypatch.setattr(decode_plan, "CHUNK", chunk)
+
+
+@kernels
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("config", [SMALL, BARE, DENSE])
+def test_choice_in_chunks(config: NSAConfig, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of each chunk, ranked by those who read them, are the best of all."""
+    choose_in_chunks(monkeypatch, chunk)
+    problem = Problem(Case(config, (167, 40), group=3))
+    key, value, compressed_key, _ = problem.cache
+    plan = decode_plan.DecodePlan.of(problem.query, key, value, compressed_key, config)
+    assert plan.chunks == 128 // chunk
+    check(problem, *problem.step())
+
+
 @kernels
 @pytest.mark.parametrize(
     ("tokens", "past"), [(1, (0, 6, 7, 63, 64, 169)), (3, (5, 167)), (16, (9,))]
@@ -364,8 +383,10 @@ def test_separate_keys_of_the_sliding_branch() -> None:
 
 
 @kernels
-def test_equal_scores_take_the_lower_index() -> None:
+@pytest.mark.parametrize("chunk", [128, 64])
+def test_equal_scores_take_the_lower_index(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a tile, where what is equal in exact arithmetic is equal in float32 too."""
+    choose_in_chunks(monkeypatch, chunk)
     problem = Problem(Case(past=(150,), group=3))
     problem.append()
     problem.compressed_key.zero_()
@@ -374,7 +395,9 @@ def test_equal_scores_take_the_lower_index() -> None:
 
 
 @kernels
-def test_nan_scores_leave_the_forced_blocks() -> None:
+@pytest.mark.parametrize("chunk", [128, 64])
+def test_nan_scores_leave_the_forced_blocks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_in_chunks(monkeypatch, chunk)
     problem = Problem(Case(past=(160,)))
     problem.append()
     problem.compressed_key[:, :, 20] = float("nan")
