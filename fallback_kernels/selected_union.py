@@ -9,6 +9,7 @@ entries at the end of the lists, where the forward's list kernel does not look.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from nsa_flex.fallback_kernels.selected_tiles import (
     split_choices,
     store_rows,
 )
+
+GLUON_VERSIONS = ("3.6.", "3.7.")
 
 
 class UnionLists(NamedTuple):
@@ -47,7 +50,8 @@ def alike(
 ):
     """Whether two queries share a quarter of their choices, forced ones apart.
 
-    A cheap test before the union of a tile is made: where its ends differ more, it is long.
+    A cheap test before the union of a tile is made: where queries of its middle and its end
+    differ more, it is long.
     """
     column = tl.arange(0, SLOT_COLUMNS)
     ok = column < NUM_SLOTS
@@ -95,7 +99,8 @@ def union_lists_kernel(
         start = base + tl.program_id(0) * TOKENS - query_offset
         # A tile at either end may lie wholly outside the queries.
         final = num_queries - 1
-        one = batch_head * num_queries + tl.minimum(tl.maximum(start, 0), final)
+        middle = start + TOKENS // 2
+        one = batch_head * num_queries + tl.minimum(tl.maximum(middle, 0), final)
         other = batch_head * num_queries + tl.minimum(tl.maximum(start + TOKENS - 1, 0), final)
         worth = alike(blocks_ptr, one, other, NUM_SLOTS, SLOT_COLUMNS, INITIAL + LOCAL)
     tl.store(sizes_ptr + tile, -1)
@@ -282,7 +287,7 @@ def build_unions(plan: SelectedPlan, blocks: Tensor) -> UnionLists:
         CAPACITY=plan.union_capacity,
         WORDS=words,
         LIMIT=plan.union_limit,
-        num_warps=max(1, min(4, plan.merge_tokens * padded(plan.num_slots) // 128)),
+        num_warps=max(1, min(4, plan.merge_tokens * padded(plan.num_slots) // 256)),
     )
     return unions
 
@@ -299,11 +304,15 @@ def attend_unions(
     scale_log2: float,
 ) -> None:
     """Write `out` and `lse` of the tiles that have a union, forced candidates included."""
-    tiles = plan.span // plan.merge_tokens
-    described = [_tiles(plan, x) for x in (key, value)]
-    tma = all(x is not None for x in described)
-    union_kernel[(tiles, plan.batch * plan.kv_heads)](
-        *(described if tma else (None, None)),
+    copied = all(by_copy_engine(x) for x in (key, value))
+    if copied and plan.union_registers and plan.merge_rows == 64 and _runs_gluon(query.device):
+        # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
+        from nsa_flex.fallback_kernels.selected_walk import walk
+
+        walk(plan, unions, summary, query, key, value, out, lse, scale_log2)
+        return
+    union_kernel[(plan.span // plan.merge_tokens, plan.batch * plan.kv_heads)](
+        *(_tiles(plan, x) if copied else None for x in (key, value)),
         query,
         key,
         value,
@@ -326,15 +335,29 @@ def attend_unions(
         CAPACITY=plan.union_capacity,
         WORDS=unions.masks.shape[2],
         STAGES=plan.union_stages,
-        TMA=tma,
+        TMA=copied,
         num_warps=plan.num_warps,
         maxnreg=plan.union_registers,
     )
 
 
-def _tiles(plan: SelectedPlan, x: Tensor) -> TensorDescriptor | None:
-    """Descriptor of keys or values by blocks; None where the copy engine does not take them."""
+def by_copy_engine(x: Tensor) -> bool:
+    """Whether the copy engine takes keys or values: 16-byte strides, the last dimension dense."""
     aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
-    if not aligned or x.data_ptr() % 16 or x.stride(3) != 1:
-        return None
+    return aligned and x.data_ptr() % 16 == 0 and x.stride(3) == 1
+
+
+def _tiles(plan: SelectedPlan, x: Tensor) -> TensorDescriptor:
+    """Descriptor of keys or values (B, Hkv, Sk, D) by blocks."""
     return TensorDescriptor.from_tensor(x, [1, 1, plan.block_size, padded(x.shape[3])])
+
+
+@lru_cache
+def _runs_gluon(device: torch.device) -> bool:
+    """Whether the walk written for Hopper runs there.
+
+    Gluon is experimental: only versions that the walk was compiled with count.
+    """
+    if device.type != "cuda" or not triton.__version__.startswith(GLUON_VERSIONS):
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9

@@ -1,0 +1,259 @@
+"""The walk of a tile's union on Hopper, its copies in flight beside its products.
+
+Keys and values of a block have one buffer each: the next block's keys are on their way while the
+probabilities of this one are made and multiplied, its values during the next scores. It takes no
+more shared memory than one block, so that four programs share a multiprocessor. Triton waits for
+a copy where it is written, or keeps every buffer twice; hence Gluon, its lower level.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
+
+
+@gluon.jit
+def fetch(tiles, batch, head, block, buffer, arrival, BLOCK_SIZE: gl.constexpr):
+    """Start the copy of a block into its buffer, once all have read what is there."""
+    mbarrier.expect(arrival, tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(tiles, [batch, head, block * BLOCK_SIZE, 0], arrival, buffer)
+
+
+@gluon.jit
+def scores_of(q, keys, zero):
+    """Products of the queries in shared memory and a block of keys, laid out as `zero`."""
+    scores = warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [scores])
+
+
+@gluon.jit
+def online_softmax(scores, seen, top, total, scale_log2):
+    """Probabilities of one block, what earlier sums shrink by, and the new top and total.
+
+    A row that has seen nothing yet has top -inf; subtracting it would give NaN.
+    """
+    new_top = gl.where(seen, gl.maximum(top, gl.max(scores, 1) * scale_log2), top)
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(gl.where(seen, shift, float("inf")), 1))
+    decay = gl.exp2(top - shift)
+    return p, decay, new_top, total * decay + gl.sum(p, 1)
+
+
+@gluon.jit
+def add_values(p, values, decay, out):
+    """Decayed output plus the product of probabilities and a block of values."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
+    row: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+    out *= gl.expand_dims(gl.convert_layout(decay, row), 1)
+    out = warpgroup_mma(gl.convert_layout(p.to(values.dtype), operand), values, out, is_async=True)
+    return warpgroup_mma_wait(0, [out])
+
+
+@gluon.jit
+def rows_of_tile(first_query, num_queries, GROUP: gl.constexpr, TOKENS: gl.constexpr, row):
+    """Query of each row of a tile, its head within the group, and whether it is there."""
+    query = first_query + row // GROUP
+    row_ok = (row < TOKENS * GROUP) & (query >= 0) & (query < num_queries)
+    return query, row % GROUP, row_ok
+
+
+@gluon.jit
+def pointers(base_ptr, line, row_ok, width: gl.constexpr, COLUMNS: gl.constexpr):
+    """Of rows of a dense (rows, width) matrix, and which of the places are there."""
+    layout: gl.constexpr = gl.SliceLayout(0, line.type.layout.parent)
+    column = gl.arange(0, COLUMNS, layout)
+    pointer = base_ptr + gl.expand_dims(line * width, 1) + gl.expand_dims(column, 0)
+    return pointer, gl.expand_dims(row_ok, 1) & gl.expand_dims(column < width, 0)
+
+
+@gluon.jit(do_not_specialize=["base"])
+def walk_kernel(
+    key_tiles,
+    value_tiles,
+    query_ptr,
+    summary_ptr,
+    sizes_ptr,
+    union_ptr,
+    masks_ptr,
+    out_ptr,
+    lse_ptr,
+    base,
+    query_offset,
+    num_queries,
+    kv_heads,
+    scale_log2,
+    GROUP: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_COLUMNS: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
+    VALUE_COLUMNS: gl.constexpr,
+    WIDE: gl.constexpr,
+    TOKENS: gl.constexpr,
+    ROWS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    WORDS: gl.constexpr,
+):
+    """Output and log-sum-exp of the tiles that have a union, as `union_kernel` has them."""
+    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    size = gl.load(sizes_ptr + tile)
+    if size < 0:
+        return
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_SIZE, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, VALUE_COLUMNS, 16])
+    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+
+    batch = gl.program_id(1) // kv_heads
+    head = gl.program_id(1) % kv_heads
+    first = base + gl.program_id(0) * TOKENS
+    own = first // BLOCK_SIZE
+    key_buffer = gl.allocate_shared_memory(dtype, key_tiles.block_type.shape, key_tiles.layout)
+    value_buffer = gl.allocate_shared_memory(
+        dtype, value_tiles.block_type.shape, value_tiles.layout
+    )
+    keys = key_buffer.reshape([BLOCK_SIZE, HEAD_COLUMNS]).permute((1, 0))
+    values = value_buffer.reshape([BLOCK_SIZE, VALUE_COLUMNS])
+    key_arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    value_arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(key_arrival, count=1)
+    mbarrier.init(value_arrival, count=1)
+    fence_async_shared()
+    fetch(key_tiles, batch, head, own, key_buffer, key_arrival, BLOCK_SIZE)
+    fetch(value_tiles, batch, head, own, value_buffer, value_arrival, BLOCK_SIZE)
+
+    b, h = batch.to(gl.int64), head.to(gl.int64)
+    group = (b * num_queries * kv_heads + h) * GROUP
+    query_heads = kv_heads * GROUP
+    summary_ptr += (b * kv_heads + h) * num_queries
+    union_ptr += tile.to(gl.int64) * CAPACITY
+    masks_ptr += tile.to(gl.int64) * CAPACITY * WORDS
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, MEMORY))
+    query, member, there = rows_of_tile(first - query_offset, num_queries, GROUP, TOKENS, row)
+    line = query * query_heads + member
+    if WIDE:
+        line = line.to(gl.int64)
+    pointer, mask = pointers(query_ptr + group * HEAD_DIM, line, there, HEAD_DIM, HEAD_COLUMNS)
+    q = gl.allocate_shared_memory(
+        dtype,
+        [ROWS, HEAD_COLUMNS],
+        gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_COLUMNS], dtype),
+        gl.load(pointer, mask=mask, other=0.0),
+    )
+    fence_async_shared()
+
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    token = row // GROUP
+    query, member, row_ok = rows_of_tile(first - query_offset, num_queries, GROUP, TOKENS, row)
+    summary = gl.load(summary_ptr + query, mask=row_ok, other=0)
+    zero = gl.zeros([ROWS, BLOCK_SIZE], gl.float32, SCORES)
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    out = gl.zeros([ROWS, VALUE_COLUMNS], gl.float32, OUT)
+
+    # The own block is the only one where single keys are masked: up to the query, or none.
+    last_key = gl.where((summary & 1) != 0, first + token, -1)
+    position = own * BLOCK_SIZE + gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, SCORES))
+    following = gl.load(union_ptr, mask=size > 0, other=0)
+    mbarrier.wait(key_arrival, 0)
+    scores = scores_of(q, keys, zero)
+    if size > 0:
+        fetch(key_tiles, batch, head, following, key_buffer, key_arrival, BLOCK_SIZE)
+    seen = gl.expand_dims(position, 0) <= gl.expand_dims(last_key, 1)
+    scores = gl.where(seen, scores, float("-inf"))
+    p, decay, top, total = online_softmax(scores, last_key >= 0, top, total, scale_log2)
+    mbarrier.wait(value_arrival, 0)
+    out = add_values(p, values, decay, out)
+    if size > 0:
+        fetch(value_tiles, batch, head, following, value_buffer, value_arrival, BLOCK_SIZE)
+
+    for i in range(size):
+        phase = (i + 1) & 1
+        more = i + 1 < size
+        following = gl.load(union_ptr + i + 1, mask=more, other=0)
+        bits = gl.load(masks_ptr + i * WORDS) >> (token % 32)
+        if WORDS == 2:
+            upper = gl.load(masks_ptr + i * WORDS + 1) >> (token % 32)
+            bits = gl.where(token < 32, bits, upper)
+        mbarrier.wait(key_arrival, phase)
+        scores = scores_of(q, keys, zero)
+        if more:
+            fetch(key_tiles, batch, head, following, key_buffer, key_arrival, BLOCK_SIZE)
+        chosen = row_ok & ((bits & 1) != 0)
+        p, decay, top, total = online_softmax(scores, chosen, top, total, scale_log2)
+        mbarrier.wait(value_arrival, phase)
+        out = add_values(p, values, decay, out)
+        if more:
+            fetch(value_tiles, batch, head, following, value_buffer, value_arrival, BLOCK_SIZE)
+    mbarrier.invalidate(key_arrival)
+    mbarrier.invalidate(value_arrival)
+
+    empty = total == 0.0
+    LN2: gl.constexpr = 0.6931471805599453
+    lse = gl.where(empty, float("-inf"), top + gl.log2(total)) * LN2
+    gl.store(lse_ptr + group + query * query_heads + member, lse, mask=row_ok)
+    share = gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), gl.SliceLayout(1, OUT))
+    rounded = (out * gl.expand_dims(share, 1)).to(dtype)
+    pointer, mask = pointers(out_ptr + group * VALUE_DIM, line, there, VALUE_DIM, VALUE_COLUMNS)
+    gl.store(pointer, gl.convert_layout(rounded, MEMORY), mask=mask)
+
+
+def walk(
+    plan: SelectedPlan,
+    unions: tuple[Tensor, ...],
+    summary: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale_log2: float,
+) -> None:
+    """Write `out` and `lse` of the tiles that have a union; see `attend_unions`."""
+    constants = plan.constants()
+    del constants["NUM_SLOTS"], constants["PRECISION"]
+    walk_kernel[(plan.span // plan.merge_tokens, plan.batch * plan.kv_heads)](
+        tiles_of(plan, key),
+        tiles_of(plan, value),
+        query,
+        summary,
+        *unions,
+        out,
+        lse,
+        plan.base,
+        plan.query_offset,
+        plan.num_queries,
+        plan.kv_heads,
+        scale_log2,
+        **constants,
+        TOKENS=plan.merge_tokens,
+        ROWS=plan.merge_rows,
+        CAPACITY=plan.union_capacity,
+        WORDS=unions[2].shape[2],
+        num_warps=plan.num_warps,
+        maxnreg=plan.union_registers,
+    )
+
+
+def tiles_of(plan: SelectedPlan, x: Tensor) -> TensorDescriptor:
+    """Descriptor of keys or values (B, Hkv, Sk, D) by blocks.
+
+    What lies past the last key that a query sees is read as 0: it may hold anything.
+    """
+    shape = [1, 1, plan.block_size, padded(x.shape[3])]
+    dtype = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+    return TensorDescriptor.from_tensor(x[:, :, : plan.num_keys], shape, layout)
