@@ -177,7 +177,7 @@ def fitting(shape: Shape, make: Callable[[], Call]) -> Call:
     return make()
 
 
-def rows_of(shape: Shape, clock: Clock) -> Iterator[dict[str, Any]]:
+def rows_of(shape: Shape, clock: Clock, skip: Sequence[str]) -> Iterator[dict[str, Any]]:
     about: dict[str, Any] = {
         "what": "decode step",
         "device": torch.cuda.get_device_name(),
@@ -195,6 +195,8 @@ def rows_of(shape: Shape, clock: Clock) -> Iterator[dict[str, Any]]:
         yield {**about, "implementation": "all", "mode": "all", "error": error}
         return
     for name, mode, measure in measurements(shape, clock):
+        if name in skip:
+            continue
         row = {**about, "implementation": name, "mode": mode, "copies": shape.copies}
         if mode == "reduce-overhead" or name in ("flex", "fa2-varlen"):
             row["copies"] = 1
@@ -259,6 +261,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--seq-len", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--most-bytes", type=float, default=1e12, help="of keys and values")
+    parser.add_argument("--skip", nargs="+", default=[], help="implementations to leave out")
     parser.add_argument("--shard", default="0/1", help="I/N: shapes I, I + N, I + 2 N, ...")
     parser.add_argument("--quick", action="store_true", help="measure nothing properly")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
@@ -274,7 +277,7 @@ def main() -> None:
     for shape in shapes[first::every]:
         if shape.stored > arguments.most_bytes:
             continue
-        for row in rows_of(shape, clock):
+        for row in rows_of(shape, clock, arguments.skip):
             rows.append(row)
             told = row.get("median_us", row.get("error"))
             print(*(row[x] for x in ("heads", "batch", "seq_len", "implementation", "mode")), told)
