@@ -10,8 +10,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 CHECKED = """
 import torch, jaxtyping, beartype, beartype.door, typing
 import torch._dynamo, torch.nn.attention.flex_attention, torch.nn.attention.varlen
@@ -52,9 +50,8 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize(("body", "word"), [(GOOD, "accepted"), (BAD, "refused")])
-def test_annotations_tell_the_truth(body: str, word: str) -> None:
-    code = textwrap.dedent(CHECKED + body)
+def test_annotations_tell_the_truth() -> None:
+    code = textwrap.dedent(CHECKED + GOOD + BAD)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert word in result.stdout
+    assert result.stdout.split() == ["accepted", "refused"]

@@ -1,12 +1,13 @@
 """The audit of this package: no hot path breaks the graph, waits for the device or recompiles.
 
 Every path runs under the detectors of `nsa_flex.hot_path` eagerly, on the meta device, and
-compiled with `fullgraph=True`, forward and backward. test_hot_path.py proves that they fire.
+compiled with `fullgraph=True`, forward and backward. test_hot_path.py proves that they fire. Code
+is generated, on CUDA, for what users run: `auto`, plain rows, a static cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,20 +43,22 @@ def random(device: torch.device, *shape: int, grad: bool = False) -> torch.Tenso
     return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
 
 
-def assert_clean(fn: Callable, *args: Any, device: torch.device, meta: bool = True) -> None:
+def assert_clean(
+    fn: Callable, *args: Any, device: torch.device, meta: bool = True, generate: bool = False
+) -> None:
     """No finding in eager mode, without data, or compiled; a graph break raises."""
     assert find_syncs(fn, *args) == []
     if meta:
         assert find_value_reads(fn, *args) == []
-    assert find_syncs(compiled(fn, device), *args) == []
+    generate = generate and device.type == "cuda"
+    assert find_syncs(compiled(fn, generate=generate), *args) == []
 
 
-def compiled(fn: Callable, device: torch.device) -> Callable:
-    """Compiled in one graph; on the CPU without code generation, which is tested elsewhere."""
+def compiled(fn: Callable, *, generate: bool = False) -> Callable:
+    """Compiled in one graph, without generating code unless asked to."""
     if isinstance(fn, ForwardBackward):
-        return ForwardBackward(compiled(fn.fn, device))
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
-    return torch.compile(fn, fullgraph=True, backend=backend)
+        return ForwardBackward(compiled(fn.fn, generate=generate))
+    return torch.compile(fn, fullgraph=True, backend="inductor" if generate else "aot_eager")
 
 
 def attention(config: NSAConfig, backend: Any, **options: Any) -> Callable:
@@ -104,8 +107,16 @@ def has_meta_kernels(backend: Any) -> bool:
     return backend in ("auto", "dense")
 
 
-@pytest.mark.parametrize(("device", "backend", "trains"), [*EVERYWHERE, *WHOLE_SEQUENCE_ONLY])
-@pytest.mark.parametrize("return_aux", [False, True], ids=["", "aux"])
+def over_whole_sequences() -> Iterator[Any]:
+    """Every backend; the log-sum-exps and choices too on the CPU and of `auto`."""
+    for case in (*EVERYWHERE, *WHOLE_SEQUENCE_ONLY):
+        yield pytest.param(*case.values, False, id=case.id, marks=case.marks)
+        device, backend, _ = case.values
+        if device == CPU or backend == "auto":
+            yield pytest.param(*case.values, True, id=f"{case.id}-aux", marks=case.marks)
+
+
+@pytest.mark.parametrize(("device", "backend", "trains", "return_aux"), over_whole_sequences())
 def test_attention_over_whole_sequences(device, backend, trains, return_aux):
     config = config_for(device)
     inputs = attention_inputs(device, 100, grad=trains)
@@ -118,9 +129,10 @@ def test_attention_over_whole_sequences(device, backend, trains, return_aux):
         # Compiled, FlexAttention has no log-sum-exp on the CPU: the error says so.
         assert find_syncs(step, *inputs) == []
         with pytest.raises(torch._dynamo.exc.Unsupported, match="gives no log-sum-exp"):
-            compiled(step, device)(*inputs)
+            compiled(step)(*inputs)
         return
-    assert_clean(step, *inputs, device=device, meta=has_meta_kernels(backend))
+    meta, generate = has_meta_kernels(backend), backend == "auto"
+    assert_clean(step, *inputs, device=device, meta=meta, generate=generate)
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +153,7 @@ def test_attention_against_a_longer_past(device, backend, trains, num_queries):
             *inputs,
             device=device,
             meta=has_meta_kernels(backend),
+            generate=backend == "auto",
         )
 
 
@@ -170,6 +183,7 @@ def test_attention_of_documents_and_separate_keys(device, backend, trains):
         *inputs,
         device=device,
         meta=has_meta_kernels(backend),
+        generate=backend == "auto",
     )
 
 
@@ -193,7 +207,8 @@ def test_module_trains(call, device):
     module = layer(device)
     x = random(device, 1, 100, module.hidden_size)
     named = {name: torch.tensor(v, device=device) for name, v in MODULE_CALLS[call].items()}
-    assert_clean(ForwardBackward(lambda x: module(x, **named)), x, device=device, meta=not named)
+    step, plain = ForwardBackward(lambda x: module(x, **named)), not named
+    assert_clean(step, x, device=device, meta=plain, generate=plain)
     assert find_value_reads(lambda x, **named: module(x, **named), x, **named) == []
 
 
@@ -256,7 +271,9 @@ def test_patched_llama_trains(call, device, llama):
     def step(input_ids, *values):
         return forward(input_ids, **dict(zip(names, values, strict=True)))
 
-    assert_clean(ForwardBackward(step), token_ids(device, 100), *names.values(), device=device)
+    ids = token_ids(device, 100)
+    generate = call == "plain"
+    assert_clean(ForwardBackward(step), ids, *names.values(), device=device, generate=generate)
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
@@ -269,7 +286,7 @@ def test_patched_llama_decodes(kind, device, llama):
         cache = DynamicCache(config=llama.config)
     forward = torch.no_grad()(llama_call(llama, past_key_values=cache, use_cache=True))
     forward(token_ids(device, 50))
-    assert_clean(forward, token_ids(device, 1), device=device)
+    assert_clean(forward, token_ids(device, 1), device=device, generate=kind == "static")
 
 
 # How many graphs a sweep over sequence lengths S compiles; l, d and l' are 8, 4 and 16 here.
