@@ -10,7 +10,6 @@ block. Their share of dQ is recomputed in the merge.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -90,7 +89,7 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def numbers_kernel(lse_ptr, delta_ptr, numbers_ptr, num_lines, ROWS: tl.constexpr):
-    """What the lists gather with a row, side by side: base-2 log-sum-exp, and delta."""
+    """What is gathered with a row, side by side: base-2 log-sum-exp, and delta."""
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = line < num_lines
     lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
@@ -241,8 +240,7 @@ def dense_gradient_kernel(
     key_ptr,
     value_ptr,
     grad_out_ptr,
-    lse_ptr,
-    delta_ptr,
+    numbers_ptr,
     summary_ptr,
     grad_key_ptr,
     grad_value_ptr,
@@ -302,8 +300,7 @@ def dense_gradient_kernel(
     query_heads = kv_heads * GROUP
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
     grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
-    lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
-    delta_ptr = group_rows(delta_ptr, b, h, num_queries, kv_heads, GROUP, 1)
+    numbers_ptr = group_rows(numbers_ptr, b, h, num_queries, kv_heads, GROUP, 2)
     summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
@@ -328,8 +325,9 @@ def dense_gradient_kernel(
         q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
         grad_out = load_rows(grad_out_ptr, line, WIDE, VALUE_DIM, VALUE_COLUMNS)
         row_ok = (token < TOKENS) & (tile + token < stop)
-        lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
-        delta = tl.load(delta_ptr + line)
+        numbers = tl.load(numbers_ptr + line[:, None] * 2 + tl.arange(0, 2)[None, :])
+        lse_log2, delta = tl.split(numbers)
+        lse_log2 = tl.where(row_ok, lse_log2, float("inf"))
         age = (query + query_offset) // BLOCK_SIZE - block
         candidate = tl.where(age < LOCAL, age, LOCAL + block)
         chosen = ((tl.load(summary_ptr + query) >> candidate) & 1) != 0
@@ -343,7 +341,8 @@ def dense_gradient_kernel(
         )
         grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
         grad_scores = (p * (grad_p - delta[:, None])).to(q.dtype)
-        grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
+        if i < tiles:  # always: see the lists
+            grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
 
     grad_line = (b * grad_tokens + block * BLOCK_SIZE) * kv_heads + h
     grad_key_ptr += grad_line * HEAD_DIM
@@ -385,7 +384,7 @@ class _Backward:
         )
 
     def inputs(self) -> tuple[Tensor, ...]:
-        return self.query, self.key, self.value, self.grad_out, self.lse, self.delta
+        return self.query, self.key, self.value, self.grad_out
 
     def launch_dense(self, summary: Tensor) -> None:
         plan = self.plan
@@ -395,6 +394,7 @@ class _Backward:
         grid = (programs, plan.batch * plan.kv_heads)
         dense_gradient_kernel[grid](
             *self.inputs(),
+            self.numbers,
             summary,
             self.grad_key,
             self.grad_value,
@@ -411,17 +411,16 @@ class _Backward:
             INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
             CHUNK=chunk,
-            **self.tiles(),
+            ROWS=plan.tile_rows,
+            STAGES=plan.gradient_stages,
+            num_warps=plan.num_warps,
             MODE=STORE if self.deterministic else ATOMIC,
         )
 
     def launch_lists(self, window: Window, index: SelectedIndex, partial: Tensor) -> None:
         plan = self.plan
         list_gradient_kernel[(max(window.max_items, 1),)](
-            self.query,
-            self.key,
-            self.value,
-            self.grad_out,
+            *self.inputs(),
             self.numbers,
             partial,
             self.grad_key,
@@ -443,7 +442,9 @@ class _Backward:
             self.scale,
             self.scale * LOG2E,
             **plan.constants(),
-            **self.tiles(),
+            ROWS=plan.tile_rows,
+            STAGES=plan.list_gradient_stages,
+            num_warps=plan.num_warps,
             MODE=ADD if self.deterministic else ATOMIC,
         )
 
@@ -461,6 +462,8 @@ class _Backward:
         grid = (plan.window_tokens // plan.merge_tokens, window.num_heads)
         query_gradient_kernel[grid](
             *self.inputs(),
+            self.lse,
+            self.delta,
             partial,
             summary,
             added,
@@ -488,14 +491,6 @@ class _Backward:
             num_warps=plan.num_warps,
             maxnreg=plan.stream_registers,
         )
-
-    def tiles(self) -> dict[str, Any]:
-        plan = self.plan
-        return {
-            "ROWS": plan.tile_rows,
-            "STAGES": plan.gradient_stages,
-            "num_warps": plan.num_warps,
-        }
 
 
 def row_deltas(

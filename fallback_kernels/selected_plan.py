@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PARTIAL_BYTES = 1 << 30  # one window's partial results
+PARTIAL_BYTES = 1 << 30  # one window's partial results, twice as much for many queries
+MANY_QUERIES = 1 << 16
 # Rows (query, head) of one KV head in a window, where that many fit: the lists of shorter windows
 # leave tiles half empty and programs with little to do.
 WINDOW_ROWS = 1 << 17
@@ -24,6 +25,7 @@ ITEM_WORDS = 4  # see `SelectedIndex`
 # A tile walks the union of its free choices where that has at most so many quarters of a block
 # for every free choice of a query: 42 blocks at 13 free choices. 0: none ever does.
 UNION_LIMIT = 13
+FEW_HEADS = 4  # a group, whose tiles have many entries
 TILE_ROWS = 64  # rows (query, head) of a streamed tile
 # float32 multiplies in plain registers, where small tiles are the ones that do not spill.
 FLOAT32_TILE_ROWS = 16
@@ -53,7 +55,7 @@ def round_up(size: int, unit: int) -> int:
 
 
 def affordable_queries(group: int, num_slots: int, width: int, element_size: int) -> int:
-    """Queries of a window, counted once for each of its KV heads."""
+    """Queries of a window at least affordable, counted once for each of its KV heads."""
     return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // (group * num_slots * width * element_size))
 
 
@@ -182,7 +184,8 @@ class SelectedPlan:
     @cached_property
     def _affordable_queries(self) -> int:
         width = max(self.head_dim, self.value_dim)
-        return affordable_queries(self.group, self.num_slots, width, self.element_size)
+        queries = affordable_queries(self.group, self.num_slots, width, self.element_size)
+        return 2 * queries if self.batch * self.num_queries > MANY_QUERIES else queries
 
     @cached_property
     def window_tokens(self) -> int:
@@ -308,6 +311,12 @@ class SelectedPlan:
         """Tiles in flight in the backward, where a tile is queries and output gradients."""
         fits = self.shared_bytes(self.tile_rows, 2) <= self.shared_memory
         return 2 if fits and self.num_warps == 4 else 1
+
+    @cached_property
+    def list_gradient_stages(self) -> int:
+        """The same for lists. A third stage holds entries alone; it pays where tiles have many."""
+        many = self.gradient_stages == 2 and self.group <= FEW_HEADS
+        return 3 if many else self.gradient_stages
 
     @cached_property
     def wide(self) -> bool:
