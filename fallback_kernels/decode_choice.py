@@ -51,42 +51,38 @@ def block_scores(
     HEADS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    LEFT: tl.constexpr,
 ):
     """Eq. 10 of blocks first ... last_free [CHUNK]; behind them anything.
 
-    Of each head and tile of BLOCKS memory holds their pooled probabilities, what the tile lends to
-    the first block of the next one, and the logarithm of what they were divided by. HEADS of them
-    are read at once: one memory latency for them all.
+    A row of memory is BLOCK_COLUMNS logarithms, then what each tile of BLOCKS lends to the next
+    one. HEADS rows are read at once: one memory latency for them all.
     """
-    TILES: tl.constexpr = CHUNK // BLOCKS
-    WIDTH: tl.constexpr = BLOCK_COLUMNS // BLOCKS * TILE_WIDTH
-    tile, column = first // BLOCKS + tl.arange(0, TILES), tl.arange(0, BLOCKS)
-    wanted = tile * BLOCKS <= last_free
-    borrows = wanted & (tile > 0)
-    score = tl.zeros((TILES, BLOCKS), tl.float32)
-    borrowed = tl.zeros((TILES,), tl.float32)
+    WIDTH: tl.constexpr = BLOCK_COLUMNS + BLOCK_COLUMNS // BLOCKS
+    place = tl.arange(0, CHUNK)
+    block = first + place
+    tile = first // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
+    # Whole tiles, so that whole vectors are read.
+    wanted = block // BLOCKS * BLOCKS <= last_free
+    borrows = (tile > 0) & (tile * BLOCKS <= last_free)
+    score = tl.zeros((CHUNK,), tl.float32)
+    borrowed = tl.zeros((CHUNK // BLOCKS,), tl.float32)
     members = tl.arange(0, MEMBERS)
     lse = tl.zeros((MEMBERS,), tl.float32)
     for first_head in tl.static_range(0, GROUP, HEADS):
-        pooled = ()
-        tops = ()
+        logs = ()
         lent = ()
-        lent_tops = ()
         for i in tl.static_range(HEADS):
-            there = wanted & (first_head + i < GROUP)
-            row = score_ptr + (first_head + i) * WIDTH + tile * TILE_WIDTH
-            more = tl.load(row[:, None] + column[None, :], mask=there[:, None], other=0.0)
-            pooled = pooled + (more,)  # type: ignore[assignment]  # noqa: RUF005
-            more = tl.load(row + (BLOCKS + 1), mask=there, other=float("-inf"))
-            tops = tops + (more,)  # type: ignore[assignment]  # noqa: RUF005
-            there = borrows & (first_head + i < GROUP)
-            more = tl.load(row + (BLOCKS - TILE_WIDTH), mask=there, other=0.0)
+            row = score_ptr + (first_head + i) * WIDTH
+            there = first_head + i < GROUP
+            more = tl.load(row + block, mask=wanted & there, other=float("-inf"))
+            logs = logs + (more,)  # type: ignore[assignment]  # noqa: RUF005
+            more = tl.load(
+                row + BLOCK_COLUMNS - 1 + tile, mask=borrows & there, other=float("-inf")
+            )
             lent = lent + (more,)  # type: ignore[assignment]  # noqa: RUF005
-            more = tl.load(row + (BLOCKS + 1 - TILE_WIDTH), mask=there, other=float("-inf"))
-            lent_tops = lent_tops + (more,)  # type: ignore[assignment]  # noqa: RUF005
         if first_head == 0:
             lse = log_sum_exp(top_ptr, total_ptr, num_parts, active, GROUP, MEMBERS, SPLIT_COLUMNS)
             lse = tl.gather(lse, members, 0)  # all of it in every warp: sums wait for no other
@@ -94,10 +90,12 @@ def block_scores(
         tl.debug_barrier()  # or the compiler puts each load where it is used, one after the other
         for i in tl.static_range(HEADS):
             own_lse = tl.sum(tl.where(members == first_head + i, lse, 0.0), 0)
-            score += pooled[i] * tl.exp2(tops[i] - own_lse)[:, None]
-            borrowed += lent[i] * tl.exp2(lent_tops[i] - own_lse)
-    score += tl.where((column == 0)[None, :], borrowed[:, None], 0.0)
-    return tl.reshape(score, (CHUNK,))
+            score += tl.exp2(logs[i] - own_lse)
+            borrowed += tl.exp2(lent[i] - own_lse)
+    if LEFT > 0:
+        starts = place % BLOCKS == 0
+        score += tl.where(starts, tl.gather(borrowed, place // BLOCKS, 0), 0.0)
+    return score
 
 
 @triton.jit
@@ -173,7 +171,6 @@ def choice_kernel(
     HEADS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
     KEYS: tl.constexpr,
@@ -181,6 +178,7 @@ def choice_kernel(
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """Program (chunk, new token, KV head of a batch row): the best free blocks of its chunk.
 
@@ -189,13 +187,15 @@ def choice_kernel(
     nobody asks for them.
     """
     FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     BLOCKS: tl.constexpr = KEYS // (SELECT // STRIDE)
-    let_the_next_kernel_start(EARLY)
+    let_the_next_kernel_start(EARLY and not LATE)
     chunk, token, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     unit = (pair * tl.num_programs(1) + token).to(tl.int64)
     position = tl.load(lengths_ptr + pair // kv_heads) + token
     own = position // SELECT
     wait_for_the_kernel_before(EARLY)
+    let_the_next_kernel_start(EARLY and LATE)  # its window shall not take memory's time before
     if position >= capacity:
         return
     if own < NUM_SLOTS:
@@ -207,10 +207,10 @@ def choice_kernel(
     seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
     _, active = share_of_split(seen, num_splits, KEYS)
     part = unit * (num_parts * GROUP)
-    score_ptr += unit * (GROUP * (BLOCK_COLUMNS // BLOCKS * TILE_WIDTH))
+    score_ptr += unit * (GROUP * (BLOCK_COLUMNS + BLOCK_COLUMNS // BLOCKS))
     score = block_scores(
         score_ptr, top_ptr + part, total_ptr + part, num_parts, active, chunk * CHUNK, own - LOCAL,
-        GROUP, MEMBERS, HEADS, SPLIT_COLUMNS, BLOCK_COLUMNS, TILE_WIDTH, CHUNK, BLOCKS,
+        GROUP, MEMBERS, HEADS, SPLIT_COLUMNS, BLOCK_COLUMNS, CHUNK, BLOCKS, LEFT,
     )  # fmt: skip
     score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0
     block = chunk * CHUNK + tl.arange(0, CHUNK)

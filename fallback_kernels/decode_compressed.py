@@ -2,8 +2,7 @@
 
 A program attends some tiles of compressed keys for all query heads of a group, so that each key
 and value is read once a KV head. On the way it pools the probabilities into blocks (Eq. 9): what a
-head adds to their scores is written as sums of exp2(logit - top), and the tile's top beside them:
-no other split is needed.
+head adds to a block's score is written as log2(sum of exp2(logit)), which needs no other split.
 """
 
 from __future__ import annotations
@@ -111,7 +110,6 @@ def compressed_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
     POOL_COLUMNS: tl.constexpr,
     COMPRESS_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -126,7 +124,7 @@ def compressed_kernel(
     PER: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     BLOCKS: tl.constexpr = KEYS // PER
-    SCORE_WIDTH: tl.constexpr = BLOCK_COLUMNS // BLOCKS * TILE_WIDTH
+    SCORE_WIDTH: tl.constexpr = BLOCK_COLUMNS + BLOCK_COLUMNS // BLOCKS
     # In this order: nothing that starts early finds what came before this step unfinished.
     wait_for_the_kernel_before(EARLY)
     let_the_next_kernel_start(EARLY)
@@ -180,12 +178,12 @@ def compressed_kernel(
         pointers = tile_pointers(key_ptr, key_stride_s, tile * KEYS, KEYS, HEAD_COLUMNS)
         k = load_tile(pointers, there, HEAD_DIM, HEAD_COLUMNS)
         p, top, shrink = tile_weights(q, k, there, top, scale_log2, PRECISION)
-        pooled = pool(p, pooling, COMPILED)
-        pooled = tl.where((column <= BLOCKS)[None, :], pooled, top[:, None])
+        pooled = tl.log2(pool(p, pooling, COMPILED)) + top[:, None]
+        place = tl.where(column < BLOCKS, tile * BLOCKS + column, BLOCK_COLUMNS + tile)
         tl.store(
-            score_ptr + row[:, None] * SCORE_WIDTH + (tile * TILE_WIDTH + column)[None, :],
+            score_ptr + row[:, None] * SCORE_WIDTH + place[None, :],
             pooled,
-            mask=(row < GROUP)[:, None] & (column < BLOCKS + 2)[None, :],
+            mask=(row < GROUP)[:, None] & (column <= BLOCKS)[None, :],
         )
         totals = totals * shrink[:, None] + p
         pointers = tile_pointers(value_ptr, value_stride_s, tile * KEYS, KEYS, VALUE_COLUMNS)

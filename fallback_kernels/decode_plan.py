@@ -59,8 +59,8 @@ class Scratch(NamedTuple):
 
     partial: float32 (units, G, parts, Dv), not yet normalised outputs.
     top, total: float32 (units, G, parts), highest base-2 logit and sum of exp2(logit - top).
-    score: float32 (units, G, tiles * tile_width), of each tile of compressed keys what a head adds
-        to its blocks' scores, then to the block behind them, both divided by exp2 of what follows.
+    score: float32 (units, G, block_columns + tiles), log2 of what each head adds to a block's
+        score, not yet normalised, then of what each tile of keys adds to the block behind it.
     candidates: int64 (units, chunks, slot_columns), the best free blocks of each chunk, as ranks.
     blocks: int32 (B, Hkv, T, n), the choice: initial blocks, free ones best first, local ones.
     """
@@ -188,6 +188,15 @@ class DecodePlan:
         return self.config.select_block_size // self.config.compress_stride
 
     @property
+    def late(self) -> bool:
+        """Whether the window is kept from memory until the compressed keys are read.
+
+        That is shorter where few units share them, unless they are soon done with.
+        """
+        tiles = ceil_div(self.num_compressed, self.tile_keys)
+        return 4 * self.units <= PROGRAMS and tiles > self.splits
+
+    @property
     def attend_stages(self) -> int:
         """No more of them than there are tiles in a program."""
         return min(self.stages, max(2, self.slots_per_part * self.tiles_per_block))
@@ -201,11 +210,6 @@ class DecodePlan:
     def tile_blocks(self) -> int:
         """Selectable blocks of a tile of compressed keys."""
         return self.tile_keys // self.keys_per_block
-
-    @property
-    def tile_width(self) -> int:
-        """Numbers of a head that a tile of compressed keys writes for the choice, in vectors."""
-        return self.tile_blocks + 4
 
     @property
     def tile_tokens(self) -> int:
@@ -303,7 +307,7 @@ class DecodePlan:
             partial=empty(units, group, parts, self.value_dim),
             top=empty(units, group, parts),
             total=empty(units, group, parts),
-            score=empty(units, group, self.block_columns // self.tile_blocks * self.tile_width),
+            score=empty(units, group, self.block_columns + self.block_columns // self.tile_blocks),
             candidates=empty(units, self.chunks, self.slot_columns, dtype=torch.int64),
             blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
         )
