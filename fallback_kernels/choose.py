@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +16,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels import choose_hopper
 from nsa_flex.fallback_kernels.choose_lse import lse_kernel
+from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
 from nsa_flex.fallback_kernels.choose_scores import score_kernel
 from nsa_flex.fallback_kernels.choose_top import top_kernel
-from nsa_flex.fallback_kernels.selected_plan import padded, rows_contiguous, strides
+from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -29,8 +29,8 @@ MAX_GROUP = 64
 MAX_SLOTS = 64
 MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest program
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
-SCORE_BYTES = 1 << 29  # scores in memory at once
-PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
+KEY_TILE_DIMS = (16, 32, 64, 128, 256)  # head dims that a tensor copy brings
+KEY_TILE_ROWS = 64  # `ChoicePlan.tile_rows` of 2-byte dtypes
 INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
 LOG2E = math.log2(math.e)
 
@@ -54,156 +54,6 @@ def obstacle(query: Tensor, compressed_key: Tensor, config: NSAConfig, num_block
         if value > most:
             return f"{value} {meaning}; the Triton kernels take at most {most}"
     return ""
-
-
-def row_width(num_blocks: int) -> int:
-    """Scores of a row in memory: at least a vector for each of 32 threads."""
-    return max(128, padded(num_blocks))
-
-
-class Chunk(NamedTuple):
-    """Queries whose scores are in memory at once."""
-
-    start: int
-    size: int
-    width: int  # blocks that they may choose from, rounded up to a row of `top_kernel`
-    candidates: int
-
-    @property
-    def pitch(self) -> int:
-        """Scores from a row to the next: candidates of `top_kernel` lie between them."""
-        return self.width + self.candidates
-
-    @property
-    def lanes(self) -> int:
-        """Threads that share a row of scores."""
-        return max(32, self.width // 32)
-
-    @property
-    def depth(self) -> int:
-        """Scores of a row in one thread."""
-        return self.width // self.lanes
-
-
-@dataclass(frozen=True)
-class ChoicePlan:
-    """Everything about a call that shapes and dtypes decide."""
-
-    batch: int
-    query_heads: int
-    kv_heads: int
-    num_queries: int
-    head_dim: int
-    num_blocks: int
-    num_slots: int
-    select_block_size: int
-    element_size: int
-
-    @cached_property
-    def group(self) -> int:
-        """G, query heads per KV head."""
-        return self.query_heads // self.kv_heads
-
-    @cached_property
-    def members(self) -> int:
-        """G, rounded up to a power of two."""
-        return 1 << (self.group - 1).bit_length()
-
-    @cached_property
-    def head_columns(self) -> tuple[int, int]:
-        """Widths of the two tiles that hold the head dim; the second may be 0."""
-        main = 1 << (self.head_dim.bit_length() - 1)
-        if main < 16:
-            return 16, 0
-        return main, padded(self.head_dim - main) if self.head_dim > main else 0
-
-    @cached_property
-    def tile_columns(self) -> int:
-        """Columns (query head, token) of a tile of scores."""
-        if self.element_size == 4 or self.head_dim > 128 or self.members == 1:
-            return max(64, self.members)
-        return 128
-
-    @cached_property
-    def tile_tokens(self) -> int:
-        most = self.tile_columns // self.members
-        return max(16 // self.members, min(most, 1 << (self.num_queries - 1).bit_length()), 1)
-
-    @cached_property
-    def tile_rows(self) -> int:
-        """Keys of a tile: what one warp group multiplies at once, less where it is float32."""
-        return 32 if self.element_size == 4 else 64
-
-    @cached_property
-    def stages(self) -> int:
-        """Tiles of keys in flight: three where that leaves room for three programs."""
-        return 3 if self.tile_columns <= 64 and self.head_dim <= 128 else 2
-
-    @cached_property
-    def registers(self) -> int | None:
-        """Most of a thread: few enough for three programs of 128 threads a multiprocessor."""
-        return None if self.element_size == 4 else 168
-
-    @cached_property
-    def candidates(self) -> int:
-        """Places for blocks of a row among which the choice is finished."""
-        return max(32, 2 << (self.num_slots - 1).bit_length())
-
-    @cached_property
-    def past(self) -> int:
-        """No query sits later than if the last one were the last key."""
-        return self.num_blocks * self.select_block_size - self.num_queries
-
-    def chunks(self) -> Iterator[Chunk]:
-        """All queries, as many at a time as `SCORE_BYTES` holds the scores of."""
-        start = 0
-        while start < self.num_queries:
-            chunk = self.chunk(start)
-            yield chunk
-            start += chunk.size
-
-    def chunk(self, start: int) -> Chunk:
-        """The most queries from `start` on; the narrowest rows that do not make them fewer."""
-        best = Chunk(start, 0, 0, self.candidates)
-        own = (self.past + start) // self.select_block_size
-        width, widest = row_width(min(own + 1, self.num_blocks)), row_width(self.num_blocks)
-        while width <= widest:
-            row_bytes = 4 * self.batch * self.kv_heads * (width + self.candidates)
-            size = max(self.tile_tokens, SCORE_BYTES // row_bytes // 64 * 64, 1)
-            wide_enough = width * self.select_block_size - self.past - start
-            if width == widest:
-                wide_enough = self.num_queries - start
-            size = min(size, wide_enough, self.num_queries - start)
-            if size > best.size:
-                best = Chunk(start, size, width, self.candidates)
-            width *= 2
-        return best
-
-    def empty_scores(self, device: torch.device) -> Tensor:
-        """Room for the scores of any chunk, rows (batch row, KV head, query)."""
-        most = max((chunk.size * chunk.pitch for chunk in self.chunks()), default=0)
-        size = self.batch * self.kv_heads * most
-        return torch.empty(size, dtype=torch.float32, device=device)
-
-    def splits(self, num_queries: int, num_tiles: int) -> int:
-        """Programs that share the `num_tiles` tiles of keys of one tile of queries."""
-        programs = -(-num_queries // self.tile_tokens) * self.batch * self.kv_heads
-        return max(1, min(-(-PROGRAMS // programs), num_tiles))
-
-    def tile_constants(self) -> dict[str, Any]:
-        """Compile-time arguments that kernels over queries and keys take."""
-        head_columns, tail_columns = self.head_columns
-        return {
-            "GROUP": self.group,
-            "MEMBERS": self.members,
-            "TOKENS": self.tile_tokens,
-            "ROWS": self.tile_rows,
-            "HEAD_DIM": self.head_dim,
-            "HEAD_COLUMNS": head_columns,
-            "TAIL_COLUMNS": tail_columns,
-            "PRECISION": "ieee" if self.element_size == 4 else "tf32",
-            "STAGES": self.stages,
-        }
 
 
 # Shapes repeat from layer to layer and step to step.
@@ -280,6 +130,15 @@ def run_choice(
 ) -> Tensor:
     """What `choose_blocks` runs, and other operators within themselves."""
     batch, heads, num_queries, dim = query.shape
+    query, key = rows_contiguous(query), rows_contiguous(compressed_key)
+    compress = {"COMPRESS": compress_block_size, "STRIDE": compress_stride}
+    select = {
+        "SELECT": select_block_size,
+        "NUM_SLOTS": num_selected_blocks,
+        "INITIAL": num_initial_blocks,
+        "LOCAL": num_local_blocks,
+    }
+    key_tiles = _key_tiles(key, **compress, **select)
     plan = _plan(
         batch=batch,
         query_heads=heads,
@@ -290,25 +149,28 @@ def run_choice(
         num_slots=num_selected_blocks,
         select_block_size=select_block_size,
         element_size=query.element_size(),
+        hopper=choose_hopper.takes(query, key_tiles, **compress, **select),
     )
     shape = (batch, plan.kv_heads, num_queries, num_selected_blocks)
     blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
     places = _places(positions, document_start)
-    query, key = rows_contiguous(query), rows_contiguous(compressed_key)
-    compress = {"COMPRESS": compress_block_size, "STRIDE": compress_stride}
-    select = {
-        "SELECT": select_block_size,
-        "NUM_SLOTS": num_selected_blocks,
-        "INITIAL": num_initial_blocks,
-        "LOCAL": num_local_blocks,
-    }
     with torch.cuda.device_of(query):
         if lse is None:
             lse = _log_sum_exp(plan, query, key, places, scale, **compress)
         scores = plan.empty_scores(query.device)
         for chunk in plan.chunks():
             _launch_scores(
-                plan, chunk, query, key, lse, places, scores, scale, **compress, **select
+                plan,
+                chunk,
+                query,
+                key,
+                key_tiles,
+                lse,
+                places,
+                scores,
+                scale,
+                **compress,
+                **select,
             )
             _launch_top(plan, chunk, scores, blocks, places, **select)
     return blocks
@@ -379,7 +241,7 @@ def _log_sum_exp(
     return lse[0] if splits == 1 else lse.logsumexp(0)
 
 
-def _key_tiles(plan: ChoicePlan, key: Tensor, **constants: int) -> TensorDescriptor | None:
+def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:
     """Descriptor of the keys as (B, Hkv, l'/d, N // (l'/d), D) for tensor copies, or None.
 
     It leaves out the last keys if l'/d does not divide N: blocks that are forced where they exist.
@@ -393,7 +255,7 @@ def _key_tiles(plan: ChoicePlan, key: Tensor, **constants: int) -> TensorDescrip
         not _copies_tensors(key.device)
         or constants["INITIAL"] < lent
         or constants["LOCAL"] < 1 + lent
-        or plan.head_columns != (dim, 0)
+        or dim not in KEY_TILE_DIMS
         or key.element_size() != 2
         or num_keys < per
         or key.data_ptr() % 16
@@ -405,7 +267,7 @@ def _key_tiles(plan: ChoicePlan, key: Tensor, **constants: int) -> TensorDescrip
         key,
         [batch, heads, per, num_keys // per, dim],
         [by_batch, by_head, by_key, per * by_key, 1],
-        [1, 1, 1, plan.tile_rows, dim],
+        [1, 1, 1, KEY_TILE_ROWS, dim],
     )
 
 
@@ -419,15 +281,23 @@ def _launch_scores(
     chunk: Chunk,
     query: Tensor,
     key: Tensor,
+    key_tiles: TensorDescriptor | None,
     lse: Tensor,
     places: Places,
     scores: Tensor,
     scale: float,
     **constants: int,
 ) -> None:
+    if chunk.hopper:
+        assert key_tiles is not None
+        where = (places.positions, places.starts, places.position_stride, places.start_stride)
+        choose_hopper.launch_scores(
+            plan, chunk, query, key_tiles, lse, where, scores, scale * LOG2E,
+            DOCUMENTS=places.documents, **constants,
+        )  # fmt: skip
+        return
     tiles = -(-chunk.size // plan.tile_tokens)
     splits = plan.splits(chunk.size, -(-chunk.width // (plan.tile_rows - 1)))
-    key_tiles = _key_tiles(plan, key, **constants)
     score_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
         query,
         key,
@@ -477,10 +347,12 @@ def _launch_top(
         chunk.size,
         plan.num_queries,
         plan.kv_heads,
+        chunk.pitch,
         SLOT_COLUMNS=1 << (plan.num_slots - 1).bit_length(),
         CANDIDATES=chunk.candidates,
         LANES=chunk.lanes,
         DEPTH=chunk.depth,
+        BANDED=chunk.banded,
         DOCUMENTS=places.documents,
         **constants,
         num_warps=chunk.lanes // 32,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 VECTOR = tl.constexpr(4)  # scores one load instruction brings to a thread
 SHALLOW = tl.constexpr(8)  # rows with no more scores a thread are searched whole
+BAND = tl.constexpr(16)  # blocks that share a maximum, where the scores come with maxima
 
 
 @triton.jit
@@ -40,13 +41,13 @@ def count(condition):
 
 
 @triton.jit
-def bisect(bits, low, high, reached, wanted):
+def bisect(bits, low, high, reached, wanted, most):
     """Raises low while at least `wanted` of `bits` are >= low.
 
-    `reached` of them are; fewer than wanted are >= high. Returns low, high and reached, once
-    reached == wanted or no number is left between low and high.
+    `reached` of them are; fewer than wanted are >= high. Returns low, high and reached, once no
+    more than `most` are reached or no number is left between low and high.
     """
-    while (high - low > 1) & (reached != wanted):
+    while (high - low > 1) & (reached > most):
         middle = low + (high - low) // 2
         above = count(bits >= middle)
         enough = above >= wanted
@@ -105,8 +106,11 @@ def first_slots(word, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def store_flagged(flags, out_ptr, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """Writes the blocks of all flags [LANES, DEPTH] that are set, ascending."""
+def store_flagged(flags, out_ptr, band_ptr, LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """Writes the blocks of all flags [LANES, DEPTH] that are set, ascending.
+
+    If band_ptr is not None, flags are of the blocks of the bands that it lists.
+    """
     lane, rest = tl.arange(0, LANES), tl.arange(0, DEPTH)
     # One word of flags a thread: only they are counted across threads, and taken apart.
     word = tl.sum(flags.to(tl.uint32) << rest.to(tl.uint32)[None, :], 1)
@@ -123,19 +127,24 @@ def store_flagged(flags, out_ptr, LANES: tl.constexpr, DEPTH: tl.constexpr):
             taken = (word ^ left) >> (vector * VECTOR) & 0xF
             slot = (slots & 0xFF) + number_of_ones(taken).to(tl.uint32)
         block = block_of(lane, place.to(tl.int32), LANES)
+        if band_ptr is not None:
+            band = tl.load(band_ptr + block // BAND, mask=left > 0, other=0.0).to(tl.int32)
+            block = band * BAND + block % BAND
         tl.store(out_ptr + slot.to(tl.int32), block.to(out_ptr.dtype.element_ty), mask=left > 0)
         left &= left - 1
 
 
 @triton.jit
-def exactly(bits, low, high, reached, WANTED: tl.constexpr, LANES: tl.constexpr):
+def exactly(
+    bits, low, high, reached, WANTED: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr
+):
     """`bits` [LANES, depth] and the bound that the WANTED highest reach, of equal ones the lower
-    blocks: the others are -1 then.
+    blocks: the others are -1 then. Up to MOST may reach it, if they are the highest.
 
     `reached` are >= low, no fewer than WANTED; fewer are >= high.
     """
-    low, high, reached = bisect(bits, low, high, reached, WANTED)
-    if reached != WANTED:
+    low, high, reached = bisect(bits, low, high, reached, WANTED, MOST)
+    if reached > MOST:
         lane, rest = tl.arange(0, LANES), tl.arange(0, bits.shape[1])
         block = block_of(lane[:, None], rest[None, :], LANES)
         limit = tie_limit(bits, block, low, WANTED)
@@ -167,24 +176,24 @@ def store_best(
         low = tl.maximum(low, tl.min(of_threads, 0))
     many = low * 0 + (WANTED + 1)
     if DEPTH <= SHALLOW:
-        bits, low = exactly(bits, low, highest, many, WANTED, LANES)
-        store_flagged(bits >= low, block_ptr, LANES, DEPTH)
+        bits, low = exactly(bits, low, highest, many, WANTED, WANTED, LANES)
+        store_flagged(bits >= low, block_ptr, None, LANES, DEPTH)
         return
 
-    low, high, reached = bisect(parts, low, highest, many, WANTED)
+    low, high, reached = bisect(parts, low, highest, many, WANTED, WANTED)
     reached = count(bits >= low)
     if reached > CANDIDATES:
-        bits, low = exactly(bits, low, highest, reached, WANTED, LANES)
+        bits, low = exactly(bits, low, highest, reached, WANTED, WANTED, LANES)
         reached = low * 0 + WANTED
     scratch_ptr = score_ptr + LANES * DEPTH
-    store_flagged(bits >= low, scratch_ptr, LANES, DEPTH)
+    store_flagged(bits >= low, scratch_ptr, None, LANES, DEPTH)
     tl.debug_barrier()
     slot = tl.arange(0, CANDIDATES)
     block = tl.load(scratch_ptr + slot, mask=slot < reached, other=0.0).to(tl.int32)
     value = tl.load(score_ptr + block, mask=slot < reached, other=-1.0)
     value = value.to(tl.int32, bitcast=True)
     high = tl.where(count((value >= high)[:, None]) < WANTED, high, highest)
-    low, high, reached = bisect(value[:, None], low, high, reached, WANTED)
+    low, high, reached = bisect(value[:, None], low, high, reached, WANTED, WANTED)
     # Blocks ascend with the slots: of equal scores the first ones stay.
     above, equal = (value > low).to(tl.int32), (value == low).to(tl.int32)
     spare = WANTED - tl.sum(above, 0)
@@ -194,6 +203,55 @@ def store_best(
     kept = (above > 0) | ((equal > 0) & (equal_before < spare))
     place = (before & 0xFFFF) + tl.minimum(equal_before, spare)
     tl.store(block_ptr + place, block, mask=kept)
+
+
+@triton.jit
+def store_best_of_bands(
+    score_ptr,
+    block_ptr,
+    lowest,
+    highest,
+    WANTED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """`store_best` of a row whose bands' maxima lie behind its scratch.
+
+    Of the bands, too, only the WANTED highest can hold a block that is taken: any other has WANTED
+    better ones before it.
+    """
+    BANDS: tl.constexpr = LANES * DEPTH // BAND
+    BAND_LANES: tl.constexpr = min(LANES, BANDS // VECTOR)
+    BAND_DEPTH: tl.constexpr = BANDS // BAND_LANES
+    PLACES: tl.constexpr = CANDIDATES // 2 * BAND  # blocks of as many bands as are wanted, or more
+    scratch_ptr = score_ptr + LANES * DEPTH
+    maxima_ptr = scratch_ptr + CANDIDATES
+    maxima = load_bits(maxima_ptr, lowest // BAND, highest // BAND, BAND_LANES, BAND_DEPTH)
+    lane, rest = tl.arange(0, BAND_LANES), tl.arange(0, BAND_DEPTH)
+    written = block_of(lane[:, None], rest[None, :], BAND_LANES) <= highest // BAND
+    maxima = tl.where(written, maxima, -1)
+    of_threads = tl.max(maxima, 1)
+    top = tl.max(of_threads, 0) + 1
+    low = top * 0 - 1
+    if BAND_LANES >= WANTED:
+        low = tl.maximum(low, tl.min(of_threads, 0))
+    many = top * 0 + LANES * DEPTH
+    maxima, low = exactly(maxima, low, top, many, WANTED, PLACES // BAND, BAND_LANES)
+    taken = maxima >= tl.maximum(low, 0)
+    num_bands = count(taken)
+    store_flagged(taken, scratch_ptr, None, BAND_LANES, BAND_DEPTH)
+    tl.debug_barrier()
+    slot = tl.arange(0, PLACES // BAND)
+    band = tl.load(scratch_ptr + slot, mask=slot < num_bands, other=0.0).to(tl.int32)
+    block = band[:, None] * BAND + tl.arange(0, BAND)[None, :]
+    vector = block // VECTOR * VECTOR
+    some = (slot < num_bands)[:, None] & (vector + VECTOR > lowest) & (vector <= highest)
+    score = tl.reshape(tl.load(score_ptr + block, mask=some, other=-1.0), (PLACES,))
+    score = tl.trans(tl.reshape(score, (PLACES // LANES // VECTOR, LANES, VECTOR)), (1, 0, 2))
+    bits = tl.reshape(score, (LANES, PLACES // LANES)).to(tl.int32, bitcast=True)
+    bits, low = exactly(bits, low, top, count(bits >= low), WANTED, WANTED, LANES)
+    store_flagged(bits >= low, block_ptr, scratch_ptr, LANES, PLACES // LANES)
 
 
 @triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries", "kv_heads"])
@@ -208,6 +266,7 @@ def top_kernel(
     chunk_queries,
     num_queries,
     kv_heads,
+    pitch,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     SLOT_COLUMNS: tl.constexpr,
@@ -216,6 +275,7 @@ def top_kernel(
     CANDIDATES: tl.constexpr,
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
+    BANDED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
     """One query and KV head: free choices lie between the initial and the local blocks."""
@@ -238,6 +298,13 @@ def top_kernel(
         tl.store(block_ptr + slot, block, mask=forced)
         if FREE > 0:
             row = (tl.program_id(1) * chunk_queries + place).to(tl.int64)
-            score_ptr += row * (LANES * DEPTH + CANDIDATES)
-            bits = load_bits(score_ptr, first + INITIAL, own - LOCAL, LANES, DEPTH)
-            store_best(bits, score_ptr, block_ptr + INITIAL, FREE, CANDIDATES, LANES, DEPTH)
+            score_ptr += row * pitch
+            block_ptr += INITIAL
+            lowest, highest = first + INITIAL, own - LOCAL
+            if BANDED:
+                store_best_of_bands(
+                    score_ptr, block_ptr, lowest, highest, FREE, CANDIDATES, LANES, DEPTH
+                )
+            else:
+                bits = load_bits(score_ptr, lowest, highest, LANES, DEPTH)
+                store_best(bits, score_ptr, block_ptr, FREE, CANDIDATES, LANES, DEPTH)
