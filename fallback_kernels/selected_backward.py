@@ -48,7 +48,9 @@ from nsa_flex.fallback_kernels.selected_union import build_unions
 DELTA_ROWS = 32
 NUMBER_ROWS = 1024
 # How a program hands its dK and dV over.
-STORE, ATOMIC, ADD = 0, 1, 2
+STORE = tl.constexpr(0)
+ATOMIC = tl.constexpr(1)
+ADD = tl.constexpr(2)
 
 
 @triton.jit
@@ -115,9 +117,9 @@ def hand_over(
     ok = tl.full([BLOCK_SIZE, COLUMNS], True, tl.int1)
     if WIDTH != COLUMNS:
         ok = ok & (column < WIDTH)[None, :]
-    if MODE == 0:
+    if MODE == STORE:
         tl.store(pointer, tile, mask=ok)
-    elif MODE == 1:
+    elif MODE == ATOMIC:
         tl.atomic_add(pointer, tile, mask=ok, sem="relaxed")
     else:
         tl.store(pointer, tl.load(pointer, mask=ok, other=0.0) + tile, mask=ok)
@@ -271,7 +273,6 @@ def dense_gradient_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    MODE: tl.constexpr,
 ):
     """Dense candidates: dK and dV of one block from consecutive queries.
 
@@ -279,6 +280,9 @@ def dense_gradient_kernel(
     initial one. Programs that read the same queries run at the same time, so that most of them
     find these in the cache: chunks stand beside the blocks they lie in, and every other block
     begins with its later queries, which are the next block's own.
+
+    Every block of keys has a first sum by one program, which stores it: 0 where no query is near.
+    Initial blocks have many; they start at 0 and are added to.
     """
     LOCALS: tl.constexpr = CHUNK // BLOCK_SIZE
     turn = tl.program_id(0) // (LOCALS + INITIAL)
@@ -294,7 +298,8 @@ def dense_gradient_kernel(
     # As indices of queries; those before the first one or after the last do not exist.
     start = tl.maximum(start - query_offset, 0)
     stop = tl.minimum(stop - query_offset, num_queries)
-    if start >= stop:
+    stores = is_local & (block >= INITIAL) & (block * BLOCK_SIZE < grad_tokens)
+    if (start >= stop) & ~stores:
         return
 
     query_heads = kv_heads * GROUP
@@ -316,7 +321,7 @@ def dense_gradient_kernel(
     member = row % GROUP
     grad_k = tl.zeros([BLOCK_SIZE, HEAD_COLUMNS], tl.float32)
     grad_v = tl.zeros([BLOCK_SIZE, VALUE_COLUMNS], tl.float32)
-    tiles = tl.cdiv(stop - start, TOKENS)
+    tiles = tl.cdiv(tl.maximum(stop - start, 0), TOKENS)
     skipped = tl.where(is_local & (block % 2 == 1), tiles // 2, 0)
     for i in tl.range(0, tiles, num_stages=STAGES):
         tile = start + (i + skipped) % tiles * TOKENS
@@ -347,8 +352,13 @@ def dense_gradient_kernel(
     grad_line = (b * grad_tokens + block * BLOCK_SIZE) * kv_heads + h
     grad_key_ptr += grad_line * HEAD_DIM
     grad_value_ptr += grad_line * VALUE_DIM
-    hand_over(grad_key_ptr, kv_heads, grad_k * scale, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, MODE)
-    hand_over(grad_value_ptr, kv_heads, grad_v, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS, MODE)
+    grad_k *= scale
+    if stores:
+        hand_over(grad_key_ptr, kv_heads, grad_k, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, STORE)
+        hand_over(grad_value_ptr, kv_heads, grad_v, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS, STORE)
+    else:
+        hand_over(grad_key_ptr, kv_heads, grad_k, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, ATOMIC)
+        hand_over(grad_value_ptr, kv_heads, grad_v, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS, ATOMIC)
 
 
 class _Backward:
@@ -376,11 +386,9 @@ class _Backward:
         self.numbers = _row_numbers(lse, delta)
         # Whole blocks, so that no program needs a mask where it adds its block's gradient.
         tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
-        self.grad_key = torch.zeros(
-            (*tokens, plan.head_dim), dtype=torch.float32, device=query.device
-        )
-        self.grad_value = torch.zeros(
-            (*tokens, plan.value_dim), dtype=torch.float32, device=query.device
+        self.grad_key, self.grad_value = (
+            torch.empty((*tokens, width), dtype=torch.float32, device=query.device)
+            for width in (plan.head_dim, plan.value_dim)
         )
 
     def inputs(self) -> tuple[Tensor, ...]:
@@ -389,7 +397,9 @@ class _Backward:
     def launch_dense(self, summary: Tensor) -> None:
         plan = self.plan
         chunk = INITIAL_CHUNK_TOKENS
-        turns = triton.cdiv(plan.num_blocks * plan.block_size, chunk)
+        turns = triton.cdiv(self.grad_key.shape[1], chunk)
+        for total in (self.grad_key, self.grad_value):
+            total[:, : plan.num_initial * plan.block_size] = 0
         programs = turns * (chunk // plan.block_size + plan.num_initial)
         grid = (programs, plan.batch * plan.kv_heads)
         dense_gradient_kernel[grid](
@@ -414,7 +424,6 @@ class _Backward:
             ROWS=plan.tile_rows,
             STAGES=plan.gradient_stages,
             num_warps=plan.num_warps,
-            MODE=STORE if self.deterministic else ATOMIC,
         )
 
     def launch_lists(self, window: Window, index: SelectedIndex, partial: Tensor) -> None:
