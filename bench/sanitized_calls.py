@@ -138,7 +138,7 @@ def choice() -> None:
     # shape, config, past, documents, whether the log-sum-exp is given
     cases: tuple[tuple[Shape, NSAConfig, int, bool, bool], ...] = (
         ((1, 4, 2, 1500 if CUDA else 100, 64, HALF), PAPER, 0, False, False),
-        ((2, 8, 2, 1300 if CUDA else 100, 128, HALF), PAPER, 0, False, True),
+        ((4, 8, 2, 1300 if CUDA else 100, 128, HALF), PAPER, 0, False, True),
         ((1, 2, 2, 300, 80, OTHER_HALF), SMALL, 0, False, False),
         ((1, 2, 1, 200, 16, torch.float32), SMALL, 60, False, False),
         ((1, 3, 1, 400, 32, HALF), SMALL, 0, True, False),
