@@ -19,6 +19,7 @@ from nsa_flex.fallback_kernels.core_compressed import (
     attend_part,
     differentiate_part,
 )
+from nsa_flex.fallback_kernels.core_inference import end_without_backward, serves
 from nsa_flex.fallback_kernels.core_merge import (
     apply_gate,
     gated_sum_gradients,
@@ -141,7 +142,7 @@ def core_forward(
 
     Outputs are (B, S, H, D), contiguous, log-sum-exps (B, S, H), that of the compressed branch
     (B, H, S). What only a backward wants is empty unless the call is `differentiable`: the index
-    and the outputs of the compressed and the sliding branch. `deterministic` is for the backward.
+    and the outputs of the branches. `deterministic` is for the backward.
     """
     sizes = _Sizes(
         compress_block_size,
@@ -192,11 +193,34 @@ def _forward(
     )
     words = index_words(q, key, value, blocks, sizes.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
+    plan = _plan(q, key, value, blocks, sizes)
+    selected_keys = (rows_contiguous(key), rows_contiguous(value))
+    if not differentiable and serves(
+        plan, (key, value), (sliding_key, sliding_value), sizes.window_size
+    ):
+        out, selected_lse, sliding_lse = end_without_backward(
+            selected_forward.prepare(plan, q, *selected_keys, blocks, scale, storage=None),
+            sizes.window_size,
+            outs,
+            fold,
+            gates,
+        )
+        compressed, selected, sliding = (query.new_empty(0) for _ in range(3))
+        return (
+            out,
+            blocks,
+            compressed,
+            compressed_lse,
+            selected,
+            selected_lse,
+            sliding,
+            sliding_lse,
+            index,
+        )
     selected, selected_lse = selected_forward.forward(
-        _plan(q, key, value, blocks, sizes),
+        plan,
         q,
-        rows_contiguous(key),
-        rows_contiguous(value),
+        *selected_keys,
         blocks,
         scale,
         storage=index if differentiable else None,
@@ -219,7 +243,7 @@ def _forward(
         blocks,
         finished.compressed,
         compressed_lse,
-        selected,
+        selected if differentiable else query.new_empty(0),
         selected_lse.transpose(1, 2),
         finished.sliding,
         finished.sliding_lse,
@@ -256,7 +280,7 @@ def _(
         blocks,
         query.new_empty(branch if differentiable else 0),
         lse(batch, heads, tokens),
-        query.new_empty(branch),
+        query.new_empty(branch if differentiable else 0),
         lse(*branch[:3]),
         query.new_empty(branch if differentiable else 0),
         lse(*branch[:3]),

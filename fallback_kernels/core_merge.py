@@ -212,6 +212,25 @@ def _gate(gates, c: tl.constexpr, b, h, s, stride_b, stride_h, stride_s, stride_
     return tl.load(gates + place, mask=there, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def load_compressed(
+    x0, x1, x2, x3, batch, token, head, there, query_heads,
+    rows, first1, first2, first3, reach,
+    STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows (token, head) of the compressed branch, from the parts of its fold; 0 where it is."""
+    part, residue, width, part_rows, row = part_place(
+        token, rows, first1, first2, first3, reach, STRIDE
+    )
+    line = ((batch * part_rows + row) * width + residue) * query_heads + head
+    column = tl.arange(0, VALUE_COLUMNS)
+    pointer = (of_part(part, x0, x1, x2, x3) + line * VALUE_DIM)[:, None] + column[None, :]
+    # The choice of a pointer hides that rows start at multiples of 16 bytes.
+    pointer = tl.multiple_of(pointer, (1, 16))
+    seen = (there & (token >= reach))[:, None] & (column < VALUE_DIM)[None, :]
+    return tl.load(pointer, mask=seen, other=0.0)
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "window", "rows", "first1", "first2", "first3", "reach"]
 )
@@ -264,16 +283,10 @@ def _finish_kernel(
     branch = load_rows(selected_ptr, line * VALUE_DIM, there, VALUE_DIM, VALUE_COLUMNS)
     acc += branch.to(tl.float32) * gate[:, None]
 
-    part, residue, width, part_rows, row = part_place(
-        token, rows, first1, first2, first3, reach, STRIDE
-    )
-    part_line = ((batch * part_rows + row) * width + residue) * query_heads + head + member
-    column = tl.arange(0, VALUE_COLUMNS)
-    pointer = (of_part(part, x0, x1, x2, x3) + part_line * VALUE_DIM)[:, None] + column[None, :]
-    # The choice of a pointer hides that rows start at multiples of 16 bytes.
-    pointer = tl.multiple_of(pointer, (1, 16))
-    seen = (there & (token >= reach))[:, None] & (column < VALUE_DIM)[None, :]
-    branch = tl.load(pointer, mask=seen, other=0.0)
+    branch = load_compressed(
+        x0, x1, x2, x3, batch, token, head + member, there, query_heads,
+        rows, first1, first2, first3, reach, STRIDE, VALUE_DIM, VALUE_COLUMNS,
+    )  # fmt: skip
     if SAVE:
         store_rows(compressed_ptr, line * VALUE_DIM, there, branch, VALUE_DIM, VALUE_COLUMNS)
     gate = tl.load(gate_ptr, mask=there, other=0.0).to(tl.float32)

@@ -9,6 +9,8 @@ Free choices lie wholly before the query's own block: no causal mask, no partial
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -125,17 +127,64 @@ def partial_kernel(
         q = next_q
 
 
-def _launch_partial(
+class Selection(NamedTuple):
+    """What the launches of one forward share; tensors as `forward` takes them."""
+
+    plan: SelectedPlan
+    lists: SelectedIndex
+    unions: UnionLists
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+
+
+def prepare(
     plan: SelectedPlan,
-    window: Window,
-    index: SelectedIndex,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
+    blocks: Tensor,
     scale: float,
+    *,
+    storage: Tensor | None,
+) -> Selection:
+    """Index of the lists and unions of the tiles; arguments as of `forward`."""
+    unions = build_unions(plan, blocks)
+    every = storage is not None
+    index = build_index(
+        plan, blocks, plan.chunk_tokens, unions=unions, every=every, storage=storage
+    )
+    return Selection(plan, index, unions, query, key, value, scale)
+
+
+def partial_results(selection: Selection) -> Iterator[tuple[Window, Tensor, Tensor]]:
+    """Window by window, the outputs of its free choices and their base-2 log-sum-exps.
+
+    The tensors are the same for all windows: work on one has to be launched before the next is
+    asked for.
+    """
+    plan, query = selection.plan, selection.query
+    partial = torch.empty(
+        (plan.partial_rows, plan.value_dim), dtype=query.dtype, device=query.device
+    )
+    partial_lse = torch.empty(plan.partial_rows, dtype=torch.float32, device=query.device)
+    for window in plan.windows(plan.chunk_tokens):
+        if window.max_items:
+            _launch_partial(selection, window, partial, partial_lse)
+        yield window, partial, partial_lse
+
+
+def attend_tiles_with_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
+    """Write `out` and `lse` of the tiles that have a union."""
+    plan, index, unions, query, key, value, scale = selection
+    attend_unions(plan, unions, index.summary, query, key, value, out, lse, scale * LOG2E)
+
+
+def _launch_partial(
+    selection: Selection, window: Window, partial: Tensor, partial_lse: Tensor
 ) -> None:
+    plan, index, _, query, key, value, scale = selection
     partial_kernel[(window.max_items,)](
         query,
         key,
@@ -164,19 +213,14 @@ def _launch_partial(
 
 
 def _launch_merge(
-    plan: SelectedPlan,
+    selection: Selection,
     window: Window,
-    index: SelectedIndex,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     partial: Tensor,
     partial_lse: Tensor,
-    unions: UnionLists,
     out: Tensor,
     lse: Tensor,
-    scale: float,
 ) -> None:
+    plan, index, unions, query, key, value, scale = selection
     grid = (plan.window_tokens // plan.merge_tokens, window.num_heads)
     merge_kernel[grid](
         query,
@@ -235,20 +279,10 @@ def forward(
         storage: int32 (`index_words`,) that receives the index for the backward; without one,
             entries are listed only where the forward reads them.
     """
-    chunk = plan.chunk_tokens
-    unions = build_unions(plan, blocks)
-    every = storage is not None
-    index = build_index(plan, blocks, chunk, unions=unions, every=every, storage=storage)
+    selection = prepare(plan, query, key, value, blocks, scale, storage=storage)
     out = empty_natural(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_natural(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
-    partial = torch.empty(
-        (plan.partial_rows, plan.value_dim), dtype=query.dtype, device=query.device
-    )
-    partial_lse = torch.empty(plan.partial_rows, dtype=torch.float32, device=query.device)
-    for window in plan.windows(chunk):
-        inputs = (plan, window, index, query, key, value, partial, partial_lse)
-        if window.max_items:
-            _launch_partial(*inputs, scale)
-        _launch_merge(*inputs, unions, out, lse, scale)
-    attend_unions(plan, unions, index.summary, query, key, value, out, lse, scale * LOG2E)
+    for window, partial, partial_lse in partial_results(selection):
+        _launch_merge(selection, window, partial, partial_lse, out, lse)
+    attend_tiles_with_unions(selection, out, lse)
     return out, lse

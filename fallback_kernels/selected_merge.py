@@ -103,6 +103,64 @@ def attend_candidates(
     return top, total, out
 
 
+@triton.jit
+def join_partials(
+    top, total, partial_lse_ptr, place, free, GROUP: tl.constexpr, SLOT_COLUMNS: tl.constexpr
+):
+    """Base-2 log-sum-exp of rows over dense candidates and `free` partial results.
+
+    And what the candidates' unscaled output, with its `top` and `total`, is to be multiplied by.
+    """
+    slot = tl.arange(0, SLOT_COLUMNS)
+    partial_lse = tl.load(
+        partial_lse_ptr + place[:, None] + slot[None, :] * GROUP,
+        mask=slot[None, :] < free[:, None],
+        other=float("-inf"),
+    )
+    new_top = tl.maximum(top, tl.max(partial_lse, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(tl.exp2(partial_lse - shift[:, None]), 1)
+    empty = total == 0.0
+    lse_log2 = tl.where(empty, float("-inf"), shift + tl.log2(total))
+    return lse_log2, tl.where(empty, 0.0, decay / total)
+
+
+@triton.jit
+def add_partials(
+    out,
+    gate,
+    lse_log2,
+    partial_ptr,
+    partial_lse_ptr,
+    place,
+    free,
+    GROUP: tl.constexpr,
+    WIDE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`out` plus the partial results of free choices by their probability, times `gate` if any."""
+    for s in tl.range(0, tl.max(free, 0), num_stages=STAGES):
+        slot_ok = s < free
+        lse_s = tl.load(partial_lse_ptr + place + s * GROUP, mask=slot_ok, other=float("-inf"))
+        weight = tl.where(slot_ok, tl.exp2(lse_s - lse_log2), 0.0)
+        if gate is not None:
+            weight *= gate
+        part = load_some_rows(
+            partial_ptr,
+            place + s * GROUP,
+            slot_ok,
+            WIDE,
+            VALUE_DIM,
+            VALUE_COLUMNS,
+            True,
+        )
+        out += part.to(tl.float32) * weight[:, None]
+    return out
+
+
 @triton.jit(do_not_specialize=["first_head", "first_tile", "window_start"])
 def merge_kernel(
     query_ptr,
@@ -199,33 +257,21 @@ def merge_kernel(
     )
 
     free = summary >> 24
-    slot = tl.arange(0, SLOT_COLUMNS)
-    partial_lse = tl.load(
-        partial_lse_ptr + place[:, None] + slot[None, :] * GROUP,
-        mask=slot[None, :] < free[:, None],
-        other=float("-inf"),
+    lse_log2, share = join_partials(top, total, partial_lse_ptr, place, free, GROUP, SLOT_COLUMNS)
+    out = add_partials(
+        out * share[:, None],
+        None,
+        lse_log2,
+        partial_ptr,
+        partial_lse_ptr,
+        place,
+        free,
+        GROUP,
+        WIDE,
+        VALUE_DIM,
+        VALUE_COLUMNS,
+        STAGES,
     )
-    new_top = tl.maximum(top, tl.max(partial_lse, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    decay = tl.exp2(top - shift)
-    total = total * decay + tl.sum(tl.exp2(partial_lse - shift[:, None]), 1)
-    empty = total == 0.0
-    lse_log2 = tl.where(empty, float("-inf"), shift + tl.log2(total))
-    out *= tl.where(empty, 0.0, decay / total)[:, None]
-    for s in tl.range(0, tl.max(free, 0), num_stages=STAGES):
-        slot_ok = s < free
-        lse_s = tl.load(partial_lse_ptr + place + s * GROUP, mask=slot_ok, other=float("-inf"))
-        weight = tl.where(slot_ok, tl.exp2(lse_s - lse_log2), 0.0)
-        part = load_some_rows(
-            partial_ptr,
-            place + s * GROUP,
-            slot_ok,
-            WIDE,
-            VALUE_DIM,
-            VALUE_COLUMNS,
-            True,
-        )
-        out += part.to(tl.float32) * weight[:, None]
 
     store_rows(out_ptr, line, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
     LN2: tl.constexpr = 0.6931471805599453

@@ -155,7 +155,7 @@ def descriptor(tensor: Tensor, tokens: int) -> TensorDescriptor | None:
     None where that engine is missing or cannot step by the tensor's strides: bytes in multiples
     of 16, none zero. The kernel then computes addresses.
     """
-    if not _has_copy_engine(tensor.device):
+    if not has_copy_engine(tensor.device):
         return None
     width, element = tensor.shape[3], tensor.element_size()
     # The stride of a dimension of one element is never stepped by, yet it is checked.
@@ -179,10 +179,10 @@ def empty_numbers(like: Tensor, tokens: int) -> Tensor:
 
 def number_descriptor(numbers: Tensor, tokens: int) -> TensorDescriptor | None:
     """Pieces (1, 1, tokens) of what `empty_numbers` made; None without the copy engine."""
-    if not _has_copy_engine(numbers.device):
+    if not has_copy_engine(numbers.device):
         return None
     return TensorDescriptor(numbers, list(numbers.shape), list(numbers.stride()), [1, 1, tokens])
 
 
-def _has_copy_engine(device: torch.device) -> bool:
+def has_copy_engine(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
