@@ -469,7 +469,7 @@ def test_committed_page_is_what_the_example_gives() -> None:
         assert text in page
 
 
-@pytest.mark.parametrize("name", ["function", "layer"])
+@pytest.mark.parametrize("name", ["function", "layer", "model"])
 def test_committed_audits_of_an_h200_are_clean_and_in_the_docs(name: str) -> None:
     root = Path(__file__).parents[1]
     report = json.loads((root / "bench" / "results" / f"audit_{name}_h200.json").read_text())
