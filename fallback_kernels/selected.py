@@ -61,7 +61,7 @@ def selected_attention(
         scale: factor of the logits, positive.
         query_offset: position of query 0; `query_offset + Sq` must not exceed Sk.
         deterministic: no float atomics in the backward, so that equal inputs give equal bits,
-            at 1.4 to 3 times its time (H200, 64/4 to 16/16 heads); by default what
+            at 2.6 to 5 times its time (H200, 16/16 to 64/4 heads); by default what
             `torch.are_deterministic_algorithms_enabled()` says. The forward always is.
 
     Returns:
