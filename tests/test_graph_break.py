@@ -2,7 +2,7 @@
 
 Every path runs under the detectors of `nsa_flex.hot_path` eagerly, on the meta device, and
 compiled with `fullgraph=True`, forward and backward. test_hot_path.py proves that they fire. Code
-is generated, on CUDA, for what users run: `auto`, plain rows, a static cache.
+is generated, on CUDA, for `auto`, and wherever FlexAttention is, which waits without it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_attention_over_whole_sequences(device, backend, trains, return_aux):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="gives no log-sum-exp"):
             compiled(step)(*inputs)
         return
-    meta, generate = has_meta_kernels(backend), backend == "auto"
+    meta, generate = has_meta_kernels(backend), backend in ("auto", "flex")
     assert_clean(step, *inputs, device=device, meta=meta, generate=generate)
 
 
@@ -153,7 +153,7 @@ def test_attention_against_a_longer_past(device, backend, trains, num_queries):
             *inputs,
             device=device,
             meta=has_meta_kernels(backend),
-            generate=backend == "auto",
+            generate=backend in ("auto", "flex"),
         )
 
 
@@ -183,7 +183,7 @@ def test_attention_of_documents_and_separate_keys(device, backend, trains):
         *inputs,
         device=device,
         meta=has_meta_kernels(backend),
-        generate=backend == "auto",
+        generate=backend in ("auto", "flex"),
     )
 
 
@@ -207,8 +207,8 @@ def test_module_trains(call, device):
     module = layer(device)
     x = random(device, 1, 100, module.hidden_size)
     named = {name: torch.tensor(v, device=device) for name, v in MODULE_CALLS[call].items()}
-    step, plain = ForwardBackward(lambda x: module(x, **named)), not named
-    assert_clean(step, x, device=device, meta=plain, generate=plain)
+    step, generate = ForwardBackward(lambda x: module(x, **named)), call != "padded"
+    assert_clean(step, x, device=device, meta=not named, generate=generate)
     assert find_value_reads(lambda x, **named: module(x, **named), x, **named) == []
 
 
@@ -272,7 +272,7 @@ def test_patched_llama_trains(call, device, llama):
         return forward(input_ids, **dict(zip(names, values, strict=True)))
 
     ids = token_ids(device, 100)
-    generate = call == "plain"
+    generate = call != "padded"
     assert_clean(ForwardBackward(step), ids, *names.values(), device=device, generate=generate)
 
 
