@@ -56,7 +56,7 @@ def differentiate(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> No
 
 
 def core() -> None:
-    """The whole function as `auto` runs it."""
+    """The whole function as `auto` runs it, with and without a backward."""
     shapes: tuple[Shape, ...] = (
         (1, 16, 1, 300, 128, torch.bfloat16),
         (2, 6, 2, 141, 64, torch.float16),
@@ -71,6 +71,8 @@ def core() -> None:
             out = nsa_attention(q, k, v, ck, cv, gates, config=PAPER)
             assert isinstance(out, Tensor)
             differentiate((out,), (q, k, v, gates))
+        with torch.no_grad():
+            nsa_attention(q, k, v, ck, cv, gates, config=PAPER)
     torch.use_deterministic_algorithms(False)
 
 
