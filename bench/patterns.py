@@ -4,7 +4,8 @@
 * `overlap`: a query is a moving average of normal noise over a width of tokens, which is searched
   until neighbours share 88 to 92 % of their blocks. Keys stay independent.
 * `trained`: the choices of one layer of the demo's model on held-out text, recorded by
-  `record_choices`, for the selected branch alone.
+  `record_choices`, for the selected branch alone; one model for each group size G, whose heads
+  choose together.
 """
 
 from __future__ import annotations
@@ -107,18 +108,28 @@ def overlapping_queries(case: Case, key: Tensor) -> Tensor:
     return smooth_noise(shape, low, key.device).to(key.dtype).transpose(1, 2)
 
 
-RECORDED = Path(__file__).parent / "results" / "choices_demo.npz"
+RESULTS = Path(__file__).parent / "results"
+
+
+def recorded_file(group_size: int) -> Path:
+    """Where choices of G query heads a KV head are kept.
+
+    >>> recorded_file(4).name
+    'choices_demo_g4.npz'
+    """
+    return RESULTS / f"choices_demo_g{group_size}.npz"
 
 
 def recorded_choices(case: Case, device: torch.device) -> Tensor:
-    """int32 (B, Hkv, S, n): recorded KV heads in turn, the first S queries.
+    """int32 (B, Hkv, S, n): recorded KV heads of the case's G in turn, the first S queries.
 
     Raises:
-        Skip: nothing was recorded for this length, block size or n; a wheel holds no rows at all.
+        Skip: nothing was recorded for this G, length, block size or n; a wheel holds no rows.
     """
-    if not RECORDED.exists():
-        raise Skip(f"the choices of a trained model are not there: {RECORDED}")
-    with np.load(RECORDED) as file:
+    recorded = recorded_file(case.group_size)
+    if not recorded.exists():
+        raise Skip(f"the choices of a trained model are not there: {recorded}")
+    with np.load(recorded) as file:
         table, block_size = file["blocks"], int(file["block_size"])  # [heads, S, n]
     heads, length, slots = table.shape
     config = case.config

@@ -1,10 +1,12 @@
 """Trains the demo's Llama on long rows and records what one of its layers chooses.
 
-    python -m nsa_flex.bench.record_choices bench/results/choices_demo.npz
+    python -m nsa_flex.bench.record_choices --kv-heads 4
 
-A row is a whole 16k tokens of Python's standard library, so that there are 256 blocks to choose
-16 from. What is kept is the choice of two KV heads of a middle layer on held-out text, as it is;
-the JSON beside it tells the loss and how much the choices of neighbours overlap in every layer.
+writes bench/results/choices_demo_g4.npz: 16 query heads, G = 4 of them on a KV head. A row is a
+whole 16k tokens of Python's standard library, so that there are 256 blocks to choose 16 from.
+What is kept is the choice of two KV heads (of the one, if there is one) of a middle layer on
+held-out text, as it is; the JSON beside it tells the loss and how much the choices of neighbours
+overlap in every layer.
 Needs a CUDA device and transformers.
 """
 
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.bench import machine
-from nsa_flex.bench.patterns import RECORDED, neighbour_overlap
+from nsa_flex.bench.patterns import neighbour_overlap, recorded_file
 from nsa_flex.cli.demo_model import GPU, Size, build_models, num_parameters
 from nsa_flex.cli.demo_text import even_windows, random_windows, read_corpus
 from nsa_flex.cli.demo_training import Trainee, train
@@ -83,7 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, nargs="?", default=RECORDED)
+    parser.add_argument("--out", type=Path, help="default: where the benchmark looks for it")
+    parser.add_argument("--kv-heads", type=int, default=GPU.num_kv_heads)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seq-len", type=int, default=16384)
     parser.add_argument("--seed", type=int, default=0)
@@ -91,6 +94,7 @@ def main() -> None:
     device = torch.device("cuda")
     size = dataclasses.replace(
         GPU,
+        num_kv_heads=arguments.kv_heads,
         steps=arguments.steps,
         seq_len=arguments.seq_len,
         batch_size=1,
@@ -101,8 +105,9 @@ def main() -> None:
     tables = choices(trainee, held_out[:1])
     middle = len(tables) // 2
     kept = tables[middle][0, :KEPT_HEADS].to(torch.int16).cpu().numpy()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(arguments.out, blocks=kept, block_size=size.config.select_block_size)
+    out = arguments.out or recorded_file(size.num_query_heads // size.num_kv_heads)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out, blocks=kept, block_size=size.config.select_block_size)
     report = {
         "model": f"Llama, {num_parameters(trainee.model):,} parameters, {size.num_layers} layers",
         "heads": f"{size.num_query_heads}/{size.num_kv_heads}",
@@ -116,7 +121,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - start, 1),
         **machine.describe(device),
     }
-    arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+    out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
 
 

@@ -217,14 +217,16 @@ def test_smooth_noise_has_variance_one():
 
 def test_recorded_choices_are_taken_head_by_head(tmp_path, monkeypatch):
     recorded = np.arange(2 * 16 * 4).reshape(2, 16, 4)
-    np.savez(tmp_path / "table.npz", blocks=recorded.astype(np.int16), block_size=8)
-    monkeypatch.setattr(patterns, "RECORDED", tmp_path / "table.npz")
+    monkeypatch.setattr(patterns, "RESULTS", tmp_path)
+    np.savez(patterns.recorded_file(2), blocks=recorded.astype(np.int16), block_size=8)
     case = small_case("selected", "dense", query_heads=6, kv_heads=3, seq_len=12)
     blocks = patterns.recorded_choices(case, CPU)
     assert blocks.dtype == torch.int32
     np.testing.assert_array_equal(blocks[0].numpy(), recorded[[0, 1, 0], :12])
     with pytest.raises(Skip, match="recorded for 16 tokens only"):
         patterns.recorded_choices(dataclasses.replace(case, seq_len=17), CPU)
+    with pytest.raises(Skip, match="not there: .*choices_demo_g6.npz"):
+        patterns.recorded_choices(dataclasses.replace(case, kv_heads=1), CPU)
 
 
 # Formulas.
