@@ -225,7 +225,7 @@ def test_recorded_choices_are_taken_head_by_head(tmp_path, monkeypatch):
     np.testing.assert_array_equal(blocks[0].numpy(), recorded[[0, 1, 0], :12])
     with pytest.raises(Skip, match="recorded for 16 tokens only"):
         patterns.recorded_choices(dataclasses.replace(case, seq_len=17), CPU)
-    with pytest.raises(Skip, match="not there: .*choices_demo_g6.npz"):
+    with pytest.raises(Skip, match=r"not there: .*choices_demo_g6\.npz"):
         patterns.recorded_choices(dataclasses.replace(case, kv_heads=1), CPU)
 
 
