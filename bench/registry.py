@@ -173,12 +173,8 @@ def compression() -> list[Case]:
 
 
 def full() -> list[AnyCase]:
-    """Everything: all implementations, 1k to 256k tokens, G of 1 to 16, three head dims."""
-    lengths = tuple(KI << shift for shift in range(9))
-    every = ("nsa", "nsa-eager", "nsa-flex", *DENSE)
-    cases: list[AnyCase] = [*grid("core", every, GROUPS, lengths)]
-    cases += grid("core", every, ((32, 8),), (8 * KI, 64 * KI), dims=DIMS)
-    cases += [*headline(), *shapes(), *branches(), *branches(GROUPS)]
+    """Everything that the docs show: the cases of all the others on CUDA, each once."""
+    cases: list[AnyCase] = [*headline(), *sweep(), *shapes(), *branches()]
     return [*cases, *eager(), *overlap(), *compression(), *models(), *compiling()]
 
 

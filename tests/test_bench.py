@@ -24,7 +24,7 @@ from nsa_flex.bench.compare import compare
 from nsa_flex.bench.gate import GateError, check
 from nsa_flex.bench.models import ModelCase, Trainee
 from nsa_flex.bench.parts import compression_by_definition
-from nsa_flex.bench.registry import TARGETS, preset
+from nsa_flex.bench.registry import PRESETS, TARGETS, preset
 from nsa_flex.bench.rows import Notebook, read_rows, write_rows
 from nsa_flex.bench.targets import Task
 from nsa_flex.bench.timing import measure
@@ -423,8 +423,11 @@ def test_headline_covers_what_must_be_shown():
                 assert {(heads, length, implementation, t) for t in (False, True)} <= shapes
 
 
-def test_full_sweeps_groups_dims_and_lengths():
-    cases = [case for case in preset("full") if isinstance(case, Case) and case.target == "core"]
+def test_full_has_all_groups_dims_lengths_and_presets():
+    every = set(preset("full"))
+    for name in set(PRESETS) - {"smoke", "quick"}:
+        assert set(preset(name)) <= every
+    cases = [case for case in every if isinstance(case, Case) and case.target == "core"]
     assert {case.group_size for case in cases} == {1, 4, 8, 16}
     assert {(64, 64), (128, 128), (192, 128)} == {(c.head_dim, c.value_dim) for c in cases}
     assert max(case.seq_len for case in cases) == 256 * 1024
