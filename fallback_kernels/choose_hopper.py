@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
+from nsa_flex.fallback_kernels.hopper import compiles_gluon, runs_gluon
 from nsa_flex.fallback_kernels.selected_plan import strides
 
-TRITON_VERSIONS = ("3.6.", "3.7.")  # Gluon is experimental: others may spell it differently
-CAPABILITY = (9, 0)
 HEAD_DIM = 128
 MEMBERS = (1, 4)  # heads of a group, rounded up: what registers were found to suffice for
 RESIDUES = 4  # l'/d
 
-available = triton.__version__.startswith(TRITON_VERSIONS) and not triton.knobs.runtime.interpret
-if available:
+if compiles_gluon:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 
@@ -35,12 +32,11 @@ def takes(query: Tensor, key_tiles: TensorDescriptor | None, **constants: int) -
         key_tiles: the keys for tensor copies; None where some would have to be masked.
         constants: COMPRESS, STRIDE and SELECT.
     """
-    if not available or key_tiles is None or not query.is_cuda:
+    if key_tiles is None or not runs_gluon(query.device):
         return False
     group = query.shape[1] // key_tiles.shape[1]
     return (
-        torch.cuda.get_device_capability(query.device) == CAPABILITY
-        and query.dtype in (torch.float16, torch.bfloat16)
+        query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[3] == HEAD_DIM
         and 1 << (group - 1).bit_length() in MEMBERS
         and constants["SELECT"] == RESIDUES * constants["STRIDE"]

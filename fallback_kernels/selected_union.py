@@ -9,7 +9,6 @@ entries at the end of the lists, where the forward's list kernel does not look.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_flex.fallback_kernels.hopper import runs_gluon
 from nsa_flex.fallback_kernels.selected_merge import attend_candidates, merge_rows_of
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded, strides
 from nsa_flex.fallback_kernels.selected_tiles import (
@@ -27,8 +27,6 @@ from nsa_flex.fallback_kernels.selected_tiles import (
     split_choices,
     store_rows,
 )
-
-GLUON_VERSIONS = ("3.6.", "3.7.")
 
 
 class UnionLists(NamedTuple):
@@ -305,7 +303,7 @@ def attend_unions(
 ) -> None:
     """Write `out` and `lse` of the tiles that have a union, forced candidates included."""
     copied = all(by_copy_engine(x) for x in (key, value))
-    if copied and plan.union_registers and plan.merge_rows == 64 and _runs_gluon(query.device):
+    if copied and plan.union_registers and plan.merge_rows == 64 and runs_gluon(query.device):
         # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
         from nsa_flex.fallback_kernels.selected_walk import walk
 
@@ -350,14 +348,3 @@ def by_copy_engine(x: Tensor) -> bool:
 def _tiles(plan: SelectedPlan, x: Tensor) -> TensorDescriptor:
     """Descriptor of keys or values (B, Hkv, Sk, D) by blocks."""
     return TensorDescriptor.from_tensor(x, [1, 1, plan.block_size, padded(x.shape[3])])
-
-
-@lru_cache
-def _runs_gluon(device: torch.device) -> bool:
-    """Whether the walk written for Hopper runs there.
-
-    Gluon is experimental: only versions that the walk was compiled with count.
-    """
-    if device.type != "cuda" or not triton.__version__.startswith(GLUON_VERSIONS):
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
