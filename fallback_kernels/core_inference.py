@@ -27,7 +27,7 @@ from nsa_flex.fallback_kernels.selected_forward import (
 )
 from nsa_flex.fallback_kernels.selected_merge import add_partials, join_partials
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, Window, padded, strides
-from nsa_flex.fallback_kernels.sliding_forward import attend
+from nsa_flex.fallback_kernels.sliding_forward import add_values, attend
 from nsa_flex.fallback_kernels.sliding_plan import (
     LOG2E,
     SPARE_BYTES,
@@ -35,8 +35,9 @@ from nsa_flex.fallback_kernels.sliding_plan import (
     has_copy_engine,
 )
 from nsa_flex.fallback_kernels.sliding_tiles import (
+    HeadRows,
+    load_keys,
     load_rows,
-    load_tile,
     row_places,
     rows_of_queries,
     store_rows,
@@ -163,9 +164,7 @@ def _launch(
 
 @triton.jit
 def attend_first_blocks(
-    q, summary, top, total, out, key_ptr, value_ptr, key_tiles, value_tiles, b, h,
-    key_stride_b, key_stride_h, key_stride_s, value_stride_b, value_stride_h, value_stride_s,
-    num_tokens, scale_log2, zero,
+    q, keys, values, summary, scale_log2, zero, acc, top, total,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
@@ -175,23 +174,13 @@ def attend_first_blocks(
         chosen = ((summary >> (LOCAL + block)) & 1) != 0
         if tl.max(chosen.to(tl.int32), 0) > 0:
             start = zero + block * BLOCK_SIZE
-            k = load_tile(
-                key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s,
-                start, num_tokens, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS,
-            )  # fmt: skip
-            v = load_tile(
-                value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s,
-                start, num_tokens, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS,
-            )  # fmt: skip
+            k, v = load_keys(
+                keys, values, start, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
+            )
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = tl.where(chosen[:, None], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-            p = tl.exp2(scores * scale_log2 - higher[:, None])
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.sum(p, 1)
-            out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-            top = higher
-    return top, total, out
+            acc, top, total = add_values(scores, v, scale_log2, acc, top, total, PRECISION)
+    return acc, top, total
 
 
 @triton.jit(
@@ -229,6 +218,10 @@ def inference_kernel(
     query_heads = kv_heads * GROUP
     line = row_places(token, member, 1, query_heads) + batch * num_tokens * query_heads + head
     q = load_rows(query_ptr, line * HEAD_DIM, there, HEAD_DIM, HEAD_COLUMNS)
+    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    values = HeadRows(
+        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+    )
 
     # From the own block to the left, as far as all rows chose the blocks, and on to the end of
     # the window. Only the own block and those at that end have keys that some row does not see.
@@ -240,30 +233,19 @@ def inference_kernel(
     chosen = tl.minimum(LOCAL, own + 1)
     for i in tl.range(0, chosen, num_stages=STAGES):
         start = (own - i) * BLOCK_SIZE
-        k = load_tile(
-            key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s,
-            start, num_tokens, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS,
-        )  # fmt: skip
-        v = load_tile(
-            value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s,
-            start, num_tokens, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS,
-        )  # fmt: skip
+        k, v = load_keys(
+            keys, values, start, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
+        )
         acc, top, total = attend(
-            q, k, v, token, start, window, scale_log2, acc, top, total,
-            i == 0, PRECISION,
-        )  # fmt: skip
+            q, k, v, token, start, window, scale_log2, acc, top, total, i == 0, PRECISION
+        )
     kept = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     kept_lse = top + tl.log2(total)
     for i in tl.range(chosen, last + 1, num_stages=STAGES):
         start = (own - i) * BLOCK_SIZE
-        k = load_tile(
-            key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s,
-            start, num_tokens, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS,
-        )  # fmt: skip
-        v = load_tile(
-            value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s,
-            start, num_tokens, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS,
-        )  # fmt: skip
+        k, v = load_keys(
+            keys, values, start, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
+        )
         acc, top, total = attend(
             q, k, v, token, start, window, scale_log2, acc, top, total,
             start + window < first + TOKENS, PRECISION,
@@ -289,13 +271,11 @@ def inference_kernel(
     else:
         summary_ptr += (batch * kv_heads + h) * num_tokens
         summary = tl.load(summary_ptr + token, mask=there, other=0)
-        top, total, out = attend_first_blocks(
-            q, summary, kept_lse, tl.full([ROWS], 1.0, tl.float32), kept.to(tl.float32),
-            key_ptr, value_ptr, key_tiles, value_tiles, b, h,
-            key_stride_b, key_stride_h, key_stride_s,
-            value_stride_b, value_stride_h, value_stride_s,
-            num_tokens, scale_log2, own * 0, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS,
-            VALUE_DIM, VALUE_COLUMNS, PRECISION, INITIAL, LOCAL,
+        out, top, total = attend_first_blocks(
+            q, keys, values, summary, scale_log2, own * 0,
+            kept.to(tl.float32), kept_lse, tl.full([ROWS], 1.0, tl.float32),
+            BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+            PRECISION, INITIAL, LOCAL,
         )  # fmt: skip
         free = summary >> 24
         place = (within * window_tokens + token - window_start) * NUM_SLOTS * GROUP + member

@@ -19,6 +19,7 @@ from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
 from nsa_flex.fallback_kernels.sliding_forward import attend_window
 from nsa_flex.fallback_kernels.sliding_plan import LOG2E, SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding_tiles import (
+    HeadRows,
     load_rows,
     place_of_queries,
     row_places,
@@ -260,10 +261,12 @@ def _finish_kernel(
         query_ptr, row_places(token, member, query_stride_h, query_stride_s),
         there, HEAD_DIM, HEAD_COLUMNS,
     )  # fmt: skip
+    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    values = HeadRows(
+        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+    )
     acc, top, total = attend_window(
-        q, key_ptr, value_ptr, key_tiles, value_tiles, b, h, first, token,
-        key_stride_b, key_stride_h, key_stride_s, value_stride_b, value_stride_h, value_stride_s,
-        num_tokens, window, scale_log2,
+        q, keys, values, first, token, window, scale_log2,
         TOKENS, ROWS, KEYS, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
         PRECISION, STAGES,
     )  # fmt: skip

@@ -29,6 +29,8 @@ from nsa_flex.fallback_kernels.sliding_plan import (
     number_descriptor,
 )
 from nsa_flex.fallback_kernels.sliding_tiles import (
+    HeadRows,
+    load_keys,
     load_numbers,
     load_rows,
     load_tile,
@@ -106,20 +108,19 @@ def query_gradient_kernel(
         delta_ptr + row * delta_stride_b + head * delta_stride_h + place, mask=there, other=0.0
     )
 
+    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    values = HeadRows(
+        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+    )
     acc = tl.zeros([ROWS, HEAD_COLUMNS], tl.float32)
     end = first + TOKENS
     on_diagonal: tl.constexpr = (TOKENS + KEYS - 1) // KEYS
     whole = tl.maximum((end - tl.maximum(end - window, 0)) // KEYS, on_diagonal)
     for i in tl.range(0, whole, num_stages=STAGES):
         start = end - (i + 1) * KEYS
-        k = load_tile(
-            key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s,
-            start, num_tokens, KEYS, HEAD_DIM, HEAD_COLUMNS,
-        )  # fmt: skip
-        v = load_tile(
-            value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s,
-            start, num_tokens, KEYS, VALUE_DIM, VALUE_COLUMNS,
-        )  # fmt: skip
+        k, v = load_keys(
+            keys, values, start, KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
+        )
         acc = query_gradient_tile(
             q, grad_out, k, v, lse_log2, delta, token, start, window, scale_log2, acc,
             i < on_diagonal, PRECISION,
@@ -129,13 +130,9 @@ def query_gradient_kernel(
     rest = tl.maximum(end - tl.maximum(first - window + 1, 0), 0)
     for i in tl.range(0, (rest + EDGE_KEYS - 1) // EDGE_KEYS, num_stages=1):
         start = end - (i + 1) * EDGE_KEYS
-        edge_k = load_tile(
-            None, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s,
-            start, num_tokens, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS,
-        )  # fmt: skip
-        edge_v = load_tile(
-            None, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s,
-            start, num_tokens, EDGE_KEYS, VALUE_DIM, VALUE_COLUMNS,
+        edge_k, edge_v = load_keys(
+            keys, values, start, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+            BY_ADDRESS=True,
         )  # fmt: skip
         acc = query_gradient_tile(
             q, grad_out, edge_k, edge_v, lse_log2, delta, token, start, window, scale_log2, acc,
@@ -187,14 +184,11 @@ def key_gradient_kernel(
     h = program // tiles % kv_heads
     start = program % tiles * KEYS
     key = start + tl.arange(0, KEYS)
-    k = load_tile(
-        key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s,
-        start, num_tokens, KEYS, HEAD_DIM, HEAD_COLUMNS,
-    )  # fmt: skip
-    v = load_tile(
-        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s,
-        start, num_tokens, KEYS, VALUE_DIM, VALUE_COLUMNS,
-    )  # fmt: skip
+    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    values = HeadRows(
+        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+    )
+    k, v = load_keys(keys, values, start, KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS)
     grad_k = tl.zeros([KEYS, HEAD_COLUMNS], tl.float32)
     grad_v = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
 
@@ -203,15 +197,17 @@ def key_gradient_kernel(
     for i in tl.range(0, per_head * GROUP, num_stages=STAGES):
         head = h * GROUP + i // per_head
         first = start + i % per_head * ROWS
-        q = load_tile(
+        queries = HeadRows(
             query_tiles, query_ptr, b, head, query_stride_b, query_stride_h, query_stride_s,
-            first, num_tokens, ROWS, HEAD_DIM, HEAD_COLUMNS,
+            num_tokens,
         )  # fmt: skip
-        grad_out = load_tile(
+        grad_outs = HeadRows(
             grad_out_tiles, grad_out_ptr, b, head,
             grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
-            first, num_tokens, ROWS, VALUE_DIM, VALUE_COLUMNS,
+            num_tokens,
         )  # fmt: skip
+        q = load_tile(queries, first, ROWS, HEAD_DIM, HEAD_COLUMNS)
+        grad_out = load_tile(grad_outs, first, ROWS, VALUE_DIM, VALUE_COLUMNS)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
         lse = load_numbers(

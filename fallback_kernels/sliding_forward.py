@@ -14,8 +14,9 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.selected_plan import empty_natural, rows_contiguous, strides
 from nsa_flex.fallback_kernels.sliding_plan import LOG2E, SlidingPlan, Tiles, descriptor
 from nsa_flex.fallback_kernels.sliding_tiles import (
+    HeadRows,
+    load_keys,
     load_rows,
-    load_tile,
     place_of_queries,
     row_places,
     rows_of_queries,
@@ -35,6 +36,12 @@ def attend(
         key = start + tl.arange(0, k.shape[0])
         visible = seen(token[:, None], key[None, :], window)
         scores = tl.where(visible, scores, float("-inf"))
+    return add_values(scores, v, scale_log2, acc, top, total, PRECISION)
+
+
+@triton.jit
+def add_values(scores, v, scale_log2, acc, top, total, PRECISION: tl.constexpr):
+    """One tile of scores more, -inf where a key is not seen; `top` is finite."""
     higher = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - higher[:, None])
     shrink = tl.exp2(top - higher)
@@ -45,10 +52,7 @@ def attend(
 
 @triton.jit
 def attend_window(
-    q, key_ptr, value_ptr, key_tiles, value_tiles, b, h, first, token,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    num_tokens, window, scale_log2,
+    q, keys, values, first, token, window, scale_log2,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
@@ -68,35 +72,24 @@ def attend_window(
     whole = tl.maximum(whole, on_diagonal)
     for i in tl.range(0, whole, num_stages=STAGES):
         start = end - (i + 1) * KEYS
-        k = load_tile(
-            key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s,
-            start, num_tokens, KEYS, HEAD_DIM, HEAD_COLUMNS,
-        )  # fmt: skip
-        v = load_tile(
-            value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s,
-            start, num_tokens, KEYS, VALUE_DIM, VALUE_COLUMNS,
-        )  # fmt: skip
+        k, v = load_keys(
+            keys, values, start, KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
+        )
         acc, top, total = attend(
-            q, k, v, token, start, window, scale_log2, acc, top, total,
-            i < on_diagonal, PRECISION,
+            q, k, v, token, start, window, scale_log2, acc, top, total, i < on_diagonal, PRECISION,
         )  # fmt: skip
     end -= whole * KEYS
 
     rest = tl.maximum(end - tl.maximum(first - window + 1, 0), 0)
     for i in tl.range(0, (rest + EDGE_KEYS - 1) // EDGE_KEYS, num_stages=1):
         start = end - (i + 1) * EDGE_KEYS
-        edge_k = load_tile(
-            None, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s,
-            start, num_tokens, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS,
-        )  # fmt: skip
-        edge_v = load_tile(
-            None, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s,
-            start, num_tokens, EDGE_KEYS, VALUE_DIM, VALUE_COLUMNS,
+        edge_k, edge_v = load_keys(
+            keys, values, start, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+            BY_ADDRESS=True,
         )  # fmt: skip
         acc, top, total = attend(
-            q, edge_k, edge_v, token, start, window, scale_log2, acc, top, total,
-            True, PRECISION,
-        )  # fmt: skip
+            q, edge_k, edge_v, token, start, window, scale_log2, acc, top, total, True, PRECISION
+        )
     return acc, top, total
 
 
@@ -120,10 +113,12 @@ def forward_kernel(
     query_ptr += b.to(tl.int64) * query_stride_b + (h * GROUP).to(tl.int64) * query_stride_h
     place = row_places(token, member, query_stride_h, query_stride_s)
     q = load_rows(query_ptr, place, there, HEAD_DIM, HEAD_COLUMNS)
+    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    values = HeadRows(
+        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+    )
     acc, top, total = attend_window(
-        q, key_ptr, value_ptr, key_tiles, value_tiles, b, h, first, token,
-        key_stride_b, key_stride_h, key_stride_s, value_stride_b, value_stride_h, value_stride_s,
-        num_tokens, window, scale_log2,
+        q, keys, values, first, token, window, scale_log2,
         TOKENS, ROWS, KEYS, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
         PRECISION, STAGES,
     )  # fmt: skip

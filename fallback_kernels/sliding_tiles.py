@@ -7,8 +7,23 @@ w + TOKENS of them instead of w plus the rows.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class HeadRows(NamedTuple):
+    """The tokens of one head of a (B, H, S, D) tensor, inside a kernel: what `load_tile` reads."""
+
+    tiles: Any  # a tensor descriptor, or None to go by `ptr`
+    ptr: Any
+    b: Any
+    h: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    num_tokens: Any
 
 
 @triton.jit
@@ -70,26 +85,38 @@ def store_rows(ptr, place, there, tile, WIDTH: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def load_tile(
-    tiles, ptr, b, h, stride_b, stride_h, stride_s, first, num_tokens,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, first, TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_ADDRESS: tl.constexpr = False,
 ):  # fmt: skip
-    """Tokens [first, first + TOKENS) of head `h` (TOKENS, COLUMNS); 0 where there is none.
+    """Tokens [first, first + TOKENS) of `HeadRows`, (TOKENS, COLUMNS); 0 where there is none.
 
-    `tiles` is a tensor descriptor of such tiles, or None to go by `ptr`.
+    BY_ADDRESS: without the descriptor, whose tiles have another number of tokens.
     """
-    if tiles is not None:
-        tile = tiles.load([b, h, first, 0]).reshape(TOKENS, COLUMNS)
+    if rows.tiles is not None and not BY_ADDRESS:
+        tile = rows.tiles.load([rows.b, rows.h, first, 0]).reshape(TOKENS, COLUMNS)
     else:
         token = tl.arange(0, TOKENS)
         column = tl.arange(0, COLUMNS)
-        start = b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-        start += first.to(tl.int64) * stride_s
-        mask = ((first + token >= 0) & (first + token < num_tokens))[:, None]
+        start = rows.b.to(tl.int64) * rows.stride_b + rows.h.to(tl.int64) * rows.stride_h
+        start += first.to(tl.int64) * rows.stride_s
+        mask = ((first + token >= 0) & (first + token < rows.num_tokens))[:, None]
         if WIDTH != COLUMNS:
             mask = mask & (column < WIDTH)[None, :]
-        place = (token * stride_s)[:, None] + column[None, :]
-        tile = tl.load(ptr + start + place, mask=mask, other=0.0)
+        place = (token * rows.stride_s)[:, None] + column[None, :]
+        tile = tl.load(rows.ptr + start + place, mask=mask, other=0.0)
     return tile
+
+
+@triton.jit
+def load_keys(
+    keys, values, first, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_ADDRESS: tl.constexpr = False,
+):  # fmt: skip
+    """`load_tile` of the keys [first, first + KEYS) and of their values."""
+    k = load_tile(keys, first, KEYS, HEAD_DIM, HEAD_COLUMNS, BY_ADDRESS)
+    v = load_tile(values, first, KEYS, VALUE_DIM, VALUE_COLUMNS, BY_ADDRESS)
+    return k, v
 
 
 @triton.jit
