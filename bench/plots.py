@@ -171,7 +171,8 @@ class _Parts:
             for row in self.rows
         ]
         places = range(len(names))
-        axes.barh(places, [row["median_ms"] for row in self.rows], color="tab:blue", alpha=0.6)
+        colors = ["C0" if row["pass"] == "forward" else "C1" for row in self.rows]
+        axes.barh(places, [row["median_ms"] for row in self.rows], color=colors, alpha=0.6)
         axes.plot(
             [row["floor_ms"] for row in self.rows], places, "|", color="black", label="floor"
         )

@@ -175,12 +175,9 @@ def compiling(rows: list[Row]) -> Table:
 
 
 def reasons(rows: list[Row]) -> Table:
-    """What was not measured, and why."""
-    table = [["case", "status", "reason"]]
-    for row in rows:
-        if row["status"] != "ok":
-            table.append([row["case"], row["status"], row["reason"]])
-    return table
+    """What was not measured, and why; once for the passes of a case."""
+    lines = [(row["case"], row["status"], row["reason"]) for row in rows if row["status"] != "ok"]
+    return [["case", "status", "reason"], *map(list, dict.fromkeys(lines))]
 
 
 TABLES: dict[str, Callable[[list[Row]], Table]] = {

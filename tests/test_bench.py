@@ -574,6 +574,12 @@ def test_summary_table():
     assert line == ["32/8", "8k", "2.00 / 1.00", "0.50", "5.00 / 10.00", "2.00", "2.0 / 1.0"]
 
 
+def test_a_reason_is_told_once_for_both_passes_of_a_case():
+    why = {"case": "a train", "status": "skipped", "reason": "too large"}
+    rows = [{**why, "pass": which} for which in ("forward_backward", "backward")]
+    assert table.reasons([*core_rows(), *rows])[1:] == [["a train", "skipped", "too large"]]
+
+
 def test_fill_writes_between_the_marks(tmp_path):
     write_rows(tmp_path / "rows.json", core_rows())
     opening, closing = "<!-- table: headline rows.json -->\n", "<!-- end of table -->"
