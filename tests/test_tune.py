@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from nsa_flex import dispatch, tuning
 from nsa_flex.bench import machine, runner, tuner
 from nsa_flex.bench.case import Case
+from nsa_flex.bench.rows import read_rows
 from nsa_flex.cli.app import app
 from nsa_flex.dispatch import CUDA_ORDER, Facts, choose_backends
 from nsa_flex.tuning import Entry, lookup, parse, tuned_entries, tuned_file
@@ -180,6 +181,19 @@ def test_only_what_is_faster_in_the_core_comes_first(changed_ms, first):
     kept = tuner.confirmed(orders, core_rows)[shape()]["sliding"]
     assert kept[0] == (first or tuner.untuned(shape())["sliding"])
     assert set(kept) >= {"fa2"}
+
+
+def test_auto_takes_on_an_h200_what_was_fastest_there():
+    """The rows that `nsa-flex tune` wrote, judged again: the committed order is theirs."""
+    path = Path(__file__).parents[1] / "bench" / "results" / "tune_h200.json"
+    rows = read_rows(path)
+    orders = tuner.orders_of(rows)
+    assert {shape.seq_len for shape in orders} >= {8192, 65536}
+    core_rows = [row for row in rows if row["target"] == "core"]
+    for by_branch in tuner.confirmed(orders, core_rows).values():
+        assert {branch: order[0] for branch, order in by_branch.items()} == {
+            branch: order[0] for branch, order in CUDA_ORDER.items()
+        }
 
 
 # The file.
