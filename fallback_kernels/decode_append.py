@@ -31,17 +31,9 @@ def store_row(pointer, row, DIM: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_tokens(
-    cache_ptr,
-    new_ptr,
-    first,
-    first_new,
-    cache_stride_s,
-    new_stride_s,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COMPRESS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    cache_ptr, new_ptr, first, first_new, cache_stride_s, new_stride_s,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, COMPRESS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Tokens first ... first + l - 1 in float32 [ROWS, COLUMNS], zeros behind them.
 
     Tokens from `first_new` on are read where the caller has them: another program may still be
@@ -77,18 +69,10 @@ def summary(
 
 @triton.jit
 def append_token(
-    new_key_ptr,
-    new_value_ptr,
-    key_ptr,
-    value_ptr,
-    key_stride_s,
-    value_stride_s,
-    position,
-    HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-):
+    new_key_ptr, new_value_ptr, key_ptr, value_ptr, key_stride_s, value_stride_s, position,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Copies one key and value into their slot; the cache's pointers are at its first row."""
     slot = position.to(tl.int64)
     k = load_row(new_key_ptr, HEAD_DIM, HEAD_COLUMNS)
@@ -99,32 +83,15 @@ def append_token(
 
 @triton.jit
 def emit_block(
-    new_key_ptr,
-    new_value_ptr,
-    new_key_stride_s,
-    new_value_stride_s,
-    key_ptr,
-    value_ptr,
-    key_stride_s,
-    value_stride_s,
-    compressed_key_ptr,
-    compressed_value_ptr,
-    compressed_key_stride_s,
-    compressed_value_stride_s,
-    key_weight_ptr,
-    value_weight_ptr,
-    position,
-    first_new,
-    num_compressed,
-    HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    COMPRESS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    COMPRESS_ROWS: tl.constexpr,
+    new_key_ptr, new_value_ptr, new_key_stride_s, new_value_stride_s,
+    key_ptr, value_ptr, key_stride_s, value_stride_s,
+    compressed_key_ptr, compressed_value_ptr, compressed_key_stride_s, compressed_value_stride_s,
+    key_weight_ptr, value_weight_ptr, position, first_new, num_compressed,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COMPRESS_ROWS: tl.constexpr,
     WEIGHTED: tl.constexpr,
-):
+):  # fmt: skip
     """Writes the compressed key and value that the token at `position` completes, if any."""
     block = completed_block(position, COMPRESS, STRIDE)
     if (block >= 0) & (block < num_compressed):
@@ -147,47 +114,20 @@ def emit_block(
 
 @triton.jit
 def append_kernel(
-    new_key_ptr,
-    new_value_ptr,
-    key_ptr,
-    value_ptr,
-    compressed_key_ptr,
-    compressed_value_ptr,
-    key_weight_ptr,
-    value_weight_ptr,
-    lengths_ptr,
-    new_key_stride_b,
-    new_key_stride_h,
-    new_key_stride_s,
-    new_value_stride_b,
-    new_value_stride_h,
-    new_value_stride_s,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    compressed_key_stride_b,
-    compressed_key_stride_h,
-    compressed_key_stride_s,
-    compressed_value_stride_b,
-    compressed_value_stride_h,
-    compressed_value_stride_s,
-    capacity,
-    num_compressed,
-    kv_heads,
-    HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    COMPRESS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    COMPRESS_ROWS: tl.constexpr,
-    APPEND: tl.constexpr,
-    EMIT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
+    new_key_ptr, new_value_ptr, key_ptr, value_ptr, compressed_key_ptr, compressed_value_ptr,
+    key_weight_ptr, value_weight_ptr, lengths_ptr,
+    new_key_stride_b, new_key_stride_h, new_key_stride_s,
+    new_value_stride_b, new_value_stride_h, new_value_stride_s,
+    key_stride_b, key_stride_h, key_stride_s,
+    value_stride_b, value_stride_h, value_stride_s,
+    compressed_key_stride_b, compressed_key_stride_h, compressed_key_stride_s,
+    compressed_value_stride_b, compressed_value_stride_h, compressed_value_stride_s,
+    capacity, num_compressed, kv_heads,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COMPRESS_ROWS: tl.constexpr,
+    APPEND: tl.constexpr, EMIT: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
     """Program (token, KV head of a batch row): stores the token, emits the block it completes.
 
     Without APPEND the tokens are in the cache already; without EMIT no block is emitted.

@@ -19,14 +19,9 @@ from nsa_flex.fallback_kernels.decode_tiles import (
 
 @triton.jit
 def log_sum_exp(
-    top_ptr,
-    total_ptr,
-    num_parts,
-    active,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    SPLIT_COLUMNS: tl.constexpr,
-):
+    top_ptr, total_ptr, num_parts, active,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLIT_COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Base-2 log-sum-exp [MEMBERS] of the compressed branch of every head, from its splits."""
     head, split = tl.arange(0, MEMBERS)[:, None], tl.arange(0, SPLIT_COLUMNS)[None, :]
     there = (head < GROUP) & (split < active)
@@ -39,22 +34,10 @@ def log_sum_exp(
 
 @triton.jit
 def block_scores(
-    score_ptr,
-    top_ptr,
-    total_ptr,
-    num_parts,
-    active,
-    first,
-    last_free,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPLIT_COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LEFT: tl.constexpr,
-):
+    score_ptr, top_ptr, total_ptr, num_parts, active, first, last_free,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEADS: tl.constexpr, SPLIT_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, LEFT: tl.constexpr,
+):  # fmt: skip
     """Eq. 10 of blocks first ... last_free [CHUNK]; behind them anything.
 
     A row of memory is BLOCK_COLUMNS logarithms, then what each tile of BLOCKS lends to the next
@@ -116,11 +99,8 @@ def count_greater(rank, COUNT: tl.constexpr):
 @triton.jit
 def slots_used(
     position,
-    SELECT: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    FREE: tl.constexpr,
-    INITIAL: tl.constexpr,
-):
+    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, FREE: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
     """How many forced and how many free slots a query at `position` has a block for.
 
     With fewer blocks than slots, slot i has block i.
@@ -132,11 +112,7 @@ def slots_used(
 
 @triton.jit
 def best_of_chunks(
-    candidate_ptr,
-    wanted,
-    CHUNKS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
-    FREE: tl.constexpr,
+    candidate_ptr, wanted, CHUNKS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, FREE: tl.constexpr
 ):
     """The candidates that `wanted` and `wanted` + 1 others are greater than; 0 for none."""
     place = tl.arange(0, CHUNKS * SLOT_COLUMNS)
@@ -151,35 +127,14 @@ def best_of_chunks(
 
 @triton.jit(do_not_specialize=["num_splits", "num_parts"])
 def choice_kernel(
-    lengths_ptr,
-    score_ptr,
-    top_ptr,
-    total_ptr,
-    candidate_ptr,
-    block_ptr,
-    capacity,
-    num_compressed,
-    kv_heads,
-    num_splits,
-    num_parts,
-    GROUP: tl.constexpr,
-    COMPRESS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SELECT: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPLIT_COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-    KEYS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    EARLY: tl.constexpr,
-    LATE: tl.constexpr,
-):
+    lengths_ptr, score_ptr, top_ptr, total_ptr, candidate_ptr, block_ptr, capacity, num_compressed,
+    kv_heads, num_splits, num_parts,
+    GROUP: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, MEMBERS: tl.constexpr, HEADS: tl.constexpr,
+    SPLIT_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr, KEYS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
     """Program (chunk, new token, KV head of a batch row): the best free blocks of its chunk.
 
     int64 candidates [SLOT_COLUMNS], best first: the score's bits, then the block counted from

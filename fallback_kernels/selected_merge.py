@@ -21,17 +21,9 @@ from nsa_flex.fallback_kernels.selected_tiles import (
 
 @triton.jit
 def merge_rows_of(
-    first_head,
-    window_start,
-    window_tokens,
-    query_offset,
-    num_queries,
-    kv_heads,
-    GROUP: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    first_head, window_start, window_tokens, query_offset, num_queries, kv_heads,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Rows (query, head) of this program's tile: where they are, and their first partial row."""
     within = tl.program_id(1)
     batch = (first_head + within) // kv_heads
@@ -47,33 +39,41 @@ def merge_rows_of(
 
 
 @triton.jit
-def candidate_block(candidate, own, LOCAL: tl.constexpr):
-    """Dense candidates in the order of the summary's bits: own block and back, then the first."""
-    return tl.where(candidate < LOCAL, own - candidate, candidate - LOCAL)
+def load_candidate(
+    candidate, chosen, position, own, key_ptr, value_ptr, key_stride_s, value_stride_s, num_keys,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of a dense candidate, and which of the keys a row sees if it is `chosen`.
+
+    Candidates come in the order of the summary's bits: own block and back, then the first.
+    """
+    block = tl.where(candidate < LOCAL, own - candidate, candidate - LOCAL)
+    k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
+    v = load_block(
+        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
+    )
+    key_position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    return k, v, chosen[:, None] & (key_position[None, :] <= position[:, None])
+
+
+@triton.jit
+def finite(top):
+    """`top`, and 0 for a row that has seen nothing yet: subtracting -inf would give NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def attend_candidates(
-    q,
-    summary,
-    position,
-    own,
-    key_ptr,
-    value_ptr,
-    key_stride_s,
-    value_stride_s,
-    num_keys,
+    q, summary, position, own, key_ptr, value_ptr, key_stride_s, value_stride_s, num_keys,
     scale_log2,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Dense candidates of a tile: top and sum of a row's base-2 scores, and unscaled output."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -81,20 +81,14 @@ def attend_candidates(
     for candidate in range(LOCAL + INITIAL):
         chosen = ((summary >> candidate) & 1) != 0
         if tl.max(chosen.to(tl.int32), 0) > 0:
-            block = candidate_block(candidate, own, LOCAL)
-            k = load_block(
-                key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS
-            )
-            v = load_block(
-                value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
-            )
-            key_position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            seen = chosen[:, None] & (key_position[None, :] <= position[:, None])
+            k, v, seen = load_candidate(
+                candidate, chosen, position, own, key_ptr, value_ptr, key_stride_s, value_stride_s,
+                num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS, LOCAL,
+            )  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
             scores = tl.where(seen, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
-            # A row that has seen nothing yet has top -inf; subtracting it would give NaN.
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            shift = finite(new_top)
             p = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(p, 1)
@@ -118,7 +112,7 @@ def join_partials(
         other=float("-inf"),
     )
     new_top = tl.maximum(top, tl.max(partial_lse, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shift = finite(new_top)
     decay = tl.exp2(top - shift)
     total = total * decay + tl.sum(tl.exp2(partial_lse - shift[:, None]), 1)
     empty = total == 0.0
@@ -128,19 +122,11 @@ def join_partials(
 
 @triton.jit
 def add_partials(
-    out,
-    gate,
-    lse_log2,
-    partial_ptr,
-    partial_lse_ptr,
-    place,
-    free,
-    GROUP: tl.constexpr,
-    WIDE: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    out, gate, lse_log2, partial_ptr, partial_lse_ptr, place, free,
+    GROUP: tl.constexpr, WIDE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """`out` plus the partial results of free choices by their probability, times `gate` if any."""
     for s in tl.range(0, tl.max(free, 0), num_stages=STAGES):
         slot_ok = s < free
@@ -149,13 +135,7 @@ def add_partials(
         if gate is not None:
             weight *= gate
         part = load_some_rows(
-            partial_ptr,
-            place + s * GROUP,
-            slot_ok,
-            WIDE,
-            VALUE_DIM,
-            VALUE_COLUMNS,
-            True,
+            partial_ptr, place + s * GROUP, slot_ok, WIDE, VALUE_DIM, VALUE_COLUMNS, True
         )
         out += part.to(tl.float32) * weight[:, None]
     return out
@@ -163,64 +143,27 @@ def add_partials(
 
 @triton.jit(do_not_specialize=["first_head", "first_tile", "window_start"])
 def merge_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    summary_ptr,
-    union_sizes_ptr,
-    out_ptr,
-    lse_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    first_head,
-    first_tile,
-    tiles_per_row,
-    window_start,
-    window_tokens,
-    query_offset,
-    num_queries,
-    num_keys,
-    kv_heads,
-    scale_log2,
-    GROUP: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    query_ptr, key_ptr, value_ptr, partial_ptr, partial_lse_ptr, summary_ptr, union_sizes_ptr,
+    out_ptr, lse_ptr,
+    key_stride_b, key_stride_h, key_stride_s,
+    value_stride_b, value_stride_h, value_stride_s,
+    first_head, first_tile, tiles_per_row, window_start, window_tokens, query_offset, num_queries,
+    num_keys, kv_heads, scale_log2,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, SLOT_COLUMNS: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Output and log-sum-exp of the tiles that have no union."""
     batch_head = first_head + tl.program_id(1)
     tile = batch_head * tiles_per_row + first_tile + tl.program_id(0)
     if tl.load(union_sizes_ptr + tile) >= 0:
         return
     batch, head, member, position, query, row_ok, place = merge_rows_of(
-        first_head,
-        window_start,
-        window_tokens,
-        query_offset,
-        num_queries,
-        kv_heads,
-        GROUP,
-        NUM_SLOTS,
-        TOKENS,
-        ROWS,
-    )
+        first_head, window_start, window_tokens, query_offset, num_queries, kv_heads, GROUP,
+        NUM_SLOTS, TOKENS, ROWS,
+    )  # fmt: skip
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
@@ -235,43 +178,17 @@ def merge_kernel(
     own = (window_start + tl.program_id(0) * TOKENS) // BLOCK_SIZE
 
     top, total, out = attend_candidates(
-        q,
-        summary,
-        position,
-        own,
-        key_ptr,
-        value_ptr,
-        key_stride_s,
-        value_stride_s,
-        num_keys,
-        scale_log2,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        HEAD_COLUMNS,
-        VALUE_DIM,
-        VALUE_COLUMNS,
-        PRECISION,
-        INITIAL,
-        LOCAL,
-        ROWS,
-    )
+        q, summary, position, own, key_ptr, value_ptr, key_stride_s, value_stride_s, num_keys,
+        scale_log2, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS, PRECISION,
+        INITIAL, LOCAL, ROWS,
+    )  # fmt: skip
 
     free = summary >> 24
     lse_log2, share = join_partials(top, total, partial_lse_ptr, place, free, GROUP, SLOT_COLUMNS)
     out = add_partials(
-        out * share[:, None],
-        None,
-        lse_log2,
-        partial_ptr,
-        partial_lse_ptr,
-        place,
-        free,
-        GROUP,
-        WIDE,
-        VALUE_DIM,
-        VALUE_COLUMNS,
-        STAGES,
-    )
+        out * share[:, None], None, lse_log2, partial_ptr, partial_lse_ptr, place, free, GROUP,
+        WIDE, VALUE_DIM, VALUE_COLUMNS, STAGES,
+    )  # fmt: skip
 
     store_rows(out_ptr, line, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
     LN2: tl.constexpr = 0.6931471805599453
@@ -280,67 +197,27 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["first_head", "window_start"])
 def query_gradient_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    grad_out_ptr,
-    lse_ptr,
-    delta_ptr,
-    partial_ptr,
-    summary_ptr,
-    add_ptr,
-    grad_query_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    add_stride_b,
-    add_stride_h,
-    add_stride_s,
-    add_shift,
-    first_head,
-    window_start,
-    window_tokens,
-    query_offset,
-    num_queries,
-    num_keys,
-    kv_heads,
-    scale,
-    scale_log2,
-    GROUP: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    ADDED: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr, partial_ptr, summary_ptr,
+    add_ptr, grad_query_ptr,
+    key_stride_b, key_stride_h, key_stride_s,
+    value_stride_b, value_stride_h, value_stride_s,
+    add_stride_b, add_stride_h, add_stride_s,
+    add_shift, first_head, window_start, window_tokens, query_offset, num_queries, num_keys,
+    kv_heads, scale, scale_log2,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, ADDED: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """dQ: dense candidates by recomputation, free choices by their partial results.
 
     ADDED: row t of `add_ptr`, shifted by `add_shift` queries, is added before the rounding.
     """
     batch, head, member, position, query, row_ok, place = merge_rows_of(
-        first_head,
-        window_start,
-        window_tokens,
-        query_offset,
-        num_queries,
-        kv_heads,
-        GROUP,
-        NUM_SLOTS,
-        TOKENS,
-        ROWS,
-    )
+        first_head, window_start, window_tokens, query_offset, num_queries, kv_heads, GROUP,
+        NUM_SLOTS, TOKENS, ROWS,
+    )  # fmt: skip
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
@@ -363,15 +240,10 @@ def query_gradient_kernel(
     for candidate in range(LOCAL + INITIAL):
         chosen = ((summary >> candidate) & 1) != 0
         if tl.max(chosen.to(tl.int32), 0) > 0:
-            block = candidate_block(candidate, own, LOCAL)
-            k = load_block(
-                key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS
-            )
-            v = load_block(
-                value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
-            )
-            key_position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            seen = chosen[:, None] & (key_position[None, :] <= position[:, None])
+            k, v, seen = load_candidate(
+                candidate, chosen, position, own, key_ptr, value_ptr, key_stride_s, value_stride_s,
+                num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS, LOCAL,
+            )  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
             p = tl.where(seen, p, 0.0)
@@ -382,13 +254,7 @@ def query_gradient_kernel(
     free = summary >> 24
     for s in tl.range(0, tl.max(free, 0), num_stages=STAGES):
         part = load_some_rows(
-            partial_ptr,
-            place + s * GROUP,
-            s < free,
-            WIDE,
-            HEAD_DIM,
-            HEAD_COLUMNS,
-            True,
+            partial_ptr, place + s * GROUP, s < free, WIDE, HEAD_DIM, HEAD_COLUMNS, True
         )
         grad += part.to(tl.float32)
     grad *= scale

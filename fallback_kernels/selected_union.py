@@ -18,7 +18,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.fallback_kernels.hopper import runs_gluon
-from nsa_flex.fallback_kernels.selected_merge import attend_candidates, merge_rows_of
+from nsa_flex.fallback_kernels.selected_merge import (
+    attend_candidates,
+    finite,
+    merge_rows_of,
+)
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded, strides
 from nsa_flex.fallback_kernels.selected_tiles import (
     group_rows,
@@ -39,13 +43,9 @@ class UnionLists(NamedTuple):
 
 @triton.jit
 def alike(
-    blocks_ptr,
-    first,
-    last,
-    NUM_SLOTS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
-    FORCED: tl.constexpr,
-):
+    blocks_ptr, first, last,
+    NUM_SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, FORCED: tl.constexpr,
+):  # fmt: skip
     """Whether two queries share a quarter of their choices, forced ones apart.
 
     A cheap test before the union of a tile is made: where queries of its middle and its end
@@ -63,23 +63,11 @@ def alike(
 
 @triton.jit
 def union_lists_kernel(
-    blocks_ptr,
-    sizes_ptr,
-    union_ptr,
-    masks_ptr,
-    num_queries,
-    query_offset,
-    base,
-    NUM_SLOTS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    WORDS: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+    blocks_ptr, sizes_ptr, union_ptr, masks_ptr, num_queries, query_offset, base,
+    NUM_SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, TOKENS: tl.constexpr, CAPACITY: tl.constexpr,
+    WORDS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """The union of a tile, if it is worth a walk.
 
     That is where it has, forced blocks apart, at most LIMIT / 4 blocks per free choice of a query;
@@ -131,46 +119,17 @@ def union_lists_kernel(
 
 @triton.jit(do_not_specialize=["base"])
 def union_kernel(
-    key_tiles,
-    value_tiles,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    summary_ptr,
-    sizes_ptr,
-    union_ptr,
-    masks_ptr,
-    out_ptr,
-    lse_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    base,
-    span,
-    query_offset,
-    num_queries,
-    num_keys,
-    kv_heads,
-    scale_log2,
-    GROUP: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    WORDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    key_tiles, value_tiles, query_ptr, key_ptr, value_ptr, summary_ptr, sizes_ptr, union_ptr,
+    masks_ptr, out_ptr, lse_ptr,
+    key_stride_b, key_stride_h, key_stride_s,
+    value_stride_b, value_stride_h, value_stride_s,
+    base, span, query_offset, num_queries, num_keys, kv_heads, scale_log2,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    CAPACITY: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Output and log-sum-exp of the tiles that have a union.
 
     TMA: `key_tiles` and `value_tiles` are descriptors of (B, Hkv, Sk, D), tiles of one block.
@@ -193,26 +152,10 @@ def union_kernel(
     q = load_some_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
     summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
     top, total, out = attend_candidates(
-        q,
-        summary & 1,
-        position,
-        (base + tl.program_id(0) * TOKENS) // BLOCK_SIZE,
-        key_ptr,
-        value_ptr,
-        key_stride_s,
-        value_stride_s,
-        num_keys,
-        scale_log2,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        HEAD_COLUMNS,
-        VALUE_DIM,
-        VALUE_COLUMNS,
-        PRECISION,
-        0,
-        1,
-        ROWS,
-    )
+        q, summary & 1, position, (base + tl.program_id(0) * TOKENS) // BLOCK_SIZE, key_ptr,
+        value_ptr, key_stride_s, value_stride_s, num_keys, scale_log2, BLOCK_SIZE, HEAD_DIM,
+        HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS, PRECISION, 0, 1, ROWS,
+    )  # fmt: skip
 
     # The other blocks lie before the queries: rows are masked, never single keys.
     union_ptr += tile.to(tl.int64) * CAPACITY
@@ -235,18 +178,12 @@ def union_kernel(
                 key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, True
             )
             v = load_block(
-                value_ptr,
-                value_stride_s,
-                block,
-                num_keys,
-                BLOCK_SIZE,
-                VALUE_DIM,
-                VALUE_COLUMNS,
+                value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS,
                 True,
-            )
+            )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         new_top = tl.where(chosen, tl.maximum(top, tl.max(scores, 1) * scale_log2), top)
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shift = finite(new_top)
         p = tl.exp2(scores * scale_log2 - tl.where(chosen, shift, float("inf"))[:, None])
         decay = tl.exp2(top - shift)
         total = total * decay + tl.sum(p, 1)

@@ -80,32 +80,14 @@ def pointers(base_ptr, line, row_ok, width: gl.constexpr, COLUMNS: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["base"])
 def walk_kernel(
-    key_tiles,
-    value_tiles,
-    query_ptr,
-    summary_ptr,
-    sizes_ptr,
-    union_ptr,
-    masks_ptr,
-    out_ptr,
-    lse_ptr,
-    base,
-    query_offset,
-    num_queries,
-    kv_heads,
-    scale_log2,
-    GROUP: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_COLUMNS: gl.constexpr,
-    VALUE_DIM: gl.constexpr,
-    VALUE_COLUMNS: gl.constexpr,
-    WIDE: gl.constexpr,
-    TOKENS: gl.constexpr,
-    ROWS: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    WORDS: gl.constexpr,
-):
+    key_tiles, value_tiles, query_ptr, summary_ptr, sizes_ptr, union_ptr, masks_ptr,
+    out_ptr, lse_ptr, base, query_offset, num_queries, kv_heads, scale_log2,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_COLUMNS: gl.constexpr,
+    VALUE_DIM: gl.constexpr, VALUE_COLUMNS: gl.constexpr,
+    WIDE: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr,
+    CAPACITY: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
     """Output and log-sum-exp of the tiles that have a union, as `union_kernel` has them."""
     tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     size = gl.load(sizes_ptr + tile)
