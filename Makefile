@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= hf,ao,cli,bench,dev
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
-GPU_JOBS ?= $(shell $(PYTHON) -c "import os; print(min(16, os.cpu_count() or 1))")
+GPU_JOBS ?= $(shell $(PYTHON) -c "import os; print(min(15, os.cpu_count() or 1))")
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -72,7 +72,7 @@ wheel-test: $(STAMP)
 
 # Most of its time is compilation, so that many processes share the one GPU.
 gpu-test: $(STAMP)
-	$(PYTEST) -m gpu -n $(GPU_JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) -m gpu -n $(GPU_JOBS) --dist worksteal tests $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist nsa_flex.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

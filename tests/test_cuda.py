@@ -58,12 +58,13 @@ def eager_nsa(inputs: list[Tensor], blocks: Tensor, config: NSAConfig) -> Tensor
     return sum(out * gates[..., c, None] for c, out in enumerate(outs))  # type: ignore[return-value]
 
 
-# Every shape runs on what `auto` takes; the others and compilation on some of them: bfloat16 on
-# the core operator, head dims that it does not take, and a small configuration.
+# Every shape runs on what `auto` takes; compilation on some of them: bfloat16 on the core operator,
+# head dims that it does not take, and a small configuration. The other backends run where the
+# function around them differs; test_backends.py has them on every shape.
 CALLS = [
     *((shape, "auto", False) for shape in WHOLE),
     *((shape, "auto", True) for shape in (WHOLE[0], WHOLE[2], WHOLE[3])),
-    *((shape, "flex", False) for shape in (*WHOLE[1:3], *WHOLE[5:7])),
+    *((shape, "flex", False) for shape in (WHOLE[2], WHOLE[6])),
     (WHOLE[0], "flex", True),
     (WHOLE[1], "fa2", False),
     (WHOLE[6], "fa2", False),
@@ -191,7 +192,7 @@ def test_patched_model_is_the_dense_one_on_short_rows() -> None:
 
 
 def test_patched_model_trains_compiled_in_bfloat16() -> None:
-    model = patch(tiny_llama().bfloat16(), SMALL)
+    model = patch(tiny_llama(num_hidden_layers=1).bfloat16(), SMALL)
     ids = torch.randint(2, 97, (2, 200), device="cuda")
     compiled = torch.compile(model, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,10 @@ def test_keys_read_are_those_that_attention_reads(seq_len):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
+def test_on_a_gpu(tmp_path, monkeypatch):
+    """The whole command, on a model that is soon traced, trained and sampled."""
+    small = replace(demo_model.GPU, hidden_size=512, num_layers=2, seq_len=2048, new_bytes=40)
+    monkeypatch.setattr(demo_model, "GPU", small)
     result = invoke("--device", "cuda", "--steps", "60", "--json", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["sizes"]["dtype"] == "bfloat16"
