@@ -58,9 +58,9 @@ def eager_nsa(inputs: list[Tensor], blocks: Tensor, config: NSAConfig) -> Tensor
     return sum(out * gates[..., c, None] for c, out in enumerate(outs))  # type: ignore[return-value]
 
 
-# Every shape runs on what `auto` takes; compilation on some of them: bfloat16 on the core operator,
-# head dims that it does not take, and a small configuration. The other backends run where the
-# function around them differs; test_backends.py has them on every shape.
+# Every shape runs on what `auto` takes; compilation on some of them: bfloat16 on the core
+# operator, head dims that it does not take, and a small configuration. The other backends run
+# where the function around them differs; test_backends.py has them on every shape.
 CALLS = [
     *((shape, "auto", False) for shape in WHOLE),
     *((shape, "auto", True) for shape in (WHOLE[0], WHOLE[2], WHOLE[3])),
