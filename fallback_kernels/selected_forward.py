@@ -108,11 +108,11 @@ def partial_kernel(
         value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
     )
     line = (entry // NUM_SLOTS) * query_heads + member
-    q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
+    q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS, True)
     for tile in tl.range(start, stop, TOKENS, num_stages=1):
         further = tl.load(entries_ptr + tl.minimum(tile + 2 * TOKENS + token, last))
         line = (ahead // NUM_SLOTS) * query_heads + member
-        next_q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS)
+        next_q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS, True)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         top = tl.max(scores, 1) * scale_log2
         p = tl.exp2(scores * scale_log2 - top[:, None])

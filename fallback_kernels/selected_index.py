@@ -40,21 +40,26 @@ class SelectedIndex(NamedTuple):
 
 
 @triton.jit
-def list_of(
+def counter_of(
     block,
     batch_head,
     position,
+    united,
     base,
     window_tokens,
     window_heads,
     windows_per_head,
+    phases,
+    phase_tokens,
     num_blocks,
 ):
-    """Number of the list that a free choice belongs to."""
+    """Number of the counter of a free choice: (list, whether its tile has a union, phase)."""
+    past = (position - base) % window_tokens
     part = (position - base) // window_tokens
     window = (batch_head // window_heads) * windows_per_head + part
     head = window * window_heads + batch_head % window_heads
-    return (head * num_blocks)[:, None] + block
+    list_number = (head * num_blocks)[:, None] + block
+    return (list_number * 2 + united[:, None]) * phases + (past // phase_tokens)[:, None]
 
 
 @triton.jit
@@ -64,7 +69,7 @@ def in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE: tl.const
     return tl.load(sizes_ptr + tile, mask=row_ok, other=-1) >= 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["phases"])
 def count_kernel(
     blocks_ptr,
     counts_ptr,
@@ -72,7 +77,6 @@ def count_kernel(
     summary_ptr,
     sizes_ptr,
     batch_heads,
-    num_lists,
     num_queries,
     query_offset,
     base,
@@ -80,6 +84,8 @@ def count_kernel(
     window_tokens,
     window_heads,
     windows_per_head,
+    phases,
+    phase_tokens,
     num_blocks,
     NUM_SLOTS: tl.constexpr,
     SLOT_COLUMNS: tl.constexpr,
@@ -91,12 +97,11 @@ def count_kernel(
     EVERY: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
-    """Summaries of all queries, list lengths, and each entry's rank in its list.
+    """Summaries of all queries, how many entries each counter has, and each entry's rank there.
 
-    `counts_ptr` has two counters a list: entries of tiles without a union, then of those with one,
-    which are counted only if EVERY entry is to be listed.
+    Entries of tiles with a union are counted only if EVERY entry is to be listed.
     Ranks come from an atomic counter, in no fixed order. ORDERED leaves the ranking to a stable
-    sort: it writes the list of every entry into `ranks_ptr` and no counts.
+    sort: it writes the counter of every entry into `ranks_ptr` and no counts.
     """
     # Neighbouring programs work for different heads: fewer of them meet at one counter.
     batch_head = tl.program_id(0) % batch_heads
@@ -108,38 +113,31 @@ def count_kernel(
         blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
     )
     tl.store(summary_ptr + row, summary, mask=row_ok)
-    key = list_of(
-        block,
-        batch_head,
-        position,
-        base,
-        window_tokens,
-        window_heads,
-        windows_per_head,
-        num_blocks,
-    )
+    united = index < 0
+    if not ORDERED:
+        united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
+    counter = counter_of(
+        block, batch_head, position, united.to(tl.int32), base, window_tokens, window_heads,
+        windows_per_head, phases, phase_tokens, num_blocks,
+    )  # fmt: skip
     place = row[:, None] * NUM_SLOTS + slot
     if ORDERED:
-        tl.store(ranks_ptr + place, key, mask=free)
+        tl.store(ranks_ptr + place, counter, mask=free)
     else:
-        united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
-        counter = key + tl.where(united, num_lists, 0)[:, None]
         if not EVERY:
             free = free & ~united[:, None]
         rank = tl.atomic_add(counts_ptr + counter, 1, mask=free, sem="relaxed")
         tl.store(ranks_ptr + place, rank, mask=free)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["phases"])
 def scatter_kernel(
     blocks_ptr,
-    list_starts_ptr,
-    counts_ptr,
+    starts_ptr,
     ranks_ptr,
     entries_ptr,
     sizes_ptr,
     batch_heads,
-    num_lists,
     num_queries,
     query_offset,
     base,
@@ -147,6 +145,8 @@ def scatter_kernel(
     window_tokens,
     window_heads,
     windows_per_head,
+    phases,
+    phase_tokens,
     num_blocks,
     NUM_SLOTS: tl.constexpr,
     SLOT_COLUMNS: tl.constexpr,
@@ -157,7 +157,7 @@ def scatter_kernel(
     TILE: tl.constexpr,
     EVERY: tl.constexpr,
 ):
-    """Write each entry to its place: start of its list plus its rank."""
+    """Write each entry to its place: start of its counter's entries plus its rank."""
     batch_head = tl.program_id(0) % batch_heads
     index = tl.program_id(0) // batch_heads * TOKENS + tl.arange(0, TOKENS)
     row_ok = index < num_queries
@@ -166,35 +166,28 @@ def scatter_kernel(
     block, free, slot, _ = split_choices(
         blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
     )
-    key = list_of(
-        block,
-        batch_head,
-        position,
-        base,
-        window_tokens,
-        window_heads,
-        windows_per_head,
-        num_blocks,
-    )
     united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
+    counter = counter_of(
+        block, batch_head, position, united.to(tl.int32), base, window_tokens, window_heads,
+        windows_per_head, phases, phase_tokens, num_blocks,
+    )  # fmt: skip
     if not EVERY:
         free = free & ~united[:, None]
     rank = tl.load(ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=free, other=0)
-    start = tl.load(list_starts_ptr + key, mask=free, other=0)
-    start += tl.load(counts_ptr + key, mask=free & united[:, None], other=0)
+    start = tl.load(starts_ptr + counter, mask=free, other=0)
     tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=free)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["phases"])
 def item_kernel(
-    list_starts_ptr,
+    starts_ptr,
     item_starts_ptr,
-    counts_ptr,
     items_ptr,
     bound,
     lists_per_window,
     chunk,
     steps,
+    phases,
     ITEMS: tl.constexpr,
 ):
     """Cut the lists of one window into chunks; the records after the last item stay empty."""
@@ -211,9 +204,10 @@ def item_kernel(
         below = tl.load(item_starts_ptr + middle) <= item
         low = tl.where(below, middle, low)
         high = tl.where(below, high, middle)
-    start = tl.load(list_starts_ptr + low)
-    united = start + tl.load(counts_ptr + low)
-    stop = tl.load(list_starts_ptr + low + 1)
+    counter = starts_ptr + low * (2 * phases)
+    start = tl.load(counter)
+    united = tl.load(counter + phases)
+    stop = tl.load(counter + 2 * phases)
     start += (item - tl.load(item_starts_ptr + low)) * chunk
     stop = tl.minimum(start + chunk, stop)
     record = items_ptr + (window * bound + index) * 4
@@ -270,11 +264,11 @@ def build_index(
         storage: memory for the index, see `index_views`.
     """
     index = index_views(plan, chunk, storage, blocks)
+    num_counters = 2 * plan.num_lists * plan.phases
     batch_heads = plan.batch * plan.kv_heads
     grid = (triton.cdiv(plan.num_queries, INDEX_TOKENS) * batch_heads,)
     sizes = (
         batch_heads,
-        plan.num_lists,
         plan.num_queries,
         plan.query_offset,
         plan.base,
@@ -282,6 +276,8 @@ def build_index(
         plan.window_tokens,
         plan.window_heads,
         plan.windows_per_head,
+        plan.phases,
+        triton.cdiv(plan.window_tokens, plan.phases),
         plan.num_blocks,
     )
     constants = {
@@ -291,46 +287,44 @@ def build_index(
         "EVERY": every,
     }
     if unions is None:
-        keys = torch.full_like(blocks, plan.num_lists)
-        ordered = (blocks, keys, keys, index.summary, keys)
+        counters = torch.full_like(blocks, num_counters)
+        ordered = (blocks, counters, counters, index.summary, counters)
         count_kernel[grid](*ordered, *sizes, **constants, ORDERED=True)
-        starts = _sort_entries(plan, keys, index.entries)
-        counts = starts.diff()
+        starts = _sort_entries(plan, counters, num_counters, index.entries)
     else:
-        shape = (2, plan.num_lists)
-        counts = torch.zeros(shape, dtype=torch.int32, device=blocks.device)
+        counts = torch.zeros(num_counters, dtype=torch.int32, device=blocks.device)
         ranks = torch.empty_like(blocks)
         atomic = (blocks, counts, ranks, index.summary, unions.sizes)
         count_kernel[grid](*atomic, *sizes, **constants, ORDERED=False)
-        starts = _starts(counts.sum(0, dtype=torch.int32))
-        scattered = (blocks, starts, counts, ranks, index.entries, unions.sizes)
+        starts = _starts(counts)
+        scattered = (blocks, starts, ranks, index.entries, unions.sizes)
         scatter_kernel[grid](*scattered, *sizes, **constants)
-    _cut_lists(plan, counts, starts, chunk, index.items)
+    _cut_lists(plan, starts, chunk, index.items)
     return index
 
 
-def _cut_lists(
-    plan: SelectedPlan, counts: Tensor, starts: Tensor, chunk: int, items: Tensor
-) -> None:
-    """Records of all items of the lists that begin at `starts`."""
-    item_starts = _starts((starts.diff() + (chunk - 1)) // chunk)
+def _cut_lists(plan: SelectedPlan, starts: Tensor, chunk: int, items: Tensor) -> None:
+    """Records of all items of the lists whose counters' entries begin at `starts`."""
+    lengths = starts[:: 2 * plan.phases].diff()
     bound = items.shape[1]
     item_kernel[(triton.cdiv(bound, ITEMS), plan.num_windows)](
         starts,
-        item_starts,
-        counts,
+        _starts((lengths + (chunk - 1)) // chunk),
         items,
         bound,
         plan.lists_per_window,
         chunk,
         plan.lists_per_window.bit_length(),
+        plan.phases,
         ITEMS=ITEMS,
     )
 
 
-def _sort_entries(plan: SelectedPlan, keys: Tensor, entries: Tensor) -> Tensor:
-    """Fill `entries` from the list of every entry, by a stable sort; starts of the lists."""
-    in_order, places = torch.sort(keys.flatten(), stable=True)
+def _sort_entries(
+    plan: SelectedPlan, counters: Tensor, num_counters: int, entries: Tensor
+) -> Tensor:
+    """Fill `entries` from the counter of every entry, by a stable sort; starts of the counters."""
+    in_order, places = torch.sort(counters.flatten(), stable=True)
     entries.copy_(places % (plan.num_queries * plan.num_slots))
-    lists = torch.arange(plan.num_lists + 1, dtype=torch.int32, device=keys.device)
-    return torch.searchsorted(in_order, lists, out_int32=True)
+    numbers = torch.arange(num_counters + 1, dtype=torch.int32, device=counters.device)
+    return torch.searchsorted(in_order, numbers, out_int32=True)

@@ -15,6 +15,7 @@ MANY_QUERIES = 1 << 16
 # leave tiles half empty and programs with little to do.
 WINDOW_ROWS = 1 << 17
 MIN_WINDOW_TOKENS = 512
+MAX_PHASES = 16
 MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's summary
 CHUNK_ROWS = 4096  # query rows one program streams past one KV block
 INITIAL_CHUNK_TOKENS = 256  # queries per program that reduce into one initial block
@@ -215,6 +216,16 @@ class SelectedPlan:
     @cached_property
     def num_lists(self) -> int:
         return self.num_windows * self.lists_per_window
+
+    @cached_property
+    def phases(self) -> int:
+        """Parts of a window whose entries a list counts apart: it ascends from one to the next.
+
+        Counters take at most a quarter of the entries' memory.
+        """
+        entries = self.all_heads * self.num_queries * self.num_slots
+        affordable = min(MAX_PHASES, entries // (8 * self.num_lists))
+        return 1 << max(0, affordable.bit_length() - 1)
 
     @cached_property
     def partial_rows(self) -> int:

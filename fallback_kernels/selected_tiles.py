@@ -38,19 +38,28 @@ def first_entry(within, window_tokens, window_shift, NUM_SLOTS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base_ptr, row, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def load_rows(
+    base_ptr,
+    row,
+    WIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OFTEN: tl.constexpr = False,
+):
     """Rows of a dense (rows, WIDTH) matrix, all of them real; columns past WIDTH are 0.
 
-    WIDE computes offsets in 64 bits, which costs registers.
+    WIDE computes offsets in 64 bits, which costs registers. OFTEN: they should stay in the cache.
     """
     if WIDE:
         row = row.to(tl.int64)
     column = tl.arange(0, COLUMNS)
     pointer = base_ptr + (row * WIDTH)[:, None] + column[None, :]
+    policy: tl.constexpr = "evict_last" if OFTEN else ""
     if WIDTH == COLUMNS:
-        tile = tl.load(pointer)
+        tile = tl.load(pointer, eviction_policy=policy)
     else:
-        tile = tl.load(pointer, mask=(column < WIDTH)[None, :], other=0.0)
+        mask = (column < WIDTH)[None, :]
+        tile = tl.load(pointer, mask=mask, other=0.0, eviction_policy=policy)
     return tile
 
 
