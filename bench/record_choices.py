@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,22 @@ def train_model(size: Size, device: torch.device, seed: int) -> tuple[Trainee, T
     patched, _ = build_models(size, seed, device)
     trainee = Trainee("NSA", patched, size)
     batches = batches.unflatten(0, (size.steps, size.batch_size))
-    trainee.compile(batches[0])
+    seconds = trainee.compile(batches[0])
+    print(f"compiled in {seconds:.1f} s", file=sys.stderr)
     train([trainee], batches, held_out, lambda trainees: None)
+    print(f"trained: {trainee.held_out}", file=sys.stderr)
     return trainee, held_out
 
 
-@torch.no_grad()
 def choices(trainee: Trainee, tokens: Tensor) -> list[Tensor]:
     """What each layer chooses for tokens int64 (1, S): int32 (1, Hkv, S, n) a layer.
 
-    Computed again from the queries and keys that its NSA is called with.
+    Computed again from the queries and keys that its NSA is called with. Gradients stay on though
+    none is taken: the kernels are then those of the training.
     """
     found: list[Tensor] = []
 
+    @torch.no_grad()
     def look(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         names = ("hidden_states", "query", "key", "value")
         given = {**dict(zip(names, arguments, strict=False)), **named}
