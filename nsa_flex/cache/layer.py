@@ -12,9 +12,9 @@ from torch import Tensor
 from nsa_flex.attention import NSAAux, nsa_attention
 from nsa_flex.cache.arrival import Arrival
 from nsa_flex.cache.buffers import Buffers, allocate, mark_static, num_rows, roomy
+from nsa_flex.cache.columns import Columns, count
 from nsa_flex.cache.fit import misfit
 from nsa_flex.cache.memory import Memory, num_bytes
-from nsa_flex.cache.room import count_within
 from nsa_flex.compression import Compression
 from nsa_flex.decoding import (
     MAX_STEP,
@@ -47,6 +47,7 @@ class LayerCache:
     Attributes:
         buffers: the tensors; there are none before the first tokens.
         lengths: int32 (B,), real tokens of each row; likewise.
+        columns: the number of columns of the batch that came in, padding included.
     """
 
     is_sliding = False
@@ -70,16 +71,10 @@ class LayerCache:
         self.compress_value = compress_value
         self.config = compress_key.config
         self.max_length = max_length
+        self.columns = Columns(max_length)
         self.num_sets = num_sets
         self.is_initialized = False
         self.arrival: Arrival | None = None
-        # Columns of the batch that came in, padding included: on the device where compiled code
-        # must not depend on them, and on the host, which knows them unless compiled code ran.
-        self._columns: Tensor | None = None
-        self._known: int | None = 0
-        self._after: Tensor | None = None  # what `_columns` becomes, where compiled code asked
-        # Whether each row is as long as the number of columns.
-        self._even = True
 
     def __repr__(self) -> str:
         size = "growing" if self.max_length is None else f"max_length={self.max_length}"
@@ -102,16 +97,11 @@ class LayerCache:
     @property
     def known_length(self) -> int | None:
         """`get_seq_length` as the host knows it; None inside compiled code and after it."""
-        return None if self._hides_length() else self._known
+        return self.columns.known
 
     def get_seq_length(self) -> int | Tensor:
         """Tokens of the longest row that came in, padding included; a tensor where static."""
-        if not self.is_initialized:
-            return 0
-        if self._columns is not None:
-            return self._columns
-        assert self._known is not None
-        return self._known
+        return self.columns.number_or_tensor() if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         """Tokens there may be in all; -1 for no limit."""
@@ -125,7 +115,7 @@ class LayerCache:
         """Keys that a mask for `query_length` new tokens spans, and the first of them."""
         if self.max_length is not None:
             return self.max_length, 0
-        return self._length() + query_length, 0
+        return self.columns.number() + query_length, 0
 
     @property
     def keys(self) -> Tensor | None:
@@ -145,7 +135,7 @@ class LayerCache:
         return Memory(
             num_bytes(key, value),
             num_bytes(compressed_key, compressed_value),
-            num_bytes(self.lengths, self._columns),
+            num_bytes(self.lengths, self.columns.on_device),
         )
 
     # Tokens in
@@ -156,27 +146,8 @@ class LayerCache:
         Raises:
             ValueError: there is no room, or the batch has another size. Nothing changed.
         """
-        self.check_room(arrival.num_tokens)
+        self.columns.check_room(arrival.num_tokens)
         self.arrival = arrival
-
-    def check_room(self, num_tokens: int) -> None:
-        """ValueError if a static cache is too short for so many more columns.
-
-        In compiled code an assertion on the device, which the host does not wait for.
-        """
-        if self.max_length is None:
-            return
-        if self._hides_length():
-            if self._columns is not None:
-                self._after = count_within(self._columns, num_tokens, self.max_length)
-            return
-        self._after = None
-        length = self._length()
-        if length + num_tokens > self.max_length:
-            raise ValueError(
-                f"the cache holds {length} of at most max_length={self.max_length} tokens: no "
-                f"room for {num_tokens} more; make a longer one, or one without max_length"
-            )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -201,7 +172,7 @@ class LayerCache:
             raise ValueError(problem)
         num_tokens = key_states.shape[2]
         if self.arrival is None:
-            self.check_room(num_tokens)
+            self.columns.check_room(num_tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         arrival = Arrival(num_tokens) if self.arrival is None else self.arrival
@@ -229,8 +200,7 @@ class LayerCache:
         self.batch_size = key_states.shape[0]
         self.dtype, self.device = value_states.dtype, value_states.device
         self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
-        if self.max_length is not None:
-            self._columns = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.columns.use(self.device)
         self.is_initialized = True
         self._mark_static()
 
@@ -254,7 +224,7 @@ class LayerCache:
             key, value, buffers.key, buffers.value, *compressed, self.lengths, *phi
         ):
             return
-        if start is not None and self._even:
+        if start is not None and self.columns.even:
             buffers.key[:, :, start : start + num_tokens] = key
             buffers.value[:, :, start : start + num_tokens] = value
             before, after = (
@@ -324,7 +294,8 @@ class LayerCache:
 
     def _offset(self) -> int | Tensor:
         known = self.known_length
-        return known if known is not None and (self._even or known == 0) else self.lengths.long()
+        even = self.columns.even or known == 0
+        return known if known is not None and even else self.lengths.long()
 
     # Tokens out, rows about
 
@@ -340,10 +311,8 @@ class LayerCache:
         self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
-        self._known = self._length() + tokens_to_remove
+        self.columns.take_back(-tokens_to_remove)
         self.lengths.add_(tokens_to_remove).clamp_(min=0)
-        if self._columns is not None:
-            self._columns.add_(tokens_to_remove)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """ValueError if `crop` could not do it."""
@@ -352,7 +321,7 @@ class LayerCache:
                 f"crop({tokens_to_remove}): pass a negative number, of tokens to take back from "
                 "the end"
             )
-        length = self._length()
+        length = self.columns.number()
         if -tokens_to_remove > length:
             raise ValueError(
                 f"crop({tokens_to_remove}) goes past the start: the cache holds {length} tokens"
@@ -361,12 +330,9 @@ class LayerCache:
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         self.arrival = None
-        self._known = 0
-        self._even = True
+        self.columns.reset()
         if self.is_initialized:
             self.lengths.zero_()
-            if self._columns is not None:
-                self._columns.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row `beam_idx[b]` was, in the same memory."""
@@ -378,7 +344,7 @@ class LayerCache:
                 "a row of the cache"
             )
         index = beam_idx.to(self.device)
-        self.buffers.reorder(index, self._length(), self.config)
+        self.buffers.reorder(index, self.columns.number(), self.config)
         self.lengths.copy_(self.lengths[index])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -405,26 +371,16 @@ class LayerCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:
         """A copy of the tokens, with the same φ: to go on from one prefix in several ways."""
         twin = copy.copy(self)
-        twin.arrival = twin._after = None
+        twin.arrival = None
+        twin.columns = copy.deepcopy(self.columns, memo)
         if self.is_initialized:
-            for name in ("buffers", "lengths", "_columns"):
-                setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+            twin.buffers = copy.deepcopy(self.buffers, memo)
+            twin.lengths = copy.deepcopy(self.lengths, memo)
             twin._mark_static()
         memo[id(self)] = twin
         return twin
 
     # Inside
-
-    def _hides_length(self) -> bool:
-        """In a graph of a static cache no number may change from step to step."""
-        return self.max_length is not None and torch.compiler.is_compiling()
-
-    def _length(self) -> int:
-        """`get_seq_length` as a number. Waits for the device after compiled steps, once."""
-        if self._known is None:
-            assert self._columns is not None
-            self._known = int(self._columns)
-        return self._known
 
     def _branch(self, x: Tensor, which: int) -> Tensor:
         """Heads of the compressed (0), selected (1) or sliding (2) branch."""
@@ -432,13 +388,13 @@ class LayerCache:
 
     def _reserve(self, num_tokens: int) -> None:
         if self.max_length is None:
-            needed = self._length() + num_tokens
+            needed = self.columns.number() + num_tokens
             if needed > self.capacity:
                 self.buffers = self.buffers.grown(roomy(needed), self.config)
 
     def _mark_static(self) -> None:
-        if self._columns is not None:
-            mark_static([*self.buffers.tensors, self.lengths, self._columns])
+        if self.columns.on_device is not None:
+            mark_static([*self.buffers.tensors, self.lengths, self.columns.on_device])
 
 
 def advance(layers: list[LayerCache], arrival: Arrival) -> None:
@@ -451,17 +407,8 @@ def advance(layers: list[LayerCache], arrival: Arrival) -> None:
     else:
         for each in lengths:
             each.add_(arrival.num_real.to(each.device))
-    columns = []
+    count([layer.columns for layer in layers], arrival.num_tokens)
     for layer in layers:
-        if layer._after is not None and layer._columns is not None:
-            layer._columns.copy_(layer._after)
-        elif layer._columns is not None:
-            columns.append(layer._columns)
-    if columns:
-        torch._foreach_add_(columns, arrival.num_tokens)
-    for layer in layers:
-        layer.arrival = layer._after = None
-        known = layer.known_length
-        layer._known = None if known is None else known + arrival.num_tokens
+        layer.arrival = None
         if arrival.num_real is not None:
-            layer._even = False
+            layer.columns.even = False

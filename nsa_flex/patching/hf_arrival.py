@@ -28,7 +28,7 @@ def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> Non
             f"the call brings {batch} rows, the cache holds {first.batch_size}: use a new cache, "
             "or batch_select_indices or batch_repeat_interleave"
         )
-    first.check_room(num_tokens)  # all of them have the same
+    first.columns.check_room(num_tokens)  # all of them have the same
     arrival = Arrival(num_tokens)
     if mask is not None:
         _check_width(mask, first, num_tokens)

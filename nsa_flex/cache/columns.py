@@ -1,0 +1,113 @@
+"""How many columns of a batch came into a cache, as the host and as the device know it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_flex.cache.room import count_within
+
+
+class Columns:
+    """The number of columns that came in, padding included.
+
+    Compiled code of a static cache must not depend on it, and there it is a tensor. The host knows
+    it too, but loses count where compiled code ran, until it asks.
+
+    Args:
+        limit: the most there may be (static), or None.
+
+    Attributes:
+        on_device: int64 (), of a static cache that is in use; else None.
+        even: whether each row has so many tokens, none of them padding.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.on_device: Tensor | None = None
+        self.even = True
+        self._on_host: int | None = 0
+        self._after: Tensor | None = None  # what `on_device` becomes, where compiled code asked
+
+    @property
+    def known(self) -> int | None:
+        """The number as the host knows it; None inside compiled code and after it."""
+        return None if self._hidden() else self._on_host
+
+    def number(self) -> int:
+        """The number. Waits for the device after compiled steps, once."""
+        if self._on_host is None:
+            assert self.on_device is not None
+            self._on_host = int(self.on_device)
+        return self._on_host
+
+    def number_or_tensor(self) -> int | Tensor:
+        """The number without waiting: where static a tensor."""
+        return self.number() if self.on_device is None else self.on_device
+
+    def use(self, device: torch.device) -> None:
+        """Start to count on the device, where static."""
+        if self.limit is not None:
+            self.on_device = torch.zeros((), dtype=torch.int64, device=device)
+
+    def check_room(self, num_tokens: int) -> None:
+        """ValueError if there is no room for so many more.
+
+        In compiled code an assertion on the device, which the host does not wait for.
+        """
+        if self.limit is None:
+            return
+        if self._hidden():
+            if self.on_device is not None:
+                self._after = count_within(self.on_device, num_tokens, self.limit)
+            return
+        self._after = None
+        number = self.number()
+        if number + num_tokens > self.limit:
+            raise ValueError(
+                f"the cache holds {number} of at most max_length={self.limit} tokens: no "
+                f"room for {num_tokens} more; make a longer one, or one without max_length"
+            )
+
+    def take_back(self, num_tokens: int) -> None:
+        """So many fewer."""
+        self._on_host = self.number() - num_tokens
+        if self.on_device is not None:
+            self.on_device.sub_(num_tokens)
+
+    def reset(self) -> None:
+        """None at all."""
+        self._on_host = 0
+        self.even = True
+        if self.on_device is not None:
+            self.on_device.zero_()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Columns:
+        twin = copy.copy(self)
+        twin._after = None
+        twin.on_device = copy.deepcopy(self.on_device, memo)
+        memo[id(self)] = twin
+        return twin
+
+    def _hidden(self) -> bool:
+        """In a graph of a static cache no number may change from step to step."""
+        return self.limit is not None and torch.compiler.is_compiling()
+
+
+def count(columns: list[Columns], num_tokens: int) -> None:
+    """So many more, in all layers of a model at once."""
+    uncounted = []
+    for each in columns:
+        if each._after is not None and each.on_device is not None:
+            each.on_device.copy_(each._after)
+        elif each.on_device is not None:
+            uncounted.append(each.on_device)
+    if uncounted:
+        torch._foreach_add_(uncounted, num_tokens)
+    for each in columns:
+        each._after = None
+        known = each.known
+        each._on_host = None if known is None else known + num_tokens
