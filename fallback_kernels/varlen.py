@@ -97,6 +97,7 @@ def _flash_attn(
     scale: float,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    # As flash-attn 2.8 documents it. Log-sum-exps come as (Hq, B * S), its third result is empty.
     from flash_attn import flash_attn_varlen_func
 
     result = flash_attn_varlen_func(
@@ -110,6 +111,7 @@ def _flash_attn(
         softmax_scale=scale,
         causal=True,
         window_size=window,
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # torch's own asks by itself
         return_attn_probs=need_lse,
     )
     return (result[0], result[1]) if need_lse else (result, None)
