@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels import choose_hopper
+from nsa_flex.fallback_kernels.choose_lanes import lanes
 from nsa_flex.fallback_kernels.choose_lse import lse_kernel
 from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
 from nsa_flex.fallback_kernels.choose_scores import score_kernel
@@ -31,6 +32,7 @@ MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest program
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
 KEY_TILE_DIMS = (16, 32, 64, 128, 256)  # head dims that a tensor copy brings
 KEY_TILE_ROWS = 64  # `ChoicePlan.tile_rows` of 2-byte dtypes
+LANES = 2  # chunks in memory at once, each on a stream
 INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
 LOG2E = math.log2(math.e)
 
@@ -157,22 +159,27 @@ def run_choice(
     with torch.cuda.device_of(query):
         if lse is None:
             lse = _log_sum_exp(plan, query, key, places, scale, **compress)
-        scores = plan.empty_scores(query.device)
-        for chunk in plan.chunks():
-            _launch_scores(
-                plan,
-                chunk,
-                query,
-                key,
-                key_tiles,
-                lse,
-                places,
-                scores,
-                scale,
-                **compress,
-                **select,
-            )
-            _launch_top(plan, chunk, scores, blocks, places, **select)
+        chunks = tuple(plan.chunks())
+        number = min(LANES, len(chunks))
+        rooms = [plan.empty_scores(query.device) for _ in range(number)]
+        with lanes(query.device, number) as streams:
+            for index, chunk in enumerate(chunks):
+                scores = rooms[index % number]
+                with streams[index % number]:
+                    _launch_scores(
+                        plan,
+                        chunk,
+                        query,
+                        key,
+                        key_tiles,
+                        lse,
+                        places,
+                        scores,
+                        scale,
+                        **compress,
+                        **select,
+                    )
+                    _launch_top(plan, chunk, scores, blocks, places, **select)
     return blocks
 
 

@@ -14,7 +14,7 @@ from nsa_flex.fallback_kernels.hopper import compiles_gluon, runs_gluon
 from nsa_flex.fallback_kernels.selected_plan import strides
 
 HEAD_DIM = 128
-MEMBERS = (1, 4)  # heads of a group, rounded up: what registers were found to suffice for
+MEMBERS = (1, 4, 8, 16, 32)  # heads of a group, rounded up: registers suffice
 RESIDUES = 4  # l'/d
 
 if compiles_gluon:

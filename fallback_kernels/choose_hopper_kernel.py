@@ -64,6 +64,13 @@ def token_and_head(row, TILE: gl.constexpr, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
+def place_of(token, head, first_token, last_token, stride_h, stride_s):
+    """Where a head's row of a program's token begins; tokens past the last repeat it."""
+    token = gl.minimum(first_token + token, last_token).to(gl.int64)
+    return head.to(gl.int64) * stride_h + token * stride_s
+
+
+@gluon.jit
 def load_queries(
     query_ptr,
     stride_h,
@@ -84,9 +91,8 @@ def load_queries(
     row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, LOAD))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOAD))
     token, head = token_and_head(row, TILE, MEMBERS)
-    token = gl.minimum(first_token + token, last_token).to(gl.int64)
-    head = gl.minimum(head, GROUP - 1).to(gl.int64)
-    place = head * stride_h + token * stride_s
+    head = gl.minimum(head, GROUP - 1)
+    place = place_of(token, head, first_token, last_token, stride_h, stride_s)
     return gl.convert_layout(gl.load(query_ptr + place[:, None] + dim[None, :]), LAYOUT)
 
 
@@ -106,8 +112,7 @@ def load_lse(
     LOG2E: gl.constexpr = 1.4426950408889634
     row = gl.arange(0, 16 * gl.num_warps(), layout=gl.SliceLayout(1, LAYOUT))
     token, head = token_and_head(row, TILE, MEMBERS)
-    token = gl.minimum(first_token + token, last_token).to(gl.int64)
-    lse_ptr += head.to(gl.int64) * stride_h + token * stride_s
+    lse_ptr += place_of(token, head, first_token, last_token, stride_h, stride_s)
     return gl.load(lse_ptr, mask=head < GROUP, other=float("inf")) * LOG2E
 
 
@@ -272,8 +277,11 @@ def banded_score_kernel(
     start_ptr += row_of_batch * start_stride_b
     last_place = chunk_queries - 1
 
-    place = gl.arange(0, TOKENS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    token = first_query + gl.minimum(tile * TOKENS + place, last_place)
+    # All lanes of every warp take part, so that ptxas knows the bounds to be the same in all:
+    # descriptors of products then take no registers.
+    SPAN: gl.constexpr = max(TOKENS, 32)
+    place = gl.arange(0, SPAN, layout=gl.BlockedLayout([SPAN // 32], [32], [WARPS], [0]))
+    token = first_query + gl.minimum(tile * TOKENS + place % TOKENS, last_place)
     own, first = blocks_of(token, position_ptr, start_ptr, SELECT, DOCUMENTS)
     # Where all candidates fit, nobody asks for scores.
     crowded = own - first >= NUM_SLOTS
@@ -285,21 +293,23 @@ def banded_score_kernel(
     steps = highest // COLUMNS + 1 - first_tile
     end = highest // 4 * 4 + 4  # whole vectors are read
 
-    buffers = gl.allocate_shared_memory(
-        key_tiles.dtype, [PER, 1, 1, 1, COLUMNS, HEAD_DIM], key_tiles.layout
-    )
-    arrived = gl.allocate_shared_memory(gl.int64, [PER, 1], mbarrier.MBarrierLayout())
+    # Each buffer an allocation of its own: no barrier comes between one's refill and the product
+    # of another.
+    SHAPE: gl.constexpr = [1, 1, 1, 1, COLUMNS, HEAD_DIM]
+    buffers, arrived = gl.tuple(()), gl.tuple(())
     for m in gl.static_range(PER):
-        mbarrier.init(arrived.index(m), count=1)
+        buffers += (gl.allocate_shared_memory(key_tiles.dtype, SHAPE, key_tiles.layout),)
+        arrived += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+        mbarrier.init(arrived[m], count=1)
     fence_async_shared()
     thread_barrier()
     for m in gl.static_range(PER):
-        mbarrier.expect(arrived.index(m), key_tiles.block_type.nbytes)
+        mbarrier.expect(arrived[m], key_tiles.block_type.nbytes)
         tma.async_copy_global_to_shared(
             key_tiles,
             [batch, head, m, first_tile * COLUMNS, 0],
-            arrived.index(m),
-            buffers.index(m),
+            arrived[m],
+            buffers[m].index(0),
         )
 
     query_ptr += row_of_batch * query_stride_b + first_head * query_stride_h
@@ -344,8 +354,8 @@ def banded_score_kernel(
     for step in range(0, steps):
         total0, total1, last0, last1 = none, none, none, none
         origin = hidden_zero(step)
-        mbarrier.wait(arrived.index(0), step & 1)
-        keys = buffers.index(origin).reshape([COLUMNS, HEAD_DIM]).permute((1, 0))
+        mbarrier.wait(arrived[0], step & 1)
+        keys = buffers[0].index(origin).reshape([COLUMNS, HEAD_DIM]).permute((1, 0))
         logits0 = warpgroup_mma(q0, keys, zero, use_acc=False, is_async=True)
         for m in gl.static_range(PER):
             logits1 = warpgroup_mma(q1, keys, zero, use_acc=False, is_async=True)
@@ -354,8 +364,8 @@ def banded_score_kernel(
             # The last residue counts once here, and once in the block after.
             total0 += p * (1 + LENT if m < PER - 1 else 1)
             if m < PER - 1:
-                mbarrier.wait(arrived.index(m + 1), step & 1)
-                keys = buffers.index(origin + m + 1).reshape([COLUMNS, HEAD_DIM]).permute((1, 0))
+                mbarrier.wait(arrived[m + 1], step & 1)
+                keys = buffers[m + 1].index(origin).reshape([COLUMNS, HEAD_DIM]).permute((1, 0))
                 logits0 = warpgroup_mma(q0, keys, zero, use_acc=False, is_async=True)
                 logits1 = warpgroup_mma_wait(1, deps=[logits1])
             else:
@@ -363,14 +373,16 @@ def banded_score_kernel(
                 logits1 = warpgroup_mma_wait(0, deps=[logits1])
             thread_barrier()
             more = step + 1 < steps
-            mbarrier.expect(arrived.index(m), key_tiles.block_type.nbytes, pred=more)
-            tma.async_copy_global_to_shared(
-                key_tiles,
-                [batch, head, m, (first_tile + step + 1) * COLUMNS, 0],
-                arrived.index(m),
-                buffers.index(origin + m),
-                pred=more,
-            )
+            mbarrier.expect(arrived[m], key_tiles.block_type.nbytes, pred=more)
+            # The copy follows a residue later: that one's barrier lies between both.
+            for late in gl.static_range(max(m - 1, 0), m + m // (PER - 1)):
+                tma.async_copy_global_to_shared(
+                    key_tiles,
+                    [batch, head, late, (first_tile + step + 1) * COLUMNS, 0],
+                    arrived[late],
+                    buffers[late].index(origin),
+                    pred=more,
+                )
             p = probabilities(logits1, lse1, scale_log2, MEMBERS)
             if MEMBERS == 1:
                 total1 += p * (1 + LENT if m < PER - 1 else 1)
@@ -401,4 +413,4 @@ def banded_score_kernel(
                 BANDED,
             )
     for m in gl.static_range(PER):
-        mbarrier.invalidate(arrived.index(m))
+        mbarrier.invalidate(arrived[m])

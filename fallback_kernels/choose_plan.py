@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.selected_plan import padded
 
-SCORE_BYTES = 1 << 29  # scores in memory at once
+SCORE_BYTES = 1 << 28  # scores of a chunk
 PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
 BAND = 16  # scores that share a maximum: `choose_top.BAND`
 BANDED_WIDTHS = (2048, 16384)  # rows of scores whose maxima `top_kernel` starts from, if written
