@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_flex.backends import dense, fa2, flex, fused, sdpa, triton
 from nsa_flex.backends.branch import Branch
 from nsa_flex.installed import HAS_TRITON
-from nsa_flex.tuning import lookup, shared_memory, tuned_entries
+from nsa_flex.tuning import HOPPER_SHARED_MEMORY, lookup, shared_memory, tuned_entries
 
 BranchName = Literal["compressed", "selected", "sliding"]
 BackendName = Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"]
@@ -198,10 +198,19 @@ def _flash_obstacle(facts: Facts) -> str | None:
 def _sdpa_obstacle(branch: BranchName, facts: Facts) -> str | None:
     obstacle = _flash_obstacle(facts)
     if obstacle is None and max(facts.head_dim, facts.value_head_dim) > 128:
-        obstacle = f"cuDNN's backward takes head dims up to 128, got {_dims(facts)}"
+        obstacle = _wide_sdpa_obstacle(facts)
     if obstacle is None and (facts.head_dim % 8 or facts.value_head_dim % 8):
         obstacle = f"cuDNN needs head dims in multiples of 8, got {_dims(facts)}"
     return obstacle
+
+
+def _wide_sdpa_obstacle(facts: Facts) -> str | None:
+    """Beyond 128, cuDNN's backward was tried with 192 and 128; its devices have such memory."""
+    if (facts.head_dim, facts.value_head_dim) != (192, 128):
+        return f"cuDNN's backward takes head dims up to 128, or 192 and 128, got {_dims(facts)}"
+    if _shared_memory() < HOPPER_SHARED_MEMORY:
+        return "cuDNN's backward takes head dims of 192 and 128 from Hopper on"
+    return None
 
 
 def _fa2_obstacle(branch: BranchName, facts: Facts) -> str | None:

@@ -268,7 +268,16 @@ def test_window_boundaries(backend: str, window: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", flash_shapes(equal_dims=False, largest=128), ids=name_of)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *flash_shapes(equal_dims=False, largest=128),
+        (192, 128, 4, torch.bfloat16, PAPER, 300),
+        (192, 128, 2, torch.float16, PAPER, 33),
+        (192, 128, 1, torch.bfloat16, PAPER, 1),
+    ],
+    ids=name_of,
+)
 def test_sdpa_on_cuda(shape: tuple) -> None:
     check("compressed", "sdpa", "cuda", shape)
 

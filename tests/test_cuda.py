@@ -38,6 +38,8 @@ WHOLE = [
     (64, 64, 1, torch.float32, PAPER, 400, 1),
     (64, 64, 4, torch.bfloat16, PAPER, 1, 2),
     (64, 64, 4, torch.bfloat16, PAPER, 31, 2),
+    (192, 128, 4, torch.bfloat16, PAPER, 50, 2),
+    (256, 256, 2, torch.bfloat16, PAPER, 130, 1),
 ]
 
 
@@ -59,7 +61,7 @@ def eager_nsa(inputs: list[Tensor], blocks: Tensor, config: NSAConfig) -> Tensor
 
 
 # Every shape runs on what `auto` takes; compilation on some of them: bfloat16 on the core
-# operator, head dims that it does not take, and a small configuration. The other backends run
+# operator, its widest head dims, and a small configuration. The other backends run
 # where the function around them differs; test_backends.py has them on every shape.
 CALLS = [
     *((shape, "auto", False) for shape in WHOLE),

@@ -34,7 +34,8 @@ def backends(facts: Facts, backend: object = "auto") -> tuple[str, ...]:
         ({}, ("sdpa", "triton", "triton")),
         ({"needs_grad": False}, ("sdpa", "triton", "triton")),
         ({"dtype": torch.float32}, ("flex", "triton", "triton")),
-        ({"head_dim": 192}, ("flex", "triton", "triton")),
+        ({"head_dim": 192}, ("sdpa", "triton", "triton")),
+        ({"head_dim": 192, "value_head_dim": 192}, ("flex", "triton", "triton")),
         ({"documents": True}, ("flex", "triton", "flex")),
         ({"dtype": torch.float64}, ("dense", "dense", "dense")),
         ({"select_block_size": 48}, ("sdpa", "flex", "triton")),
@@ -65,8 +66,9 @@ def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:
         ({"dtype": torch.float32}, "sdpa", "needs float16 or bfloat16, got torch.float32"),
         ({"dtype": torch.float32}, "fa2", "needs float16 or bfloat16, got torch.float32"),
         ({"head_dim": 192}, "fa2", "FA-2 needs equal key and value head dims, got 192 and 128"),
-        ({"head_dim": 256, "value_head_dim": 256}, "sdpa", "head dims up to 128, got 256 and 256"),
+        ({"head_dim": 256, "value_head_dim": 256}, "sdpa", "or 192 and 128, got 256 and 256"),
         ({"head_dim": 100, "value_head_dim": 100}, "fa2", "head dim that 8 divides, up to 256"),
+        ({"head_dim": 160}, "sdpa", "head dims up to 128, or 192 and 128, got 160 and 128"),
         ({"head_dim": 100}, "sdpa", "head dims in multiples of 8, got 100 and 128"),
         ({"documents": True}, "fa2", "it cannot bound the keys a query"),
         ({"whole": False}, "triton", "needs the queries to be all the tokens"),
@@ -85,6 +87,13 @@ def test_an_explicit_choice_never_falls_back(
     facts = replace(CUDA, **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         choose_backends(facts, backend)  # type: ignore[arg-type]
+
+
+def test_wide_heads_go_to_cudnn_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_flex.dispatch.shared_memory", lambda: 166912)  # an A100's
+    choice = choose_backends(replace(CUDA, head_dim=192))["compressed"]
+    assert choice.backend == "flex"
+    assert "not sdpa: cuDNN's backward takes head dims of 192 and 128 from Hopper" in choice.reason
 
 
 def test_triton_is_passed_over_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_table_names_each_branch_with_its_backend_and_reason():
 
 
 def test_key_and_value_head_dims_may_differ():
-    assert "192 and 128" in as_json("--head-dim", "192/128")["compressed"]["reason"]
+    assert "160 and 128" in as_json("--head-dim", "160/128")["compressed"]["reason"]
 
 
 def test_a_decode_step():
