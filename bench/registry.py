@@ -145,6 +145,11 @@ def sweep() -> list[Case]:
     return cases
 
 
+def groups() -> list[Case]:
+    """The core against cuDNN for G of 1, 4, 8 and 16, 1k to 256k tokens."""
+    return grid("core", ("nsa", "sdpa-cudnn"), GROUPS, tuple(KI << shift for shift in range(9)))
+
+
 def shapes() -> list[Case]:
     """The core for G of 1, 4, 8 and 16 and three head dims, 64k tokens."""
     rivals = ("nsa", "sdpa-cudnn", "flex-dense")
@@ -174,7 +179,7 @@ def compression() -> list[Case]:
 
 def full() -> list[AnyCase]:
     """Everything that the docs show: the cases of all the others on CUDA, each once."""
-    cases: list[AnyCase] = [*headline(), *sweep(), *shapes(), *branches()]
+    cases: list[AnyCase] = [*headline(), *sweep(), *groups(), *shapes(), *branches()]
     return [*cases, *eager(), *overlap(), *compression(), *models(), *compiling()]
 
 
@@ -231,6 +236,7 @@ PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
     "quick": quick,
     "headline": headline,
     "sweep": sweep,
+    "groups": groups,
     "shapes": shapes,
     "branches": branches,
     "eager": eager,

@@ -439,6 +439,8 @@ def test_presets_of_rows_cover_what_must_be_shown():
     swept = preset("sweep")
     assert {c.seq_len for c in swept if c.implementation == "nsa"} == {1024 << i for i in range(9)}
     assert {c.implementation for c in swept if c.seq_len == 65536} == every
+    grouped = {(c.group_size, c.seq_len) for c in preset("groups")}
+    assert grouped == {(group, 1024 << i) for group in (1, 4, 8, 16) for i in range(9)}
     shapes = {(c.group_size, c.head_dim, c.value_dim) for c in preset("shapes")}
     dims = ((64, 64), (128, 128), (192, 128))
     assert shapes == {(group, *dim) for group in (1, 4, 8, 16) for dim in dims}
