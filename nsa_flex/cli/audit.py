@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
+
+from nsa_flex.cli.device import check_device
 
 if TYPE_CHECKING:
     from nsa_flex.auditing import AuditReport
@@ -66,7 +67,7 @@ def audit(
     from nsa_flex.auditing import write_baseline as save
 
     progress = Console(stderr=True, highlight=False)
-    place = _device(device)
+    place = check_device(device)
     options = {
         "dynamic": _choice(dynamic, {"none": None, "true": True, "false": False}, "--dynamic"),
         "lint_scope": _choice(lint, {name: name for name in ("own", "all", "none")}, "--lint"),
@@ -164,15 +165,3 @@ def _numbers(text: str, option: str) -> list[int]:
             f"got {text!r}; expected positive numbers, such as 64,100", param_hint=option
         )
     return [int(part) for part in parts]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device", param_hint="--device")
-    return device

@@ -20,7 +20,8 @@ from nsa_flex.bench.compare import Verdict, compare
 from nsa_flex.bench.registry import PRESETS, AnyCase, preset
 from nsa_flex.bench.rows import Notebook, Row, read_rows
 from nsa_flex.bench.runner import Options, run
-from nsa_flex.cli.bench_options import check_device, log_case, progress_bar, shapes_of
+from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
+from nsa_flex.cli.device import check_device
 
 
 def bench(
@@ -93,7 +94,7 @@ def bench(
 
     Example: `nsa-flex bench --no-run --out rows.json --markdown`
     """
-    where = check_device(device)
+    where = check_device(device, "benchmarks run")
     name = preset_name or ("quick" if where.type == "cuda" else "smoke")
     shapes = shapes_of(heads, seq_len, head_dim, batch, dtype)
     cases = _cases(name, where, shapes, only or []) if run_them or list_them else []

@@ -1,4 +1,4 @@
-"""What `nsa-flex bench` and `nsa-flex tune` share: devices, shapes, a progress bar."""
+"""What `nsa-flex bench` and `nsa-flex tune` share: shapes, a progress bar."""
 
 from __future__ import annotations
 
@@ -6,37 +6,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa_flex.bench.case import DTYPES
 from nsa_flex.bench.rows import Row
-from nsa_flex.cli.explain import _pair
-
-
-def check_device(name: str) -> torch.device:
-    """A device of this machine; "auto" is CUDA if there is one. BadParameter if it is none."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(
-            f"got {name}; benchmarks run on cpu and cuda", param_hint="--device"
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise typer.BadParameter(f"got {name}; torch sees {count} such", param_hint="--device")
-    return device
+from nsa_flex.cli.explain import pair_of
 
 
 def pairs_of(heads: list[str]) -> list[tuple[int, int]]:
     """ "32/8" as (32, 8): query and key-value heads."""
-    pairs = [_pair(text, "--heads") for text in heads]
+    pairs = [pair_of(text, "--heads") for text in heads]
     for query_heads, kv_heads in pairs:
         if query_heads % kv_heads:
             raise typer.BadParameter(
@@ -48,7 +29,7 @@ def pairs_of(heads: list[str]) -> list[tuple[int, int]]:
 
 def dims_of(head_dim: list[str]) -> list[tuple[int, int]]:
     """ "192/128" as (192, 128), "64" as (64, 64): D and Dv."""
-    return [_pair(text, "--head-dim") for text in head_dim]
+    return [pair_of(text, "--head-dim") for text in head_dim]
 
 
 def shapes_of(

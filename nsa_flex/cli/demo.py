@@ -35,6 +35,7 @@ from nsa_flex.cli.demo_text import (
     read_corpus,
 )
 from nsa_flex.cli.demo_training import Trainee, train
+from nsa_flex.cli.device import check_device
 from nsa_flex.cli.generate_model import be_quiet
 from nsa_flex.cli.info import collect, cxx_compiler
 
@@ -64,30 +65,13 @@ def demo(
 
     Example: `nsa-flex demo --steps 1000 --json > report.json`
     """
-    chosen = _check_device(device)
+    chosen = check_device(device, "the demo runs")
     size = choose_size(chosen, quick=quick, steps=steps, seq_len=seq_len)
     _check_installed(chosen, size)
     report = _Demo(Console(stderr=as_json, highlight=False), size, chosen, seed, out).run()
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     raise typer.Exit(1 if report["wrong"] else 0)
-
-
-def _check_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(
-            f"got {name}; the demo runs on cpu and cuda", param_hint="--device"
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise typer.BadParameter(f"got {name}; torch sees {count} such", param_hint="--device")
-    return device
 
 
 def _check_installed(device: torch.device, size: Size) -> None:

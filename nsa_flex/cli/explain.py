@@ -46,8 +46,8 @@ def explain(
 
     Example: `nsa-flex explain --device cpu --dtype fp32 --backend selected=flex --json`
     """
-    query_heads, kv_heads = _pair(heads, "--heads")
-    dim, value_dim = _pair(head_dim, "--head-dim")
+    query_heads, kv_heads = pair_of(heads, "--heads")
+    dim, value_dim = pair_of(head_dim, "--head-dim")
     if query_heads % kv_heads:
         raise typer.BadParameter(
             f"{kv_heads} key-value heads must divide {query_heads} query heads",
@@ -84,7 +84,7 @@ def explain(
         Console().print(table)
 
 
-def _pair(text: str, option: str) -> tuple[int, int]:
+def pair_of(text: str, option: str) -> tuple[int, int]:
     """ "32/8" as (32, 8); "128" as (128, 128)."""
     parts = text.split("/") if "/" in text else [text, text]
     numbers = [int(part) for part in parts if part.isdecimal()]

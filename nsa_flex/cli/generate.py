@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 
+from nsa_flex.cli.device import check_device
 from nsa_flex.cli.generate_model import Loaded, load
 from nsa_flex.cli.generate_stream import Stream
 
@@ -58,7 +59,7 @@ def generate(
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
     if importlib.util.find_spec("transformers") is None:
         _fail("needs transformers; install with: pip install 'nsa-flex[cli,hf]'")
-    chosen = _device(device)
+    chosen = check_device(device)
     try:
         loaded = load(model, chosen, DTYPES[dtype])
     except ValueError as error:
@@ -185,19 +186,6 @@ def _converse(writer: Writer, as_json: bool) -> None:
         report = _turn(writer, line)
         if as_json:
             typer.echo(json.dumps(report))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise typer.BadParameter(f"got {name}; torch sees {count} such", param_hint="--device")
-    return device
 
 
 def _say(text: str) -> None:

@@ -18,7 +18,8 @@ from nsa_flex.bench import machine, tuner
 from nsa_flex.bench.case import DTYPES, Case
 from nsa_flex.bench.rows import Notebook, Row
 from nsa_flex.bench.runner import Options, run
-from nsa_flex.cli.bench_options import check_device, dims_of, log_case, pairs_of, progress_bar
+from nsa_flex.cli.bench_options import dims_of, log_case, pairs_of, progress_bar
+from nsa_flex.cli.device import check_device
 from nsa_flex.tuning import VERSIONS, Entry, parse, tuned_entries, tuned_file
 
 
