@@ -38,8 +38,7 @@ WHOLE = [
     (64, 64, 1, torch.float32, PAPER, 400, 1),
     (64, 64, 4, torch.bfloat16, PAPER, 1, 2),
     (64, 64, 4, torch.bfloat16, PAPER, 31, 2),
-    (192, 128, 4, torch.bfloat16, PAPER, 50, 2),
-    (256, 256, 2, torch.bfloat16, PAPER, 130, 1),
+    (192, 128, 2, torch.bfloat16, PAPER, 50, 2),
 ]
 
 
