@@ -263,7 +263,7 @@ def decode_attention(
         sliding_key,
         sliding_value,
         query.shape[3] ** -0.5 if scale is None else scale,
-        *_counts(config),
+        config.counts,
     )
     return _result(result, return_aux)
 
@@ -280,23 +280,9 @@ def _attention(
     sliding_key: Tensor | None,
     sliding_value: Tensor | None,
     scale: float,
-    compress_block_size: int,
-    compress_stride: int,
-    select_block_size: int,
-    num_selected_blocks: int,
-    num_initial_blocks: int,
-    num_local_blocks: int,
-    window_size: int,
+    counts: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    config = NSAConfig(
-        compress_block_size,
-        compress_stride,
-        select_block_size,
-        num_selected_blocks,
-        num_initial_blocks,
-        num_local_blocks,
-        window_size,
-    )
+    config = NSAConfig.of_counts(counts)
     cache = Cache(key, value, compressed_key, compressed_value, lengths)
     plan = DecodePlan.of(query, key, value, compressed_key, config)
     sliding = None
@@ -307,7 +293,7 @@ def _attention(
 
 @_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_result(query, key, value, others[-4])
+    return _fake_result(query, key, value, others[-1])
 
 
 def step(
@@ -350,7 +336,7 @@ def step(
         key_weights,
         value_weights,
         query.shape[3] ** -0.5 if scale is None else scale,
-        *_counts(config),
+        config.counts,
     )
     return _result(result, return_aux)
 
@@ -369,23 +355,9 @@ def _step(
     key_weights: Tensor | None,
     value_weights: Tensor | None,
     scale: float,
-    compress_block_size: int,
-    compress_stride: int,
-    select_block_size: int,
-    num_selected_blocks: int,
-    num_initial_blocks: int,
-    num_local_blocks: int,
-    window_size: int,
+    counts: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    config = NSAConfig(
-        compress_block_size,
-        compress_stride,
-        select_block_size,
-        num_selected_blocks,
-        num_initial_blocks,
-        num_local_blocks,
-        window_size,
-    )
+    config = NSAConfig.of_counts(counts)
     cache = Cache(key, value, compressed_key, compressed_value, lengths)
     new = NewTokens(new_key, new_value, key_weights, value_weights)
     plan = DecodePlan.of(query, key, value, compressed_key, config)
@@ -396,7 +368,7 @@ def _step(
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_result(query, key, value, others[-4])
+    return _fake_result(query, key, value, others[-1])
 
 
 def count_rows(
@@ -423,18 +395,6 @@ def count_rows(
     )
     total = torch.stack([x.sum(1) for x in (compressed, selected, sliding)], 1).int()
     return total.view(plan.batch, plan.kv_heads, plan.tokens, 3)
-
-
-def _counts(config: NSAConfig) -> tuple[int, int, int, int, int, int, int]:
-    return (
-        config.compress_block_size,
-        config.compress_stride,
-        config.select_block_size,
-        config.num_selected_blocks,
-        config.num_initial_blocks,
-        config.num_local_blocks,
-        config.window_size,
-    )
 
 
 def _check_call(
@@ -465,9 +425,10 @@ def _result(
 
 
 def _fake_result(
-    query: Tensor, key: Tensor, value: Tensor, num_selected: int
+    query: Tensor, key: Tensor, value: Tensor, counts: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, _ = query.shape
+    num_selected = NSAConfig.of_counts(counts).num_selected_blocks
     return (
         query.new_empty((batch, tokens, heads, value.shape[3])),
         query.new_empty((batch, key.shape[1], tokens, num_selected), dtype=torch.int32),

@@ -18,17 +18,15 @@ from nsa_flex.dispatch import (
     Backend,
     BranchName,
     Choice,
-    Facts,
     choose_backends,
     is_fused,
 )
+from nsa_flex.inputs import Inputs, check_inputs, is_whole
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BranchLSE(NamedTuple):
@@ -148,9 +146,9 @@ def nsa_attention(
         value,
         compressed_key,
         compressed_value,
-        gates,
         key if sliding_key is None else sliding_key,
         value if sliding_value is None else sliding_value,
+        gates,
     )
     if (sliding_key is None) != (sliding_value is None):
         raise ValueError("sliding_key and sliding_value must be given together")
@@ -226,129 +224,6 @@ def _positions(
     return offset, rows + offset[:, None]
 
 
-def is_whole(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> bool:
-    """Whether the queries are all the tokens there are."""
-    if isinstance(query_offset, Tensor) or query.shape[2] != key.shape[2]:
-        return False
-    return query_offset is None or query_offset == 0
-
-
-class Inputs(NamedTuple):
-    """The tensors of one call, by name."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    compressed_key: Tensor
-    compressed_value: Tensor
-    gates: Tensor
-    sliding_key: Tensor
-    sliding_value: Tensor
-
-    def facts(
-        self,
-        config: NSAConfig,
-        query_offset: int | Tensor | None,
-        document_start: Tensor | None,
-    ) -> Facts:
-        """What dispatch looks at."""
-        query, key = self.query, self.key
-        return Facts(
-            device_type=query.device.type,
-            dtype=query.dtype,
-            head_dim=query.shape[-1],
-            value_head_dim=self.value.shape[-1],
-            num_query_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            num_queries=query.shape[2],
-            whole=is_whole(query, key, query_offset),
-            documents=document_start is not None,
-            needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
-            select_block_size=config.select_block_size,
-            num_selected_blocks=config.num_selected_blocks,
-        )
-
-
-def check_inputs(
-    inputs: Inputs,
-    config: NSAConfig,
-    query_offset: int | Tensor | None,
-    document_start: Tensor | None,
-) -> None:
-    """Raises ValueError or TypeError naming the first thing that does not fit. Reads no values."""
-    if not isinstance(config, NSAConfig):
-        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
-    config.specialize()
-    query, key = inputs.query, inputs.key
-    for name, x in inputs._asdict().items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be 4-D (B, H, S, D), got {tuple(x.shape)}")
-        if x.device != query.device:
-            raise ValueError(f"{name} is on {x.device}, query on {query.device}: move one")
-        if name != "gates" and x.dtype != query.dtype:
-            raise ValueError(f"{name} is {x.dtype}, query {query.dtype}: cast one")
-    if query.dtype not in DTYPES:
-        names = ", ".join(str(dtype) for dtype in DTYPES)
-        raise ValueError(f"query is {query.dtype}; supported are {names}")
-    if not inputs.gates.is_floating_point():
-        raise ValueError(f"gates must be floating point, got {inputs.gates.dtype}")
-    if 0 in query.shape or 0 in key.shape:
-        raise ValueError(
-            f"query {tuple(query.shape)} and key {tuple(key.shape)} must not be empty"
-        )
-    batch, heads, q_len, dim = query.shape
-    kv_heads, kv_len = key.shape[1:3]
-    value_dim = inputs.value.shape[-1]
-    if heads % kv_heads:
-        raise ValueError(f"key has {kv_heads} heads; query's {heads} must be a multiple of it")
-    num_blocks = _num_compressed(inputs, config)
-    expected = {
-        "key": (batch, kv_heads, kv_len, dim),
-        "value": (batch, kv_heads, kv_len, value_dim),
-        "compressed_key": (batch, kv_heads, num_blocks, dim),
-        "compressed_value": (batch, kv_heads, num_blocks, value_dim),
-        "gates": (batch, heads, q_len, 3),
-        "sliding_key": (batch, kv_heads, kv_len, dim),
-        "sliding_value": (batch, kv_heads, kv_len, value_dim),
-    }
-    for name, shape in expected.items():
-        if getattr(inputs, name).shape != shape:
-            got = tuple(getattr(inputs, name).shape)
-            raise ValueError(f"{name} has shape {got}; expected {shape} to fit the other inputs")
-    _check_positions(query, key, query_offset, document_start)
-
-
-def _num_compressed(inputs: Inputs, config: NSAConfig) -> int:
-    """N that the compressed tensors must have; below 2, unseen blocks may fill up to 1 or 2."""
-    kv_len, got = inputs.key.shape[2], inputs.compressed_key.shape[2]
-    whole = (kv_len - config.compress_block_size) // config.compress_stride + 1
-    return max(whole, min(got, 2))
-
-
-def _check_positions(
-    query: Tensor, key: Tensor, query_offset: int | Tensor | None, document_start: Tensor | None
-) -> None:
-    batch, _, q_len, _ = query.shape
-    kv_len = key.shape[2]
-    if query_offset is None and q_len > kv_len:
-        raise ValueError(f"query has {q_len} tokens, key only {kv_len}")
-    if isinstance(query_offset, Tensor):
-        if query_offset.shape != (batch,) or query_offset.is_floating_point():
-            got = f"{query_offset.dtype} {tuple(query_offset.shape)}"
-            raise ValueError(f"query_offset must be an int or int ({batch},), got {got}")
-    elif query_offset is not None and (query_offset < 0 or query_offset + q_len > kv_len):
-        raise ValueError(
-            f"query_offset={query_offset} with {q_len} queries leaves the {kv_len} keys"
-        )
-    if document_start is not None and (
-        document_start.shape != (batch, q_len) or document_start.is_floating_point()
-    ):
-        got = f"{document_start.dtype} {tuple(document_start.shape)}"
-        raise ValueError(f"document_start must be int ({batch}, {q_len}), got {got}")
-
-
 @dataclass(frozen=True)
 class Explanation:
     """Which backend takes each branch and why; prints as a table."""
@@ -391,7 +266,7 @@ def explain(
     dense
     """
     value = key if value is None else value
-    inputs = Inputs(query, key, value, key, value, query, key, value)
+    inputs = Inputs(query, key, value, key, value, key, value, gates=query)
     facts = inputs.facts(config or NSAConfig(), query_offset, document_start)
     changes: dict[str, object] = {}
     if device is not None:

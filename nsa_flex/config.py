@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -80,9 +80,26 @@ class NSAConfig:
         Dynamo turns an integer attribute that changed between calls into a symbol; tile sizes,
         slots and strides must not be symbols. Costs nothing outside of tracing.
         """
-        for field in dataclasses.fields(self):
-            if field.name != "compression":
-                operator.index(getattr(self, field.name))
+        for count in self.counts:
+            operator.index(count)
+
+    @property
+    def counts(self) -> list[int]:
+        """Every field but `compression`, in order: what an operator takes in a config's place."""
+        return [
+            self.compress_block_size,
+            self.compress_stride,
+            self.select_block_size,
+            self.num_selected_blocks,
+            self.num_initial_blocks,
+            self.num_local_blocks,
+            self.window_size,
+        ]
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[int]) -> NSAConfig:
+        """Inverse of `counts`, with the default `compression`."""
+        return cls(*counts)  # type: ignore[arg-type]  # compression is the last field
 
     @property
     def num_forced_blocks(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,12 +68,7 @@ def choose_blocks(
         document_start,
         scale,
         num_blocks,
-        config.compress_block_size,
-        config.compress_stride,
-        config.select_block_size,
-        config.num_selected_blocks,
-        config.num_initial_blocks,
-        config.num_local_blocks,
+        config.counts,
     )
 
 
@@ -83,26 +80,14 @@ def _choose_blocks(
     document_start: Tensor | None,
     scale: float,
     num_blocks: int,
-    compress_block_size: int,
-    compress_stride: int,
-    select_block_size: int,
-    num_selected_blocks: int,
-    num_initial_blocks: int,
-    num_local_blocks: int,
+    counts: list[int],
 ) -> Tensor:
+    config = NSAConfig.of_counts(counts)
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_compressed = compressed_key.shape[1:3]
-    config = NSAConfig(
-        compress_block_size=compress_block_size,
-        compress_stride=compress_stride,
-        select_block_size=select_block_size,
-        num_selected_blocks=num_selected_blocks,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-    )
     grouped = query.view(batch, kv_heads, heads // kv_heads, num_queries, dim)
     blocks = query.new_empty(
-        (batch, kv_heads, num_queries, num_selected_blocks), dtype=torch.int32
+        (batch, kv_heads, num_queries, config.num_selected_blocks), dtype=torch.int32
     )
     chunk = max(1, MAX_SCORES // max(1, batch * heads * num_compressed))
     # Autocast would make the float32 products half precision, here where it is still on.
@@ -119,9 +104,8 @@ def _choose_blocks(
 
 
 @_choose_blocks.register_fake
-def _(query: Tensor, compressed_key: Tensor, *args: object) -> Tensor:
-    num_selected = args[7]
-    assert isinstance(num_selected, int)
+def _(query: Tensor, compressed_key: Tensor, *options: Any) -> Tensor:
+    num_selected = NSAConfig.of_counts(options[-1]).num_selected_blocks
     shape = (query.shape[0], compressed_key.shape[1], query.shape[2], num_selected)
     return query.new_empty(shape, dtype=torch.int32)
 

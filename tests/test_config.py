@@ -19,6 +19,12 @@ def test_defaults_are_the_papers() -> None:
     assert NSAConfig().num_forced_blocks == 3
 
 
+def test_counts_and_back() -> None:
+    config = NSAConfig(8, 4, 16, 4, 0, 1, 20)
+    assert config.counts == [8, 4, 16, 4, 0, 1, 20]
+    assert NSAConfig.of_counts(config.counts) == config
+
+
 def test_frozen_and_hashable() -> None:
     config = NSAConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -65,20 +65,16 @@ def _folded(branch: Branch) -> Output:
 
 
 def _staircase(branch: Branch) -> Output:
-    mask = compressed_block_mask(
-        branch.config,
-        branch.query.shape[2],
-        branch.key.shape[2],
-        branch.query.device,
-        offset=branch.offset,
-        document_start=branch.document_start,
-        backward=branch.needs_grad,
-    )
-    return _flex(branch, branch.query, branch.key, branch.value, mask)
+    return _masked(compressed_block_mask, branch)
 
 
 def _sliding(branch: Branch) -> Output:
-    mask = sliding_block_mask(
+    return _masked(sliding_block_mask, branch)
+
+
+def _masked(make_mask: Callable[..., BlockMask], branch: Branch) -> Output:
+    """Queries and keys as they are under the mask that `make_mask` makes for them."""
+    mask = make_mask(
         branch.config,
         branch.query.shape[2],
         branch.key.shape[2],
