@@ -68,7 +68,7 @@ class Choice(Target):
 
         def operations(query: Tensor, compressed_key: Tensor) -> Tensor:
             return torch.ops.nsa_flex.choose_blocks(
-                query, compressed_key, positions, None, scale, num_blocks, *_counts(config)
+                query, compressed_key, positions, None, scale, num_blocks, config.counts
             )
 
         if case.implementation == "auto-eager":
@@ -116,17 +116,6 @@ def log_sum_exp(case: Case, query: Tensor, compressed_key: Tensor) -> Tensor:
             scores = query[:, head, span].float() @ key.mT * scale_of(case)
             lse[:, head, span] = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
     return lse
-
-
-def _counts(config: NSAConfig) -> tuple[int, ...]:
-    return (
-        config.compress_block_size,
-        config.compress_stride,
-        config.select_block_size,
-        config.num_selected_blocks,
-        config.num_initial_blocks,
-        config.num_local_blocks,
-    )
 
 
 class Merge(Target):
