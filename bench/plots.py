@@ -116,6 +116,7 @@ class _Ratios:
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.invert_yaxis()
+        axes.margins(y=0.01)
         axes.set_xlabel("dense (cuDNN) time ÷ NSA time")
         axes.grid(alpha=0.3, axis="x")
 
@@ -178,6 +179,7 @@ class _Parts:
         )
         axes.set_yticks(places, names, fontsize=6)
         axes.invert_yaxis()
+        axes.margins(y=0.01)
         axes.set_xscale("log")
         axes.set_xlabel("ms")
         axes.grid(alpha=0.3, axis="x")
@@ -206,5 +208,6 @@ class _Models:
         axes.barh(places, speeds, color=[colors[row["implementation"]] for row in self.rows])
         axes.set_yticks(places, labels, fontsize=7)
         axes.invert_yaxis()
+        axes.margins(y=0.01)
         axes.set_xlabel("tokens/s of training")
         axes.grid(alpha=0.3, axis="x")
