@@ -60,6 +60,7 @@ def core() -> None:
     shapes: tuple[Shape, ...] = (
         (1, 16, 1, 300, 128, torch.bfloat16),
         (2, 6, 2, 141, 64, torch.float16),
+        (1, 8, 2, 130, 64, torch.float16),
     )
     for shape in shapes:
         q, k, v = heads_of(shape)

@@ -11,6 +11,7 @@ With what a backward wants kept apart as well, the program has too few registers
 
 from __future__ import annotations
 
+from functools import partial as bind
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.core_merge import load_compressed
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of
+from nsa_flex.fallback_kernels.hopper import runs_gluon
 from nsa_flex.fallback_kernels.selected_forward import (
     Selection,
     attend_tiles_with_unions,
@@ -106,8 +108,17 @@ def end_without_backward(
     results = Inference(out, selected_lse, sliding_lse)
     # The selected branch of tiles that have a union waits where their sum will be.
     attend_tiles_with_unions(selection, out.transpose(1, 2), selected_lse.transpose(1, 2))
+    launch = _launch
+    if runs_gluon(query.device):
+        # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
+        from nsa_flex.fallback_kernels import core_inference_hopper as hopper
+        from nsa_flex.fallback_kernels.selected_walk import tiles_of
+
+        key, value = selection.key, selection.value
+        if hopper.takes(plan, query, key, value):
+            launch = bind(hopper.launch, (tiles_of(plan, key), tiles_of(plan, value)))
     for chosen, partial, partial_lse in partial_results(selection):
-        _launch(selection, chosen, partial, partial_lse, window, parts, fold, gates, results)
+        launch(selection, chosen, partial, partial_lse, window, parts, fold, gates, results)
     return results
 
 

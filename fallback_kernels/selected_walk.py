@@ -52,11 +52,16 @@ def online_softmax(scores, seen, top, total, scale_log2):
 
 
 @gluon.jit
-def add_values(p, values, decay, out):
-    """Decayed output plus the product of probabilities and a block of values."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
+def times(out, factor):
+    """`out`, each row by its factor, which may be laid out as the scores' rows."""
     row: gl.constexpr = gl.SliceLayout(1, out.type.layout)
-    out *= gl.expand_dims(gl.convert_layout(decay, row), 1)
+    return out * gl.expand_dims(gl.convert_layout(factor, row), 1)
+
+
+@gluon.jit
+def add_values(p, values, out):
+    """`out` plus the product of probabilities and a block of values."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
     out = warpgroup_mma(gl.convert_layout(p.to(values.dtype), operand), values, out, is_async=True)
     return warpgroup_mma_wait(0, [out])
 
@@ -158,7 +163,7 @@ def walk_kernel(
     scores = gl.where(seen, scores, float("-inf"))
     p, decay, top, total = online_softmax(scores, last_key >= 0, top, total, scale_log2)
     mbarrier.wait(value_arrival, 0)
-    out = add_values(p, values, decay, out)
+    out = add_values(p, values, times(out, decay))
     if size > 0:
         fetch(value_tiles, batch, head, following, value_buffer, value_arrival, BLOCK_SIZE)
 
@@ -177,7 +182,7 @@ def walk_kernel(
         chosen = row_ok & ((bits & 1) != 0)
         p, decay, top, total = online_softmax(scores, chosen, top, total, scale_log2)
         mbarrier.wait(value_arrival, phase)
-        out = add_values(p, values, decay, out)
+        out = add_values(p, values, times(out, decay))
         if more:
             fetch(value_tiles, batch, head, following, value_buffer, value_arrival, BLOCK_SIZE)
     mbarrier.invalidate(key_arrival)
@@ -187,8 +192,7 @@ def walk_kernel(
     LN2: gl.constexpr = 0.6931471805599453
     lse = gl.where(empty, float("-inf"), top + gl.log2(total)) * LN2
     gl.store(lse_ptr + group + query * query_heads + member, lse, mask=row_ok)
-    share = gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), gl.SliceLayout(1, OUT))
-    rounded = (out * gl.expand_dims(share, 1)).to(dtype)
+    rounded = times(out, gl.where(empty, 0.0, 1.0 / total)).to(dtype)
     pointer, mask = pointers(out_ptr + group * VALUE_DIM, line, there, VALUE_DIM, VALUE_COLUMNS)
     gl.store(pointer, gl.convert_layout(rounded, MEMORY), mask=mask)
 
