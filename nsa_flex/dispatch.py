@@ -261,7 +261,7 @@ def _sliding_limit(facts: Facts) -> str | None:
 def _selection_shared_bytes(facts: Facts, group: int) -> int:
     """Shared memory of the selection's smallest tiles: a block of keys and a token's rows.
 
-    As `SelectedPlan.shared_bytes`, which cannot be imported where there is no triton.
+    As `SelectedPlan.check_shared_memory` asks for, of a plan that is made from tensors.
     """
     size, rows = facts.select_block_size, max(16, _padded(group))
     columns = _padded(facts.head_dim) + _padded(facts.value_head_dim)

@@ -123,7 +123,7 @@ class RowsHook:
     def _rows(self, decoder: Decoder, call: dict[str, Any], max_documents: int | None) -> Rows:
         batch, length = _tokens(call).shape[:2]
         mask = _padding_mask(call.get("attention_mask"))
-        num_keys, cached = self._cache_sizes(decoder, call, length)
+        num_keys, cached = self._cache_sizes(call, length)
         if mask is not None:
             return padded_rows(_fit(mask, num_keys, cached, length), length, cached)
         cu_seqlens, position_ids = call.get("cu_seq_lens_q"), call.get("position_ids")
@@ -144,9 +144,7 @@ class RowsHook:
         position_ids = position_ids.expand(batch, length)
         return packed_rows(align_positions(position_ids, self.config, max_documents))
 
-    def _cache_sizes(
-        self, decoder: Decoder, call: dict[str, Any], length: int
-    ) -> tuple[int, int | Tensor]:
+    def _cache_sizes(self, call: dict[str, Any], length: int) -> tuple[int, int | Tensor]:
         """How many keys attention will get, and the index of the first new one."""
         cache, layer_idx = call.get("past_key_values"), self.layer_indices[0]
         if cache is None:
