@@ -1,8 +1,7 @@
 """The whole attention core as one operator, and one for its backward.
 
-The same kernels as the branches have alone, in an order and in memory that a composition of
-operators cannot have: the fold is never copied, one gated gradient at a time is in memory, and the
-branches add their shares of dQ into one tensor.
+In an order and in memory that a composition of operators cannot have: the fold is never copied, no
+gradient is multiplied by a gate, and the branches add their shares of dQ into one tensor.
 """
 
 from __future__ import annotations
@@ -16,19 +15,21 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels import selected_backward, selected_forward
 from nsa_flex.fallback_kernels.choose import run_choice
 from nsa_flex.fallback_kernels.core_compressed import (
+    PartGradients,
     attend_part,
     differentiate_part,
 )
-from nsa_flex.fallback_kernels.core_inference import end_without_backward, serves
-from nsa_flex.fallback_kernels.core_merge import (
-    apply_gate,
+from nsa_flex.fallback_kernels.core_gates import (
+    gated_part_lse,
     gated_sum_gradients,
-    slide_and_sum,
-    spread_lse,
+    turn_signs,
 )
-from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, pieces_of, place_part
+from nsa_flex.fallback_kernels.core_inference import end_without_backward, serves
+from nsa_flex.fallback_kernels.core_key import key_gradients
+from nsa_flex.fallback_kernels.core_merge import slide_and_sum, spread_lse
+from nsa_flex.fallback_kernels.core_query import Forced, Rows, query_gradients
+from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, sum_residues
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words, rows_contiguous
-from nsa_flex.fallback_kernels.sliding_backward import sliding_gradients
 
 
 class CoreResults(NamedTuple):
@@ -70,18 +71,13 @@ def core_attention(
         selected branch adds into dK and dV by float32 atomics unless
         `torch.are_deterministic_algorithms_enabled()`.
     """
-    tensors = (
-        query,
-        key,
-        value,
-        compressed_key,
-        compressed_value,
-        sliding_key,
-        sliding_value,
-        gates,
-    )
+    tensors = (query, key, value, compressed_key, compressed_value, gates)
+    # Which keys are the same is told apart where the operator is called, not by what memory holds.
+    shared = sliding_key is key and sliding_value is value
+    own = (None, None) if shared else (sliding_key, sliding_value)
     results = core_forward(
         *tensors,
+        *own,
         scale,
         config.compress_block_size,
         config.compress_stride,
@@ -90,7 +86,8 @@ def core_attention(
         config.num_initial_blocks,
         config.num_local_blocks,
         config.window_size,
-        torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (*tensors, *own)),
         torch.are_deterministic_algorithms_enabled(),
     )
     out, blocks, _, compressed_lse, _, selected_lse, _, sliding_lse, _ = results
@@ -125,9 +122,9 @@ def core_forward(
     value: Tensor,
     compressed_key: Tensor,
     compressed_value: Tensor,
-    sliding_key: Tensor,
-    sliding_value: Tensor,
     gates: Tensor,
+    sliding_key: Tensor | None,
+    sliding_value: Tensor | None,
     scale: float,
     compress_block_size: int,
     compress_stride: int,
@@ -143,7 +140,8 @@ def core_forward(
 
     Outputs are (B, S, H, D), contiguous, log-sum-exps (B, S, H), that of the compressed branch
     (B, H, S). What only a backward wants is empty unless the call is `differentiable`: the index
-    and the outputs of the branches. `deterministic` is for the backward.
+    and the outputs of the branches. `deterministic` is for the backward. Without keys and values
+    of its own the sliding branch has the selected one's.
     """
     sizes = _Sizes(
         compress_block_size,
@@ -154,26 +152,22 @@ def core_forward(
         num_local_blocks,
         window_size,
     )
-    tensors = (
-        query,
-        key,
-        value,
-        compressed_key,
-        compressed_value,
-        sliding_key,
-        sliding_value,
-        gates,
-    )
+    tensors = (query, key, value, compressed_key, compressed_value, gates)
+    own = None
+    if sliding_key is not None and sliding_value is not None:
+        own = (sliding_key, sliding_value)
     with torch.cuda.device_of(query):
-        return _forward(tensors, sizes, scale, differentiable)
+        return _forward(tensors, own, sizes, scale, differentiable)
 
 
 def _forward(
-    tensors: tuple[Tensor, ...], sizes: _Sizes, scale: float, differentiable: bool
+    tensors: tuple[Tensor, ...],
+    own: tuple[Tensor, Tensor] | None,
+    sizes: _Sizes,
+    scale: float,
+    differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates = (
-        tensors
-    )
+    query, key, value, compressed_key, compressed_value, gates = tensors
     tokens, heads = query.shape[2], query.shape[1]
     fold = sizes.fold(tokens)
     rows = query.transpose(1, 2).contiguous()
@@ -196,9 +190,8 @@ def _forward(
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
     plan = _plan(q, key, value, blocks, sizes)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
-    if not differentiable and serves(
-        plan, (key, value), (sliding_key, sliding_value), sizes.window_size
-    ):
+    window_keys = own or (key, value)
+    if not differentiable and serves(plan, (key, value), window_keys, sizes.window_size):
         out, selected_lse, sliding_lse = end_without_backward(
             selected_forward.prepare(plan, q, *selected_keys, blocks, scale, storage=None),
             sizes.window_size,
@@ -229,8 +222,7 @@ def _forward(
     selected = selected.transpose(1, 2)
     finished = slide_and_sum(
         q,
-        sliding_key,
-        sliding_value,
+        *window_keys,
         sizes.window_size,
         scale,
         outs,
@@ -259,9 +251,9 @@ def _(
     value: Tensor,
     compressed_key: Tensor,
     compressed_value: Tensor,
-    sliding_key: Tensor,
-    sliding_value: Tensor,
     gates: Tensor,
+    sliding_key: Tensor | None,
+    sliding_value: Tensor | None,
     scale: float,
     *options: Any,
 ) -> tuple[Tensor, ...]:
@@ -298,11 +290,11 @@ def core_backward(
     sizes: list[int],
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the eight inputs of `core_forward`.
+    """Gradients of the eight tensors that `core_forward` takes; empty for what it did not get.
 
     Args:
         grad: (B, S, Hq, Dv), gradient of the first result.
-        inputs: the eight tensors.
+        inputs: the six tensors, or all eight.
         results: all but the first.
         sizes: as `_Sizes`.
     """
@@ -318,94 +310,114 @@ def _backward(
     sizes: _Sizes,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates = inputs
+    query, key, value, compressed_key, compressed_value, gates, *own = inputs
     blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
         results
     )
     fold = sizes.fold(query.shape[2])
     rows = query.transpose(1, 2).contiguous()
     grad = grad.contiguous()
-    sums = gated_sum_gradients(grad, compressed, selected, sliding, gates)
-
-    grad_rows = torch.empty_like(rows)
-    grad_rows[:, : fold.reach] = 0
-    grad_keys = (
-        torch.zeros(compressed_key.shape, dtype=torch.float32, device=grad.device),
-        torch.zeros(compressed_value.shape, dtype=torch.float32, device=grad.device),
-    )
-    keys = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
-    for part in pieces_of(fold, query.shape[2]):
-        of_queries = differentiate_part(
-            sums.compressed,
-            rows,
-            *keys,
-            compressed,
-            compressed_lse,
-            part,
-            scale,
-            fold.reach,
-            fold.stride,
-            grad_keys,
+    sums = gated_sum_gradients(grad, compressed, selected, sliding, selected_lse, gates)
+    parts = _compressed_gradients(
+        sums.signed, rows, compressed_key, compressed_value, compressed, compressed_lse,
+        gates, fold, scale,
+    )  # fmt: skip
+    grad_compressed_key, grad_compressed_value = (
+        _sum_of_parts(shares, like)
+        for shares, like in (
+            ([part.key for part in parts], compressed_key),
+            ([part.value for part in parts], compressed_value),
         )
-        place_part(of_queries, grad_rows, part, fold.reach, fold.stride)
-    grad_query = grad_rows.transpose(1, 2)
+    )
 
-    # The selection's kernels have no register to spare for a gate; the compressed branch is done
-    # with its gradient, whose memory takes theirs.
-    apply_gate(grad, gates, 1, sums.compressed)
-    q = rows.transpose(1, 2)
-    _, grad_key, grad_value = selected_backward.backward(
-        _plan(q, key, value, blocks, sizes),
-        q,
+    plan = _plan(rows.transpose(1, 2), key, value, blocks, sizes)
+    forced = _forced(plan, sizes.window_size, deterministic) if not own else Forced.none()
+    of_rows = Rows(rows, grad, selected_lse, sums.delta_selected, sliding_lse, sums.delta_sliding)
+    window = (*(own or (key, value)), gates, forced, sizes.window_size, scale)
+    grad_rows = query_gradients(of_rows, [part.query for part in parts], fold, *window)
+    del parts
+
+    turn_signs(sums.signed, gates)
+    totals = selected_backward.add_gradients(
+        plan,
+        rows.transpose(1, 2),
         rows_contiguous(key),
         rows_contiguous(value),
         blocks,
-        selected_lse.transpose(1, 2),
-        sums.delta_selected.transpose(1, 2),
-        sums.compressed.transpose(1, 2),
+        sums.selected_lse.transpose(1, 2),
+        sums.signed_delta.transpose(1, 2),
+        sums.signed.transpose(1, 2),
         scale,
         deterministic=deterministic,
         index=index,
-        grad_query=grad_query,
-        add_query=grad_query,
+        grad_query=grad_rows.transpose(1, 2),
+        forced=forced.num_local == 0,
     )
-    _, grad_sliding_key, grad_sliding_value = sliding_gradients(
-        q,
-        sliding_key,
-        sliding_value,
-        grad.transpose(1, 2),
-        sliding_lse.transpose(1, 2),
-        sums.delta_sliding,
-        gates[..., 2],
-        sizes.window_size,
-        scale,
-        grad_query=grad_query,
-        add_query=grad_query,
-    )
-    grad_compressed_key, grad_compressed_value = (
-        x.to(y.dtype) for x, y in zip(grad_keys, (compressed_key, compressed_value), strict=True)
-    )
+    if own:
+        grad_key, grad_value = (
+            total[:, : key.shape[2]].to(x.dtype).contiguous()
+            for total, x in zip(totals, (key, value), strict=True)
+        )
+        of_window = key_gradients(of_rows, None, *window)
+    else:
+        grad_key, grad_value = key_gradients(of_rows, totals, *window)
+        of_window = (grad.new_empty(0), grad.new_empty(0))
     return (
         grad_rows,
-        grad_key.transpose(1, 2),
-        grad_value.transpose(1, 2),
+        grad_key,
+        grad_value,
         grad_compressed_key,
         grad_compressed_value,
-        grad_sliding_key.transpose(1, 2),
-        grad_sliding_value.transpose(1, 2),
         sums.gates,
+        *of_window,
     )
+
+
+def _compressed_gradients(
+    signed: Tensor,
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    gates: Tensor,
+    fold: Fold,
+    scale: float,
+) -> list[PartGradients]:
+    keys = (rows_contiguous(key), rows_contiguous(value))
+    lses = gated_part_lse(lse, gates[..., 0], fold)
+    return [
+        differentiate_part(
+            signed, rows, *keys, out, part_lse, part, scale, fold.reach, fold.stride
+        )
+        for part, part_lse in zip(fold.parts, lses, strict=True)
+    ]
+
+
+def _sum_of_parts(shares: list[Tensor], like: Tensor) -> Tensor:
+    total = like.new_empty(like.shape)
+    sum_residues(shares, total)
+    return total
+
+
+def _forced(plan: SelectedPlan, window: int, deterministic: bool) -> Forced:
+    """The blocks that the window's kernels take over from the selection's, of the same keys."""
+    if not 0 < plan.num_local * plan.block_size <= window:
+        return Forced.none()
+    # Without float atomics initial blocks are lists.
+    return Forced(plan.block_size, 0 if deterministic else plan.num_initial, plan.num_local)
 
 
 @core_backward.register_fake
 def _(
     grad: Tensor, inputs: list[Tensor], results: list[Tensor], *_options: Any
 ) -> tuple[Tensor, ...]:
-    query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates = inputs
+    query, key, value, compressed_key, compressed_value, gates, *own = inputs
     return (
         *(_natural(x) for x in (query, key, value)),
         *(x.new_empty(x.shape) for x in (compressed_key, compressed_value)),
-        *(_natural(x) for x in (sliding_key, sliding_value, gates)),
+        _natural(gates),
+        *((_natural(x) for x in own) if own else (grad.new_empty(0), grad.new_empty(0))),
     )
 
 
@@ -429,7 +441,8 @@ def _plan(q: Tensor, key: Tensor, value: Tensor, blocks: Tensor, sizes: _Sizes) 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, (ctx.scale, *sizes, _, ctx.deterministic) = inputs[:8], inputs[8:]
-    ctx.sizes = list(sizes)
+    tensors = tuple(x for x in tensors if x is not None)
+    ctx.sizes, ctx.num_tensors = list(sizes), len(tensors)
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -439,15 +452,13 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
     options = (None,) * 10
     if grad is None:
         return *(None,) * 8, *options
-    inputs, results = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    inputs, results = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
     grads = core_backward(
         grad, list(inputs), list(results), ctx.scale, ctx.sizes, ctx.deterministic
     )
-    q, k, v, ck, cv, sk, sv, gates = grads
-    natural = (x.transpose(1, 2) for x in (sk, sv, gates))
-    return (
-        *(x.transpose(1, 2) for x in (q, k, v)), ck, cv, *natural, *options
-    )  # fmt: skip
+    q, k, v, ck, cv, *natural = grads
+    gates, *own = (x.transpose(1, 2) if x.dim() > 1 else None for x in natural)
+    return *(x.transpose(1, 2) for x in (q, k, v)), ck, cv, gates, *own, *options
 
 
 core_forward.register_autograd(_differentiate, setup_context=_save)

@@ -12,10 +12,12 @@ strides than it was made for.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.fold_parts import Part, add_residues, part_rows_view
+from nsa_flex.fallback_kernels.fold_parts import Part, part_rows_view
 from nsa_flex.fallback_kernels.selected_plan import rows_contiguous
 
 
@@ -45,6 +47,14 @@ def attend_part(
     return _rows(out, batch), lse.reshape(batch, width, part.rows).contiguous()
 
 
+class PartGradients(NamedTuple):
+    """What `differentiate_part` returns."""
+
+    query: Tensor  # (B, rows, width * Hq, D), contiguous
+    key: Tensor  # (B, width, Hkv, rows, D), the last dimension contiguous
+    value: Tensor  # (B, width, Hkv, rows, Dv), likewise
+
+
 def differentiate_part(
     grad: Tensor,
     query: Tensor,
@@ -56,31 +66,34 @@ def differentiate_part(
     scale: float,
     reach: int,
     stride: int,
-    totals: tuple[Tensor, Tensor],
-) -> Tensor:
-    """Gradients of a part's queries (B, rows, width * Hq, D); adds those of its keys and values.
+) -> PartGradients:
+    """Gradients of a part's queries, and of its keys and values residue by residue.
 
     Args:
         grad, out: (B, S, Hq, Dv), contiguous: all parts.
         query: (B, S, Hq, D), contiguous.
-        lse: float32 (B, Hq, S), contiguous.
-        totals: float32 (B, Hkv, N, D) and (B, Hkv, N, Dv), to which the sums are added.
+        lse: float32 (B, width * Hq, rows), of the part. Less ln|gate| it gives the gradients of
+            `|gate| * grad`.
     """
-    batch = key.shape[0]
+    batch, _, heads, dim = query.shape
+    if part.is_empty:
+        of_query = query.new_empty((batch, part.rows, part.width * heads, dim))
+        return PartGradients(
+            of_query, *(x.new_empty((batch, 0, *x.shape[1:])) for x in (key, value))
+        )
     do, q, o = (
         _problems(part_rows_view(x, part, reach, stride), part) for x in (grad, query, out)
     )
     k, v = (_keys(x, part) for x in (key, value))
+    lse = lse.view(q.shape[:3])
     if part.rows == 1:
-        of_query, *of_keys = _one_key_gradients(do, q, k, v)
+        of_query, *of_keys = _one_key_gradients(do, q, k, v, lse, scale)
     else:
-        part_lse = _part_lse(lse, part, reach, stride).view(q.shape[:3])
-        of_query, *of_keys = causal_gradients(do, q, k, v, o, part_lse, scale)
-    for share, total in zip(of_keys, totals, strict=True):
-        share = rows_contiguous(share)
-        # Residues are the batch of one row, or among the heads of several.
-        add_residues(share.unflatten(1, (part.width, -1)) if batch > 1 else share[None], total)
-    return _rows(of_query, batch)
+        of_query, *of_keys = causal_gradients(do, q, k, v, o, lse, scale)
+    # Residues are the batch of one row, or among the heads of several.
+    shares = (rows_contiguous(x) for x in of_keys)
+    by_residue = (x.unflatten(1, (part.width, -1)) if batch > 1 else x[None] for x in shares)
+    return PartGradients(_rows(of_query, batch), *by_residue)
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -131,16 +144,6 @@ def _rows(problems: Tensor, batch: int) -> Tensor:
     return problems.permute(2, 0, 1, 3).contiguous().flatten(1, 2)[None]
 
 
-def _part_lse(lse: Tensor, part: Part, reach: int, stride: int) -> Tensor:
-    """(B, H, S) to a part's (B, width, H, rows), contiguous."""
-    batch, heads, tokens = lse.shape
-    return lse.as_strided(
-        (batch, part.width, heads, part.rows),
-        (heads * tokens, 1, tokens, stride),
-        lse.storage_offset() + reach + part.first,
-    ).contiguous()
-
-
 def _keys(key: Tensor, part: Part) -> Tensor:
     """Keys of a part as `_problems` lays out its queries."""
     key = key[:, :, : part.rows]
@@ -159,7 +162,10 @@ def _one_key(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[T
 
 
 def _one_key_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = grad.unflatten(1, (key.shape[1], -1)).sum(2, dtype=torch.float32)
+    group = query.shape[1] // key.shape[1]
+    logit = (query.float() * key.repeat_interleave(group, 1).float()).sum(-1) * scale
+    grads = grad * (logit - lse).exp()[..., None]  # 1, or the size of a gate
+    grads = grads.unflatten(1, (key.shape[1], -1)).sum(2)
     return torch.zeros_like(query), torch.zeros_like(key), grads

@@ -1,8 +1,6 @@
-"""The gated sum of the branches, the compressed one in the parts of its fold, and its backward.
+"""The gated sum of the branches, the compressed one in the parts of its fold.
 
-Forward it is the end of the sliding branch's kernel, whose arithmetic hides the memory that the
-sum needs; the backward is one pass. `delta_c = sum(dO * o_c)` is at once the gradient of gate c
-and what the backward of branch c subtracts from `dO v^T`.
+It is the end of the sliding branch's kernel, whose arithmetic hides the memory that the sum needs.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from nsa_flex.fallback_kernels.sliding_tiles import (
     store_rows,
 )
 
-ROWS = 16  # heads of tokens a program handles
 LSE_TOKENS = 256
 
 
@@ -117,68 +114,6 @@ def slide_and_sum(
     return Finished(out, lse, sliding, compressed)
 
 
-class SumGradients(NamedTuple):
-    """What `gated_sum_gradients` returns."""
-
-    gates: Tensor  # (B, S, H, 3)
-    compressed: Tensor  # (B, S, H, D), gated
-    delta_selected: Tensor  # float32 (B, S, H), gated
-    delta_sliding: Tensor  # not gated
-
-
-def gated_sum_gradients(
-    grad: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor
-) -> SumGradients:
-    """Gradients of the gates and the compressed branch, and the deltas of the others.
-
-    All but the gates (B, S, H, D), contiguous.
-    """
-    batch, tokens, heads, dim = selected.shape
-    grad_gates = gates.new_empty((batch, tokens, heads, 3))
-    deltas = torch.empty((2, batch, tokens, heads), dtype=torch.float32, device=grad.device)
-    grad_compressed = torch.empty_like(compressed)
-    _gradient_kernel[_grid(selected)](
-        grad,
-        compressed,
-        selected,
-        sliding,
-        gates,
-        grad_compressed,
-        grad_gates,
-        deltas[0],
-        deltas[1],
-        *gates.stride(),
-        batch * tokens * heads,
-        tokens,
-        heads,
-        DIM=dim,
-        COLUMNS=triton.next_power_of_2(dim),
-        ROWS=ROWS,
-    )
-    return SumGradients(grad_gates, grad_compressed, deltas[0], deltas[1])
-
-
-def apply_gate(grad: Tensor, gates: Tensor, branch: int, out: Tensor) -> None:
-    """Writes `gates[..., branch] * grad` into `out`; both (B, S, H, D), contiguous."""
-    batch, tokens, heads, dim = grad.shape
-    _apply_kernel[_grid(grad)](
-        grad,
-        gates[..., branch],
-        out,
-        *gates.stride()[:3],
-        batch * tokens * heads,
-        tokens,
-        heads,
-        DIM=dim,
-        COLUMNS=triton.next_power_of_2(dim),
-        ROWS=ROWS,
-    )
-
-
-def _grid(selected: Tensor) -> tuple[int]:
-    return (triton.cdiv(selected.shape[0] * selected.shape[1] * selected.shape[2], ROWS),)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "rows", "first1", "first2", "first3", "reach"])
 def _spread_kernel(
     lse0, lse1, lse2, lse3, out,
@@ -196,21 +131,6 @@ def _spread_kernel(
     seen = there & (s >= reach)
     lse = tl.load(of_part(part, lse0, lse1, lse2, lse3) + line, mask=seen, other=float("-inf"))
     tl.store(out + tl.program_id(1).to(tl.int64) * num_tokens + s, lse, mask=there)
-
-
-@triton.jit
-def _place(num_rows, num_tokens, heads, ROWS: tl.constexpr):
-    """Row of (B, S, H) memory, its batch row, token and head, and whether it is there."""
-    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = line < num_rows
-    token = line // heads
-    return line, token // num_tokens, token % num_tokens, line % heads, there
-
-
-@triton.jit
-def _gate(gates, c: tl.constexpr, b, h, s, stride_b, stride_h, stride_s, stride_c, there):
-    place = b * stride_b + h * stride_h + s * stride_s + c * stride_c
-    return tl.load(gates + place, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -295,49 +215,3 @@ def _finish_kernel(
     gate = tl.load(gate_ptr, mask=there, other=0.0).to(tl.float32)
     acc += branch.to(tl.float32) * gate[:, None]
     store_rows(out_ptr, line * VALUE_DIM, there, acc, VALUE_DIM, VALUE_COLUMNS)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _gradient_kernel(
-    grad, compressed, selected, sliding, gates,
-    grad_compressed, grad_gates, delta_selected, delta_sliding,
-    stride_b, stride_h, stride_s, stride_c,
-    num_rows, num_tokens, heads,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    line, b, s, h, there = _place(num_rows, num_tokens, heads, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = there[:, None] & (column < DIM)[None, :]
-    flat = (line * DIM)[:, None] + column[None, :]
-    do = tl.load(grad + flat, mask=inside, other=0.0).to(tl.float32)
-    delta0 = tl.sum(do * tl.load(compressed + flat, mask=inside, other=0.0).to(tl.float32), 1)
-    of_selected = tl.load(selected + flat, mask=inside, other=0.0).to(tl.float32)
-    delta1 = tl.sum(do * of_selected, 1)
-    delta2 = tl.sum(do * tl.load(sliding + flat, mask=inside, other=0.0).to(tl.float32), 1)
-    g0 = _gate(gates, 0, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
-    gated = (do * g0[:, None]).to(grad_compressed.dtype.element_ty)
-    tl.store(grad_compressed + flat, gated, mask=inside)
-    gate_type = grad_gates.dtype.element_ty
-    tl.store(grad_gates + line * 3, delta0.to(gate_type), mask=there)
-    tl.store(grad_gates + line * 3 + 1, delta1.to(gate_type), mask=there)
-    tl.store(grad_gates + line * 3 + 2, delta2.to(gate_type), mask=there)
-    g1 = _gate(gates, 1, b, h, s, stride_b, stride_h, stride_s, stride_c, there)
-    # Of the gated gradient as `apply_gate` rounds it: where dO v^T equals delta they must cancel.
-    gated = (do * g1[:, None]).to(grad_compressed.dtype.element_ty).to(tl.float32)
-    tl.store(delta_selected + line, tl.sum(gated * of_selected, 1), mask=there)
-    tl.store(delta_sliding + line, delta2, mask=there)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _apply_kernel(
-    grad, gate, out, stride_b, stride_h, stride_s,
-    num_rows, num_tokens, heads,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    line, b, s, h, there = _place(num_rows, num_tokens, heads, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = there[:, None] & (column < DIM)[None, :]
-    flat = (line * DIM)[:, None] + column[None, :]
-    g = _gate(gate, 0, b, h, s, stride_b, stride_h, stride_s, 0, there)
-    x = tl.load(grad + flat, mask=inside, other=0.0).to(tl.float32) * g[:, None]
-    tl.store(out + flat, x.to(out.dtype.element_ty), mask=inside)

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COPY = 4096  # elements that one program copies
 ADD_ROWS = 16  # rows that one program adds
 SHORT = 1 << 14  # tokens up to which memory matters less than launches: two parts do
 
@@ -57,17 +56,6 @@ def fold_of(num_tokens: int, block: int, stride: int) -> Fold:
     return Fold(tuple(Part(*part) for part in parts), reach, stride)
 
 
-def pieces_of(fold: Fold, num_tokens: int) -> list[Part]:
-    """The parts that hold something, in pieces whose gradients take little memory at a time."""
-    widest = fold.stride if num_tokens <= SHORT else max(1, fold.stride // 5)
-    return [
-        Part(first, min(first + widest, part.stop), part.rows)
-        for part in fold.parts
-        if not part.is_empty
-        for first in range(part.first, part.stop, widest)
-    ]
-
-
 def part_rows_view(query: Tensor, part: Part, reach: int, stride: int) -> Tensor:
     """(B, S, H, D), contiguous, to the view (B, rows, width * H, D) of a part."""
     batch, tokens, heads, dim = query.shape
@@ -79,75 +67,80 @@ def part_rows_view(query: Tensor, part: Part, reach: int, stride: int) -> Tensor
     )
 
 
-def place_part(rows: Tensor, out: Tensor, part: Part, reach: int, stride: int) -> None:
-    """Copies (B, rows, width * H, D), contiguous, to its place in `out`, (B, S, H, D), contiguous.
+def sum_residues(shares: list[Tensor], total: Tensor) -> None:
+    """Sums keys' gradients over all residues of all parts, in one pass and in float32.
 
-    One pass at the speed of memory, which torch's copy between such strides is far from.
+    Args:
+        shares: one (B, width, H, rows, D) a part; rows at most N, any strides but the last.
+        total: receives the sum, (B, H, N, D), any strides but the last.
     """
-    batch, tokens, heads, dim = out.shape
-    token = heads * dim
-    run = part.width * token
-    _place_kernel[part.rows, triton.cdiv(run, COPY), batch](
-        rows,
-        out,
-        run,
-        part.rows,
-        tokens * token,
-        stride * token,
-        (reach + part.first) * token,
-        COPY,
-    )
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _place_kernel(source, target, run, rows, stride_b, stride_row, first, COPY: tl.constexpr):
-    b, row = tl.program_id(2).to(tl.int64), tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * COPY + tl.arange(0, COPY)
-    there = place < run
-    x = tl.load(source + (b * rows + row) * run + place, mask=there)
-    tl.store(target + b * stride_b + row * stride_row + first + place, x, mask=there)
-
-
-def add_residues(shares: Tensor, totals: Tensor) -> None:
-    """Adds to `totals`, float32 (B, H, N, D), the sum of `shares` (B, width, H, rows, D).
-
-    In one pass; rows at most N, the last dimension of both contiguous.
-    """
-    batch, width, heads, rows, dim = shares.shape
-    _add_kernel[triton.cdiv(rows, ADD_ROWS), batch * heads](
-        shares,
-        totals,
-        width,
+    batch, heads, rows, dim = total.shape
+    _sum_kernel[triton.cdiv(rows, ADD_ROWS), batch * heads](
+        *shares,
+        total,
+        *(share.shape[1] for share in shares),
+        *(share.shape[3] for share in shares),
+        *(stride for share in shares for stride in share.stride()[:4]),
+        *total.stride()[:3],
         heads,
         rows,
-        *shares.stride()[:4],
-        *totals.stride()[:3],
         DIM=dim,
         COLUMNS=triton.next_power_of_2(dim),
         ROWS=ADD_ROWS,
     )
 
 
-@triton.jit(do_not_specialize=["width", "rows"])
-def _add_kernel(
-    shares, totals, width, heads, rows,
-    share_stride_b, share_stride_w, share_stride_h, share_stride_n,
-    total_stride_b, total_stride_h, total_stride_n,
+@triton.jit
+def _add_part(
+    total, share, width, rows, stride_b, stride_w, stride_h, stride_n, b, h, row, column,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    share += b * stride_b + h * stride_h
+    share = share + row[:, None].to(tl.int64) * stride_n + column[None, :]
+    there = (row < rows)[:, None] & (column < DIM)[None, :]
+    for _ in range(width):
+        total += tl.load(share, mask=there, other=0.0).to(tl.float32)
+        share += stride_w
+    return total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "width0", "width1", "width2", "width3", "rows0", "rows1", "rows2", "rows3", "rows",
+    ]
+)  # fmt: skip
+def _sum_kernel(
+    share0, share1, share2, share3, total_ptr,
+    width0, width1, width2, width3, rows0, rows1, rows2, rows3,
+    stride_b0, stride_w0, stride_h0, stride_n0, stride_b1, stride_w1, stride_h1, stride_n1,
+    stride_b2, stride_w2, stride_h2, stride_n2, stride_b3, stride_w3, stride_h3, stride_n3,
+    total_stride_b, total_stride_h, total_stride_n, heads, rows,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = _add_part(
+        total, share0, width0, rows0, stride_b0, stride_w0, stride_h0, stride_n0,
+        b, h, row, column, DIM,
+    )  # fmt: skip
+    total = _add_part(
+        total, share1, width1, rows1, stride_b1, stride_w1, stride_h1, stride_n1,
+        b, h, row, column, DIM,
+    )  # fmt: skip
+    total = _add_part(
+        total, share2, width2, rows2, stride_b2, stride_w2, stride_h2, stride_n2,
+        b, h, row, column, DIM,
+    )  # fmt: skip
+    total = _add_part(
+        total, share3, width3, rows3, stride_b3, stride_w3, stride_h3, stride_n3,
+        b, h, row, column, DIM,
+    )  # fmt: skip
+    total_ptr += b * total_stride_b + h * total_stride_h
+    place = row[:, None].to(tl.int64) * total_stride_n + column[None, :]
     there = (row < rows)[:, None] & (column < DIM)[None, :]
-    totals += b * total_stride_b + h * total_stride_h
-    total = totals + row[:, None] * total_stride_n + column[None, :]
-    shares += b * share_stride_b + h * share_stride_h
-    share = shares + row[:, None] * share_stride_n + column[None, :]
-    x = tl.load(total, mask=there, other=0.0)
-    for _ in range(width):
-        x += tl.load(share, mask=there, other=0.0).to(tl.float32)
-        share += share_stride_w
-    tl.store(total, x, mask=there)
+    tl.store(total_ptr + place, total.to(total_ptr.dtype.element_ty), mask=there)
 
 
 def bounds_of(parts: tuple[Part, ...]) -> tuple[int, int, int, int]:

@@ -271,10 +271,13 @@ def dense_gradient_kernel(
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     CHUNK: tl.constexpr,
+    LOCALS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Dense candidates: dK and dV of one block from consecutive queries.
+
+    LOCALS: blocks in a chunk; 0 leaves local blocks out.
 
     A program takes a block as a local one, or a chunk of the later queries that have it as an
     initial one. Programs that read the same queries run at the same time, so that most of them
@@ -284,7 +287,6 @@ def dense_gradient_kernel(
     Every block of keys has a first sum by one program, which stores it: 0 where no query is near.
     Initial blocks have many; they start at 0 and are added to.
     """
-    LOCALS: tl.constexpr = CHUNK // BLOCK_SIZE
     turn = tl.program_id(0) // (LOCALS + INITIAL)
     place = tl.program_id(0) % (LOCALS + INITIAL)
     batch_head = tl.program_id(1)
@@ -376,6 +378,8 @@ class _Backward:
         scale: float,
         deterministic: bool,
     ) -> None:
+        assert natural_rows(lse)
+        assert natural_rows(delta)
         # Without float atomics a list is one program, and initial blocks are lists as well.
         self.plan = replace(plan, num_initial=0) if deterministic else plan
         self.chunk = plan.window_tokens if deterministic else plan.chunk_tokens
@@ -394,13 +398,17 @@ class _Backward:
     def inputs(self) -> tuple[Tensor, ...]:
         return self.query, self.key, self.value, self.grad_out
 
-    def launch_dense(self, summary: Tensor) -> None:
+    def launch_dense(self, summary: Tensor, *, local: bool) -> None:
+        """Local and initial blocks; without `local` into totals that are set to zero before."""
         plan = self.plan
-        chunk = INITIAL_CHUNK_TOKENS
+        chunk = INITIAL_CHUNK_TOKENS if local else plan.chunk_tokens
+        locals_per_turn = chunk // plan.block_size if local else 0
         turns = triton.cdiv(self.grad_key.shape[1], chunk)
         for total in (self.grad_key, self.grad_value):
-            total[:, : plan.num_initial * plan.block_size] = 0
-        programs = turns * (chunk // plan.block_size + plan.num_initial)
+            (total[:, : plan.num_initial * plan.block_size] if local else total).zero_()
+        programs = turns * (locals_per_turn + plan.num_initial)
+        if programs == 0:
+            return
         grid = (programs, plan.batch * plan.kv_heads)
         dense_gradient_kernel[grid](
             *self.inputs(),
@@ -421,6 +429,7 @@ class _Backward:
             INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
             CHUNK=chunk,
+            LOCALS=locals_per_turn,
             ROWS=plan.tile_rows,
             STAGES=plan.gradient_stages,
             num_warps=plan.num_warps,
@@ -463,11 +472,11 @@ class _Backward:
         summary: Tensor,
         partial: Tensor,
         grad_query: Tensor,
-        add_query: Tensor | None,
-        add_shift: int,
+        *,
+        forced: bool,
+        added: bool,
     ) -> None:
         plan = self.plan
-        added = grad_query if add_query is None else add_query
         grid = (plan.window_tokens // plan.merge_tokens, window.num_heads)
         query_gradient_kernel[grid](
             *self.inputs(),
@@ -475,12 +484,9 @@ class _Backward:
             self.delta,
             partial,
             summary,
-            added,
             grad_query,
             *strides(self.key),
             *strides(self.value),
-            *strides(added),
-            add_shift,
             window.first_head,
             window.start,
             plan.window_tokens,
@@ -491,7 +497,8 @@ class _Backward:
             self.scale,
             self.scale * LOG2E,
             **plan.constants(),
-            ADDED=add_query is not None,
+            FORCED=forced,
+            ADDED=added,
             INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
             TOKENS=plan.merge_tokens,
@@ -500,6 +507,37 @@ class _Backward:
             num_warps=plan.num_warps,
             maxnreg=plan.stream_registers,
         )
+
+    def everything(
+        self,
+        blocks: Tensor,
+        index: Tensor | None,
+        grad_query: Tensor,
+        *,
+        forced: bool,
+        added: bool,
+    ) -> None:
+        """All launches.
+
+        forced: with dQ of dense candidates, and dK and dV of local blocks. added: dQ is added to
+        what is in `grad_query`.
+        """
+        plan = self.plan
+        if self.deterministic:
+            parts = build_index(plan, blocks, self.chunk)
+        elif index is None:
+            parts = build_index(plan, blocks, self.chunk, unions=build_unions(plan, blocks))
+        else:
+            parts = index_views(plan, self.chunk, index, blocks)
+        partial = torch.empty(
+            (plan.partial_rows, plan.head_dim), dtype=self.query.dtype, device=self.query.device
+        )
+        self.launch_dense(parts.summary, local=forced)
+        for window in plan.windows(self.chunk):  # they share `partial`
+            self.launch_lists(window, parts, partial)
+            self.launch_merge(
+                window, parts.summary, partial, grad_query, forced=forced, added=added
+            )
 
 
 def row_deltas(
@@ -549,9 +587,6 @@ def backward(
     *,
     deterministic: bool,
     index: Tensor | None = None,
-    grad_query: Tensor | None = None,
-    add_query: Tensor | None = None,
-    add_shift: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtype; dK and dV are summed in float32.
 
@@ -569,31 +604,39 @@ def backward(
         grad_out: (B, Hq, Sq, Dv), memory (B, Sq, Hq, Dv).
         deterministic: see above; it builds an index of its own.
         index: what the forward wrote into `storage`; None builds it anew.
-        grad_query: receives dQ: (B, Hq, Sq, D), memory (B, Sq, Hq, D).
-        add_query: added to dQ before it is rounded: row t - add_shift, (B, Hq, tokens, D) in
-            query's dtype, last dimension contiguous. Without a shift it may be `grad_query`.
-        add_shift: queries at the start that have no row in `add_query`.
     """
-    assert natural_rows(lse)
-    assert natural_rows(delta)
     run = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
-    if deterministic:
-        parts = build_index(run.plan, blocks, run.chunk)
-    elif index is None:
-        parts = build_index(plan, blocks, run.chunk, unions=build_unions(plan, blocks))
-    else:
-        parts = index_views(plan, run.chunk, index, blocks)
-    partial = torch.empty(
-        (run.plan.partial_rows, plan.head_dim), dtype=query.dtype, device=query.device
+    grad_query = empty_natural(
+        query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype
     )
-    if grad_query is None:
-        grad_query = empty_natural(
-            query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype
-        )
-    run.launch_dense(parts.summary)
-    for window in run.plan.windows(run.chunk):  # they share `partial`
-        run.launch_lists(window, parts, partial)
-        run.launch_merge(window, parts.summary, partial, grad_query, add_query, add_shift)
+    run.everything(blocks, index, grad_query, forced=True, added=False)
     grad_key = run.grad_key[:, : key.shape[2]].to(key.dtype).contiguous()
     grad_value = run.grad_value[:, : key.shape[2]].to(value.dtype).contiguous()
     return grad_query, grad_key.transpose(1, 2), grad_value.transpose(1, 2)
+
+
+def add_gradients(
+    plan: SelectedPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    grad_out: Tensor,
+    scale: float,
+    *,
+    deterministic: bool,
+    index: Tensor | None,
+    grad_query: Tensor,
+    forced: bool,
+) -> tuple[Tensor, Tensor]:
+    """`backward` whose dQ is added to `grad_query`, and whose dK and dV stay in float32.
+
+    Without `forced`, dK and dV lack the local blocks, and dQ lacks these and the initial ones.
+
+    Returns dK and dV (B, tokens, Hkv, D), contiguous, tokens in whole blocks.
+    """
+    run = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
+    run.everything(blocks, index, grad_query, forced=forced, added=True)
+    return run.grad_key, run.grad_value

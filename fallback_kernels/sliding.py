@@ -84,7 +84,7 @@ def backward(
     with torch.cuda.device_of(query):
         delta = _deltas(out, grad_out, grad_lse)
         return sliding_backward.sliding_gradients(
-            query, key, value, grad_out, lse, delta, None, window_size, scale
+            query, key, value, grad_out, lse, delta, window_size, scale
         )
 
 

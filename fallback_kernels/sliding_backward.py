@@ -60,27 +60,24 @@ def query_gradient_tile(
     return tl.dot(grad_scores, k, acc, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "window", "add_shift"])
+@triton.jit(do_not_specialize=["num_tokens", "window"])
 def query_gradient_kernel(
     query_ptr, key_ptr, value_ptr, key_tiles, value_tiles, grad_out_ptr,
-    lse_ptr, delta_ptr, gate_ptr, add_ptr, grad_query_ptr,
+    lse_ptr, delta_ptr, grad_query_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
     lse_stride_b, lse_stride_h, lse_stride_s,
     delta_stride_b, delta_stride_h, delta_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s,
-    add_stride_b, add_stride_h, add_stride_s,
-    grad_stride_b, grad_stride_h, grad_stride_s,
-    num_tokens, window, kv_heads, add_shift, scale, scale_log2,
+    num_tokens, window, kv_heads, scale, scale_log2,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ = gate * scale * sum_j p_j (dO v_j - delta) k_j + add."""
+    """dQ = scale * sum_j p_j (dO v_j - delta) k_j, (B, S, Hq, D)."""
     b, h, first, first_member = place_of_queries(num_tokens, kv_heads, GROUP, HEADS, TOKENS)
     token, member, there = rows_of_queries(
         first, first_member, num_tokens, GROUP, HEADS, TOKENS, ROWS
@@ -139,27 +136,16 @@ def query_gradient_kernel(
             True, PRECISION,
         )  # fmt: skip
 
-    acc *= scale
-    if gate_ptr is not None:
-        place = row_places(token, member, gate_stride_h, gate_stride_s)
-        gate_ptr += row * gate_stride_b + head * gate_stride_h
-        gate = tl.load(gate_ptr + place, mask=there, other=0.0).to(tl.float32)
-        acc *= gate[:, None]
-    if add_ptr is not None:
-        place = row_places(token - add_shift, member, add_stride_h, add_stride_s)
-        add_ptr += row * add_stride_b + head * add_stride_h
-        there_too = there & (token >= add_shift)
-        add = load_rows(add_ptr, place, there_too, HEAD_DIM, HEAD_COLUMNS)
-        acc += add.to(tl.float32)
-    place = row_places(token, member, grad_stride_h, grad_stride_s)
-    grad_query_ptr += row * grad_stride_b + head * grad_stride_h
-    store_rows(grad_query_ptr, place, there, acc, HEAD_DIM, HEAD_COLUMNS)
+    query_heads = kv_heads * GROUP
+    place = row_places(token, member, HEAD_DIM, query_heads * HEAD_DIM)
+    place += (row * num_tokens * query_heads + head) * HEAD_DIM
+    store_rows(grad_query_ptr, place, there, acc * scale, HEAD_DIM, HEAD_COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def key_gradient_kernel(
-    query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr, gate_ptr,
-    query_tiles, key_tiles, value_tiles, grad_out_tiles, lse_tiles, delta_tiles, gate_tiles,
+    query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr,
+    query_tiles, key_tiles, value_tiles, grad_out_tiles, lse_tiles, delta_tiles,
     grad_key_ptr, grad_value_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
@@ -172,7 +158,7 @@ def key_gradient_kernel(
     VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dV_j = sum gate p_j dO and dK_j = scale * sum gate p_j (dO v_j - delta) q.
+    """dV_j = sum p_j dO and dK_j = scale * sum p_j (dO v_j - delta) q.
 
     Scores are (KEYS, ROWS): weights then are the left factors of both products as they leave
     the registers. The log-sum-exp is in base 2. Rows past the last token are read as 0, which
@@ -221,11 +207,6 @@ def key_gradient_kernel(
         if (first < start + KEYS - 1) | (first + ROWS > start + window):
             token = first + tl.arange(0, ROWS)
             p = tl.where(seen(token[None, :], key[:, None], window), p, 0.0)
-        if gate_ptr is not None:
-            gate = load_numbers(
-                gate_tiles, gate_ptr, b, head, row_stride_b, row_stride_h, first, num_tokens, ROWS
-            )
-            p *= gate[None, :]
         grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
         grad_scores = (p * (grad_p - delta[None, :])).to(q.dtype)
         grad_k = tl.dot(grad_scores, q, grad_k, input_precision=PRECISION)
@@ -258,7 +239,7 @@ def numbers_kernel(
 
 @dataclass(frozen=True)
 class _Backward:
-    """What both kernels read, and their launches; lse, delta and gate are (B, Hq, S)."""
+    """What both kernels read, and their launches; lse and delta are (B, Hq, S)."""
 
     plan: SlidingPlan
     query: Tensor
@@ -267,13 +248,10 @@ class _Backward:
     grad_out: Tensor
     lse: Tensor
     delta: Tensor
-    gate: Tensor | None
     window: int
     scale: float
 
-    def queries(
-        self, tiles: Tiles, grad_query: Tensor, add_query: Tensor | None, add_shift: int
-    ) -> None:
+    def queries(self, tiles: Tiles, grad_query: Tensor) -> None:
         plan = self.plan
         query_gradient_kernel[(plan.query_programs(tiles),)](
             self.query,
@@ -284,8 +262,6 @@ class _Backward:
             self.grad_out,
             self.lse,
             self.delta,
-            self.gate,
-            add_query,
             grad_query,
             *strides(self.query),
             *strides(self.key),
@@ -293,13 +269,9 @@ class _Backward:
             *strides(self.grad_out),
             *self.lse.stride(),
             *self.delta.stride(),
-            *self.gate_strides,
-            *((0, 0, 0) if add_query is None else strides(add_query)),
-            *strides(grad_query),
             plan.tokens,
             self.window,
             plan.kv_heads,
-            add_shift,
             self.scale,
             self.scale * LOG2E,
             **plan.query_constants(tiles),
@@ -309,7 +281,6 @@ class _Backward:
         plan = self.plan
         lse = self.along_tokens(self.lse, LOG2E)
         delta = self.along_tokens(self.delta, 1.0)
-        gate = None if self.gate is None else self.along_tokens(self.gate, 1.0)
         key_gradient_kernel[(plan.key_programs(tiles),)](
             self.query,
             self.key,
@@ -317,14 +288,12 @@ class _Backward:
             self.grad_out,
             lse,
             delta,
-            gate,
             descriptor(self.query, tiles.rows),
             descriptor(self.key, tiles.keys),
             descriptor(self.value, tiles.keys),
             descriptor(self.grad_out, tiles.rows),
             number_descriptor(lse, tiles.rows),
             number_descriptor(delta, tiles.rows),
-            None if gate is None else number_descriptor(gate, tiles.rows),
             grad_key,
             grad_value,
             *strides(self.query),
@@ -358,10 +327,6 @@ class _Backward:
         )
         return rows
 
-    @property
-    def gate_strides(self) -> tuple[int, ...]:
-        return (0, 0, 0) if self.gate is None else self.gate.stride()
-
 
 def sliding_gradients(
     query: Tensor,
@@ -370,34 +335,20 @@ def sliding_gradients(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    gate: Tensor | None,
     window_size: int,
     scale: float,
-    grad_query: Tensor | None = None,
-    add_query: Tensor | None = None,
-    add_shift: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtype and (B, S, H, D) memory.
 
-    The gradient of the branch's output is `gate * grad_out`; nothing of that size is made.
-
     Args:
         query, key, value: as in the forward.
-        grad_out: (B, Hq, S, Dv), the gradient before the gate.
+        grad_out: (B, Hq, S, Dv).
         lse: float32 (B, Hq, S), natural.
         delta: float32 (B, S, Hq), sum over Dv of the branch's output times `grad_out`.
-        gate: (B, Hq, S), any float dtype and number; None for 1.
-        grad_query: where to put dQ, (B, Hq, S, D) with contiguous rows; a new tensor if None.
-        add_query: what to add to dQ before it is rounded, (B, Hq, rows, D) in query's dtype: row
-            t - `add_shift` to token t, nothing to the first `add_shift` tokens. May be the
-            memory of `grad_query` if the shift is 0.
     """
     query, key, value, grad_out = (rows_contiguous(x) for x in (query, key, value, grad_out))
     plan = SlidingPlan.of(query, key, value)
-    if grad_query is None:
-        grad_query = empty_natural(
-            query, plan.query_heads, plan.tokens, plan.head_dim, query.dtype
-        )
+    grad_query = empty_natural(query, plan.query_heads, plan.tokens, plan.head_dim, query.dtype)
     grad_key = empty_natural(key, plan.kv_heads, plan.tokens, plan.head_dim, key.dtype)
     grad_value = empty_natural(value, plan.kv_heads, plan.tokens, plan.value_dim, value.dtype)
     run = _Backward(
@@ -408,10 +359,9 @@ def sliding_gradients(
         grad_out,
         lse,
         delta.transpose(1, 2),
-        gate,
         plan.reach(window_size),
         scale,
     )
     run.keys(plan.key_gradient_tiles(), grad_key, grad_value)
-    run.queries(plan.query_gradient_tiles(), grad_query, add_query, add_shift)
+    run.queries(plan.query_gradient_tiles(), grad_query)
     return grad_query, grad_key, grad_value

@@ -18,7 +18,7 @@ from nsa_flex import NSAConfig, nsa_attention
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels import core, core_compressed, core_inference, selected_plan
 from nsa_flex.fallback_kernels.core import core_attention
-from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view, pieces_of
+from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view
 from nsa_flex.fallback_kernels.hopper import runs_gluon
 from nsa_flex.fallback_kernels.selected_plan import PARTIAL_BYTES
 
@@ -61,31 +61,64 @@ def causal_gradients(
 
 @kernels
 @pytest.mark.skipif(not INTERPRETED, reason="on CUDA cuDNN plays itself, in half precision")
-@pytest.mark.parametrize(("length", "batch"), [(1, 1), (8, 2), (13, 2), (29, 1)])
-def test_results_and_gradients(length: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("length", "batch", "config", "options"),
+    [
+        (1, 1, SMALL, {}),
+        (8, 2, SMALL, {}),
+        (13, 2, WINDOWED, {}),
+        (29, 1, SMALL, {"own": True}),
+        (34, 1, WINDOWED, {"own": True, "value_dim": 32}),
+        (67, 1, WINDOWED, {"heads": 6, "value_dim": 32}),
+        (37, 2, WINDOWED, {"heads": 2, "deterministic": True}),
+    ],
+)
+def test_results_and_gradients(
+    length: int,
+    batch: int,
+    config: NSAConfig,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Odd lengths, a window with and without the local blocks, keys of its own for the window."""
     monkeypatch.setattr(core_compressed, "causal", causal)
     monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)
-    heads, kv_heads, dim, blocks = 4, 2, 16, SMALL.num_compressed_blocks(length)
-    sizes = [(heads, length, dim), *[(kv_heads, length, dim)] * 2]
-    sizes += [(kv_heads, max(1, blocks), dim)] * 2
+    heads, kv_heads, dim, value_dim = options.get("heads", 4), 2, 16, options.get("value_dim", 16)
+    blocks = max(1, config.num_compressed_blocks(length))
+    sizes = [(heads, length, dim), (kv_heads, length, dim), (kv_heads, length, value_dim)]
+    sizes += [(kv_heads, blocks, dim), (kv_heads, blocks, value_dim)]
     inputs = [leaf((batch, *size), torch.float32, "cpu") for size in sizes]
-    inputs.append(torch.randn(batch, heads, length, 3, requires_grad=True))
+    gates = torch.randn(batch, heads, length, 3)  # any real number is a gate
+    gates[:, 0, ::3] = 0
+    inputs.append(gates.requires_grad_(True))
+    names = ["query", "key", "value", "compressed_key", "compressed_value", "gates"]
+    own = {}
+    if options.get("own"):
+        own = {
+            name: leaf((batch, *size), torch.float32, "cpu")
+            for name, size in zip(("sliding_key", "sliding_value"), sizes[1:3], strict=True)
+        }
     q, k, v, ck, cv, gates = inputs
-    results = core_attention(q, k, v, ck, cv, k, v, gates, config=SMALL, scale=0.3)
+    of_window = tuple(own.values()) or (k, v)
+    torch.use_deterministic_algorithms(options.get("deterministic", False))
+    try:
+        results = core_attention(q, k, v, ck, cv, *of_window, gates, config=config, scale=0.3)
+        grad = torch.randn_like(results.out)
+        grads = torch.autograd.grad(results.out, [*inputs, *own.values()], grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
     arrays = [to_float64(x) for x in inputs]
-    options = {"scale": 0.3, "blocks": results.blocks.numpy()}
-    scores = oracle.forward(*arrays, SMALL, scale=0.3).scores
-    assert oracle.choice_excess(results.blocks, scores, SMALL) <= 1e-5
-    want = oracle.forward(*arrays, SMALL, **options)
+    more = {"scale": 0.3} | {name: to_float64(x) for name, x in own.items()}
+    scores = oracle.forward(*arrays, config, **more).scores
+    assert oracle.choice_excess(results.blocks.numpy(), scores, config) <= 1e-5
+    more["blocks"] = results.blocks.numpy()
+    want = oracle.forward(*arrays, config, **more)
     assert_close("output", results.out, want.out, None, torch.float32)
     for name in ("compressed", "selected", "sliding"):
         assert_close(name, getattr(results, f"{name}_lse"), want.lse[name], None, torch.float32)
-    grad = torch.randn_like(results.out)
-    grads = torch.autograd.grad(results.out, inputs, grad)
-    wanted = oracle.backward(*arrays, SMALL, to_float64(grad), **options)
+    wanted = oracle.backward(*arrays, config, to_float64(grad), **more)
     least = 0.1 * float(grad.norm())
-    names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
-    for name, got in zip(names, grads, strict=True):
+    for name, got in zip([*names, *own], grads, strict=True):
         expected = getattr(wanted, name)
         assert_close(name, got, expected, None, torch.float32, least=least)
 
@@ -148,16 +181,6 @@ def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) 
             seen.append(rows.flatten())
         places = torch.cat(seen) if seen else torch.empty(0, dtype=torch.long)
         assert places.sort().values.tolist() == list(range(reach, length))
-
-
-@pytest.mark.parametrize("length", [5, 100, 1 << 14, (1 << 15) + 7])
-def test_pieces_are_the_parts(length: int) -> None:
-    fold = fold_of(length, 32, 16)
-    pieces = pieces_of(fold, length)
-    residues = [(r, piece.rows) for piece in pieces for r in range(piece.first, piece.stop)]
-    whole = [(r, part.rows) for part in fold.parts for r in range(part.first, part.stop)]
-    assert residues == [(r, rows) for r, rows in whole if rows]
-    assert all(piece.width <= 3 for piece in pieces) or length <= 1 << 14
 
 
 def test_long_rows_are_cut_into_more_parts() -> None:
@@ -266,9 +289,12 @@ def test_keys_of_its_own_for_the_window() -> None:
 def test_opcheck(differentiable: bool) -> None:
     q, k, v, ck, cv, gates = inputs_of(2, 8, 2, 100, 64, 64)
     sizes = (32, 16, 64, 16, 1, 2, 512)
-    arguments = (q, k, v, ck, cv, k, v, gates, 0.1, *sizes, differentiable, True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.nsa_flex.core_forward.default, arguments, test_utils=checks)
+    for own in ((k, v), (None, None)):
+        arguments = (q, k, v, ck, cv, gates, *own, 0.1, *sizes, differentiable, True)
+        torch.library.opcheck(
+            torch.ops.nsa_flex.core_forward.default, arguments, test_utils=checks
+        )
 
 
 @pytest.mark.gpu

@@ -26,8 +26,6 @@ from nsa_flex.config import NSAConfig
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels import sliding, sliding_plan
 from nsa_flex.fallback_kernels.sliding import sliding_attention
-from nsa_flex.fallback_kernels.sliding_backward import sliding_gradients
-from nsa_flex.fallback_kernels.sliding_forward import sliding_forward
 from nsa_flex.fallback_kernels.sliding_plan import SlidingPlan, Tiles
 
 HALF = LOW_PRECISION[-1]
@@ -181,58 +179,6 @@ def test_tiles_fit_the_device(kilobytes: int, dim: int) -> None:
         held, streamed = sorted((tiles.rows, tiles.keys))
         assert (held + tiles.stages * streamed) * 2 * plan.columns // 2 <= kilobytes << 10
         assert min(tiles.rows, tiles.keys) >= 16
-
-
-@kernels
-@pytest.mark.parametrize("add_shift", [None, 0, 7])
-@pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
-def test_gates_and_a_gradient_to_add_to(gated: bool, add_shift: int | None) -> None:
-    """The whole core's backward: raw dO, its deltas and gates, and dQ of another branch."""
-    case = Case(batch=2, group=3, length=30)
-    q, k, v = inputs(case)
-    grad_out = torch.randn(*q.shape[:3], case.value_dim).to(q)
-    with torch.no_grad():
-        out, lse = sliding_forward(q, k, v, case.window, case.scale)
-    # Any number is a gate, and it comes with strides of its own.
-    gate = torch.randn(case.batch, case.length, q.shape[1], 3).to(grad_out)[..., 1].mT
-    gate[:, 0] = 0
-    add = torch.randn_like(q)[:, :, : case.length - (add_shift or 0)].contiguous()
-    grads = sliding_gradients(
-        q.detach(),
-        k.detach(),
-        v.detach(),
-        grad_out,
-        lse,
-        (out.float() * grad_out.float()).sum(-1).mT.contiguous(),
-        gate if gated else None,
-        case.window,
-        case.scale,
-        grad_query=None if add_shift is None else torch.empty_like(q),
-        add_query=None if add_shift is None else add,
-        add_shift=add_shift or 0,
-    )
-    factor = gate[..., None] if gated else torch.ones_like(grad_out)
-    want = wanted(case, q, k, v, to_float64(grad_out) * to_float64(factor))
-    plain = eager(case, q, k, v, grad_out * factor)
-    if add_shift is not None:
-        want[1][:, :, add_shift:] += to_float64(add)
-        plain[1][:, :, add_shift:] += add
-    hold(case, [out, *grads], want, plain)
-
-
-@kernels
-def test_the_gradient_to_add_to_may_be_where_the_sum_goes() -> None:
-    case = Case(kv_heads=2)
-    q, k, v = (x.detach() for x in inputs(case))
-    grad_out = torch.randn_like(q)
-    out, lse = sliding_forward(q, k, v, case.window, case.scale)
-    delta = (out.float() * grad_out.float()).sum(-1).mT.contiguous()
-    others = (q, k, v, grad_out, lse, delta, None, case.window, case.scale)
-    add = torch.randn_like(q)
-    want = sliding_gradients(*others, add_query=add)[0]
-    got = sliding_gradients(*others, grad_query=add, add_query=add)[0]
-    assert got.data_ptr() == add.data_ptr()
-    assert torch.equal(got, want)
 
 
 @kernels
