@@ -612,6 +612,24 @@ def test_offsets_past_two_to_the_31() -> None:
 
 
 @pytest.mark.gpu
+def test_chunks_on_two_streams_choose_as_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager and as a CUDA graph; a chunk that read too early would see another one's scores."""
+    monkeypatch.setattr(choose_plan, "HOPPER_PROGRAMS", 1)
+    case = Case(PAPER, 1, 2, 4, 6000, 0, head_dim=128, dtype=BF16)
+    q, k = inputs(case)
+    want = choice(case, q, k, None)
+    monkeypatch.setattr(choose_plan, "SCORE_BYTES", 1 << 20)
+    torch.testing.assert_close(choice(case, q, k, None), want, rtol=0, atol=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = choice(case, q, k, None)
+    for _ in range(3):
+        captured.fill_(-7)
+        graph.replay()
+        torch.testing.assert_close(captured, want, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
 def test_replays_as_a_cuda_graph_without_waiting_for_the_device() -> None:
     case = Case(PAPER, 1, 2, 8, 4096, 0, head_dim=128, dtype=BF16)
     q, k = inputs(case)
