@@ -271,8 +271,19 @@ def test_keys_read_are_those_that_attention_reads(seq_len):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, monkeypatch):
-    """The whole command, on a model that is soon traced, trained and sampled."""
-    small = replace(demo_model.GPU, hidden_size=512, num_layers=2, seq_len=2048, new_bytes=40)
+    """The whole command, on a model that is soon traced, trained and sampled.
+
+    Without generated code, which test_cuda_graphs.py and test_graph_break.py have for patched
+    models: here it took most of the time.
+    """
+    small = replace(
+        demo_model.GPU,
+        hidden_size=512,
+        num_layers=2,
+        seq_len=2048,
+        new_bytes=40,
+        compiler="aot_eager",
+    )
     monkeypatch.setattr(demo_model, "GPU", small)
     result = invoke("--device", "cuda", "--steps", "60", "--json", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
