@@ -72,7 +72,7 @@ wheel-test: $(STAMP)
 
 # Most of its time is compilation, so that many processes share the one GPU.
 gpu-test: $(STAMP)
-	$(PYTEST) -m gpu -n $(GPU_JOBS) --dist worksteal tests $(ARGS)
+	$(PYTEST) -m gpu -n $(GPU_JOBS) --dist load --maxschedchunk 1 tests $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist nsa_flex.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

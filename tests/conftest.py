@@ -65,8 +65,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A file in Triton's interpreter takes minutes: no worker shall come upon one at the end.
-    items.sort(key=lambda item: item.name != "test_kernels_under_the_interpreter")
+    # No worker shall come upon a test of a minute at the end: files in Triton's interpreter, then
+    # what compiles much.
+    items.sort(
+        key=lambda item: (
+            item.name != "test_kernels_under_the_interpreter",
+            item.get_closest_marker("long") is None,
+        )
+    )
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]

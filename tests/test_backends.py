@@ -9,6 +9,7 @@ from accuracy import assert_close, eager_attention, gradients, leaf, to_float64
 from torch import Tensor
 
 import oracle
+from nsa_flex.backends import small_block_backward
 from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import IMPLEMENTATIONS, BranchName
@@ -232,6 +233,7 @@ def test_flex_on_cuda(branch: BranchName, shape: tuple) -> None:
     check(branch, "flex", "cuda", shape)
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_flex_on_cuda_with_a_past_and_with_documents(branch: BranchName) -> None:
@@ -300,3 +302,10 @@ def test_triton_on_cuda(branch: BranchName, shape: tuple) -> None:
 @pytest.mark.gpu
 def test_triton_on_cuda_with_documents() -> None:
     check("selected", "triton", "cuda", (64, 64, 4, torch.bfloat16, PAPER, 500), documents=True)
+
+
+def test_a_block_size_that_was_a_symbol() -> None:
+    """A second config compiled in a process makes sizes nodes of the graph before they are known."""
+    node = torch.fx.Graph().placeholder("block_size")
+    node.meta["val"] = 64
+    assert small_block_backward._size(node) == small_block_backward._size(64) == 64

@@ -78,6 +78,7 @@ def name_of(call: tuple[tuple[Any, ...], str, bool]) -> str:
     return f"{backend}-{mode}-D{dim}-{value_dim}-G{group}-S{length}-B{batch}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CALLS, ids=name_of)
 def test_whole_function(case: tuple[tuple[Any, ...], str, bool]) -> None:
     shape, backend, compiled = case
@@ -124,6 +125,7 @@ def problem(shape: tuple[Any, ...]) -> list[Tensor]:
     return [*tensors, gates]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mean", "weighted", "linear", "mlp"])
 def test_module_in_bfloat16(kind: str) -> None:
     """The compiled module against itself in float64 on the CPU; eager bf16 sets the allowance."""
@@ -183,6 +185,7 @@ def tiny_llama(**changes: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes)).cuda()
 
 
+@pytest.mark.long
 def test_patched_model_is_the_dense_one_on_short_rows() -> None:
     model = tiny_llama().eval()
     ids = torch.randint(2, 97, (2, 64), device="cuda")
@@ -195,6 +198,7 @@ def test_patched_model_is_the_dense_one_on_short_rows() -> None:
     assert oracle.relative_error(to_float64(compiled), to_float64(want)) < 1e-5
 
 
+@pytest.mark.long
 def test_patched_model_trains_compiled_in_bfloat16() -> None:
     model = patch(tiny_llama(num_hidden_layers=1).bfloat16(), SMALL)
     ids = torch.randint(2, 97, (2, 200), device="cuda")

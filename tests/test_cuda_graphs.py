@@ -115,6 +115,7 @@ def test_inference(name: str) -> None:
         assert_recorded_without_waiting(lambda: compiled(*inputs))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TRAINED)
 def test_training(name: str) -> None:
     fn, inputs = TRAINED[name]()
@@ -166,6 +167,7 @@ def test_gradient_accumulation() -> None:
         assert both.norm() > 0
 
 
+@pytest.mark.long
 def test_audit_on_cuda() -> None:
     made = layer(CUDA)
     inputs = [(random(CUDA, 1, length, made.hidden_size),) for length in (1000, 700, 2000)]

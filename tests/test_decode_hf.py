@@ -52,6 +52,7 @@ def bfloat16_layer(config: NSAConfig) -> NSAAttention:
     return layer.to("cuda", torch.bfloat16).requires_grad_(False)
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "static"),
@@ -95,6 +96,7 @@ def test_512_greedy_tokens_on_cuda(cache: str | None) -> None:
     assert torch.equal(logits.argmax(-1), found[0, 40:])
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 @torch.no_grad()
 def test_10000_steps_in_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,7 @@ def test_keys_read_are_those_that_attention_reads(seq_len):
     assert found.fraction_mean == pytest.approx(total.sum().item() / (t + 1).sum().item())
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, monkeypatch):
     """The whole command, on a model that is soon traced, trained and sampled.

@@ -116,6 +116,7 @@ def over_whole_sequences() -> Iterator[Any]:
             yield pytest.param(*case.values, True, id=f"{case.id}-aux", marks=case.marks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "backend", "trains", "return_aux"), over_whole_sequences())
 def test_attention_over_whole_sequences(device, backend, trains, return_aux):
     config = config_for(device)
@@ -141,6 +142,7 @@ def _no_graphs_of_other_tests() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "backend", "trains"), EVERYWHERE)
 @pytest.mark.parametrize("num_queries", [1, 5], ids=["decode", "chunk"])
 def test_attention_against_a_longer_past(device, backend, trains, num_queries):
@@ -157,6 +159,7 @@ def test_attention_against_a_longer_past(device, backend, trains, num_queries):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "backend", "trains"), EVERYWHERE)
 def test_attention_of_documents_and_separate_keys(device, backend, trains):
     config = config_for(device)
@@ -202,6 +205,7 @@ MODULE_CALLS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", MODULE_CALLS)
 def test_module_trains(call, device):
     module = layer(device)
@@ -261,6 +265,7 @@ def llama_arguments(name: str, device: torch.device) -> dict[str, torch.Tensor]:
     return {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "call", ["plain", "padded", "packed by position_ids", "packed by cu_seqlens"]
 )
@@ -353,6 +358,7 @@ def test_number_of_graphs_of_flex():
 CUDA_SWEEP = (2500, 8192, 2501, 1, 31, 2, 32, 100, 128, 129, 48, 64, 1000)
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
 def test_number_of_graphs_on_cuda(train):

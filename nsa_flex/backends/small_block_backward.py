@@ -51,8 +51,12 @@ def _lowered_block_size() -> tuple[int, int] | None:
     if node is None or node.target is not torch.ops.higher_order.flex_attention_backward:
         return None
     block_mask = node.args[9]
-    q_size, kv_size = block_mask[10], block_mask[11]
-    return int(q_size), int(kv_size)
+    return _size(block_mask[10]), _size(block_mask[11])
+
+
+def _size(argument: Any) -> int:
+    """A size in a graph's arguments: a number, or the node of one that was a symbol at first."""
+    return int(argument.meta["val"] if isinstance(argument, torch.fx.Node) else argument)
 
 
 def _small_block_config(block_size: tuple[int, int] | None) -> Any | None:
