@@ -305,7 +305,7 @@ def test_triton_on_cuda_with_documents() -> None:
 
 
 def test_a_block_size_that_was_a_symbol() -> None:
-    """A second config compiled in a process makes sizes nodes of the graph before they are known."""
+    """A second config compiled in a process makes sizes nodes of the graph, known later."""
     node = torch.fx.Graph().placeholder("block_size")
     node.meta["val"] = 64
     assert small_block_backward._size(node) == small_block_backward._size(64) == 64
