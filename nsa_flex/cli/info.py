@@ -42,7 +42,7 @@ def collect() -> dict[str, Any]:
         "nsa_flex": nsa_flex.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},
         "cpu": {
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
