@@ -206,8 +206,10 @@ def build_unions(plan: SelectedPlan, blocks: Tensor) -> UnionLists:
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=blocks.device)
 
+    # The merges of a row's last window ask for tiles past its end as well.
+    past = (plan.windows_per_head * plan.window_tokens - plan.span) // plan.merge_tokens
     unions = UnionLists(
-        new(number),
+        new(number + past)[:number],
         new(number, plan.union_capacity),
         new(number, plan.union_capacity, words).zero_(),
     )

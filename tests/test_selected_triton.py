@@ -433,6 +433,22 @@ def test_windows(monkeypatch: pytest.MonkeyPatch, batch: int, num_queries: int) 
 
 
 @kernels
+def test_sizes_of_unions_reach_past_the_last_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are equal: the last may end behind the queries, and the merge reads there."""
+    case = Case(num_queries=75, offset=0, group=1)
+    monkeypatch.setattr(selected_plan, "WINDOW_ROWS", 32)
+    monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 32)
+    q, k, v = inputs(case)
+    blocks = choices(case).to(DEVICE)
+    counts = (case.block_size, case.initial, case.local, case.offset)
+    plan = SelectedPlan.of(q, k, v, blocks, *counts)
+    tiles = plan.windows_per_head * plan.window_tokens // plan.merge_tokens
+    sizes = build_unions(plan, blocks).sizes
+    assert tiles > len(sizes)
+    assert sizes.untyped_storage().nbytes() >= tiles * sizes.element_size()
+
+
+@kernels
 @pytest.mark.parametrize("offset", [64, 77])
 def test_query_offset(offset: int, with_unions: None) -> None:
     """Chunked prefill; keys after the last query may hold anything."""
