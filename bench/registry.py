@@ -35,7 +35,6 @@ MODEL_HEADS: tuple[Heads, ...] = ((64, 4), (32, 8), (16, 16))
 # G of 1, 4, 8 and 16.
 GROUPS: tuple[Heads, ...] = ((16, 16), (32, 8), (32, 4), (64, 4))
 DIMS = ((64, 64), (128, 128), (192, 128))
-DENSE = ("sdpa-cudnn", "sdpa-flash", "sdpa-math", "flex-dense")
 
 
 def grid(

@@ -143,7 +143,7 @@ class SelectedPlan:
             num_local=min(num_local_blocks, MAX_DENSE_BLOCKS),
             query_offset=query_offset,
             element_size=query.element_size(),
-            shared_memory=_shared_memory(query.device),
+            shared_memory=shared_memory_of(query.device),
         )
         plan = _kept(plan)
         plan.check_shared_memory(query.dtype)
@@ -390,7 +390,8 @@ def _windows(plan: SelectedPlan, chunk: int) -> tuple[Window, ...]:
 
 
 @lru_cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes that one program may have on `device`."""
     if device.type != "cuda":
         return HOPPER_SHARED_MEMORY  # the interpreter has no limit; plan as on Hopper
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field

@@ -11,7 +11,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_flex.fallback_kernels.selected_plan import HOPPER_SHARED_MEMORY, padded, round_up
+from nsa_flex.fallback_kernels.selected_plan import (
+    HOPPER_SHARED_MEMORY,
+    padded,
+    round_up,
+    shared_memory_of,
+)
 
 LOG2E = 1.4426950408889634
 SPARE_BYTES = 2048  # of shared memory, for barriers and what there is one of a row
@@ -50,7 +55,7 @@ class SlidingPlan:
             head_dim=head_dim,
             value_dim=value.shape[3],
             element_size=query.element_size(),
-            shared_memory=_shared_memory(query.device),
+            shared_memory=shared_memory_of(query.device),
         )
 
     @property
@@ -140,13 +145,6 @@ class SlidingPlan:
             "TOKENS": self.tokens_per_tile(tiles),
             "EDGE_KEYS": self.edge_keys(tiles),
         }
-
-
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return HOPPER_SHARED_MEMORY  # the interpreter has no limit; plan as on Hopper
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
-    return properties.shared_memory_per_block_optin
 
 
 def descriptor(tensor: Tensor, tokens: int) -> TensorDescriptor | None:
