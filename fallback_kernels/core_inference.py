@@ -28,7 +28,7 @@ from nsa_flex.fallback_kernels.selected_forward import (
     partial_results,
 )
 from nsa_flex.fallback_kernels.selected_merge import add_partials, join_partials
-from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, Window, padded, strides
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded, strides
 from nsa_flex.fallback_kernels.sliding_forward import add_values, attend
 from nsa_flex.fallback_kernels.sliding_plan import (
     LOG2E,
@@ -118,49 +118,49 @@ def end_without_backward(
         if hopper.takes(plan, query, key, value):
             launch = bind(hopper.launch, (tiles_of(plan, key), tiles_of(plan, value)))
     for chosen, partial, partial_lse in partial_results(selection):
-        launch(selection, chosen, partial, partial_lse, window, parts, fold, gates, results)
+        tensors = (
+            partial_lse, selection.lists.summary, selection.unions.sizes, *parts, gates, *results,
+        )  # fmt: skip
+        numbers = (
+            *gates.stride(),
+            chosen.first_head,
+            chosen.start,
+            plan.window_tokens,
+            plan.span // plan.merge_tokens,
+            plan.num_queries,
+            min(window, plan.num_queries),
+            plan.kv_heads,
+            selection.scale * LOG2E,
+            *bounds_of(fold.parts),
+            fold.reach,
+        )
+        grid = (plan.window_tokens // plan.merge_tokens, chosen.num_heads)
+        launch(grid, selection, partial, tensors, numbers, fold.stride)
     return results
 
 
 def _launch(
+    grid: tuple[int, int],
     selection: Selection,
-    chosen: Window,
     partial: Tensor,
-    partial_lse: Tensor,
-    window: int,
-    parts: tuple[Tensor, ...],
-    fold: Fold,
-    gates: Tensor,
-    results: Inference,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    stride: int,
 ) -> None:
-    plan, index, unions, query, key, value, scale = selection
-    inference_kernel[(plan.window_tokens // plan.merge_tokens, chosen.num_heads)](
+    """`inference_kernel`; `tensors` and `numbers` are what the kernel for Hopper takes as well."""
+    plan, _, _, query, key, value, _ = selection
+    inference_kernel[grid](
         query,
         key,
         value,
         descriptor(key, plan.block_size),
         descriptor(value, plan.block_size),
         partial,
-        partial_lse,
-        index.summary,
-        unions.sizes,
-        *parts,
-        gates,
-        *results,
+        *tensors,
         *strides(key),
         *strides(value),
-        *gates.stride(),
-        chosen.first_head,
-        chosen.start,
-        plan.window_tokens,
-        plan.span // plan.merge_tokens,
-        plan.num_queries,
-        min(window, plan.num_queries),
-        plan.kv_heads,
-        scale * LOG2E,
-        *bounds_of(fold.parts),
-        fold.reach,
-        STRIDE=fold.stride,
+        *numbers,
+        STRIDE=stride,
         **plan.constants(),
         SLOT_COLUMNS=padded(plan.num_slots),
         INITIAL=plan.num_initial,

@@ -21,12 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nsa_flex.fallback_kernels import fold_parts, sliding_tiles
-from nsa_flex.fallback_kernels.fold_parts import Fold
 from nsa_flex.fallback_kernels.selected_forward import Selection
-from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, Window, padded
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
 from nsa_flex.fallback_kernels.selected_union import by_copy_engine
 from nsa_flex.fallback_kernels.selected_walk import add_values, scores_of, times
-from nsa_flex.fallback_kernels.sliding_plan import LOG2E
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 part_place = gluon.jit(fold_parts.part_place.fn)
@@ -303,43 +301,25 @@ def takes(plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor) -> bool
 
 def launch(
     tiles: tuple[TensorDescriptor, TensorDescriptor],
+    grid: tuple[int, int],
     selection: Selection,
-    chosen: Window,
     partial: Tensor,
-    partial_lse: Tensor,
-    window: int,
-    parts: tuple[Tensor, ...],
-    fold: Fold,
-    gates: Tensor,
-    results: tuple[Tensor, ...],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    stride: int,
 ) -> None:
-    """One window of queries; arguments as of `core_inference.end_without_backward`.
+    """One window of queries, as `core_inference._launch`.
 
     `tiles`: of the keys and the values, `selected_walk.tiles_of`.
     """
-    plan, index, unions, query, _, _, scale = selection
-    hopper_inference_kernel[(plan.window_tokens // plan.merge_tokens, chosen.num_heads)](
+    plan = selection.plan
+    hopper_inference_kernel[grid](
         *tiles,
         partial_tiles(plan, partial),
-        query,
-        partial_lse,
-        index.summary,
-        unions.sizes,
-        *parts,
-        gates,
-        *results,
-        *gates.stride(),
-        chosen.first_head,
-        chosen.start,
-        plan.window_tokens,
-        plan.span // plan.merge_tokens,
-        plan.num_queries,
-        min(window, plan.num_queries),
-        plan.kv_heads,
-        scale * LOG2E,
-        *fold_parts.bounds_of(fold.parts),
-        fold.reach,
-        STRIDE=fold.stride,
+        selection.query,
+        *tensors,
+        *numbers,
+        STRIDE=stride,
         GROUP=plan.group,
         NUM_SLOTS=plan.num_slots,
         INITIAL=plan.num_initial,
