@@ -136,17 +136,18 @@ def launches_of(text: str) -> dict[str, int] | None:
     return None
 
 
-def our_kernels() -> set[str]:
-    """Names of the Triton kernels that the package launches, read from its sources."""
+def our_kernels() -> list[str]:
+    """Names of the kernels that the package launches, read from its sources; each occurs once."""
     folder = Path(str(nsa_flex.fallback_kernels.__file__)).parent
-    return {name for path in folder.glob("*.py") for name in kernels_in(path.read_text())}
+    return [name for path in folder.glob("*.py") for name in kernels_in(path.read_text())]
 
 
 def kernels_in(source: str) -> Iterator[str]:
-    """Functions under `triton.jit` whose names say that they are launched."""
+    """Functions in Triton or Gluon whose names say that they are launched."""
     functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
     for node in functions:
-        compiled = any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
+        marks = map(ast.unparse, node.decorator_list)
+        compiled = any(mark.startswith(("triton.jit", "gluon.jit")) for mark in marks)
         if compiled and node.name.endswith("_kernel"):
             yield node.name
 
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         shared = shared_columns(sanitizer)
         write_rows(options.json, [{**result.row(), **shared} for result in results])
-    missed = our_kernels() - {name for result in results for name in result.launches}
+    missed = set(our_kernels()) - {name for result in results for name in result.launches}
     everything = set(options.families) == FAMILIES.keys()
     if missed and everything:
         print(f"never launched: {', '.join(sorted(missed))}")

@@ -57,13 +57,15 @@ def differentiate(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> No
 
 def core() -> None:
     """The whole function as `auto` runs it, with and without a backward."""
-    shapes: tuple[Shape, ...] = (
-        (1, 16, 1, 300, 128, torch.bfloat16),
-        (2, 6, 2, 141, 64, torch.float16),
-        (1, 8, 2, 130, 64, torch.float16),
+    # shape, Dv
+    cases: tuple[tuple[Shape, int], ...] = (
+        ((1, 16, 1, 300, 128, torch.bfloat16), 128),
+        ((1, 8, 2, 130, 192, torch.bfloat16), 128),
+        ((2, 6, 2, 141, 64, torch.float16), 64),
+        ((1, 8, 2, 130, 64, torch.float16), 64),
     )
-    for shape in shapes:
-        q, k, v = heads_of(shape)
+    for shape, value_dim in cases:
+        q, k, v = heads_of(shape, value_dim)
         gates = normal(shape[0], shape[1], shape[3], 3, shape[5])
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -142,6 +144,8 @@ def choice() -> None:
     cases: tuple[tuple[Shape, NSAConfig, int, bool, bool], ...] = (
         ((1, 4, 2, 1500 if CUDA else 100, 64, HALF), PAPER, 0, False, False),
         ((4, 8, 2, 1300 if CUDA else 100, 128, HALF), PAPER, 0, False, True),
+        ((1, 2, 2, 1300 if CUDA else 100, 128, OTHER_HALF), PAPER, 0, False, True),
+        ((1, 16, 1, 1300 if CUDA else 100, 128, HALF), PAPER, 0, True, True),
         ((1, 2, 2, 300, 80, OTHER_HALF), SMALL, 0, False, False),
         ((1, 2, 1, 200, 16, torch.float32), SMALL, 60, False, False),
         ((1, 3, 1, 400, 32, HALF), SMALL, 0, True, False),

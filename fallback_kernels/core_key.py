@@ -113,7 +113,7 @@ def _numbers(rows: Rows, gates: Tensor) -> Tensor:
     batch, tokens, heads = rows.sliding_lse.shape
     shape = (batch, 4 * heads, round_up(tokens, 4))
     numbers = torch.empty(shape, dtype=torch.float32, device=gates.device)[..., :tokens]
-    numbers_kernel[(triton.cdiv(tokens, NUMBER_TOKENS), batch)](
+    core_numbers_kernel[(triton.cdiv(tokens, NUMBER_TOKENS), batch)](
         rows.sliding_lse,
         rows.delta_sliding,
         rows.selected_lse,
@@ -141,7 +141,7 @@ def signed_lse(lse, gate):
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def numbers_kernel(
+def core_numbers_kernel(
     sliding_lse_ptr, delta_sliding_ptr, selected_lse_ptr, delta_selected_ptr, gate_ptr, out_ptr,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, out_stride_h,
     num_tokens, query_heads,

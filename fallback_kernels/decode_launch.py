@@ -13,7 +13,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.decode_append import append_kernel
 from nsa_flex.fallback_kernels.decode_choice import choice_kernel
 from nsa_flex.fallback_kernels.decode_compressed import compressed_kernel
-from nsa_flex.fallback_kernels.decode_merge import merge_kernel
+from nsa_flex.fallback_kernels.decode_merge import combine_kernel
 from nsa_flex.fallback_kernels.decode_plan import (
     COUNTED,
     DecodePlan,
@@ -25,7 +25,7 @@ from nsa_flex.fallback_kernels.decode_selected import attend_kernel
 from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
 
 LOG2E = math.log2(math.e)
-COMPILED = isinstance(merge_kernel, triton.JITFunction)  # else Triton's interpreter runs them
+COMPILED = isinstance(combine_kernel, triton.JITFunction)  # else Triton's interpreter runs them
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def launch_merge(
     """The gated sum: out (B, T, Hq, Dv) in its dtype, lse float32 (B, Hq, T, 3)."""
     columns = plan.merge_columns
     grid = (plan.value_columns // columns, plan.group, plan.units)
-    merge_kernel[grid](
+    combine_kernel[grid](
         scratch.partial,
         scratch.top,
         scratch.total,

@@ -38,7 +38,7 @@ def branch_weights(top, total, there):
         "tiles_per_part",
     ]
 )
-def merge_kernel(
+def combine_kernel(
     partial_ptr, top_ptr, total_ptr, gate_ptr, lengths_ptr, out_ptr, lse_ptr,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     capacity, num_compressed, kv_heads, num_tokens, num_splits, num_parts, window_parts,

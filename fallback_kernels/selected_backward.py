@@ -90,7 +90,7 @@ def delta_kernel(
 
 
 @triton.jit(do_not_specialize=["num_lines"])
-def numbers_kernel(lse_ptr, delta_ptr, numbers_ptr, num_lines, ROWS: tl.constexpr):
+def row_numbers_kernel(lse_ptr, delta_ptr, numbers_ptr, num_lines, ROWS: tl.constexpr):
     """What is gathered with a row, side by side: base-2 log-sum-exp, and delta."""
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = line < num_lines
@@ -170,7 +170,7 @@ def list_gradient_kernel(
 ):
     """Free choices: dK and dV of one chunk of one list, and its share of dQ.
 
-    `numbers_ptr`: base-2 log-sum-exp and delta of every row, as `numbers_kernel` writes them.
+    `numbers_ptr`: base-2 log-sum-exp and delta of every row, as `row_numbers_kernel` writes them.
     """
     start, stop, batch, head, within, block = item_of(
         items_ptr,
@@ -566,11 +566,11 @@ def row_deltas(
 
 
 def _row_numbers(lse: Tensor, delta: Tensor) -> Tensor:
-    """Of (B, H, S) numbers with natural memory: float32 (B, S, H, 2), see `numbers_kernel`."""
+    """Of (B, H, S) numbers with natural memory: float32 (B, S, H, 2), see `row_numbers_kernel`."""
     batch, heads, tokens = lse.shape
     numbers = torch.empty((batch, tokens, heads, 2), dtype=torch.float32, device=lse.device)
     grid = (triton.cdiv(lse.numel(), NUMBER_ROWS),)
-    numbers_kernel[grid](lse, delta, numbers, lse.numel(), ROWS=NUMBER_ROWS)
+    row_numbers_kernel[grid](lse, delta, numbers, lse.numel(), ROWS=NUMBER_ROWS)
     return numbers
 
 

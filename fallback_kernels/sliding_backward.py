@@ -61,7 +61,7 @@ def query_gradient_tile(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
-def query_gradient_kernel(
+def sliding_query_kernel(
     query_ptr, key_ptr, value_ptr, key_tiles, value_tiles, grad_out_ptr,
     lse_ptr, delta_ptr, grad_query_ptr,
     query_stride_b, query_stride_h, query_stride_s,
@@ -143,7 +143,7 @@ def query_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
-def key_gradient_kernel(
+def sliding_key_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr,
     query_tiles, key_tiles, value_tiles, grad_out_tiles, lse_tiles, delta_tiles,
     grad_key_ptr, grad_value_ptr,
@@ -218,7 +218,7 @@ def key_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def numbers_kernel(
+def sliding_numbers_kernel(
     number_ptr, out_ptr,
     number_stride_b, number_stride_h, number_stride_s, out_stride_b, out_stride_h,
     num_tokens, query_heads, factor,
@@ -253,7 +253,7 @@ class _Backward:
 
     def queries(self, tiles: Tiles, grad_query: Tensor) -> None:
         plan = self.plan
-        query_gradient_kernel[(plan.query_programs(tiles),)](
+        sliding_query_kernel[(plan.query_programs(tiles),)](
             self.query,
             self.key,
             self.value,
@@ -281,7 +281,7 @@ class _Backward:
         plan = self.plan
         lse = self.along_tokens(self.lse, LOG2E)
         delta = self.along_tokens(self.delta, 1.0)
-        key_gradient_kernel[(plan.key_programs(tiles),)](
+        sliding_key_kernel[(plan.key_programs(tiles),)](
             self.query,
             self.key,
             self.value,
@@ -314,7 +314,7 @@ class _Backward:
         plan = self.plan
         rows = empty_numbers(numbers, plan.tokens)
         grid = (triton.cdiv(plan.tokens, NUMBER_TOKENS), plan.batch)
-        numbers_kernel[grid](
+        sliding_numbers_kernel[grid](
             numbers,
             rows,
             *numbers.stride(),

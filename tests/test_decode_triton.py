@@ -711,7 +711,7 @@ def number_of_kernels() -> int:
         "compressed_kernel",
         "choice_kernel",
         "attend_kernel",
-        "merge_kernel",
+        "combine_kernel",
     )
     return sum(
         len(cache[0])
