@@ -1,9 +1,9 @@
 """The hand-written kernels under NVIDIA's compute-sanitizer: memcheck and racecheck.
 
-A process runs the small calls of each family of kernels, first as it is, which compiles and says
-which kernels there are, then under each tool. cuDNN's own kernels are left out by name: racecheck
-reports hazards in their barriers. Torch gives every tensor memory of its own here, so that reading
-past one's end is an error and not a read of the next.
+A process runs each small call of each family of kernels, first as it is, which compiles and says
+which kernels there are, then under each tool; a row sums up a family. cuDNN's own kernels are left
+out by name: racecheck reports hazards in their barriers. Torch gives every tensor memory of its own
+here, so that reading past one's end is an error and not a read of the next.
 
 Exit status: 0 nothing found, 1 something found or a run failed, 2 no CUDA or no compute-sanitizer.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,15 +43,16 @@ SUMMARIES = (
     re.compile(r"ERROR SUMMARY: (?P<errors>\d+) error"),
     re.compile(r"RACECHECK SUMMARY: .*\((?P<errors>\d+) errors?, (?P<warnings>\d+) warning"),
 )
-SHOWN = 5  # findings of a run that its row tells
+SHOWN = 5  # findings that a row tells
+STATUSES = ("clean", "found", "failed")  # from good to bad
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one process came to.
+    """What one process came to, or all of a family.
 
     Args:
-        status: "clean", "found" or "failed".
+        status: one of `STATUSES`.
         errors, warnings: as the tool's summary counts them.
         launches: how often each of our kernels was launched.
         findings: the first lines that the tool reported, or the end of a failed run's output.
@@ -77,9 +80,10 @@ def find_sanitizer() -> str | None:
     return next(filter(None, map(shutil.which, ("compute-sanitizer", *places))), None)
 
 
-def run(family: str, tool: str | None, sanitizer: str, timeout: float) -> Result:
-    """One family in a process of its own, under `tool` or, for None, as it is."""
+def run(family: str, call: int, tool: str | None, sanitizer: str, timeout: float) -> Result:
+    """One call of a family in a process of its own, under `tool` or, for None, as it is."""
     calls = [sys.executable, "-W", "ignore", "-m", "nsa_flex.bench.sanitized_calls", family]
+    calls += ["--call", str(call)]
     under = [sanitizer, "--tool", str(tool), *FILTER] if tool else []
     caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool else {}
     start = time.monotonic()
@@ -170,16 +174,51 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def results_of(options: argparse.Namespace, sanitizer: str) -> list[Result]:
-    """Every family as it is, then those that worked under every tool; several at once."""
+    """Every call as it is, then those that worked under every tool; several at once.
 
-    def one(task: tuple[str, str | None]) -> Result:
-        return run(*task, sanitizer, options.timeout)
+    A result a family and tool. The order of processes is that of the calls.
+    """
+    calls = [(family, n) for family in options.families for n in range(len(FAMILIES[family]))]
+    count = itertools.count(1)
+    total = len(calls) * (1 + len(options.tools))
+
+    def one(family: str, call: int, tool: str | None) -> Result:
+        result = run(family, call, tool, sanitizer, options.timeout)
+        what = f"{family}, call {call}, {tool or 'as it is'}: {result.status}"
+        print(f"{next(count):3} of {total}  {what}, {result.seconds:.0f} s", file=sys.stderr)
+        return result
+
+    def under_all(call: tuple[str, int]) -> list[Result]:
+        plain = one(*call, None)
+        if plain.status != "clean":
+            return [plain]
+        return [one(*call, tool) for tool in options.tools]
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        plain = list(pool.map(one, [(family, None) for family in options.families]))
-        worked = [result.family for result in plain if result.status == "clean"]
-        checked = list(pool.map(one, [(family, t) for family in worked for t in options.tools]))
-    return [result for result in plain if result.status != "clean"] + checked
+        return summed([result for results in pool.map(under_all, calls) for result in results])
+
+
+def summed(results: Sequence[Result]) -> list[Result]:
+    """One result for each family and tool, as bad as the worst of its calls."""
+    groups: dict[tuple[str, str | None], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.family, result.tool), []).append(result)
+    return [_sum(*names, group) for names, group in groups.items()]
+
+
+def _sum(family: str, tool: str | None, results: Sequence[Result]) -> Result:
+    launches = sum((Counter(result.launches) for result in results), Counter[str]())
+    findings = [line for result in results for line in result.findings]
+    return Result(
+        family,
+        tool,
+        max((result.status for result in results), key=STATUSES.index),
+        sum(result.seconds for result in results),
+        sum(result.errors for result in results),
+        sum(result.warnings for result in results),
+        dict(sorted(launches.items())),
+        list(dict.fromkeys(findings))[:SHOWN],
+    )
 
 
 def table(results: Sequence[Result]) -> str:

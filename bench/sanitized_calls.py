@@ -4,6 +4,7 @@ Odd lengths, several groups and dtypes, both modes of the backward; nothing is c
 machine without CUDA all but the core run in Triton's interpreter (`TRITON_INTERPRET=1`).
 
 Example: python -m bench.sanitized_calls merge
+Example: python -m bench.sanitized_calls core --call 1
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -32,6 +35,7 @@ SMALL = NSAConfig(8, 4, 16, 5, window_size=20)
 
 # B, Hq, Hkv, S, D, dtype
 Shape = tuple[int, int, int, int, int, torch.dtype]
+Calls = Sequence[Callable[[], None]]
 
 
 def normal(batch: int, heads: int, length: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -55,7 +59,7 @@ def differentiate(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> No
     torch.autograd.grad(outputs, inputs, tuple(torch.randn_like(x) for x in outputs))
 
 
-def core() -> None:
+def core() -> Calls:
     """The whole function as `auto` runs it, with and without a backward."""
     # shape, Dv
     cases: tuple[tuple[Shape, int], ...] = (
@@ -64,32 +68,39 @@ def core() -> None:
         ((2, 6, 2, 141, 64, torch.float16), 64),
         ((1, 8, 2, 130, 64, torch.float16), 64),
     )
-    for shape, value_dim in cases:
-        q, k, v = heads_of(shape, value_dim)
-        gates = normal(shape[0], shape[1], shape[3], 3, shape[5])
-        for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic, warn_only=True)
-            compressed = (mean_of_blocks(split_segments(x, PAPER), PAPER) for x in (k, v))
-            ck, cv = (x.to(q.dtype) for x in compressed)
-            out = nsa_attention(q, k, v, ck, cv, gates, config=PAPER)
-            assert isinstance(out, Tensor)
-            differentiate((out,), (q, k, v, gates))
-        with torch.no_grad():
-            nsa_attention(q, k, v, ck, cv, gates, config=PAPER)
+    return [partial(differentiate_core, *case) for case in cases]
+
+
+def differentiate_core(shape: Shape, value_dim: int) -> None:
+    """Both backwards, then a forward without gradients."""
+    q, k, v = heads_of(shape, value_dim)
+    gates = normal(shape[0], shape[1], shape[3], 3, shape[5])
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        compressed = (mean_of_blocks(split_segments(x, PAPER), PAPER) for x in (k, v))
+        ck, cv = (x.to(q.dtype) for x in compressed)
+        out = nsa_attention(q, k, v, ck, cv, gates, config=PAPER)
+        assert isinstance(out, Tensor)
+        differentiate((out,), (q, k, v, gates))
+    with torch.no_grad():
+        nsa_attention(q, k, v, ck, cv, gates, config=PAPER)
     torch.use_deterministic_algorithms(False)
 
 
-def sliding() -> None:
+def sliding() -> Calls:
     """Windows shorter and longer than the row; Dv other than D; rows of float32."""
     cases: tuple[tuple[Shape, int, int], ...] = (
         ((1, 16, 1, 300, 128, HALF), 128, 100),
         ((2, 6, 2, 141, 64, OTHER_HALF), 48, 512),
         ((1, 4, 1, 70, 32, torch.float32), 32, 7),
     )
-    for shape, value_dim, window in cases:
-        q, k, v = heads_of(shape, value_dim)
-        both = sliding_attention(q, k, v, window_size=window, scale=0.2)
-        differentiate(both, (q, k, v))
+    return [partial(differentiate_window, *case) for case in cases]
+
+
+def differentiate_window(shape: Shape, value_dim: int, window: int) -> None:
+    q, k, v = heads_of(shape, value_dim)
+    both = sliding_attention(q, k, v, window_size=window, scale=0.2)
+    differentiate(both, (q, k, v))
 
 
 def chosen(shape: Shape, config: NSAConfig, offset: int, alike: bool) -> Tensor:
@@ -108,7 +119,7 @@ def chosen(shape: Shape, config: NSAConfig, offset: int, alike: bool) -> Tensor:
     return blocks.masked_fill(blocks == last, -1).int().to(DEVICE)
 
 
-def selection() -> None:
+def selection() -> Calls:
     """Choices that share nothing and all; queries that follow others; both backwards."""
     cases: tuple[tuple[Shape, int], ...] = (
         ((1, 1, 1, 128, 64, OTHER_HALF), 448),
@@ -116,29 +127,30 @@ def selection() -> None:
         ((1, 32, 2, 48, 128, HALF), 140),
         ((1, 4, 1, 700 if CUDA else 70, 64, HALF), 0),
     )
-    for shape, offset in cases:
-        q, _, _ = heads_of(shape)
-        _, k, v = heads_of((*shape[:3], shape[3] + offset, *shape[4:]))
-        config = PAPER if shape[3] > 500 else SMALL
-        for alike in (False, True):
-            blocks = chosen(shape, config, offset, alike)
-            for deterministic in (False, True):
-                both = selected_attention(
-                    q,
-                    k,
-                    v,
-                    blocks,
-                    block_size=config.select_block_size,
-                    num_initial_blocks=config.num_initial_blocks,
-                    num_local_blocks=config.num_local_blocks,
-                    scale=0.2,
-                    query_offset=offset,
-                    deterministic=deterministic,
-                )
-                differentiate(both, (q, k, v))
+    return [partial(differentiate_selection, *case) for case in cases]
 
 
-def choice() -> None:
+def differentiate_selection(shape: Shape, offset: int) -> None:
+    q, _, _ = heads_of(shape)
+    _, k, v = heads_of((*shape[:3], shape[3] + offset, *shape[4:]))
+    config = PAPER if shape[3] > 500 else SMALL
+    for alike, deterministic in product((False, True), repeat=2):
+        both = selected_attention(
+            q,
+            k,
+            v,
+            chosen(shape, config, offset, alike),
+            block_size=config.select_block_size,
+            num_initial_blocks=config.num_initial_blocks,
+            num_local_blocks=config.num_local_blocks,
+            scale=0.2,
+            query_offset=offset,
+            deterministic=deterministic,
+        )
+        differentiate(both, (q, k, v))
+
+
+def choice() -> Calls:
     """With and without the log-sum-exp; a past; documents; nothing forced at the start."""
     # shape, config, past, documents, whether the log-sum-exp is given
     cases: tuple[tuple[Shape, NSAConfig, int, bool, bool], ...] = (
@@ -152,32 +164,39 @@ def choice() -> None:
         ((1, 1, 1, 9, 32, OTHER_HALF), NSAConfig(4, 4, 4, 32, 2, 3), 4400, False, False),
         ((1, 2, 1, 250, 32, HALF), NSAConfig(8, 4, 16, 3, 0, 1), 0, False, False),
     )
-    for shape, config, past, documents, has_lse in cases:
-        batch, query_heads, kv_heads, length, dim, dtype = shape
-        q = normal(batch, query_heads, length, dim, dtype)
-        k = normal(batch, kv_heads, config.num_compressed_blocks(length + past), dim, dtype)
-        positions = torch.arange(length, device=DEVICE)[None] + past
-        edge = 11 * config.select_block_size
-        starts = (positions // edge * edge).int().expand(batch, -1).contiguous()
-        choose_blocks(
-            q,
-            k,
-            torch.full(q.shape[:3], 3.0, device=DEVICE) if has_lse else None,
-            positions,
-            starts if documents else None,
-            config=config,
-            scale=dim**-0.5,
-            num_blocks=config.num_select_blocks(length + past),
-        )
+    return [partial(choose, *case) for case in cases]
 
 
-def merge() -> None:
+def choose(shape: Shape, config: NSAConfig, past: int, documents: bool, has_lse: bool) -> None:
+    batch, query_heads, kv_heads, length, dim, dtype = shape
+    q = normal(batch, query_heads, length, dim, dtype)
+    k = normal(batch, kv_heads, config.num_compressed_blocks(length + past), dim, dtype)
+    positions = torch.arange(length, device=DEVICE)[None] + past
+    edge = 11 * config.select_block_size
+    starts = (positions // edge * edge).int().expand(batch, -1).contiguous()
+    choose_blocks(
+        q,
+        k,
+        torch.full(q.shape[:3], 3.0, device=DEVICE) if has_lse else None,
+        positions,
+        starts if documents else None,
+        config=config,
+        scale=dim**-0.5,
+        num_blocks=config.num_select_blocks(length + past),
+    )
+
+
+def merge() -> Calls:
     """The gated sum as an operator of its own."""
+    return [differentiate_merge]
+
+
+def differentiate_merge() -> None:
     a, b, c, gates = (normal(2, 3, 37, width, HALF) for width in (24, 24, 24, 3))
     differentiate((merge_branches(a, b, c, gates),), (a, b, c, gates))
 
 
-def decode() -> None:
+def decode() -> Calls:
     """Steps of one token, and of several, on rows of different lengths; weights of a block."""
     # Hkv, G, T, lengths, capacity, D, Dv, dtype, config, whether blocks are weighted
     cases = (
@@ -186,34 +205,46 @@ def decode() -> None:
         (1, 4, 1, (150, 5), 300, 32, 16, OTHER_HALF, SMALL, False),
         *([(2, 16, 1, (2175, 1500), 2200, 128, 128, HALF, PAPER, False)] if CUDA else []),
     )
-    for kv_heads, group, tokens, past, capacity, dim, value_dim, dtype, config, weighted in cases:
-        batch, blocks = len(past), config.num_compressed_blocks(capacity)
-
-        def numbers(
-            heads: int, length: int, width: int, batch: int = batch, dtype: torch.dtype = dtype
-        ) -> Tensor:
-            return torch.randn(batch, heads, length, width, device=DEVICE).to(dtype)
-
-        shape = (kv_heads, config.compress_block_size)
-        weights = [torch.rand(shape, device=DEVICE) if weighted else None for _ in range(2)]
-        decode_kernels.step(
-            numbers(kv_heads * group, tokens, dim),
-            numbers(kv_heads, tokens, dim),
-            numbers(kv_heads, tokens, value_dim),
-            numbers(kv_heads, capacity, dim),
-            numbers(kv_heads, capacity, value_dim),
-            numbers(kv_heads, blocks, dim),
-            numbers(kv_heads, blocks, value_dim),
-            numbers(kv_heads * group, tokens, 3),
-            torch.tensor(past, dtype=torch.int32, device=DEVICE),
-            config=config,
-            key_weights=weights[0],
-            value_weights=weights[1],
-        )
+    return [partial(decode_step, *case) for case in cases]
 
 
-FAMILIES: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (core, sliding, selection, choice, merge, decode)
+def decode_step(
+    kv_heads: int,
+    group: int,
+    tokens: int,
+    past: tuple[int, ...],
+    capacity: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    config: NSAConfig,
+    weighted: bool,
+) -> None:
+    blocks = config.num_compressed_blocks(capacity)
+
+    def numbers(heads: int, length: int, width: int) -> Tensor:
+        return torch.randn(len(past), heads, length, width, device=DEVICE).to(dtype)
+
+    shape = (kv_heads, config.compress_block_size)
+    weights = [torch.rand(shape, device=DEVICE) if weighted else None for _ in range(2)]
+    decode_kernels.step(
+        numbers(kv_heads * group, tokens, dim),
+        numbers(kv_heads, tokens, dim),
+        numbers(kv_heads, tokens, value_dim),
+        numbers(kv_heads, capacity, dim),
+        numbers(kv_heads, capacity, value_dim),
+        numbers(kv_heads, blocks, dim),
+        numbers(kv_heads, blocks, value_dim),
+        numbers(kv_heads * group, tokens, 3),
+        torch.tensor(past, dtype=torch.int32, device=DEVICE),
+        config=config,
+        key_weights=weights[0],
+        value_weights=weights[1],
+    )
+
+
+FAMILIES: dict[str, Calls] = {
+    f.__name__: f() for f in (core, sliding, selection, choice, merge, decode)
 }
 
 
@@ -227,15 +258,18 @@ def count_launches() -> Counter[str]:
 
 
 def main() -> None:
-    """Runs one family and prints the kernels it launched as a line of JSON."""
+    """Runs a family, or one call of it, and prints the kernels launched as a line of JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("family", choices=FAMILIES)
-    name = parser.parse_args().family
+    parser.add_argument("--call", type=int, help="only this one of the family's, from 0")
+    options = parser.parse_args()
+    name, only = options.family, options.call
     torch.manual_seed(0)
     launches = count_launches()
-    FAMILIES[name]()
+    for call in FAMILIES[name] if only is None else [FAMILIES[name][only]]:
+        call()
     if CUDA:
         torch.cuda.synchronize()
     print(json.dumps({"family": name, "launches": dict(sorted(launches.items()))}))

@@ -54,6 +54,19 @@ def test_findings_are_the_heads_of_reports() -> None:
     ]
 
 
+def test_a_family_is_as_bad_as_its_worst_call() -> None:
+    texts = ((NOTHING, 0), (READ, 1), (NOTHING, 0))
+    results = [sanitize.judge("merge", "memcheck", text, code, 1.0) for text, code in texts]
+    other = sanitize.judge("merge", "racecheck", RACE, 0, 1.0)
+    both = sanitize.summed([*results, other])
+    assert [(r.tool, r.status, r.errors) for r in both] == [
+        ("memcheck", "found", 65),
+        ("racecheck", "found", 0),
+    ]
+    assert both[0].launches == {"_forward_kernel": 4}
+    assert both[0].findings == results[1].findings
+
+
 @pytest.fixture
 def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the tool prints goes into this file; the calls run in Triton's interpreter."""
@@ -96,10 +109,10 @@ def test_a_finding_fails(
 def under_the_tool(run):
     """The calls as they are, not run at all."""
 
-    def played_run(family, tool, sanitizer, timeout):
+    def played_run(family, call, tool, sanitizer, timeout):
         if tool is None:
             return sanitize.judge(family, tool, LAUNCHED, 0, 0.0)
-        return run(family, tool, sanitizer, timeout)
+        return run(family, call, tool, sanitizer, timeout)
 
     return played_run
 
