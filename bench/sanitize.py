@@ -2,8 +2,8 @@
 
 A process runs each small call of each family of kernels, first as it is, which compiles and says
 which kernels there are, then under each tool; a row sums up a family. cuDNN's own kernels are left
-out by name: racecheck reports hazards in their barriers. Torch gives every tensor memory of its own
-here, so that reading past one's end is an error and not a read of the next.
+out by name: racecheck reports hazards in their barriers. Torch gives every tensor memory of its
+own here, so that reading past one's end is an error and not a read of the next.
 
 Exit status: 0 nothing found, 1 something found or a run failed, 2 no CUDA or no compute-sanitizer.
 
