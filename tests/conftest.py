@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import secrets
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import filelock
 import hypothesis
 import numpy as np
 import poisoned_memory
@@ -17,6 +19,9 @@ import torch
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("ci")  # --hypothesis-profile=thorough overrides
+
+
+KEPT_BYTES = 1 << 30  # of device memory, from one test to the next
 
 
 class TorchGenerator:
@@ -88,6 +93,21 @@ def _fresh_random_state(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def _shared_device(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[None]:
+    """Workers share a device: what a test held is given back, and `large` ones take turns."""
+    alone: Any = contextlib.nullcontext()
+    if request.node.get_closest_marker("large"):
+        run = (
+            tmp_path_factory.getbasetemp().parent
+        )  # pytest-xdist: every worker has a folder in it
+        alone = filelock.FileLock(run / "large.lock")
+    with alone:
+        yield
+        if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT_BYTES:
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True, scope="module")

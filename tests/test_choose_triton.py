@@ -599,6 +599,7 @@ def test_log_sum_exp_of_the_branch_gives_the_same() -> None:
         assert_best(part, choice(case, q, k, lse)[:, :, rows], scores)
 
 
+@pytest.mark.large
 @pytest.mark.gpu
 def test_offsets_past_two_to_the_31() -> None:
     """Query of 2.2e9 elements; its last rows are what a 32-bit offset would miss."""

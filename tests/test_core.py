@@ -336,6 +336,7 @@ def test_without_gradients_the_same(
         torch.testing.assert_close(got, lse, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.large
 @pytest.mark.gpu
 def test_a_million_tokens_forward() -> None:
     """Sampled rows, by the definition over their own window, blocks and compressed keys."""
@@ -388,6 +389,7 @@ def test_one_graph_for_all_lengths() -> None:
     assert (whole(*inputs) - call(*inputs)).abs().max() < 2**-4
 
 
+@pytest.mark.large
 @pytest.mark.gpu
 def test_peak_memory_of_a_training_step() -> None:
     """Above the inputs, in units of the query: what is saved, the results, and little else.

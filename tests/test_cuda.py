@@ -241,6 +241,7 @@ def test_generate_with_a_cache_is_the_full_pass(padding: int) -> None:
     assert (best - taken).max() < 1e-3
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("backend", ["auto", "flex"])
 def test_offsets_past_two_to_the_31(backend: str) -> None:
     """64 heads of 128 over 2^18 tokens and some: sampled rows, the last ones among them."""

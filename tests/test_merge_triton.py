@@ -60,6 +60,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.nsa_flex.merge.default, (*branches, gates))
 
 
+@pytest.mark.large
 @pytest.mark.gpu
 def test_offsets_past_two_to_the_31() -> None:
     """64 heads of 128 over 2^18 tokens and some; the last rows."""

@@ -804,6 +804,7 @@ def _reference(
     return out, scores.logsumexp(-1), torch.autograd.grad(out, (q, k, v), grad_out)
 
 
+@pytest.mark.large
 @pytest.mark.gpu
 def test_offsets_past_two_to_the_31(with_unions: None) -> None:
     """Query of 2.2e9 elements; its last rows are what a 32-bit offset would miss."""

@@ -360,6 +360,7 @@ def test_under_a_cuda_graph() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.large
 @pytest.mark.gpu
 def test_offsets_past_two_to_the_31() -> None:
     """64 heads of 128 over 2^18 tokens and some: the last rows, and gradients of the last keys."""
