@@ -100,9 +100,7 @@ def _shared_device(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Ite
     """Workers share a device: what a test held is given back, and `large` ones take turns."""
     alone: Any = contextlib.nullcontext()
     if request.node.get_closest_marker("large"):
-        run = (
-            tmp_path_factory.getbasetemp().parent
-        )  # pytest-xdist: every worker has a folder in it
+        run = tmp_path_factory.getbasetemp().parent  # of all workers of pytest-xdist
         alone = filelock.FileLock(run / "large.lock")
     with alone:
         yield
