@@ -186,7 +186,7 @@ def _forward(
         -(-tokens // sizes.select_block_size),
         *sizes[:6],
     )
-    words = index_words(q, key, value, blocks, sizes.select_block_size, 0)
+    words = index_words(q, value, blocks, sizes.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
     plan = _plan(q, key, value, blocks, sizes)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
@@ -262,7 +262,7 @@ def _(
     sizes, differentiable = _Sizes(*options[:7]), options[7]
     chosen = (batch, key.shape[1], tokens, sizes.num_selected_blocks)
     blocks = query.new_empty(chosen, dtype=torch.int32)
-    words = index_words(query, key, value, blocks, sizes.select_block_size, 0)
+    words = index_words(query, value, blocks, sizes.select_block_size, 0)
     branch = (batch, tokens, heads, dim)
 
     def lse(*shape: Any) -> Tensor:

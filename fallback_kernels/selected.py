@@ -129,7 +129,7 @@ def selected_forward(
     plan = SelectedPlan.of(
         query, key, value, blocks, block_size, num_initial_blocks, num_local_blocks, query_offset
     )
-    storage = _empty_index(query, key, value, blocks, block_size, query_offset, keep_index)
+    storage = _empty_index(query, value, blocks, block_size, query_offset, keep_index)
     if query.numel() == 0 or blocks.numel() == 0:
         out, lse = _empty_results(query, value)
         return out.zero_(), lse.fill_(float("-inf")), storage
@@ -160,7 +160,7 @@ def _(
     deterministic: bool,
     keep_index: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    index = _empty_index(query, key, value, blocks, block_size, query_offset, keep_index)
+    index = _empty_index(query, value, blocks, block_size, query_offset, keep_index)
     return *_empty_results(query, value), index
 
 
@@ -220,14 +220,13 @@ def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def _empty_index(
     query: Tensor,
-    key: Tensor,
     value: Tensor,
     blocks: Tensor,
     block_size: int,
     query_offset: int,
     keep: bool,
 ) -> Tensor:
-    words = index_words(query, key, value, blocks, block_size, query_offset) if keep else 0
+    words = index_words(query, value, blocks, block_size, query_offset) if keep else 0
     return torch.empty(words, dtype=torch.int32, device=query.device)
 
 

@@ -70,7 +70,7 @@ def chunk_tokens(group: int) -> int:
 
 
 def index_words(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, block_size: int, query_offset: int
+    query: Tensor, value: Tensor, blocks: Tensor, block_size: int, query_offset: int
 ) -> int:
     """Length of the int32 tensor that keeps a call's index for its backward.
 

@@ -553,7 +553,7 @@ def test_gradients_added_to_others(deterministic: bool) -> None:
     on_device = blocks.to(DEVICE)
     counts = (case.block_size, case.initial, case.local, case.offset)
     plan = SelectedPlan.of(q, k, v, on_device, *counts)
-    words = index_words(q, k, v, on_device, case.block_size, case.offset)
+    words = index_words(q, v, on_device, case.block_size, case.offset)
     storage = torch.empty(words, dtype=torch.int32, device=DEVICE)
     out, lse = forward(plan, q, k, v, on_device, case.scale, storage=storage)
     grad_out = torch.randn_like(out)
@@ -602,7 +602,7 @@ def test_the_index_fits_whatever_is_predicted_of_it() -> None:
         plan = SelectedPlan.of(q, k, k, blocks, 64, 1, 2, offset)
         items = plan.num_windows * plan.items_per_window(plan.chunk_tokens)
         needed = blocks.numel() + batch * kv_heads * num_queries + ITEM_WORDS * items
-        assert needed <= index_words(q, k, k, blocks, 64, offset)
+        assert needed <= index_words(q, k, blocks, 64, offset)
 
 
 @kernels
