@@ -6,7 +6,6 @@ Needs triton; import it only where it is to run.
 from __future__ import annotations
 
 import functools
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels import choose_hopper
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.choose_lanes import lanes
 from nsa_flex.fallback_kernels.choose_lse import lse_kernel
 from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
@@ -34,7 +34,6 @@ KEY_TILE_DIMS = (16, 32, 64, 128, 256)  # head dims that a tensor copy brings
 KEY_TILE_ROWS = 64  # `ChoicePlan.tile_rows` of 2-byte dtypes
 LANES = 2  # chunks in memory at once, each on a stream
 INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
-LOG2E = math.log2(math.e)
 
 
 def obstacle(query: Tensor, compressed_key: Tensor, config: NSAConfig, num_blocks: int) -> str:

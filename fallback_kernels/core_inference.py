@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.core_merge import load_compressed
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of
 from nsa_flex.fallback_kernels.hopper import runs_gluon
@@ -31,7 +32,6 @@ from nsa_flex.fallback_kernels.selected_merge import add_partials, join_partials
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded, strides
 from nsa_flex.fallback_kernels.sliding_forward import add_values, attend
 from nsa_flex.fallback_kernels.sliding_plan import (
-    LOG2E,
     SPARE_BYTES,
     descriptor,
     has_copy_engine,

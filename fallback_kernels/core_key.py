@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.core_gates import log_of_size
 from nsa_flex.fallback_kernels.core_query import Forced, Rows, first_local_key
 from nsa_flex.fallback_kernels.selected_plan import (
@@ -23,7 +24,6 @@ from nsa_flex.fallback_kernels.selected_plan import (
     strides,
 )
 from nsa_flex.fallback_kernels.sliding_plan import (
-    LOG2E,
     SlidingPlan,
     descriptor,
     number_descriptor,

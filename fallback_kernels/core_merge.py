@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of, of_part, part_place
 from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
 from nsa_flex.fallback_kernels.sliding_forward import attend_window
-from nsa_flex.fallback_kernels.sliding_plan import LOG2E, SlidingPlan, descriptor
+from nsa_flex.fallback_kernels.sliding_plan import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding_tiles import (
     HeadRows,
     load_rows,

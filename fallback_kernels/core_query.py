@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.core_gates import log_of_size
 from nsa_flex.fallback_kernels.core_merge import load_compressed
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of
 from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
-from nsa_flex.fallback_kernels.sliding_plan import LOG2E, SlidingPlan, descriptor
+from nsa_flex.fallback_kernels.sliding_plan import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding_tiles import (
     HeadRows,
     load_keys,

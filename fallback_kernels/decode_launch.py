@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +9,7 @@ import triton
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.decode_append import append_kernel
 from nsa_flex.fallback_kernels.decode_choice import choice_kernel
 from nsa_flex.fallback_kernels.decode_compressed import compressed_kernel
@@ -24,7 +24,6 @@ from nsa_flex.fallback_kernels.decode_plan import (
 from nsa_flex.fallback_kernels.decode_selected import attend_kernel
 from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
 
-LOG2E = math.log2(math.e)
 COMPILED = isinstance(combine_kernel, triton.JITFunction)  # else Triton's interpreter runs them
 
 

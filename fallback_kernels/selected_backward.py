@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected_forward import LOG2E
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.selected_index import (
     SelectedIndex,
     build_index,

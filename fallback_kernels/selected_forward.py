@@ -8,7 +8,6 @@ Free choices lie wholly before the query's own block: no causal mask, no partial
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.selected_index import SelectedIndex, build_index
 from nsa_flex.fallback_kernels.selected_merge import merge_kernel
 from nsa_flex.fallback_kernels.selected_plan import (
@@ -35,8 +35,6 @@ from nsa_flex.fallback_kernels.selected_tiles import (
     store_rows,
 )
 from nsa_flex.fallback_kernels.selected_union import UnionLists, attend_unions, build_unions
-
-LOG2E = math.log2(math.e)
 
 
 @triton.jit(do_not_specialize=["first_item", "first_head", "first_list", "window_shift"])

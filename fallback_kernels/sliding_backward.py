@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.selected_plan import (
     empty_natural,
     padded,
@@ -21,7 +22,6 @@ from nsa_flex.fallback_kernels.selected_plan import (
     strides,
 )
 from nsa_flex.fallback_kernels.sliding_plan import (
-    LOG2E,
     SlidingPlan,
     Tiles,
     descriptor,

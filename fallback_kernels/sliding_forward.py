@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.selected_plan import empty_natural, rows_contiguous, strides
-from nsa_flex.fallback_kernels.sliding_plan import LOG2E, SlidingPlan, Tiles, descriptor
+from nsa_flex.fallback_kernels.sliding_plan import SlidingPlan, Tiles, descriptor
 from nsa_flex.fallback_kernels.sliding_tiles import (
     HeadRows,
     load_keys,

@@ -18,7 +18,6 @@ from nsa_flex.fallback_kernels.selected_plan import (
     shared_memory_of,
 )
 
-LOG2E = 1.4426950408889634
 SPARE_BYTES = 2048  # of shared memory, for barriers and what there is one of a row
 
 
