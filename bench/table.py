@@ -105,6 +105,27 @@ def summary(rows: list[Row]) -> Table:
     return table
 
 
+def repeats(rows: list[Row]) -> Table:
+    """Core against cuDNN, one case in several runs: one line a shape, pass and run.
+
+    A column `run` of the rows tells the runs apart.
+    """
+    table = [["pass", "heads", "tokens", "run", "matrix TFLOP/s"]]
+    table[0] += ["NSA, ms", "dense", "dense ÷ NSA"]
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    found = {run: _cores([row for row in rows if row["run"] == run]) for run in runs}
+    for which, title in PASSES.items():
+        for shape in _cores(rows):
+            for run in runs:
+                here = found[run].get(shape, {})
+                nsa, dense = (here.get((who, which)) for who in ("nsa", RIVAL))
+                if nsa is None:
+                    continue
+                line = [title, shape[0], tokens(nsa), run, f"{nsa['matrix_tflops']:.0f}"]
+                table.append([*line, milliseconds(nsa), milliseconds(dense), ratio(dense, nsa)])
+    return table
+
+
 def _by_heads(shape: tuple[str, str, int]) -> tuple[int, list[int], int]:
     """Most query heads a KV head first, then narrow before wide, then short before long."""
     heads, dim, length = shape
@@ -184,6 +205,7 @@ TABLES: dict[str, Callable[[list[Row]], Table]] = {
     "headline": headline,
     "sweep": sweep,
     "summary": summary,
+    "repeats": repeats,
     "parts": parts,
     "models": models,
     "compile": compiling,

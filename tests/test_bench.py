@@ -576,6 +576,16 @@ def test_summary_table():
     assert line == ["32/8", "8k", "2.00 / 1.00", "0.50", "5.00 / 10.00", "2.00", "2.0 / 1.0"]
 
 
+def test_repeats_tell_the_runs_of_a_case_one_below_the_other():
+    rate = {"matrix_tflops": 750.4}
+    first, second = ([{**each, **rate, "run": run} for each in core_rows()] for run in ("a", "b"))
+    _, *lines = table.repeats([*first, *second[:1], *second[2:]])
+    speeds = {"forward": ("2.00 ± 0.00", "1.00 ± 0.00", "0.50")}
+    speeds["forward + backward"] = ("5.00 ± 0.00", "10.00 ± 0.00", "2.00")
+    named = [("forward", "a"), ("forward", "b"), ("forward + backward", "a")]
+    assert lines == [[title, "32/8", "8k", run, "750", *speeds[title]] for title, run in named]
+
+
 def test_a_reason_is_told_once_for_both_passes_of_a_case():
     why = {"case": "a train", "status": "skipped", "reason": "too large"}
     rows = [{**why, "pass": which} for which in ("forward_backward", "backward")]
