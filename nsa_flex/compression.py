@@ -61,6 +61,20 @@ def add_shifted(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
+def _sum_of_tokens(segments: Tensor) -> Tensor:
+    """Sum over the d tokens of each segment (B, H, segments, d, D), in `_accumulation_dtype`.
+
+    Compiled, four at a time: Inductor unrolls sums of fewer than eight terms into a kernel that
+    reads as fast as memory allows, where its sum of 16 takes several times as long.
+    """
+    dtype = _accumulation_dtype(segments.dtype)
+    if torch.compiler.is_compiling():
+        for terms in (4, 2):
+            while segments.shape[3] % terms == 0 and segments.shape[3] > terms:
+                segments = segments.unflatten(3, (-1, terms)).sum(4, dtype=dtype)
+    return segments.sum(3, dtype=dtype)
+
+
 def mean_of_blocks(segments: Tensor, config: NSAConfig) -> Tensor:
     """Mean over the l tokens of each block, in float32 (float64 for float64).
 
@@ -71,7 +85,7 @@ def mean_of_blocks(segments: Tensor, config: NSAConfig) -> Tensor:
         (B, H, N, D)
     """
     num_shifts = config.compress_block_size // config.compress_stride
-    sums = segments.sum(3, dtype=_accumulation_dtype(segments.dtype))  # [B, H, segments, D]
+    sums = _sum_of_tokens(segments)  # [B, H, segments, D]
     num_blocks = sums.shape[2] - num_shifts + 1
     total = sums[:, :, :num_blocks]
     for shift in range(1, num_shifts):
