@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels import selected_backward, selected_forward
+from nsa_flex.fallback_kernels import selected_backward, selected_forward, selected_prepare
 from nsa_flex.fallback_kernels.choose import run_choice
 from nsa_flex.fallback_kernels.core_compressed import (
     PartGradients,
@@ -193,7 +193,7 @@ def _forward(
     window_keys = own or (key, value)
     if not differentiable and serves(plan, (key, value), window_keys, sizes.window_size):
         out, selected_lse, sliding_lse = end_without_backward(
-            selected_forward.prepare(plan, q, *selected_keys, blocks, scale, storage=None),
+            selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=None),
             sizes.window_size,
             outs,
             fold,

@@ -23,13 +23,11 @@ from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.core_merge import load_compressed
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of
 from nsa_flex.fallback_kernels.hopper import runs_gluon
-from nsa_flex.fallback_kernels.selected_forward import (
-    Selection,
-    attend_tiles_with_unions,
-    partial_results,
-)
+from nsa_flex.fallback_kernels.selected_forward import partial_results
 from nsa_flex.fallback_kernels.selected_merge import add_partials, join_partials
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded, strides
+from nsa_flex.fallback_kernels.selected_prepare import Selection
+from nsa_flex.fallback_kernels.selected_union_tiles import attend_unions
 from nsa_flex.fallback_kernels.sliding_forward import add_values, attend
 from nsa_flex.fallback_kernels.sliding_plan import (
     SPARE_BYTES,
@@ -107,7 +105,7 @@ def end_without_backward(
     )
     results = Inference(out, selected_lse, sliding_lse)
     # The selected branch of tiles that have a union waits where their sum will be.
-    attend_tiles_with_unions(selection, out.transpose(1, 2), selected_lse.transpose(1, 2))
+    attend_unions(selection, out.transpose(1, 2), selected_lse.transpose(1, 2))
     launch = _launch
     if runs_gluon(query.device):
         # Imported here: Gluon has no interpreter, and other versions of it may lack the names.

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nsa_flex.fallback_kernels import fold_parts, sliding_tiles
-from nsa_flex.fallback_kernels.selected_forward import Selection
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
-from nsa_flex.fallback_kernels.selected_union import by_copy_engine
+from nsa_flex.fallback_kernels.selected_prepare import Selection
+from nsa_flex.fallback_kernels.selected_union_tiles import by_copy_engine
 from nsa_flex.fallback_kernels.selected_walk import add_values, scores_of, times
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7

@@ -9,7 +9,6 @@ Free choices lie wholly before the query's own block: no causal mask, no partial
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
-from nsa_flex.fallback_kernels.selected_index import SelectedIndex, build_index
 from nsa_flex.fallback_kernels.selected_merge import merge_kernel
 from nsa_flex.fallback_kernels.selected_plan import (
     SelectedPlan,
@@ -26,6 +24,7 @@ from nsa_flex.fallback_kernels.selected_plan import (
     padded,
     strides,
 )
+from nsa_flex.fallback_kernels.selected_prepare import Selection, prepare
 from nsa_flex.fallback_kernels.selected_tiles import (
     first_entry,
     group_rows,
@@ -34,7 +33,7 @@ from nsa_flex.fallback_kernels.selected_tiles import (
     load_rows,
     store_rows,
 )
-from nsa_flex.fallback_kernels.selected_union import UnionLists, attend_unions, build_unions
+from nsa_flex.fallback_kernels.selected_union_tiles import attend_unions
 
 
 @triton.jit(do_not_specialize=["first_item", "first_head", "first_list", "window_shift"])
@@ -125,37 +124,6 @@ def partial_kernel(
         q = next_q
 
 
-class Selection(NamedTuple):
-    """What the launches of one forward share; tensors as `forward` takes them."""
-
-    plan: SelectedPlan
-    lists: SelectedIndex
-    unions: UnionLists
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-
-
-def prepare(
-    plan: SelectedPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: Tensor,
-    scale: float,
-    *,
-    storage: Tensor | None,
-) -> Selection:
-    """Index of the lists and unions of the tiles; arguments as of `forward`."""
-    unions = build_unions(plan, blocks)
-    every = storage is not None
-    index = build_index(
-        plan, blocks, plan.chunk_tokens, unions=unions, every=every, storage=storage
-    )
-    return Selection(plan, index, unions, query, key, value, scale)
-
-
 def partial_results(selection: Selection) -> Iterator[tuple[Window, Tensor, Tensor]]:
     """Window by window, the outputs of its free choices and their base-2 log-sum-exps.
 
@@ -171,12 +139,6 @@ def partial_results(selection: Selection) -> Iterator[tuple[Window, Tensor, Tens
         if window.max_items:
             _launch_partial(selection, window, partial, partial_lse)
         yield window, partial, partial_lse
-
-
-def attend_tiles_with_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
-    """Write `out` and `lse` of the tiles that have a union."""
-    plan, index, unions, query, key, value, scale = selection
-    attend_unions(plan, unions, index.summary, query, key, value, out, lse, scale * LOG2E)
 
 
 def _launch_partial(
@@ -282,5 +244,5 @@ def forward(
     lse = empty_natural(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
     for window, partial, partial_lse in partial_results(selection):
         _launch_merge(selection, window, partial, partial_lse, out, lse)
-    attend_tiles_with_unions(selection, out, lse)
+    attend_unions(selection, out, lse)
     return out, lse

@@ -21,7 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
+from nsa_flex.fallback_kernels.selected_prepare import Selection
 
 
 @gluon.jit
@@ -197,25 +199,16 @@ def walk_kernel(
     gl.store(pointer, gl.convert_layout(rounded, MEMORY), mask=mask)
 
 
-def walk(
-    plan: SelectedPlan,
-    unions: tuple[Tensor, ...],
-    summary: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale_log2: float,
-) -> None:
-    """Write `out` and `lse` of the tiles that have a union; see `attend_unions`."""
+def walk(selection: Selection, out: Tensor, lse: Tensor) -> None:
+    """`attend_unions` where tiles are of 64 rows and 16 bits."""
+    plan, lists, unions, query, key, value, scale = selection
     constants = plan.constants()
     del constants["NUM_SLOTS"], constants["PRECISION"]
     walk_kernel[(plan.span // plan.merge_tokens, plan.batch * plan.kv_heads)](
         tiles_of(plan, key),
         tiles_of(plan, value),
         query,
-        summary,
+        lists.summary,
         *unions,
         out,
         lse,
@@ -223,12 +216,12 @@ def walk(
         plan.query_offset,
         plan.num_queries,
         plan.kv_heads,
-        scale_log2,
+        scale * LOG2E,
         **constants,
         TOKENS=plan.merge_tokens,
         ROWS=plan.merge_rows,
         CAPACITY=plan.union_capacity,
-        WORDS=unions[2].shape[2],
+        WORDS=unions.masks.shape[2],
         num_warps=plan.num_warps,
         maxnreg=plan.union_registers,
     )

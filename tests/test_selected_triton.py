@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from nsa_flex.fallback_kernels.selected import selected_attention
 from nsa_flex.fallback_kernels.selected_backward import add_gradients
 from nsa_flex.fallback_kernels.selected_forward import forward
 from nsa_flex.fallback_kernels.selected_plan import ITEM_WORDS, SelectedPlan, index_words
+from nsa_flex.fallback_kernels.selected_prepare import Selection
 from nsa_flex.fallback_kernels.selected_union import build_unions
 
 
@@ -378,9 +378,9 @@ def test_unions_on_hopper(
     walks: list[SelectedPlan] = []
     walk = selected_walk.walk
 
-    def spy(plan: SelectedPlan, *rest: Any) -> None:
-        walks.append(plan)
-        walk(plan, *rest)
+    def spy(selection: Selection, *results: torch.Tensor) -> None:
+        walks.append(selection.plan)
+        walk(selection, *results)
 
     monkeypatch.setattr(selected_walk, "walk", spy)
     case = Case(2, 2, group, 150, 533, 333, head_dim, value_dim, 64, 8, dtype=dtype)
