@@ -79,13 +79,7 @@ def core_attention(
         *tensors,
         *own,
         scale,
-        config.compress_block_size,
-        config.compress_stride,
-        config.select_block_size,
-        config.num_selected_blocks,
-        config.num_initial_blocks,
-        config.num_local_blocks,
-        config.window_size,
+        config.counts,
         torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (*tensors, *own)),
         torch.are_deterministic_algorithms_enabled(),
@@ -100,21 +94,6 @@ def core_attention(
     )
 
 
-class _Sizes(NamedTuple):
-    """The integers of a call, in the order of the operators' arguments."""
-
-    compress_block_size: int
-    compress_stride: int
-    select_block_size: int
-    num_selected_blocks: int
-    num_initial_blocks: int
-    num_local_blocks: int
-    window_size: int
-
-    def fold(self, num_tokens: int) -> Fold:
-        return fold_of(num_tokens, self.compress_block_size, self.compress_stride)
-
-
 @torch.library.custom_op("nsa_flex::core_forward", mutates_args=())
 def core_forward(
     query: Tensor,
@@ -126,13 +105,7 @@ def core_forward(
     sliding_key: Tensor | None,
     sliding_value: Tensor | None,
     scale: float,
-    compress_block_size: int,
-    compress_stride: int,
-    select_block_size: int,
-    num_selected_blocks: int,
-    num_initial_blocks: int,
-    num_local_blocks: int,
-    window_size: int,
+    counts: list[int],
     differentiable: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -141,35 +114,26 @@ def core_forward(
     Outputs are (B, S, H, D), contiguous, log-sum-exps (B, S, H), that of the compressed branch
     (B, H, S). What only a backward wants is empty unless the call is `differentiable`: the index
     and the outputs of the branches. `deterministic` is for the backward. Without keys and values
-    of its own the sliding branch has the selected one's.
+    of its own the sliding branch has the selected one's. `counts` are an `NSAConfig`'s.
     """
-    sizes = _Sizes(
-        compress_block_size,
-        compress_stride,
-        select_block_size,
-        num_selected_blocks,
-        num_initial_blocks,
-        num_local_blocks,
-        window_size,
-    )
     tensors = (query, key, value, compressed_key, compressed_value, gates)
     own = None
     if sliding_key is not None and sliding_value is not None:
         own = (sliding_key, sliding_value)
     with torch.cuda.device_of(query):
-        return _forward(tensors, own, sizes, scale, differentiable)
+        return _forward(tensors, own, NSAConfig.of_counts(counts), scale, differentiable)
 
 
 def _forward(
     tensors: tuple[Tensor, ...],
     own: tuple[Tensor, Tensor] | None,
-    sizes: _Sizes,
+    config: NSAConfig,
     scale: float,
     differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, key, value, compressed_key, compressed_value, gates = tensors
     tokens, heads = query.shape[2], query.shape[1]
-    fold = sizes.fold(tokens)
+    fold = _fold(tokens, config)
     rows = query.transpose(1, 2).contiguous()
     q = rows.transpose(1, 2)
     keys = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
@@ -183,18 +147,18 @@ def _forward(
         torch.arange(tokens, device=query.device)[None],
         None,
         scale,
-        -(-tokens // sizes.select_block_size),
-        *sizes[:6],
+        config.num_select_blocks(tokens),
+        *config.counts[:6],
     )
-    words = index_words(q, value, blocks, sizes.select_block_size, 0)
+    words = index_words(q, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
-    plan = _plan(q, key, value, blocks, sizes)
+    plan = _plan(q, key, value, blocks, config)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     window_keys = own or (key, value)
-    if not differentiable and serves(plan, (key, value), window_keys, sizes.window_size):
+    if not differentiable and serves(plan, (key, value), window_keys, config.window_size):
         out, selected_lse, sliding_lse = end_without_backward(
             selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=None),
-            sizes.window_size,
+            config.window_size,
             outs,
             fold,
             gates,
@@ -223,7 +187,7 @@ def _forward(
     finished = slide_and_sum(
         q,
         *window_keys,
-        sizes.window_size,
+        config.window_size,
         scale,
         outs,
         fold,
@@ -259,10 +223,11 @@ def _(
 ) -> tuple[Tensor, ...]:
     batch, heads, tokens, _ = query.shape
     dim = value.shape[3]
-    sizes, differentiable = _Sizes(*options[:7]), options[7]
-    chosen = (batch, key.shape[1], tokens, sizes.num_selected_blocks)
+    counts, differentiable, _ = options
+    config = NSAConfig.of_counts(counts)
+    chosen = (batch, key.shape[1], tokens, config.num_selected_blocks)
     blocks = query.new_empty(chosen, dtype=torch.int32)
-    words = index_words(query, value, blocks, sizes.select_block_size, 0)
+    words = index_words(query, value, blocks, config.select_block_size, 0)
     branch = (batch, tokens, heads, dim)
 
     def lse(*shape: Any) -> Tensor:
@@ -287,7 +252,7 @@ def core_backward(
     inputs: list[Tensor],
     results: list[Tensor],
     scale: float,
-    sizes: list[int],
+    counts: list[int],
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the eight tensors that `core_forward` takes; empty for what it did not get.
@@ -296,10 +261,10 @@ def core_backward(
         grad: (B, S, Hq, Dv), gradient of the first result.
         inputs: the six tensors, or all eight.
         results: all but the first.
-        sizes: as `_Sizes`.
+        counts: `NSAConfig.counts`.
     """
     with torch.cuda.device_of(grad):
-        return _backward(grad, inputs, results, scale, _Sizes(*sizes), deterministic)
+        return _backward(grad, inputs, results, scale, NSAConfig.of_counts(counts), deterministic)
 
 
 def _backward(
@@ -307,14 +272,14 @@ def _backward(
     inputs: list[Tensor],
     results: list[Tensor],
     scale: float,
-    sizes: _Sizes,
+    config: NSAConfig,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, key, value, compressed_key, compressed_value, gates, *own = inputs
     blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
         results
     )
-    fold = sizes.fold(query.shape[2])
+    fold = _fold(query.shape[2], config)
     rows = query.transpose(1, 2).contiguous()
     grad = grad.contiguous()
     sums = gated_sum_gradients(grad, compressed, selected, sliding, selected_lse, gates)
@@ -330,10 +295,10 @@ def _backward(
         )
     )
 
-    plan = _plan(rows.transpose(1, 2), key, value, blocks, sizes)
-    forced = _forced(plan, sizes.window_size, deterministic) if not own else Forced.none()
+    plan = _plan(rows.transpose(1, 2), key, value, blocks, config)
+    forced = _forced(plan, config.window_size, deterministic) if not own else Forced.none()
     of_rows = Rows(rows, grad, selected_lse, sums.delta_selected, sliding_lse, sums.delta_sliding)
-    window = (*(own or (key, value)), gates, forced, sizes.window_size, scale)
+    window = (*(own or (key, value)), gates, forced, config.window_size, scale)
     grad_rows = query_gradients(of_rows, [part.query for part in parts], fold, *window)
     del parts
 
@@ -421,40 +386,46 @@ def _(
     )
 
 
+def _fold(num_tokens: int, config: NSAConfig) -> Fold:
+    return fold_of(num_tokens, config.compress_block_size, config.compress_stride)
+
+
 def _natural(x: Tensor) -> Tensor:
     """New (B, S, H, D) memory for the gradient of (B, H, S, D)."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]))
 
 
-def _plan(q: Tensor, key: Tensor, value: Tensor, blocks: Tensor, sizes: _Sizes) -> SelectedPlan:
+def _plan(
+    q: Tensor, key: Tensor, value: Tensor, blocks: Tensor, config: NSAConfig
+) -> SelectedPlan:
     return SelectedPlan.of(
         q,
         key,
         value,
         blocks,
-        sizes.select_block_size,
-        sizes.num_initial_blocks,
-        sizes.num_local_blocks,
+        config.select_block_size,
+        config.num_initial_blocks,
+        config.num_local_blocks,
         0,
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (ctx.scale, *sizes, _, ctx.deterministic) = inputs[:8], inputs[8:]
+    tensors, (ctx.scale, ctx.counts, _, ctx.deterministic) = inputs[:8], inputs[8:]
     tensors = tuple(x for x in tensors if x is not None)
-    ctx.sizes, ctx.num_tensors = list(sizes), len(tensors)
+    ctx.num_tensors = len(tensors)
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
-    options = (None,) * 10
+    options = (None,) * 4
     if grad is None:
         return *(None,) * 8, *options
     inputs, results = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
     grads = core_backward(
-        grad, list(inputs), list(results), ctx.scale, ctx.sizes, ctx.deterministic
+        grad, list(inputs), list(results), ctx.scale, ctx.counts, ctx.deterministic
     )
     q, k, v, ck, cv, *natural = grads
     gates, *own = (x.transpose(1, 2) if x.dim() > 1 else None for x in natural)

@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 CompressionKind = Literal["mean", "weighted", "linear", "mlp"]
@@ -96,10 +97,10 @@ class NSAConfig:
             self.window_size,
         ]
 
-    @classmethod
-    def of_counts(cls, counts: Sequence[int]) -> NSAConfig:
+    @staticmethod
+    def of_counts(counts: Sequence[int]) -> NSAConfig:
         """Inverse of `counts`, with the default `compression`."""
-        return cls(*counts)  # type: ignore[arg-type]  # compression is the last field
+        return _of_counts(tuple(counts))
 
     @property
     def num_forced_blocks(self) -> int:
@@ -126,3 +127,9 @@ class NSAConfig:
         if unknown:
             raise ValueError(f"unknown NSAConfig fields {unknown}; known are {sorted(known)}")
         return cls(**values)
+
+
+@lru_cache(maxsize=256)
+def _of_counts(counts: tuple[int, ...]) -> NSAConfig:
+    """Checked once: operators ask for the same config in every layer and step."""
+    return NSAConfig(*counts)  # type: ignore[arg-type]  # compression is the last field

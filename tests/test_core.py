@@ -288,10 +288,9 @@ def test_keys_of_its_own_for_the_window() -> None:
 @pytest.mark.parametrize("differentiable", [True, False])
 def test_opcheck(differentiable: bool) -> None:
     q, k, v, ck, cv, gates = inputs_of(2, 8, 2, 100, 64, 64)
-    sizes = (32, 16, 64, 16, 1, 2, 512)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for own in ((k, v), (None, None)):
-        arguments = (q, k, v, ck, cv, gates, *own, 0.1, *sizes, differentiable, True)
+        arguments = (q, k, v, ck, cv, gates, *own, 0.1, PAPER.counts, differentiable, True)
         torch.library.opcheck(
             torch.ops.nsa_flex.core_forward.default, arguments, test_utils=checks
         )
