@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from nsa_flex.attention import NSAAux, nsa_attention
 from nsa_flex.cache.arrival import Arrival
-from nsa_flex.cache.buffers import Buffers, allocate, mark_static, num_rows, roomy
-from nsa_flex.cache.columns import Columns, count
+from nsa_flex.cache.buffers import num_rows
+from nsa_flex.cache.columns import count
 from nsa_flex.cache.fit import misfit
-from nsa_flex.cache.memory import Memory, num_bytes
+from nsa_flex.cache.state import CacheState
 from nsa_flex.compression import Compression
 from nsa_flex.decoding import (
     MAX_STEP,
@@ -26,7 +25,7 @@ from nsa_flex.decoding import (
 from nsa_flex.dispatch import Backend
 
 
-class LayerCache:
+class LayerCache(CacheState):
     """Raw and compressed keys and values of one layer, for a batch of rows of any lengths.
 
     The real tokens of a row lie from slot 0 on, so that slots are positions: padding is left out
@@ -43,19 +42,7 @@ class LayerCache:
             as compiled code and CUDA graphs want); None grows by a quarter when full.
         num_sets: keys (and values) of the compressed, selected and sliding branch side by side in
             the head dimension (3), or one for all branches (1).
-
-    Attributes:
-        buffers: the tensors; there are none before the first tokens.
-        lengths: int32 (B,), real tokens of each row; likewise.
-        columns: the number of columns of the batch that came in, padding included.
     """
-
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = True
-
-    buffers: Buffers
-    lengths: Tensor
 
     def __init__(
         self,
@@ -65,80 +52,9 @@ class LayerCache:
         max_length: int | None = None,
         num_sets: int = 1,
     ) -> None:
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length={max_length} must be at least 1, or None to grow")
+        super().__init__(compress_key.config, max_length, num_sets)
         self.compress_key = compress_key
         self.compress_value = compress_value
-        self.config = compress_key.config
-        self.max_length = max_length
-        self.columns = Columns(max_length)
-        self.num_sets = num_sets
-        self.is_initialized = False
-        self.arrival: Arrival | None = None
-
-    def __repr__(self) -> str:
-        size = "growing" if self.max_length is None else f"max_length={self.max_length}"
-        return f"LayerCache({size})"
-
-    # What came in so far
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether shapes and addresses stay: a static cache."""
-        return self.max_length is not None
-
-    @property
-    def capacity(self) -> int:
-        """C, tokens there is room for now."""
-        if self.is_initialized:
-            return self.buffers.key.shape[2]
-        return 0 if self.max_length is None else self.max_length
-
-    @property
-    def known_length(self) -> int | None:
-        """`get_seq_length` as the host knows it; None inside compiled code and after it."""
-        return self.columns.known
-
-    def get_seq_length(self) -> int | Tensor:
-        """Tokens of the longest row that came in, padding included; a tensor where static."""
-        return self.columns.number_or_tensor() if self.is_initialized else 0
-
-    def get_max_length(self) -> int:
-        """Tokens there may be in all; -1 for no limit."""
-        return -1 if self.max_length is None else self.max_length
-
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length` by its former name."""
-        return self.get_max_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a mask for `query_length` new tokens spans, and the first of them."""
-        if self.max_length is not None:
-            return self.max_length, 0
-        return self.columns.number() + query_length, 0
-
-    @property
-    def keys(self) -> Tensor | None:
-        """(B, sets * Hkv, C, D), under the name that transformers gives it; None before any."""
-        return self.buffers.key if self.is_initialized else None
-
-    @property
-    def values(self) -> Tensor | None:
-        """(B, sets * Hkv, C, Dv), likewise."""
-        return self.buffers.value if self.is_initialized else None
-
-    def memory(self) -> Memory:
-        """Bytes that are allocated now."""
-        if not self.is_initialized:
-            return Memory()
-        key, value, compressed_key, compressed_value = self.buffers.tensors
-        return Memory(
-            num_bytes(key, value),
-            num_bytes(compressed_key, compressed_value),
-            num_bytes(self.lengths, self.columns.on_device),
-        )
-
-    # Tokens in
 
     def expect(self, arrival: Arrival) -> None:
         """Say what the next `update` brings; `advance` must follow once it has been attended.
@@ -193,17 +109,6 @@ class LayerCache:
             advance([self], arrival)
         return key, value
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for rows like these, of which there may be no token yet."""
-        capacity = roomy(key_states.shape[2]) if self.max_length is None else self.max_length
-        self.buffers = allocate(key_states, value_states, capacity, self.num_sets, self.config)
-        self.batch_size = key_states.shape[0]
-        self.dtype, self.device = value_states.dtype, value_states.device
-        self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
-        self.columns.use(self.device)
-        self.is_initialized = True
-        self._mark_static()
-
     def _store_first(self, key: Tensor, value: Tensor) -> None:
         """The first tokens: no place is to be computed, and all compressed rows are new."""
         num_tokens, buffers = key.shape[2], self.buffers
@@ -236,8 +141,6 @@ class LayerCache:
             append(key, value, buffers.key, buffers.value, self.lengths)
         keys, values = self._branch(buffers.key, 0), self._branch(buffers.value, 0)
         compress_completed(keys, values, *compressed, self.lengths, num_tokens, *phi)
-
-    # Queries of the tokens that came in last
 
     def attend(
         self,
@@ -297,104 +200,9 @@ class LayerCache:
         even = self.columns.even or known == 0
         return known if known is not None and even else self.lengths.long()
 
-    # Tokens out, rows about
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` columns; 0 takes back none.
-
-        Of a row that is padded on the left the last tokens are real. Compressed rows past the end
-        no longer count; they are written again when their blocks are whole again.
-
-        Raises:
-            ValueError: a positive number, or more than there are. Nothing changed.
-        """
-        self.check_crop(tokens_to_remove)
-        if tokens_to_remove == 0:
-            return
-        self.columns.take_back(-tokens_to_remove)
-        self.lengths.add_(tokens_to_remove).clamp_(min=0)
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """ValueError if `crop` could not do it."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): pass a negative number, of tokens to take back from "
-                "the end"
-            )
-        length = self.columns.number()
-        if -tokens_to_remove > length:
-            raise ValueError(
-                f"crop({tokens_to_remove}) goes past the start: the cache holds {length} tokens"
-            )
-
-    def reset(self) -> None:
-        """Forget all tokens; the memory stays."""
-        self.arrival = None
-        self.columns.reset()
-        if self.is_initialized:
-            self.lengths.zero_()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row `beam_idx[b]` was, in the same memory."""
-        if not self.is_initialized:
-            return
-        if beam_idx.shape != (self.batch_size,):
-            raise ValueError(
-                f"beam_idx has shape {tuple(beam_idx.shape)}; expected ({self.batch_size},), one "
-                "a row of the cache"
-            )
-        index = beam_idx.to(self.device)
-        self.buffers.reorder(index, self.columns.number(), self.config)
-        self.lengths.copy_(self.lengths[index])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
-        if self.is_initialized:
-            index = torch.arange(self.batch_size * repeats, device=self.device) // repeats
-            self.batch_select_indices(index)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """The rows `indices` alone, in memory of their own."""
-        if not self.is_initialized:
-            return
-        indices = indices.to(self.device)
-        self.buffers, self.lengths = self.buffers.selected(indices), self.lengths[indices]
-        self.batch_size = self.lengths.shape[0]
-        self._mark_static()
-
-    def offload(self) -> None:
-        """Refused: compressed keys are read whole at every step."""
-        raise ValueError("NSA's cache cannot be offloaded: use cache_implementation 'dynamic'")
-
-    prefetch = offload
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:
-        """A copy of the tokens, with the same φ: to go on from one prefix in several ways."""
-        twin = copy.copy(self)
-        twin.arrival = None
-        twin.columns = copy.deepcopy(self.columns, memo)
-        if self.is_initialized:
-            twin.buffers = copy.deepcopy(self.buffers, memo)
-            twin.lengths = copy.deepcopy(self.lengths, memo)
-            twin._mark_static()
-        memo[id(self)] = twin
-        return twin
-
-    # Inside
-
     def _branch(self, x: Tensor, which: int) -> Tensor:
         """Heads of the compressed (0), selected (1) or sliding (2) branch."""
         return x if self.num_sets == 1 else x.chunk(self.num_sets, dim=1)[which]
-
-    def _reserve(self, num_tokens: int) -> None:
-        if self.max_length is None:
-            needed = self.columns.number() + num_tokens
-            if needed > self.capacity:
-                self.buffers = self.buffers.grown(roomy(needed), self.config)
-
-    def _mark_static(self) -> None:
-        if self.columns.on_device is not None:
-            mark_static([*self.buffers.tensors, self.lengths, self.columns.on_device])
 
 
 def advance(layers: list[LayerCache], arrival: Arrival) -> None:
