@@ -8,6 +8,8 @@ multiplied once. What the selection has summed over its free choices is added at
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -186,15 +188,26 @@ def with_tiles(rows, tiles):
     )  # fmt: skip
 
 
+class Numbers(NamedTuple):
+    """What `_numbers` writes, of one batch row, inside a kernel."""
+
+    tiles: Any  # a tensor descriptor, or None to go by `ptr`
+    ptr: Any
+    b: Any
+    query_heads: Any
+    stride_h: Any
+    num_tokens: Any
+
+
 @triton.jit
-def load_kind(
-    tiles, ptr, b, head, kind, query_heads, stride_h, first, num_tokens, ROWS: tl.constexpr
-):
-    """A head's numbers of one of the four kinds that `_numbers` writes."""
-    row = kind * query_heads + head
+def load_kind(numbers, kind, head, first, ROWS: tl.constexpr):
+    """A head's numbers of one of the four kinds, of tokens from `first` on."""
+    row = kind * numbers.query_heads + head
+    stride_b = 4 * numbers.query_heads * numbers.stride_h
     return load_numbers(
-        tiles, ptr, b, row, 4 * query_heads * stride_h, stride_h, first, num_tokens, ROWS
-    )
+        numbers.tiles, numbers.ptr, numbers.b, row, stride_b, numbers.stride_h, first,
+        numbers.num_tokens, ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -263,6 +276,9 @@ def core_key_kernel(
         near = local * (ROWS // NEAR_ROWS)
         near_queries = with_tiles(queries, near_query_tiles)
         near_grad_outs = with_tiles(grad_outs, near_grad_out_tiles)
+        near_numbers = Numbers(
+            near_number_tiles, number_ptr, b, query_heads, number_stride_h, num_tokens
+        )
         for i in tl.range(0, near * GROUP, num_stages=STAGES):
             head = h * GROUP + i // near
             first = start + i % near * NEAR_ROWS
@@ -272,26 +288,14 @@ def core_key_kernel(
             )
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-            lse = load_kind(
-                near_number_tiles, number_ptr, b, head, 0, query_heads, number_stride_h, first,
-                num_tokens, NEAR_ROWS,
-            )  # fmt: skip
-            delta = load_kind(
-                near_number_tiles, number_ptr, b, head, 1, query_heads, number_stride_h, first,
-                num_tokens, NEAR_ROWS,
-            )  # fmt: skip
+            lse = load_kind(near_numbers, 0, head, first, NEAR_ROWS)
+            delta = load_kind(near_numbers, 1, head, first, NEAR_ROWS)
             token = first + tl.arange(0, NEAR_ROWS)
             p = weights(scores, lse, scale_log2)
             p = tl.where(seen(token[None, :], key[:, None], window), p, 0.0)
             grad_scores = p * (grad_p - delta[None, :])
-            lse = load_kind(
-                near_number_tiles, number_ptr, b, head, 2, query_heads, number_stride_h, first,
-                num_tokens, NEAR_ROWS,
-            )  # fmt: skip
-            delta = load_kind(
-                near_number_tiles, number_ptr, b, head, 3, query_heads, number_stride_h, first,
-                num_tokens, NEAR_ROWS,
-            )  # fmt: skip
+            lse = load_kind(near_numbers, 2, head, first, NEAR_ROWS)
+            delta = load_kind(near_numbers, 3, head, first, NEAR_ROWS)
             other = weights(scores, lse, scale_log2)
             least = tl.maximum(first_local_key(token, BLOCK_SIZE, LOCAL), 0)
             local_keys = (key[:, None] >= least[None, :]) & (key[:, None] <= token[None, :])
@@ -301,6 +305,7 @@ def core_key_kernel(
             grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
             grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
 
+    numbers = Numbers(number_tiles, number_ptr, b, query_heads, number_stride_h, num_tokens)
     others = tiles_seen - local
     for i in tl.range(0, others * GROUP, num_stages=STAGES):
         head = h * GROUP + i // others
@@ -309,15 +314,9 @@ def core_key_kernel(
         grad_out = load_tile(of_head(grad_outs, head), first, ROWS, VALUE_DIM, VALUE_COLUMNS)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-        lse = load_kind(
-            number_tiles, number_ptr, b, head, 0, query_heads, number_stride_h, first,
-            num_tokens, ROWS,
-        )  # fmt: skip
+        lse = load_kind(numbers, 0, head, first, ROWS)
         # Before the products below start: a wait while they run would serialise them.
-        delta = load_kind(
-            number_tiles, number_ptr, b, head, 1, query_heads, number_stride_h, first,
-            num_tokens, ROWS,
-        )  # fmt: skip
+        delta = load_kind(numbers, 1, head, first, ROWS)
         p = weights(scores, lse, scale_log2)
         if (first < start + KEYS - 1) | (first + ROWS > start + window):
             token = first + tl.arange(0, ROWS)

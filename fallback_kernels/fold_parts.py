@@ -91,10 +91,8 @@ def sum_residues(shares: list[Tensor], total: Tensor) -> None:
 
 
 @triton.jit
-def _add_part(
-    total, share, width, rows, stride_b, stride_w, stride_h, stride_n, b, h, row, column,
-    DIM: tl.constexpr,
-):  # fmt: skip
+def _add_part(total, part, b, h, row, column, DIM: tl.constexpr):
+    share, width, rows, stride_b, stride_w, stride_h, stride_n = part
     share += b * stride_b + h * stride_h
     share = share + row[:, None].to(tl.int64) * stride_n + column[None, :]
     there = (row < rows)[:, None] & (column < DIM)[None, :]
@@ -121,22 +119,14 @@ def _sum_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    total = _add_part(
-        total, share0, width0, rows0, stride_b0, stride_w0, stride_h0, stride_n0,
-        b, h, row, column, DIM,
-    )  # fmt: skip
-    total = _add_part(
-        total, share1, width1, rows1, stride_b1, stride_w1, stride_h1, stride_n1,
-        b, h, row, column, DIM,
-    )  # fmt: skip
-    total = _add_part(
-        total, share2, width2, rows2, stride_b2, stride_w2, stride_h2, stride_n2,
-        b, h, row, column, DIM,
-    )  # fmt: skip
-    total = _add_part(
-        total, share3, width3, rows3, stride_b3, stride_w3, stride_h3, stride_n3,
-        b, h, row, column, DIM,
-    )  # fmt: skip
+    parts = (
+        (share0, width0, rows0, stride_b0, stride_w0, stride_h0, stride_n0),
+        (share1, width1, rows1, stride_b1, stride_w1, stride_h1, stride_n1),
+        (share2, width2, rows2, stride_b2, stride_w2, stride_h2, stride_n2),
+        (share3, width3, rows3, stride_b3, stride_w3, stride_h3, stride_n3),
+    )
+    for i in tl.static_range(4):
+        total = _add_part(total, parts[i], b, h, row, column, DIM)
     total_ptr += b * total_stride_b + h * total_stride_h
     place = row[:, None].to(tl.int64) * total_stride_n + column[None, :]
     there = (row < rows)[:, None] & (column < DIM)[None, :]
