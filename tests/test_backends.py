@@ -9,7 +9,7 @@ from accuracy import assert_close, eager_attention, gradients, leaf, to_float64
 from torch import Tensor
 
 import oracle
-from nsa_flex.backends import small_block_backward
+from nsa_flex.backends import fold, sdpa, small_block_backward
 from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import IMPLEMENTATIONS, BranchName
@@ -302,6 +302,58 @@ def test_triton_on_cuda(branch: BranchName, shape: tuple) -> None:
 @pytest.mark.gpu
 def test_triton_on_cuda_with_documents() -> None:
     check("selected", "triton", "cuda", (64, 64, 4, torch.bfloat16, PAPER, 500), documents=True)
+
+
+def test_the_way_back_from_the_fold_passes_opcheck() -> None:
+    folded = torch.randn(2, 4 * 3, 5, 16, requires_grad=True)  # d = 4 residues of 3 heads
+    torch.library.opcheck(fold._unfold, (folded, 21, 7, 4, 0.0))
+    torch.library.opcheck(fold._unfold, (folded.detach()[..., 0], 21, 7, 4, float("-inf")))
+
+
+@pytest.mark.gpu
+def test_operators_around_cudnn_pass_opcheck() -> None:
+    """All but the check of gradients by AOTAutograd, which wants more than two bits of a half."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    q, k, v = (leaf((2, 4, 33, 64), torch.bfloat16, "cuda").transpose(1, 2) for _ in range(3))
+    torch.library.opcheck(sdpa.cudnn_causal, (q, k, v, 0.1), test_utils=checks)
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = sdpa.cudnn_causal(q, k, v, 0.1)
+    arguments = (torch.randn_like(out), q, k, v, out, lse, 0.1)
+    torch.library.opcheck(sdpa.cudnn_causal_backward, arguments, test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_cudnn_and_the_gated_sum_in_a_cuda_graph() -> None:
+    """What `auto` takes where the core is not one operator, with the backward."""
+    pytest.importorskip("triton")
+    from nsa_flex.fallback_kernels.merge import merge
+
+    q, selected, sliding = (leaf((1, 8, 500, 64), torch.bfloat16, "cuda") for _ in range(3))
+    blocks = PAPER.num_compressed_blocks(500)
+    k, v = (leaf((1, 2, blocks, 64), torch.bfloat16, "cuda") for _ in range(2))
+    gates = torch.rand(1, 8, 500, 3, device="cuda", requires_grad=True)
+    inputs = (q, k, v, selected, sliding, gates)
+    grad_out = torch.randn_like(q)
+
+    def step() -> list[Tensor]:
+        out, lse = IMPLEMENTATIONS["sdpa", "compressed"](
+            Branch(q, k, v, PAPER, 0.125, need_lse=True)
+        )
+        total = merge(out, selected, sliding, gates)
+        assert lse is not None
+        return [total, lse, *torch.autograd.grad(total, inputs, grad_out)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs:
+            x.copy_(torch.rand_like(x))
+    graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        # cuDNN adds up a query's gradient in no fixed order.
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
 def test_a_block_size_that_was_a_symbol() -> None:

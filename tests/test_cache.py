@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa_flex import NSAAttention, NSAConfig
 from nsa_flex.cache import LayerCache, NSACache
+from nsa_flex.cache.room import count_within
 
 # Float64 sums of some hundred terms: last places. What is chosen is the same.
 FLOAT64_LIMIT = 64 * torch.finfo(torch.float64).eps
@@ -30,6 +31,10 @@ def layer_of(config: NSAConfig = NSA, **options: Any) -> NSAAttention:
             for parameter in part.parameters():
                 parameter.add_(SPREAD * torch.randn_like(parameter))
     return layer.eval().requires_grad_(False)
+
+
+def test_the_check_for_room_passes_opcheck() -> None:
+    torch.library.opcheck(count_within, (torch.tensor(40), 2, 42))
 
 
 def in_chunks(

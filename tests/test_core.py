@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_close, leaf, to_float64
+from accuracy import assert_close, leaf, limit, to_float64
 from interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -294,6 +294,52 @@ def test_opcheck(differentiable: bool) -> None:
         torch.library.opcheck(
             torch.ops.nsa_flex.core_forward.default, arguments, test_utils=checks
         )
+        if differentiable:
+            results = [x.detach() for x in core.core_forward(*arguments)]
+            grad = torch.randn_like(results[0])
+            tensors = [x.detach() for x in (q, k, v, ck, cv, gates, *own) if x is not None]
+            backward = (grad, tensors, results[1:], 0.1, PAPER.counts, True)
+            torch.library.opcheck(core.core_backward, backward, test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_equal_bits_where_torch_is_deterministic() -> None:
+    """All kernels of this package; a compressed gate of 0 leaves out cuDNN's gradients."""
+    inputs = inputs_of(2, 8, 2, 1500, 64, 64)
+    with torch.no_grad():
+        inputs[5][..., 0] = 0
+    torch.use_deterministic_algorithms(True)
+    try:
+        (out, aux), grads = run(inputs, "auto", PAPER)
+        for _ in range(3):
+            (again, again_aux), more = run(inputs, "auto", PAPER)
+            assert torch.equal(aux.blocks, again_aux.blocks)
+            for a, b in zip([out, *grads], [again, *more], strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_a_training_step_in_a_cuda_graph() -> None:
+    inputs = inputs_of(1, 8, 2, 1000, 64, 64)
+    grad_out = torch.randn_like(inputs[0])
+
+    def step() -> list[Tensor]:
+        out = nsa_attention(*inputs, config=PAPER)
+        return [out, *torch.autograd.grad(out, inputs, grad_out)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs[:3]:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        # Float atomics, and cuDNN's, add in no fixed order.
+        assert (got.float() - want.float()).norm() < 2**-7 * want.float().norm()
 
 
 @pytest.mark.gpu
@@ -365,6 +411,57 @@ def test_a_million_tokens_forward() -> None:
                 want += gates[0, :, t, c, None].double() * branch
         error = (out[0, :, t].double() - want).norm() / want.norm()
         assert error < 2**-7, f"row {t}: {error:.1e}"
+
+
+@pytest.mark.large
+@pytest.mark.gpu
+def test_training_with_offsets_past_two_to_the_31() -> None:
+    """64 heads of 128 over 2^18 tokens and some: gradients that the last and some rows cause."""
+    inputs = inputs_of(1, 64, 2, 2**18 + 77, 128, 128)
+    assert inputs[0].numel() > 2**31
+    out, aux = nsa_attention(*inputs, config=PAPER, return_aux=True)
+    rows = torch.tensor([40, 5000, 2**17 + 5, 2**18 - 1, 2**18 + 1, 2**18 + 76], device="cuda")
+    grad_out = torch.zeros_like(out)
+    grad_out[:, :, rows] = torch.randn_like(grad_out[:, :, rows])
+    got = list(torch.autograd.grad(out, inputs, grad_out))
+    upstream, out = grad_out[:, :, rows], out[:, :, rows].detach()
+    del grad_out
+    q, k, v, ck, cv, gates = (x.detach() for x in inputs)
+    few = (q[:, :, rows], k, v, ck, cv, gates[:, :, rows])
+    chosen = aux.blocks[:, :, rows]
+    want, eager = (sampled(few, chosen, rows, upstream, t) for t in (torch.float64, q.dtype))
+    got[0], got[5] = got[0][:, :, rows], got[5][:, :, rows]
+    for ours, exact, plain in zip([out, *got], want, eager, strict=True):
+        error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (ours, plain))
+        assert error <= limit(float(allowed), q.dtype), (error, allowed)
+
+
+def sampled(
+    inputs: tuple[Tensor, ...], blocks: Tensor, rows: Tensor, upstream: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """Output at `rows` by the definition in `dtype`, and gradients of all `inputs`.
+
+    Queries, gates and `blocks` are those of the rows. Keys are gathered, so that it fits.
+    """
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    q, k, v, ck, cv, gates = leaves
+    queries, weights = (x[0].unflatten(0, (k.shape[1], -1)) for x in (q, gates))
+    offsets = torch.arange(PAPER.select_block_size, device=q.device)
+    outs = []  # of the heads of one group at one row, [G, Dv] each
+    for i, t in enumerate(rows.tolist()):
+        window = torch.arange(max(0, t - PAPER.window_size + 1), t + 1, device=q.device)
+        seen = torch.arange(PAPER.num_compressed_blocks(t + 1), device=q.device)
+        for head in range(k.shape[1]):
+            chosen = blocks[0, head, i]
+            tokens = chosen[chosen >= 0, None].long() * len(offsets) + offsets
+            index = (seen, tokens[tokens <= t], window)
+            branches = []
+            for key, value, which in zip((ck, k, k), (cv, v, v), index, strict=True):
+                logits = queries[head, :, i] @ key[0, head, which].mT * q.shape[-1] ** -0.5
+                branches.append(logits.softmax(-1) @ value[0, head, which])
+            outs.append((torch.stack(branches, 1) * weights[head, :, i, :, None]).sum(1))
+    out = torch.stack(outs).unflatten(0, (len(rows), -1)).flatten(1, 2).transpose(0, 1)[None]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
 
 
 @pytest.mark.gpu

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.gpu
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
+NARROW = NSAConfig(select_block_size=32, num_selected_blocks=8, window_size=100)
+WIDE = NSAConfig(64, 32, 128, 5, window_size=200)
+MANY = NSAConfig(8, 4, 16, 64, window_size=50)
 NAMES = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
 # Blocks whose group scores are this close may be swapped: float32 sums of G probabilities.
 CHOICE_ROUNDING = 1e-4
@@ -39,6 +42,10 @@ WHOLE = [
     (64, 64, 4, torch.bfloat16, PAPER, 1, 2),
     (64, 64, 4, torch.bfloat16, PAPER, 31, 2),
     (192, 128, 2, torch.bfloat16, PAPER, 50, 2),
+    (96, 96, 6, torch.bfloat16, NARROW, 300, 1),
+    (128, 128, 12, torch.float16, WIDE, 700, 1),
+    (128, 128, 32, torch.bfloat16, PAPER, 300, 1),
+    (64, 64, 2, torch.bfloat16, MANY, 1100, 1),
 ]
 
 

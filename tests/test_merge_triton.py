@@ -58,6 +58,9 @@ def test_opcheck() -> None:
     branches = [leaf((2, 3, 5, 16), torch.float32, DEVICE) for _ in range(3)]
     gates = torch.rand(2, 3, 5, 3, device=DEVICE, requires_grad=True)
     torch.library.opcheck(torch.ops.nsa_flex.merge.default, (*branches, gates))
+    grad = torch.randn(2, 5, 3, 16, device=DEVICE)
+    arguments = (grad, *(x.detach() for x in (*branches, gates)))
+    torch.library.opcheck(torch.ops.nsa_flex.merge_backward.default, arguments)
 
 
 @pytest.mark.large
