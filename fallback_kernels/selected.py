@@ -11,7 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected_backward import backward, row_deltas
+from nsa_flex.fallback_kernels.row_numbers import row_deltas
+from nsa_flex.fallback_kernels.selected_backward import backward
 from nsa_flex.fallback_kernels.selected_forward import forward
 from nsa_flex.fallback_kernels.selected_index import count_kernel
 from nsa_flex.fallback_kernels.selected_plan import (
@@ -198,7 +199,7 @@ def selected_backward(
             rows_contiguous(value),
             blocks.contiguous(),
             natural(lse[..., None])[..., 0],
-            row_deltas(plan, natural(out), grad_out, grad_lse),
+            row_deltas(natural(out), grad_out, grad_lse, wide=plan.wide),
             grad_out,
             scale,
             deterministic=deterministic,

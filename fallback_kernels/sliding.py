@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels import sliding_backward, sliding_forward
-from nsa_flex.fallback_kernels.selected_backward import DELTA_ROWS, delta_kernel
-from nsa_flex.fallback_kernels.selected_plan import empty_natural, natural, padded
+from nsa_flex.fallback_kernels.row_numbers import row_deltas
+from nsa_flex.fallback_kernels.selected_plan import empty_natural, natural
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -82,7 +82,8 @@ def backward(
     if query.numel() == 0:
         return _empty_gradients(query, key, value)
     with torch.cuda.device_of(query):
-        delta = _deltas(out, grad_out, grad_lse)
+        wide = out[0].numel() >= 2**31
+        delta = row_deltas(natural(out), natural(grad_out), grad_lse, wide=wide)
         return sliding_backward.sliding_gradients(
             query, key, value, grad_out, lse, delta, window_size, scale
         )
@@ -105,28 +106,6 @@ def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
         empty_natural(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
     )
     return query_, key_, value_
-
-
-def _deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """float32 (B, S, Hq): sum of out * grad_out over Dv, less the log-sum-exp's gradient."""
-    batch, heads, tokens, value_dim = out.shape
-    delta = torch.empty((batch, tokens, heads), dtype=torch.float32, device=out.device)
-    lse_gradient = delta.transpose(1, 2) if grad_lse is None else grad_lse
-    delta_kernel[(triton.cdiv(tokens * heads, DELTA_ROWS), batch)](
-        natural(out),
-        natural(grad_out),
-        lse_gradient,
-        delta,
-        *lse_gradient.stride(),
-        tokens,
-        heads,
-        VALUE_DIM=value_dim,
-        VALUE_COLUMNS=padded(value_dim),
-        WIDE=tokens * heads * value_dim >= 2**31,
-        HAS_GRAD_LSE=grad_lse is not None,
-        ROWS=DELTA_ROWS,
-    )
-    return delta
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -344,7 +344,7 @@ def sliding_gradients(
         query, key, value: as in the forward.
         grad_out: (B, Hq, S, Dv).
         lse: float32 (B, Hq, S), natural.
-        delta: float32 (B, S, Hq), sum over Dv of the branch's output times `grad_out`.
+        delta: float32 (B, Hq, S), sum over Dv of the branch's output times `grad_out`.
     """
     query, key, value, grad_out = (rows_contiguous(x) for x in (query, key, value, grad_out))
     plan = SlidingPlan.of(query, key, value)
@@ -358,7 +358,7 @@ def sliding_gradients(
         value,
         grad_out,
         lse,
-        delta.transpose(1, 2),
+        delta,
         plan.reach(window_size),
         scale,
     )
