@@ -105,12 +105,7 @@ def choose_blocks(
         document_start,
         scale,
         num_blocks,
-        config.compress_block_size,
-        config.compress_stride,
-        config.select_block_size,
-        config.num_selected_blocks,
-        config.num_initial_blocks,
-        config.num_local_blocks,
+        config.counts,
     )
 
 
@@ -122,22 +117,18 @@ def run_choice(
     document_start: Tensor | None,
     scale: float,
     num_blocks: int,
-    compress_block_size: int,
-    compress_stride: int,
-    select_block_size: int,
-    num_selected_blocks: int,
-    num_initial_blocks: int,
-    num_local_blocks: int,
+    counts: list[int],
 ) -> Tensor:
     """What `choose_blocks` runs, and other operators within themselves."""
+    config = NSAConfig.of_counts(counts)
     batch, heads, num_queries, dim = query.shape
     query, key = rows_contiguous(query), rows_contiguous(compressed_key)
-    compress = {"COMPRESS": compress_block_size, "STRIDE": compress_stride}
+    compress = {"COMPRESS": config.compress_block_size, "STRIDE": config.compress_stride}
     select = {
-        "SELECT": select_block_size,
-        "NUM_SLOTS": num_selected_blocks,
-        "INITIAL": num_initial_blocks,
-        "LOCAL": num_local_blocks,
+        "SELECT": config.select_block_size,
+        "NUM_SLOTS": config.num_selected_blocks,
+        "INITIAL": config.num_initial_blocks,
+        "LOCAL": config.num_local_blocks,
     }
     key_tiles = _key_tiles(key, **compress, **select)
     plan = _plan(
@@ -147,12 +138,12 @@ def run_choice(
         num_queries=num_queries,
         head_dim=dim,
         num_blocks=num_blocks,
-        num_slots=num_selected_blocks,
-        select_block_size=select_block_size,
+        num_slots=config.num_selected_blocks,
+        select_block_size=config.select_block_size,
         element_size=query.element_size(),
         hopper=choose_hopper.takes(query, key_tiles, **compress, **select),
     )
-    shape = (batch, plan.kv_heads, num_queries, num_selected_blocks)
+    shape = (batch, plan.kv_heads, num_queries, config.num_selected_blocks)
     blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
     places = _places(positions, document_start)
     with torch.cuda.device_of(query):
@@ -189,7 +180,7 @@ choose_blocks_operator = torch.library.custom_op(
 
 @choose_blocks_operator.register_fake
 def _(query: Tensor, compressed_key: Tensor, *others: Any) -> Tensor:
-    num_selected = others[8]
+    num_selected = NSAConfig.of_counts(others[-1]).num_selected_blocks
     shape = (query.shape[0], compressed_key.shape[1], query.shape[2], num_selected)
     return query.new_empty(shape, dtype=torch.int32)
 

@@ -148,7 +148,7 @@ def _forward(
         None,
         scale,
         config.num_select_blocks(tokens),
-        *config.counts[:6],
+        config.counts,
     )
     words = index_words(q, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
