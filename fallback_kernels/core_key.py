@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,13 +20,13 @@ from nsa_flex.fallback_kernels.core_query import Forced, Rows, first_local_key
 from nsa_flex.fallback_kernels.selected_plan import (
     empty_natural,
     padded,
-    round_up,
     rows_contiguous,
     strides,
 )
 from nsa_flex.fallback_kernels.sliding_plan import (
     SlidingPlan,
     descriptor,
+    empty_numbers,
     number_descriptor,
 )
 from nsa_flex.fallback_kernels.sliding_tiles import (
@@ -113,8 +112,7 @@ def _numbers(rows: Rows, gates: Tensor) -> Tensor:
     `lse - ln|gate|`, in base 2, the last bit is the sign of the gate.
     """
     batch, tokens, heads = rows.sliding_lse.shape
-    shape = (batch, 4 * heads, round_up(tokens, 4))
-    numbers = torch.empty(shape, dtype=torch.float32, device=gates.device)[..., :tokens]
+    numbers = empty_numbers(batch, 4 * heads, tokens, gates.device)
     core_numbers_kernel[(triton.cdiv(tokens, NUMBER_TOKENS), batch)](
         rows.sliding_lse,
         rows.delta_sliding,

@@ -312,7 +312,7 @@ class _Backward:
     def along_tokens(self, numbers: Tensor, factor: float) -> Tensor:
         """`factor` times (B, Hq, S) numbers in float32, contiguous along the tokens."""
         plan = self.plan
-        rows = empty_numbers(numbers, plan.tokens)
+        rows = empty_numbers(plan.batch, plan.query_heads, plan.tokens, numbers.device)
         grid = (triton.cdiv(plan.tokens, NUMBER_TOKENS), plan.batch)
         sliding_numbers_kernel[grid](
             numbers,

@@ -167,11 +167,10 @@ def descriptor(tensor: Tensor, tokens: int) -> TensorDescriptor | None:
     return TensorDescriptor(tensor, list(tensor.shape), [*steps, 1], block)
 
 
-def empty_numbers(like: Tensor, tokens: int) -> Tensor:
-    """New float32 (B, H, tokens), every row of it on a boundary of 16 bytes."""
-    batch, heads = like.shape[:2]
+def empty_numbers(batch: int, heads: int, tokens: int, device: torch.device) -> Tensor:
+    """New float32 (batch, heads, tokens), every row of it on a boundary of 16 bytes."""
     shape = (batch, heads, round_up(tokens, 4))
-    return torch.empty(shape, dtype=torch.float32, device=like.device)[..., :tokens]
+    return torch.empty(shape, dtype=torch.float32, device=device)[..., :tokens]
 
 
 def number_descriptor(numbers: Tensor, tokens: int) -> TensorDescriptor | None:
