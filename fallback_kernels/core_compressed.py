@@ -87,7 +87,7 @@ def differentiate_part(
     k, v = (_keys(x, part) for x in (key, value))
     lse = lse.view(q.shape[:3])
     if part.rows == 1:
-        of_query, *of_keys = _one_key_gradients(do, q, k, v, lse, scale)
+        of_query, *of_keys = _one_key_gradients(do, q, k, lse, scale)
     else:
         of_query, *of_keys = causal_gradients(do, q, k, v, o, lse, scale)
     # Residues are the batch of one row, or among the heads of several.
@@ -162,7 +162,7 @@ def _one_key(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[T
 
 
 def _one_key_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = query.shape[1] // key.shape[1]
     logit = (query.float() * key.repeat_interleave(group, 1).float()).sum(-1) * scale
