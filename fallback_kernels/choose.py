@@ -22,7 +22,7 @@ from nsa_flex.fallback_kernels.choose_lse import lse_kernel
 from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
 from nsa_flex.fallback_kernels.choose_scores import score_kernel
 from nsa_flex.fallback_kernels.choose_top import top_kernel
-from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
+from nsa_flex.fallback_kernels.memory_order import rows_contiguous, strides
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
 from nsa_flex.fallback_kernels.hopper import compiles_gluon, runs_gluon
-from nsa_flex.fallback_kernels.selected_plan import strides
+from nsa_flex.fallback_kernels.memory_order import strides
 
 HEAD_DIM = 128
 MEMBERS = (1, 4, 8, 16, 32)  # heads of a group, rounded up: registers suffice

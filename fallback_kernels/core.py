@@ -29,7 +29,8 @@ from nsa_flex.fallback_kernels.core_key import key_gradients
 from nsa_flex.fallback_kernels.core_merge import slide_and_sum, spread_lse
 from nsa_flex.fallback_kernels.core_query import Forced, Rows, query_gradients
 from nsa_flex.fallback_kernels.fold_parts import Fold, fold_of, sum_residues
-from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words, rows_contiguous
+from nsa_flex.fallback_kernels.memory_order import rows_contiguous
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words
 
 
 class CoreResults(NamedTuple):

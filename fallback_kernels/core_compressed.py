@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.fold_parts import Part, part_rows_view
-from nsa_flex.fallback_kernels.selected_plan import rows_contiguous
+from nsa_flex.fallback_kernels.memory_order import rows_contiguous
 
 
 def attend_part(

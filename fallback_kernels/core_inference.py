@@ -23,9 +23,10 @@ from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.core_merge import load_compressed
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of
 from nsa_flex.fallback_kernels.hopper import runs_gluon
+from nsa_flex.fallback_kernels.memory_order import strides
 from nsa_flex.fallback_kernels.selected_forward import partial_results
 from nsa_flex.fallback_kernels.selected_merge import add_partials, join_partials
-from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded, strides
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
 from nsa_flex.fallback_kernels.selected_prepare import Selection
 from nsa_flex.fallback_kernels.selected_union_tiles import attend_unions
 from nsa_flex.fallback_kernels.sliding_forward import add_values, attend

@@ -17,12 +17,8 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.core_gates import log_of_size
 from nsa_flex.fallback_kernels.core_query import Forced, Rows, first_local_key
-from nsa_flex.fallback_kernels.selected_plan import (
-    empty_natural,
-    padded,
-    rows_contiguous,
-    strides,
-)
+from nsa_flex.fallback_kernels.memory_order import empty_natural, rows_contiguous, strides
+from nsa_flex.fallback_kernels.selected_plan import padded
 from nsa_flex.fallback_kernels.sliding_plan import (
     SlidingPlan,
     descriptor,

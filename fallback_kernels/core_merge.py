@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of, of_part, part_place
-from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
+from nsa_flex.fallback_kernels.memory_order import rows_contiguous, strides
 from nsa_flex.fallback_kernels.sliding_forward import attend_window
 from nsa_flex.fallback_kernels.sliding_plan import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding_tiles import (

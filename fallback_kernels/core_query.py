@@ -19,7 +19,7 @@ from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.core_gates import log_of_size
 from nsa_flex.fallback_kernels.core_merge import load_compressed
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of
-from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
+from nsa_flex.fallback_kernels.memory_order import rows_contiguous, strides
 from nsa_flex.fallback_kernels.sliding_plan import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding_tiles import (
     HeadRows,

@@ -22,7 +22,7 @@ from nsa_flex.fallback_kernels.decode_plan import (
     power_of_two,
 )
 from nsa_flex.fallback_kernels.decode_selected import attend_kernel
-from nsa_flex.fallback_kernels.selected_plan import rows_contiguous, strides
+from nsa_flex.fallback_kernels.memory_order import rows_contiguous, strides
 
 COMPILED = isinstance(combine_kernel, triton.JITFunction)  # else Triton's interpreter runs them
 

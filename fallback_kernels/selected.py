@@ -11,17 +11,12 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.memory_order import empty_natural, natural, rows_contiguous
 from nsa_flex.fallback_kernels.row_numbers import row_deltas
 from nsa_flex.fallback_kernels.selected_backward import backward
 from nsa_flex.fallback_kernels.selected_forward import forward
 from nsa_flex.fallback_kernels.selected_index import count_kernel
-from nsa_flex.fallback_kernels.selected_plan import (
-    SelectedPlan,
-    empty_natural,
-    index_words,
-    natural,
-    rows_contiguous,
-)
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, index_words
 
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
+from nsa_flex.fallback_kernels.memory_order import empty_natural, natural_rows, strides
 from nsa_flex.fallback_kernels.row_numbers import row_numbers
 from nsa_flex.fallback_kernels.selected_gradients import (
     ADD,
@@ -33,10 +34,7 @@ from nsa_flex.fallback_kernels.selected_plan import (
     INITIAL_CHUNK_TOKENS,
     SelectedPlan,
     Window,
-    empty_natural,
-    natural_rows,
     round_up,
-    strides,
 )
 from nsa_flex.fallback_kernels.selected_union import build_unions
 

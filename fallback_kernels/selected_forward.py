@@ -16,14 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
+from nsa_flex.fallback_kernels.memory_order import empty_natural, strides
 from nsa_flex.fallback_kernels.selected_merge import merge_kernel
-from nsa_flex.fallback_kernels.selected_plan import (
-    SelectedPlan,
-    Window,
-    empty_natural,
-    padded,
-    strides,
-)
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, Window, padded
 from nsa_flex.fallback_kernels.selected_prepare import Selection, prepare
 from nsa_flex.fallback_kernels.selected_tiles import (
     first_entry,

@@ -9,12 +9,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.hopper import runs_gluon
+from nsa_flex.fallback_kernels.memory_order import strides
 from nsa_flex.fallback_kernels.selected_merge import (
     attend_candidates,
     finite,
     merge_rows_of,
 )
-from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded, strides
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
 from nsa_flex.fallback_kernels.selected_prepare import Selection
 from nsa_flex.fallback_kernels.selected_tiles import (
     group_rows,

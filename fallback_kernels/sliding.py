@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels import sliding_backward, sliding_forward
+from nsa_flex.fallback_kernels.memory_order import empty_natural, natural
 from nsa_flex.fallback_kernels.row_numbers import row_deltas
-from nsa_flex.fallback_kernels.selected_plan import empty_natural, natural
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256

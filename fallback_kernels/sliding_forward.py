@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
-from nsa_flex.fallback_kernels.selected_plan import empty_natural, rows_contiguous, strides
+from nsa_flex.fallback_kernels.memory_order import empty_natural, rows_contiguous, strides
 from nsa_flex.fallback_kernels.sliding_plan import SlidingPlan, Tiles, descriptor
 from nsa_flex.fallback_kernels.sliding_tiles import (
     HeadRows,
