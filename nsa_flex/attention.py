@@ -156,6 +156,8 @@ def nsa_attention(
     choices = choose_backends(inputs.facts(config, query_offset, document_start), backend)
     offset, positions = _positions(query, key, query_offset)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; it must be positive")
     compressed_key, compressed_value = (
         F.pad(x, (0, 0, 0, 1)) if x.shape[2] == 0 else x
         for x in (compressed_key, compressed_value)
@@ -266,6 +268,9 @@ def explain(
     dense
     """
     value = key if value is None else value
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-D (B, H, S, D), got {tuple(x.shape)}")
     inputs = Inputs(query, key, value, key, value, key, value, gates=query)
     facts = inputs.facts(config or NSAConfig(), query_offset, document_start)
     changes: dict[str, object] = {}

@@ -116,7 +116,8 @@ def _wanted(backend: Backend) -> dict[BranchName, str]:
 def _choose(branch: BranchName, wanted: str, facts: Facts, backend: Backend) -> Choice:
     if wanted != "auto":
         if (wanted, branch) not in IMPLEMENTATIONS:
-            raise ValueError(f"backend {wanted!r} has no {branch} branch")
+            offer = ", ".join(name for name, offered in IMPLEMENTATIONS if offered == branch)
+            raise ValueError(f"backend {wanted!r} has no {branch} branch; {offer} have")
         obstacle = _obstacle(wanted, branch, facts)
         if obstacle:
             raise ValueError(f"backend {wanted!r} cannot compute the {branch} branch: {obstacle}")

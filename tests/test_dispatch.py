@@ -126,3 +126,5 @@ def test_explain() -> None:
     told = explain(q.float(), k.float(), device="cuda")
     assert "not sdpa: it needs float16 or bfloat16" in told["compressed"].reason
     assert explain(q, k, device="cpu")["sliding"].backend == "dense"
+    with pytest.raises(ValueError, match=r"key must be 4-D \(B, H, S, D\), got \(8, 8192, 128\)"):
+        explain(q, k[0])
