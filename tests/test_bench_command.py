@@ -126,6 +126,10 @@ def test_a_failed_case_is_exit_code_one(tmp_path, monkeypatch):
 def test_list_names_the_cases():
     lines = invoke("--preset", "smoke", "--device", "cpu", "--list").stdout.splitlines()
     assert lines == [case.key for case in preset("smoke")]
+    options = ("--preset", "headline", "--device", "cpu", "--dtype", "fp16", "--list")
+    lines = invoke(*options).stdout.splitlines()
+    assert lines
+    assert all(" float16 " in line for line in lines)
 
 
 def test_shapes_replace_those_of_the_preset():

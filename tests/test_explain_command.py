@@ -44,8 +44,12 @@ def test_key_and_value_head_dims_may_differ():
     assert "160 and 128" in as_json("--head-dim", "160/128")["compressed"]["reason"]
 
 
-def test_a_decode_step():
+def test_few_queries_against_a_longer_past():
     assert as_json("--queries", "1") != as_json()
+
+
+def test_dtypes_have_a_short_and_a_long_name():
+    assert as_json("--dtype", "float32") == as_json("--dtype", "fp32") != as_json()
 
 
 def test_a_backend_for_one_branch():

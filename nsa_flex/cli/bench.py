@@ -97,10 +97,12 @@ def bench(
     where = check_device(device, "benchmarks run")
     name = preset_name or ("quick" if where.type == "cuda" else "smoke")
     shapes = shapes_of(heads, seq_len, head_dim, batch, dtype)
-    cases = _cases(name, where, shapes, only or []) if run_them or list_them else []
+    cases = _cases(name, shapes, only or []) if run_them or list_them else []
     if list_them:
         typer.echo("\n".join(case.key for case in cases))
         return
+    if run_them:
+        _check_runnable(name, where, cases)
     path = out or Path("nsa_flex_bench") / f"{name}.json"
     _check_files(path, compare_with, plot, run_them)
     earlier = read_rows(compare_with) if compare_with else []
@@ -127,16 +129,10 @@ assert bench.__doc__ is not None
 bench.__doc__ = bench.__doc__.replace("{presets}", _DESCRIBED)
 
 
-def _cases(
-    name: str, device: torch.device, shapes: list[dict[str, Any]], only: list[str]
-) -> list[AnyCase]:
+def _cases(name: str, shapes: list[dict[str, Any]], only: list[str]) -> list[AnyCase]:
     if name not in PRESETS:
         raise typer.BadParameter(
             f"{name!r} is none of {', '.join(PRESETS)}", param_hint="--preset"
-        )
-    if device.type != "cuda" and name != "smoke":
-        raise typer.BadParameter(
-            f"{name} needs a CUDA device, got {device}; a CPU runs smoke", param_hint="--preset"
         )
     cases = preset(name)
     if shapes != [{}]:
@@ -149,9 +145,16 @@ def _cases(
     cases = [case for case in dict.fromkeys(cases) if _wanted(case.key, only)]
     if not cases:
         raise typer.BadParameter(f"no case of {name} holds {only}", param_hint="--only")
+    return cases
+
+
+def _check_runnable(name: str, device: torch.device, cases: list[AnyCase]) -> None:
+    if device.type != "cuda" and name != "smoke":
+        raise typer.BadParameter(
+            f"{name} needs a CUDA device, got {device}; a CPU runs smoke", param_hint="--preset"
+        )
     if any(case.target == "model" for case in cases) and not _installed("transformers"):
         _refuse("training steps need transformers; install with: pip install 'nsa-flex[cli,hf]'")
-    return cases
 
 
 def _wanted(key: str, only: list[str]) -> bool:

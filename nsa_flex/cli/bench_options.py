@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nsa_flex.bench.case import DTYPES
 from nsa_flex.bench.rows import Row
+from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.cli.explain import pair_of
 
 
@@ -40,8 +41,7 @@ def shapes_of(
     dtype: str | None,
 ) -> list[dict[str, Any]]:
     """Fields of `Case` to replace, one entry a shape; one empty entry if nothing was asked."""
-    if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    dtype = None if dtype is None else dtype_name(dtype, DTYPES)
     shapes: list[dict[str, Any]] = [{}]
     if heads:
         pairs = pairs_of(heads)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nsa_flex
+from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.dispatch import BRANCHES
 
 DTYPES = {
@@ -28,7 +29,8 @@ def explain(
     ] = "128",
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens, S.")] = 65536,
     queries: Annotated[
-        int | None, typer.Option(min=1, help="Only the last so many tokens ask: 1 is a decode.")
+        int | None,
+        typer.Option(min=1, help="Only the last so many tokens ask, without a cache of NSA's."),
     ] = None,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
     device: Annotated[str, typer.Option(help="cpu, cuda, …; need not be there.")] = "cuda",
@@ -53,14 +55,13 @@ def explain(
             f"{kv_heads} key-value heads must divide {query_heads} query heads",
             param_hint="--heads",
         )
-    if dtype not in DTYPES:
-        names = ", ".join(DTYPES)
-        raise typer.BadParameter(f"{dtype!r} is none of {names}", param_hint="--dtype")
     if queries is not None and queries > seq_len:
         raise typer.BadParameter(f"{queries} of {seq_len} tokens", param_hint="--queries")
 
+    kind = DTYPES[dtype_name(dtype, DTYPES)]
+
     def tensor(num_heads: int, length: int, width: int) -> torch.Tensor:
-        return torch.empty(1, num_heads, length, width, device="meta", dtype=DTYPES[dtype])
+        return torch.empty(1, num_heads, length, width, device="meta", dtype=kind)
 
     try:
         explanation = nsa_flex.explain(

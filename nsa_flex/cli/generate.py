@@ -13,6 +13,7 @@ import torch
 import typer
 
 from nsa_flex.cli.device import check_device
+from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.cli.generate_model import Loaded, load
 from nsa_flex.cli.generate_stream import Stream
 
@@ -55,13 +56,12 @@ def generate(
 
     Example: `nsa-flex generate nsa_flex_demo/model - --temperature 0.8 --json < file.py`
     """
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    kind = DTYPES[dtype_name(dtype, DTYPES)]
     if importlib.util.find_spec("transformers") is None:
         _fail("needs transformers; install with: pip install 'nsa-flex[cli,hf]'")
     chosen = check_device(device)
     try:
-        loaded = load(model, chosen, DTYPES[dtype])
+        loaded = load(model, chosen, kind)
     except ValueError as error:
         _fail(str(error), error)
     if not loaded.patched:

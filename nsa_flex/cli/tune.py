@@ -20,6 +20,7 @@ from nsa_flex.bench.rows import Notebook, Row
 from nsa_flex.bench.runner import Options, run
 from nsa_flex.cli.bench_options import dims_of, log_case, pairs_of, progress_bar
 from nsa_flex.cli.device import check_device
+from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.tuning import VERSIONS, Entry, parse, tuned_entries, tuned_file
 
 
@@ -110,12 +111,7 @@ def _cuda(name: str) -> torch.device:
 
 def _half(names: list[str]) -> list[str]:
     known = [name for name in DTYPES if DTYPES[name].itemsize == 2]
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(
-                f"{name!r} is none of {', '.join(known)}", param_hint="--dtype"
-            )
-    return names
+    return [dtype_name(name, known) for name in names]
 
 
 def _measured_file(path: Path) -> Path:
