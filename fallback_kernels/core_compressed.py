@@ -4,10 +4,6 @@ Nothing is copied on the way in: queries are strided views. Going forward, a par
 in its own memory, where the gated sum finds it (`fold_parts.part_place`). Residues are cuDNN's
 batch, over which keys expand. A batch of several rows needs that dimension itself: there residues
 join the heads, and keys are repeated once a residue.
-
-cuDNN's plans are cached by the shapes and strides of query, key and value alone. The backward
-passes output and gradient as views of the same kind as the query's, so that no plan meets other
-strides than it was made for.
 """
 
 from __future__ import annotations
@@ -17,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_flex.cudnn_attention import causal, causal_gradients
 from nsa_flex.fallback_kernels.fold_parts import Part, part_rows_view
 from nsa_flex.fallback_kernels.memory_order import rows_contiguous
 
@@ -94,40 +91,6 @@ def differentiate_part(
     shares = (rows_contiguous(x) for x in of_keys)
     by_residue = (x.unflatten(1, (part.width, -1)) if batch > 1 else x[None] for x in shares)
     return PartGradients(_rows(of_query, batch), *by_residue)
-
-
-def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """cuDNN's causal attention of square problems (B, H, N, D), and its float32 lse (B, H, N)."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, True, False, scale=scale
-    )
-    return out, lse.view(query.shape[:3])
-
-
-def causal_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of `causal`."""
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # no dropout: never read
-    rows = query.shape[2]
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        out,
-        lse[..., None],
-        seed,
-        seed,
-        None,
-        None,
-        None,
-        rows,
-        rows,
-        0.0,
-        True,
-        scale=scale,
-    )
 
 
 def _problems(rows: Tensor, part: Part) -> Tensor:

@@ -415,25 +415,30 @@ def test_a_million_tokens_forward() -> None:
 
 @pytest.mark.large
 @pytest.mark.gpu
-def test_training_with_offsets_past_two_to_the_31() -> None:
-    """64 heads of 128 over 2^18 tokens and some: gradients that the last and some rows cause."""
-    inputs = inputs_of(1, 64, 2, 2**18 + 77, 128, 128)
+@pytest.mark.parametrize(("batch", "length"), [(1, 2**18 + 77), (2, 2**17 + 77)])
+def test_training_with_offsets_past_two_to_the_31(batch: int, length: int) -> None:
+    """64 heads of 128: gradients that the last row of the batch causes, its last tokens too."""
+    inputs = inputs_of(batch, 64, 2, length, 128, 128)
     assert inputs[0].numel() > 2**31
     out, aux = nsa_attention(*inputs, config=PAPER, return_aux=True)
-    rows = torch.tensor([40, 5000, 2**17 + 5, 2**18 - 1, 2**18 + 1, 2**18 + 76], device="cuda")
+    half = 2**17 // batch
+    rows = torch.tensor(
+        [40, 5000, half + 5, 2 * half - 1, 2 * half + 1, length - 1], device="cuda"
+    )
     grad_out = torch.zeros_like(out)
-    grad_out[:, :, rows] = torch.randn_like(grad_out[:, :, rows])
-    got = list(torch.autograd.grad(out, inputs, grad_out))
-    upstream, out = grad_out[:, :, rows], out[:, :, rows].detach()
+    grad_out[-1:, :, rows] = torch.randn_like(grad_out[-1:, :, rows])
+    got = [x[-1:] for x in torch.autograd.grad(out, inputs, grad_out)]
+    upstream, out = grad_out[-1:, :, rows], out[-1:, :, rows].detach()
     del grad_out
-    q, k, v, ck, cv, gates = (x.detach() for x in inputs)
+    q, k, v, ck, cv, gates = (x[-1:].detach() for x in inputs)
     few = (q[:, :, rows], k, v, ck, cv, gates[:, :, rows])
-    chosen = aux.blocks[:, :, rows]
+    chosen = aux.blocks[-1:, :, rows]
     want, eager = (sampled(few, chosen, rows, upstream, t) for t in (torch.float64, q.dtype))
     got[0], got[5] = got[0][:, :, rows], got[5][:, :, rows]
-    for ours, exact, plain in zip([out, *got], want, eager, strict=True):
+    names = ("out", "query", "key", "value", "compressed_key", "compressed_value", "gates")
+    for name, ours, exact, plain in zip(names, [out, *got], want, eager, strict=True):
         error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (ours, plain))
-        assert error <= limit(float(allowed), q.dtype), (error, allowed)
+        assert error <= limit(float(allowed), q.dtype), (name, error, allowed)
 
 
 def sampled(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nsa_flex.backends.branch import Branch
 from nsa_flex.backends.fold import fold_queries, repeat_keys, unfold_outputs
+from nsa_flex.cudnn_attention import causal, causal_gradients
 
 
 def compressed(branch: Branch) -> tuple[Tensor, Tensor]:
@@ -48,10 +49,8 @@ def cudnn_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tup
     log-sum-exp float32 (B, H, N), which carries no gradient.
     """
     q, k, v = (_heads_first(x) for x in (query, key, value))
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, True, False, scale=scale
-    )
-    return out.transpose(1, 2).contiguous(), lse.reshape(q.shape[:3]).contiguous()
+    out, lse = causal(q, k, v, scale)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
 @cudnn_causal.register_fake
@@ -66,23 +65,8 @@ def cudnn_causal_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in their own shapes, (B, N, H, D)."""
-    tensors = (_heads_first(x) for x in (grad, query, key, value, out))
-    length = query.shape[1]
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # no dropout: never read
-    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *tensors,
-        lse[..., None],
-        seed,
-        seed,
-        None,
-        None,
-        None,
-        length,
-        length,
-        0.0,
-        True,
-        scale=scale,
-    )
+    do, q, k, v, o = (_heads_first(x) for x in (grad, query, key, value, out))
+    grads = causal_gradients(do, q, k, v, o, lse, scale)
     a, b, c = (x.transpose(1, 2).contiguous() for x in grads)
     return a, b, c
 
