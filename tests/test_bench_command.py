@@ -90,7 +90,9 @@ def test_interrupted_run_measures_the_rest(smoke, tmp_path, monkeypatch):
 def test_shows_rows_without_running(smoke, no_measuring):
     text = invoke("--no-run", "--out", smoke[1]).output
     assert "core" in text
-    assert "NSA, tokens/s" in text
+    assert "tokens/s" in text
+    assert "heads 4/2, D 16, tokens 128" in text  # once, above the table
+    assert "…" not in text, "a number is cut off"
     text = invoke("--no-run", "--out", smoke[1], "--markdown", "--only", "core/nsa ").stdout
     assert text.splitlines()[0].startswith("| part | on | heads |")
     assert "merge" not in text

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from nsa_flex.bench import machine, plots, table
 from nsa_flex.bench.case import DTYPES, Case
@@ -22,6 +21,7 @@ from nsa_flex.bench.rows import Notebook, Row, read_rows
 from nsa_flex.bench.runner import Options, run
 from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
 from nsa_flex.cli.device import check_device
+from nsa_flex.cli.shown_table import show_table
 
 
 def bench(
@@ -231,11 +231,7 @@ def _show(rows: list[Row], verdicts: list[Verdict], *, as_json: bool, as_markdow
         typer.echo("\n".join(table.markdown(each) for each in tables.values()))
         return
     for each in tables.values():
-        head, *body = each
-        shown = Table(*head)
-        for line in body:
-            shown.add_row(*line)
-        Console().print(shown)
+        show_table(each)
 
 
 def _verdict_table(verdicts: list[Verdict]) -> table.Table:
