@@ -567,8 +567,13 @@ def test_compiled_training_step_equals_eager() -> None:
     assert relative_error(losses[0].detach(), losses[1].detach()) < 1e-6
     for loss in losses:
         loss.backward()
+    # A shift of all compressed keys changes no softmax: the gradient of their position embedding
+    # is 0 at the start, up to the rounding of what cancels out.
+    all_of_them = torch.cat([x.grad.flatten() for x in twin.parameters()])
+    least = 1e-3 * float(all_of_them.norm())
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert relative_error(ours.grad, theirs.grad) < 1e-5
+        error = float((ours.grad - theirs.grad).norm())
+        assert error < 1e-5 * max(float(theirs.grad.norm()), least)
 
 
 def test_importing_nsa_flex_does_not_import_transformers() -> None:
