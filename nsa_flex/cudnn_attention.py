@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.memory_order import natural
+
 # The backward's sum of `grad * out` counts elements in 32 bits and reads those behind from
 # elsewhere (cuDNN 9.19 under torch 2.11, H200: wrong gradients, no error).
 MAX_SPAN = 1 << 31
@@ -63,11 +65,11 @@ def causal_gradients(
     total = Gradients(torch.empty_like(query), *(x.new_empty(x.shape) for x in (key, value)))
     for heads, of_keys in _pieces(problem):
         piece = Problem(
-            _copy(grad[heads]),
-            _copy(query[heads]),
+            natural(grad[heads]),
+            natural(query[heads]),
             key[of_keys],
             value[of_keys],
-            _copy(out[heads]),
+            natural(out[heads]),
             lse[heads].contiguous(),
         )
         share = _gradients(piece, scale)
@@ -94,11 +96,6 @@ def _pieces(problem: Problem) -> Iterator[tuple[tuple[slice, slice], tuple[slice
 def _span(x: Tensor) -> int:
     """Elements from the first to the last of a tensor in memory."""
     return 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _copy(x: Tensor) -> Tensor:
-    """(B, H, N, D) in (B, N, H, D) memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _gradients(problem: Problem, scale: float) -> Gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import played_cudnn
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +14,7 @@ BATCH, HEADS, KV_HEADS, ROWS, DIM, VALUE_DIM, SCALE = 3, 6, 3, 7, 8, 4, 0.3
 
 
 def played(problem: Problem, scale: float) -> Gradients:
-    """Causal attention's gradients; delta from `out` and the probabilities from `lse`."""
-    grad, query, key, value, out, lse = problem
-    group = query.shape[1] // key.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (key, value))
-    p = (query @ k.mT * scale - lse[..., None]).exp().tril()
-    ds = p * (grad @ v.mT - (out * grad).sum(-1, keepdim=True)) * scale
-    of_keys = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ query, p.mT @ grad))
-    return Gradients(ds @ k, *of_keys)
+    return Gradients(*played_cudnn.causal_gradients(*problem, scale))
 
 
 def strided(heads: int, width: int, layout: str) -> Tensor:

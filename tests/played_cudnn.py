@@ -1,0 +1,31 @@
+"""cuDNN's causal attention and its backward, played by PyTorch in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """What cuDNN computes, in float64, with the strides of cuDNN's results."""
+    group = query.shape[1] // key.shape[1]
+    q, k, v = (x.double() for x in (query, key, value))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = (q @ k.mT * scale).masked_fill(
+        torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), float("-inf")
+    )
+    return (logits.softmax(-1) @ v).to(query.dtype), logits.logsumexp(-1).float()
+
+
+def causal_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> list[Tensor]:
+    """Of query, key and value; delta comes from `out`, the probabilities from `lse`."""
+    group = query.shape[1] // key.shape[1]
+    q, k, v, do = (x.double() for x in (query, key, value, grad))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    p = (q @ k.mT * scale - lse.double()[..., None]).exp().tril()
+    delta = (out.double() * do).sum(-1, keepdim=True)
+    ds = p * (do @ v.mT - delta) * scale
+    of_keys = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, p.mT @ do))
+    return [x.to(query.dtype) for x in (ds @ k, *of_keys)]
