@@ -103,10 +103,15 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     copy()
     copied = measure(lambda mark: copy(), device, 100)["whole"]
     return {
-        "matrix_tflops": round(2 * size**3 / times.p20_ms / 1e9, 1),
-        "memory_gb_per_s": round(2 * source.nbytes / copied.p20_ms / 1e6, 1),
+        "matrix_tflops": _rounded(2 * size**3 / times.p20_ms / 1e9),
+        "memory_gb_per_s": _rounded(2 * source.nbytes / copied.p20_ms / 1e6),
         **clocks,
     }
+
+
+def _rounded(rate: float) -> float:
+    """To four digits, however slow the device: never to 0."""
+    return float(f"{rate:.4g}")
 
 
 def _clocks_under_load(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> dict[str, Any]:

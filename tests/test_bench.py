@@ -27,7 +27,7 @@ from nsa_flex.bench.parts import compression_by_definition
 from nsa_flex.bench.registry import PRESETS, TARGETS, preset
 from nsa_flex.bench.rows import Notebook, read_rows, write_rows
 from nsa_flex.bench.targets import Task
-from nsa_flex.bench.timing import measure
+from nsa_flex.bench.timing import Times, measure
 from nsa_flex.compression import Compression
 
 CPU = torch.device("cpu")
@@ -270,6 +270,14 @@ def test_work_of_the_core_is_that_of_its_parts():
 def test_floor_is_the_slower_of_arithmetic_and_memory():
     assert work.Work(2e12, 1e9).floor_ms(1e12, 1e9) == 2000
     assert work.Work(1e9, 3e9).floor_ms(1e12, 1e9) == 3000
+
+
+def test_rates_of_a_slow_machine_are_not_rounded_to_nothing(monkeypatch):
+    took = Times(median_ms=20.0, p20_ms=20.0, p80_ms=20.0, repeats=3, host_ms=20.0)
+    monkeypatch.setattr(machine, "measure", lambda *_: {"whole": took})
+    rates = machine.ceilings(CPU, torch.float32)
+    assert rates["matrix_tflops"] == pytest.approx(2 * 512**3 / 0.020 / 1e12, rel=1e-3)
+    assert rates["memory_gb_per_s"] == pytest.approx(2 * 2 * 2**24 / 0.020 / 1e9, rel=1e-3)
 
 
 # Times.
