@@ -58,7 +58,7 @@ def demo(
 ) -> None:
     """Train a small Llama with NSA, and its unpatched twin, on Python's standard library.
 
-    In about five minutes on two CPU cores; larger on a GPU. Exits with 1 if the held-out loss
+    In three to five minutes on two CPU cores; larger on a GPU. Exits with 1 if the held-out loss
     did not fall or the audit found something, with 2 if something that it needs is missing.
 
     Example: `nsa-flex demo`
