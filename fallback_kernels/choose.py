@@ -333,7 +333,7 @@ def _launch_top(
     places: Places,
     **constants: int,
 ) -> None:
-    top_kernel[(chunk.size, plan.batch * plan.kv_heads)](
+    top_kernel[(chunk.size, plan.kv_heads, plan.batch)](
         scores,
         blocks,
         places.positions,
@@ -343,13 +343,13 @@ def _launch_top(
         chunk.start,
         chunk.size,
         plan.num_queries,
-        plan.kv_heads,
         chunk.pitch,
         SLOT_COLUMNS=1 << (plan.num_slots - 1).bit_length(),
         CANDIDATES=chunk.candidates,
         LANES=chunk.lanes,
         DEPTH=chunk.depth,
         BANDED=chunk.banded,
+        FEW=chunk.few,
         DOCUMENTS=places.documents,
         **constants,
         num_warps=chunk.lanes // 32,

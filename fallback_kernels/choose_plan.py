@@ -16,6 +16,8 @@ SCORE_BYTES = 1 << 28  # scores of a chunk
 PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
 BAND = 16  # scores that share a maximum: `choose_top.BAND`
 BANDED_WIDTHS = (2048, 16384)  # rows of scores whose maxima `top_kernel` starts from, if written
+FEW_SLOTS = 16  # blocks of a query that are taken one by one: `choose_distinct.MOST`
+FEW_BANDED = 512  # rows of so many scores, and up to as many as above, then start from maxima
 HOPPER_PROGRAMS = 256  # chunks of fewer programs go to the kernel that splits along the keys
 
 
@@ -46,7 +48,17 @@ class Chunk(NamedTuple):
     @property
     def banded(self) -> bool:
         """Whether the choice starts from the maxima of bands."""
-        return self.hopper and BANDED_WIDTHS[0] <= self.width <= BANDED_WIDTHS[1]
+        least, most = BANDED_WIDTHS
+        return self.hopper and (FEW_BANDED if self._few_slots else least) <= self.width <= most
+
+    @property
+    def _few_slots(self) -> bool:
+        return self.candidates <= 2 * FEW_SLOTS
+
+    @property
+    def few(self) -> bool:
+        """Whether the best blocks are taken one by one, without a search where that is sure."""
+        return self._few_slots and self.lanes == 32
 
     @property
     def lanes(self) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-VECTOR = tl.constexpr(4)  # scores one load instruction brings to a thread
-SHALLOW = tl.constexpr(8)  # rows with no more scores a thread are searched whole
+from nsa_flex.fallback_kernels.choose_distinct import VECTOR, by_halves, store_few
+
 BAND = tl.constexpr(16)  # blocks that share a maximum, where the scores come with maxima
+SHALLOW = tl.constexpr(8)  # rows with no more scores a thread are searched whole
 
 
 @triton.jit
@@ -254,7 +255,7 @@ def store_best_of_bands(
     store_flagged(bits >= low, block_ptr, scratch_ptr, LANES, PLACES // LANES)
 
 
-@triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries", "kv_heads"])
+@triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
 def top_kernel(
     score_ptr,
     block_ptr,
@@ -265,7 +266,6 @@ def top_kernel(
     first_query,
     chunk_queries,
     num_queries,
-    kv_heads,
     pitch,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -276,18 +276,26 @@ def top_kernel(
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
     BANDED: tl.constexpr,
+    FEW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
     """One query and KV head: free choices lie between the initial and the local blocks."""
     FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
     place = tl.program_id(0)
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    pair = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     token = first_query + place
+    row = (pair * chunk_queries + place).to(tl.int64)
+    score_ptr += row * pitch
+    if FEW and BANDED and FREE > 0:
+        # Before it is known whether anybody wrote them: both loads wait for memory at once.
+        band = tl.arange(0, LANES * DEPTH // BAND)
+        maxima = tl.load(score_ptr + LANES * DEPTH + CANDIDATES + band)
     own = tl.load(position_ptr + batch * position_stride_b + token).to(tl.int32) // SELECT
     first = own * 0
     if DOCUMENTS:
         first = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32) // SELECT
-    block_ptr += (tl.program_id(1).to(tl.int64) * num_queries + token) * NUM_SLOTS
+    block_ptr += (pair.to(tl.int64) * num_queries + token) * NUM_SLOTS
     slot = tl.arange(0, SLOT_COLUMNS)
     if own - first < NUM_SLOTS:  # all candidates fit: nobody wrote scores
         block = tl.where(slot <= own - first, first + slot, -1)
@@ -297,14 +305,40 @@ def top_kernel(
         forced = (slot < INITIAL) | ((slot >= INITIAL + FREE) & (slot < NUM_SLOTS))
         tl.store(block_ptr + slot, block, mask=forced)
         if FREE > 0:
-            row = (tl.program_id(1) * chunk_queries + place).to(tl.int64)
-            score_ptr += row * pitch
             block_ptr += INITIAL
             lowest, highest = first + INITIAL, own - LOCAL
             if BANDED:
-                store_best_of_bands(
-                    score_ptr, block_ptr, lowest, highest, FREE, CANDIDATES, LANES, DEPTH
-                )
+                sure = False
+                if FEW:
+                    some = (band >= lowest // BAND) & (band <= highest // BAND)
+                    bits = tl.where(some, maxima, -1.0).to(tl.int32, bitcast=True)
+                    sure = store_few(
+                        score_ptr,
+                        bits,
+                        band,
+                        block_ptr,
+                        lowest,
+                        highest,
+                        FREE,
+                        LANES * DEPTH,
+                        BAND,
+                    )
+                if not sure:
+                    store_best_of_bands(
+                        score_ptr, block_ptr, lowest, highest, FREE, CANDIDATES, LANES, DEPTH
+                    )
             else:
                 bits = load_bits(score_ptr, lowest, highest, LANES, DEPTH)
-                store_best(bits, score_ptr, block_ptr, FREE, CANDIDATES, LANES, DEPTH)
+                sure = False
+                if FEW:
+                    SPAN: tl.constexpr = 1 if DEPTH <= SHALLOW else VECTOR
+                    SPANS: tl.constexpr = DEPTH // SPAN
+                    lane, part = tl.arange(0, LANES)[:, None], tl.arange(0, SPANS)[None, :]
+                    maxima = tl.max(tl.reshape(bits, (LANES, SPANS, SPAN)), 2)
+                    number = block_of(lane, part * SPAN, LANES) // SPAN
+                    sure = store_few(
+                        score_ptr, by_halves(maxima), by_halves(number), block_ptr, lowest,
+                        highest, FREE, LANES * DEPTH, SPAN,
+                    )  # fmt: skip
+                if not sure:
+                    store_best(bits, score_ptr, block_ptr, FREE, CANDIDATES, LANES, DEPTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -291,38 +292,98 @@ def row_of_scores(kind: str, width: int) -> Tensor:
         return torch.zeros(width)
     if kind == "close together":
         scores[width // 3 : width // 3 + 20] += 1.0
+    if kind == "equal but for the last bits":
+        order = scores.argsort(descending=True)[8:20]
+        scores[order] = scores[order[4]] + torch.randint(3, (12,)) * 2.0**-23
+    if kind == "far apart":
+        scores = torch.exp(20 * torch.randn(width)).clamp(max=3e38)
+        scores[width // 2] = float("inf")
     return scores
 
 
+KINDS = (
+    "random",
+    "few values",
+    "zeros",
+    "close together",
+    "equal but for the last bits",
+    "far apart",
+)
+
+
+class ChoiceOfRow(NamedTuple):
+    """Blocks, and whether the search left something in the scratch behind the row."""
+
+    got: list[int]
+    want: list[int]
+    searched: bool
+
+
+def blocks_of_row(
+    scores: Tensor, own: int, first: int, num_slots: int, maxima: bool
+) -> ChoiceOfRow:
+    """What `top_kernel` chooses from a row, with maxima as the Hopper kernel leaves it.
+
+    What that kernel does not write is poison.
+    """
+    width = len(scores)
+    candidates = choose_plan.ChoicePlan(1, 1, 1, 1, 128, width, num_slots, 64, 2).candidates
+    chunk = choose_plan.Chunk(0, 1, width, candidates, hopper=maxima)
+    plan = choose_plan.ChoicePlan(1, 1, 1, 1, 128, width, num_slots, 64, 2, hopper=maxima)
+    order = sorted(range(first + 1, own - 1), key=lambda block: (-float(scores[block]), block))
+    scores[: first + 1] = scores[own - 1 :] = -1.0
+    start, stop = first // 64 * 64, -(-(own - 1) // 4) * 4
+    row = torch.full((chunk.pitch,), float("nan"))
+    row[start:stop] = scores[start:stop]
+    if chunk.banded:
+        bands = slice(start // 16, -(-stop // 16))
+        row[width + candidates :][bands] = scores.view(-1, 16).amax(1)[bands]
+    blocks = torch.full((1, 1, 1, num_slots), -7, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([[64 * first]], device=DEVICE) if first else None
+    places = choose._places(torch.tensor([[own * 64 + 5]], device=DEVICE), starts)
+    options = {"SELECT": 64, "NUM_SLOTS": num_slots, "INITIAL": 1, "LOCAL": 2}
+    row = row.to(DEVICE)
+    choose._launch_top(plan, chunk, row, blocks, places, **options)
+    want = sorted([first, own - 1, own, *order[: num_slots - 3]])
+    searched = not row[width : width + candidates].isnan().all()
+    return ChoiceOfRow(blocks.flatten().tolist(), want, searched)
+
+
 @kernels
-@pytest.mark.parametrize("kind", ["random", "few values", "zeros", "close together"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("width", "num_slots", "own"),
-    [(512, 16, 17), (1024, 16, 900), (512, 64, 70), (2048, 64, 2040)],
+    [(512, 16, 17), (1024, 16, 900), (4096, 12, 4090), (512, 64, 70), (2048, 64, 2040)],
 )
 def test_maxima_of_bands_lead_to_the_best(
     width: int, num_slots: int, own: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The choice from scores and maxima as the Hopper kernel leaves them: the rest is poison."""
+    """The choice from scores and maxima as the Hopper kernel leaves them."""
     monkeypatch.setattr(choose_plan, "BANDED_WIDTHS", (512, 16384))
-    candidates = choose_plan.ChoicePlan(1, 1, 1, 1, 128, width, num_slots, 64, 2).candidates
-    chunk = choose_plan.Chunk(0, 1, width, candidates, hopper=True)
-    assert chunk.banded
-    plan = choose_plan.ChoicePlan(1, 1, 1, 1, 128, width, num_slots, 64, 2, hopper=True)
-    scores = row_of_scores(kind, width)
-    order = sorted(range(1, own - 1), key=lambda block: (-float(scores[block]), block))
-    scores[0] = scores[own - 1 :] = -1.0
-    written = -(-(own - 1) // 4) * 4
-    row = torch.full((chunk.pitch,), float("nan"))
-    row[:written] = scores[:written]
-    bands = -(-written // 16)
-    row[width + candidates :][:bands] = scores.view(-1, 16).amax(1)[:bands]
-    blocks = torch.full((1, 1, 1, num_slots), -7, dtype=torch.int32, device=DEVICE)
-    places = choose._places(torch.tensor([[own * 64 + 5]], device=DEVICE), None)
-    options = {"SELECT": 64, "NUM_SLOTS": num_slots, "INITIAL": 1, "LOCAL": 2}
-    choose._launch_top(plan, chunk, row.to(DEVICE), blocks, places, **options)
-    want = sorted([0, own - 1, own, *order[: num_slots - 3]])
-    assert blocks.flatten().tolist() == want
+    found = blocks_of_row(row_of_scores(kind, width), own, 0, num_slots, maxima=True)
+    assert found.got == found.want
+
+
+@kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("width", "num_slots", "own", "first"),
+    [(128, 16, 127, 0), (128, 4, 70, 60), (256, 16, 250, 3), (512, 16, 17, 0), (1024, 9, 1000, 0)],
+)
+def test_rows_without_maxima(width: int, num_slots: int, own: int, first: int, kind: str) -> None:
+    found = blocks_of_row(row_of_scores(kind, width), own, first, num_slots, maxima=False)
+    assert found.got == found.want
+
+
+@kernels
+@pytest.mark.parametrize("maxima", [False, True])
+@pytest.mark.parametrize(("kind", "searched"), [("random", False), ("zeros", True)])
+def test_a_row_is_searched_where_keys_do_not_decide(
+    kind: str, searched: bool, maxima: bool
+) -> None:
+    found = blocks_of_row(row_of_scores(kind, 1024), 1000, 0, 16, maxima)
+    assert found.got == found.want
+    assert found.searched == searched
 
 
 @kernels
