@@ -101,10 +101,14 @@ def is_fused(choices: Mapping[BranchName, Choice]) -> bool:
 
 
 def _wanted(backend: Backend) -> dict[BranchName, str]:
-    if isinstance(backend, str):
+    if not isinstance(backend, Mapping):
         known = get_args(BackendName)
         if backend not in known:
-            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(known)}")
+            names = ", ".join(known)
+            raise ValueError(
+                f"backend is {backend!r}; it must be one of {names}, or a mapping from branches to"
+                " them"
+            )
         offered = {branch for name, branch in IMPLEMENTATIONS if name == backend}
         return {name: backend if name in offered else "auto" for name in BRANCHES}
     unknown = sorted(set(backend) - set(BRANCHES))

@@ -333,6 +333,7 @@ def bad(**changes: Any) -> dict[str, Any]:
         (bad(sliding_key=torch.zeros(1, 2, 40, 8)), "must be given together"),
         (bad(scale=0.0), r"scale is 0.0; it must be positive"),
         (bad(backend="flash"), "backend is 'flash'; it must be one of auto, dense"),
+        (bad(backend=3), "backend is 3; it must be one of auto, .*, or a mapping from branches"),
         (bad(backend={"window": "flex"}), r"backend names branches \['window'\]"),
         (
             bad(backend={"selected": "fa2"}),
