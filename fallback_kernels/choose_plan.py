@@ -18,7 +18,7 @@ BAND = 16  # scores that share a maximum: `choose_top.BAND`
 BANDED_WIDTHS = (2048, 16384)  # rows of scores whose maxima `top_kernel` starts from, if written
 FEW_SLOTS = 16  # blocks of a query that are taken one by one: `choose_distinct.MOST`
 FEW_BANDED = 512  # rows of so many scores, and up to as many as above, then start from maxima
-HOPPER_PROGRAMS = 256  # chunks of fewer programs go to the kernel that splits along the keys
+HOPPER_PROGRAMS = 192  # chunks of fewer programs go to the kernel that splits along the keys
 
 
 def row_width(num_blocks: int) -> int:
