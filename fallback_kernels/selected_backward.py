@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
+from nsa_flex.fallback_kernels.choose_lanes import lanes
 from nsa_flex.fallback_kernels.memory_order import empty_natural, natural_rows, strides
 from nsa_flex.fallback_kernels.row_numbers import row_numbers
 from nsa_flex.fallback_kernels.selected_gradients import (
@@ -205,15 +206,18 @@ class _Backward:
             parts = build_index(plan, blocks, self.chunk, unions=build_unions(plan, blocks))
         else:
             parts = index_views(plan, self.chunk, index, blocks)
-        partial = torch.empty(
-            (plan.partial_rows, plan.head_dim), dtype=self.query.dtype, device=self.query.device
-        )
+        # Without atomics, windows add to the same gradients one after the other.
+        number = 1 if self.deterministic else plan.window_lanes
+        rooms = [self.query.new_empty(plan.partial_rows, plan.head_dim) for _ in range(number)]
         self.launch_dense(parts.summary, local=forced)
-        for window in plan.windows(self.chunk):  # they share `partial`
-            self.launch_lists(window, parts, partial)
-            self.launch_merge(
-                window, parts.summary, partial, grad_query, forced=forced, added=added
-            )
+        with lanes(self.query.device, number) as streams:
+            for i, window in enumerate(plan.windows(self.chunk)):
+                with streams[i % number]:
+                    partial = rooms[i % number]
+                    self.launch_lists(window, parts, partial)
+                    self.launch_merge(
+                        window, parts.summary, partial, grad_query, forced=forced, added=added
+                    )
 
 
 def backward(

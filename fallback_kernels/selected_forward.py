@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
+from nsa_flex.fallback_kernels.choose_lanes import lanes
 from nsa_flex.fallback_kernels.memory_order import empty_natural, strides
 from nsa_flex.fallback_kernels.selected_merge import merge_kernel
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, Window, padded
@@ -122,18 +123,26 @@ def partial_kernel(
 def partial_results(selection: Selection) -> Iterator[tuple[Window, Tensor, Tensor]]:
     """Window by window, the outputs of its free choices and their base-2 log-sum-exps.
 
-    The tensors are the same for all windows: work on one has to be launched before the next is
-    asked for.
+    Windows alternate between `plan.window_lanes` streams and as many tensors: the last programs of
+    one's launches run beside the other's first. Work on a window has to be launched before the
+    next is asked for, which happens on that window's stream.
     """
     plan, query = selection.plan, selection.query
-    partial = torch.empty(
-        (plan.partial_rows, plan.value_dim), dtype=query.dtype, device=query.device
-    )
-    partial_lse = torch.empty(plan.partial_rows, dtype=torch.float32, device=query.device)
-    for window in plan.windows(plan.chunk_tokens):
-        if window.max_items:
-            _launch_partial(selection, window, partial, partial_lse)
-        yield window, partial, partial_lse
+    number = plan.window_lanes
+    rooms = [
+        (
+            query.new_empty(plan.partial_rows, plan.value_dim),
+            query.new_empty(plan.partial_rows, dtype=torch.float32),
+        )
+        for _ in range(number)
+    ]
+    with lanes(query.device, number) as streams:
+        for index, window in enumerate(plan.windows(plan.chunk_tokens)):
+            partial, partial_lse = rooms[index % number]
+            with streams[index % number]:
+                if window.max_items:
+                    _launch_partial(selection, window, partial, partial_lse)
+                yield window, partial, partial_lse
 
 
 def _launch_partial(

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PARTIAL_BYTES = 1 << 30  # one window's partial results, twice as much for many queries
+PARTIAL_BYTES = 1 << 30  # partial results in memory at once, twice as much for many queries
+WINDOW_LANES = 2  # windows in memory at once, each on a stream; one for groups of few heads
 MANY_QUERIES = 1 << 16
 # Rows (query, head) of one KV head in a window, where that many fit: the lists of shorter windows
 # leave tiles half empty and programs with little to do.
@@ -26,7 +27,7 @@ ITEM_WORDS = 4  # see `SelectedIndex`
 # A tile walks the union of its free choices where that has at most so many quarters of a block
 # for every free choice of a query: 42 blocks at 13 free choices. 0: none ever does.
 UNION_LIMIT = 13
-FEW_HEADS = 4  # a group, whose tiles have many entries
+FEW_HEADS = 4  # a group, whose tiles have many entries and whose windows are few
 TILE_ROWS = 64  # rows (query, head) of a streamed tile
 # float32 multiplies in plain registers, where small tiles are the ones that do not spill.
 FLOAT32_TILE_ROWS = 16
@@ -57,7 +58,12 @@ def round_up(size: int, unit: int) -> int:
 
 def affordable_queries(group: int, num_slots: int, width: int, element_size: int) -> int:
     """Queries of a window at least affordable, counted once for each of its KV heads."""
-    return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // (group * num_slots * width * element_size))
+    query_bytes = group * num_slots * width * element_size
+    return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // (window_lanes(group) * query_bytes))
+
+
+def window_lanes(group: int) -> int:
+    return 1 if group <= FEW_HEADS else WINDOW_LANES
 
 
 def longest_window(group: int, affordable: int) -> int:
@@ -187,6 +193,11 @@ class SelectedPlan:
         width = max(self.head_dim, self.value_dim)
         queries = affordable_queries(self.group, self.num_slots, width, self.element_size)
         return 2 * queries if self.batch * self.num_queries > MANY_QUERIES else queries
+
+    @cached_property
+    def window_lanes(self) -> int:
+        """Windows in memory at once, each on a stream."""
+        return min(window_lanes(self.group), self.num_windows)
 
     @cached_property
     def window_tokens(self) -> int:

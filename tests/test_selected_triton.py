@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,18 +37,28 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     run_in_the_interpreter(__file__, request.config)
 
 
+def forget_plans() -> None:
+    """Equal calls are planned anew."""
+    selected_plan._kept.cache_clear()
+    selected_plan._windows.cache_clear()
+
+
 @pytest.fixture(autouse=True)
-def _planned_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _planned_anew(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Lists alone and large tiles, unless a test asks for others; no plan of another test.
 
     Short sequences would mostly go by unions. The interpreter takes as long for a program
     whatever it computes: float32 has few programs there, as many rows a tile as the other dtypes.
     """
-    selected_plan._kept.cache_clear()
+    forget_plans()
     if "with_unions" not in request.fixturenames:
         monkeypatch.setattr(selected_plan, "UNION_LIMIT", 0)
     if INTERPRETED and "small_tiles" not in request.fixturenames:
         monkeypatch.setattr(selected_plan, "FLOAT32_TILE_ROWS", selected_plan.TILE_ROWS)
+    yield
+    forget_plans()
 
 
 @pytest.fixture
@@ -422,14 +433,58 @@ def test_empty_inputs(shape: tuple[int, int, int, int]) -> None:
 
 
 @kernels
-@pytest.mark.parametrize(("batch", "num_queries"), [(1, 75), (2, 45), (3, 10)])
-def test_windows(monkeypatch: pytest.MonkeyPatch, batch: int, num_queries: int) -> None:
-    """A buffer for 32 queries: several windows a KV head, and heads of two rows in a window."""
-    case = Case(batch=batch, num_queries=num_queries, offset=19, kv_heads=2, group=1)
+@pytest.mark.parametrize(
+    ("batch", "num_queries", "group"), [(1, 75, 1), (2, 45, 1), (3, 10, 1), (1, 75, 6)]
+)
+def test_windows(
+    monkeypatch: pytest.MonkeyPatch, batch: int, num_queries: int, group: int
+) -> None:
+    """Memory for 32 queries: several windows a KV head, or heads of two rows in a window."""
+    case = Case(batch=batch, num_queries=num_queries, offset=19, kv_heads=2, group=group)
     row_bytes = 4 * case.num_slots * case.head_dim * case.kv_heads * case.group
     monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 32 * row_bytes)
     monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 16)
     check(case, choices(case), deterministic=batch == 2)
+
+
+@pytest.mark.gpu
+def test_windows_on_two_streams_give_what_one_window_gives(
+    monkeypatch: pytest.MonkeyPatch, with_unions: None
+) -> None:
+    """Eager and as a CUDA graph; a window that began too early would see another's results."""
+    case = Case(1, 4, 8, 9000, None, 0, 128, 128, 64, 16, 1, 2, torch.bfloat16)
+    q, k, v = inputs(case)
+    blocks = random_choices(case)
+    grad_out = torch.randn_like(q)
+
+    def out_and_gradients() -> list[Tensor]:
+        out, lse = attend(case, q, k, v, blocks)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
+
+    want = out_and_gradients()
+    monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1 << 24)
+    forget_plans()
+    plan = SelectedPlan.of(q, k, v, blocks, case.block_size, case.initial, case.local, 0)
+    assert plan.window_lanes == 2
+    assert plan.num_windows > 16
+
+    def check_against_one_window(found: list[Tensor]) -> None:
+        out, lse, dq, dk, dv = found
+        for name, x, y in zip(NAMES, (out, lse, dq), want, strict=False):
+            assert torch.equal(x, y), name
+        for name, x, y in zip(NAMES[3:], (dk, dv), want[3:], strict=True):  # atomics
+            assert (x - y).float().norm() <= 2**-8 * y.float().norm(), name
+
+    for _ in range(3):
+        check_against_one_window(out_and_gradients())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = out_and_gradients()
+    for _ in range(3):
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        check_against_one_window(captured)
 
 
 @kernels
