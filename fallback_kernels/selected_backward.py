@@ -57,8 +57,11 @@ class _Backward:
     ) -> None:
         assert natural_rows(lse)
         assert natural_rows(delta)
-        # Without float atomics a list is one program, and initial blocks are lists as well.
-        self.plan = replace(plan, num_initial=0) if deterministic else plan
+        # Without float atomics a list is one program, initial blocks are lists as well, and
+        # windows add to the same gradients one after the other.
+        if deterministic:
+            plan = replace(plan, num_initial=0, in_series=True)
+        self.plan = plan
         self.chunk = plan.window_tokens if deterministic else plan.chunk_tokens
         self.deterministic = deterministic
         self.query, self.key, self.value, self.grad_out = query, key, value, grad_out
@@ -206,8 +209,7 @@ class _Backward:
             parts = build_index(plan, blocks, self.chunk, unions=build_unions(plan, blocks))
         else:
             parts = index_views(plan, self.chunk, index, blocks)
-        # Without atomics, windows add to the same gradients one after the other.
-        number = 1 if self.deterministic else plan.window_lanes
+        number = plan.window_lanes
         rooms = [self.query.new_empty(plan.partial_rows, plan.head_dim) for _ in range(number)]
         self.launch_dense(parts.summary, local=forced)
         with lanes(self.query.device, number) as streams:

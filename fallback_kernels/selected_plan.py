@@ -56,13 +56,16 @@ def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def affordable_queries(group: int, num_slots: int, width: int, element_size: int) -> int:
+def affordable_queries(
+    group: int, num_slots: int, width: int, element_size: int, lanes: int
+) -> int:
     """Queries of a window at least affordable, counted once for each of its KV heads."""
     query_bytes = group * num_slots * width * element_size
-    return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // (window_lanes(group) * query_bytes))
+    return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // (lanes * query_bytes))
 
 
-def window_lanes(group: int) -> int:
+def lanes_for(group: int) -> int:
+    """Windows in memory at once, where a call has so many."""
     return 1 if group <= FEW_HEADS else WINDOW_LANES
 
 
@@ -86,7 +89,9 @@ def index_words(
     batch, heads, tokens, num_slots = blocks.shape
     group = query.shape[1] // heads
     width = max(query.shape[3], value.shape[3])
-    affordable = affordable_queries(group, num_slots, width, query.element_size())
+    affordable = affordable_queries(
+        group, num_slots, width, query.element_size(), lanes_for(group)
+    )
     # All windows are as large as the first, and the last may be nearly empty: along the tokens,
     # where less than a block is added to each, and along the KV heads, which at most doubles them.
     windows = (tokens + 2 * block_size) // longest_window(group, affordable) + 2
@@ -120,6 +125,7 @@ class SelectedPlan:
     query_offset: int
     element_size: int
     shared_memory: int = HOPPER_SHARED_MEMORY  # bytes that one program may have
+    in_series: bool = False  # windows one after the other, on one stream
 
     @classmethod
     def of(
@@ -191,13 +197,19 @@ class SelectedPlan:
     @cached_property
     def _affordable_queries(self) -> int:
         width = max(self.head_dim, self.value_dim)
-        queries = affordable_queries(self.group, self.num_slots, width, self.element_size)
+        queries = affordable_queries(
+            self.group, self.num_slots, width, self.element_size, self._affordable_lanes
+        )
         return 2 * queries if self.batch * self.num_queries > MANY_QUERIES else queries
 
     @cached_property
     def window_lanes(self) -> int:
         """Windows in memory at once, each on a stream."""
-        return min(window_lanes(self.group), self.num_windows)
+        return min(self._affordable_lanes, self.num_windows)
+
+    @cached_property
+    def _affordable_lanes(self) -> int:
+        return 1 if self.in_series else lanes_for(self.group)
 
     @cached_property
     def window_tokens(self) -> int:

@@ -434,7 +434,8 @@ def test_empty_inputs(shape: tuple[int, int, int, int]) -> None:
 
 @kernels
 @pytest.mark.parametrize(
-    ("batch", "num_queries", "group"), [(1, 75, 1), (2, 45, 1), (3, 10, 1), (1, 75, 6)]
+    ("batch", "num_queries", "group"),
+    [(1, 75, 1), (2, 45, 1), (3, 10, 1), (1, 75, 6), (2, 45, 6)],
 )
 def test_windows(
     monkeypatch: pytest.MonkeyPatch, batch: int, num_queries: int, group: int
