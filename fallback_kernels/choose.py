@@ -17,11 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels import choose_hopper
 from nsa_flex.fallback_kernels.base2 import LOG2E
-from nsa_flex.fallback_kernels.choose_lanes import lanes
 from nsa_flex.fallback_kernels.choose_lse import lse_kernel
 from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
 from nsa_flex.fallback_kernels.choose_scores import score_kernel
 from nsa_flex.fallback_kernels.choose_top import top_kernel
+from nsa_flex.fallback_kernels.lanes import lanes
 from nsa_flex.fallback_kernels.memory_order import rows_contiguous, strides
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
-from nsa_flex.fallback_kernels.choose_lanes import lanes
+from nsa_flex.fallback_kernels.lanes import lanes
 from nsa_flex.fallback_kernels.memory_order import empty_natural, natural_rows, strides
 from nsa_flex.fallback_kernels.row_numbers import row_numbers
 from nsa_flex.fallback_kernels.selected_gradients import (

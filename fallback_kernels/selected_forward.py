@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
-from nsa_flex.fallback_kernels.choose_lanes import lanes
+from nsa_flex.fallback_kernels.lanes import lanes
 from nsa_flex.fallback_kernels.memory_order import empty_natural, strides
 from nsa_flex.fallback_kernels.selected_merge import merge_kernel
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, Window, padded

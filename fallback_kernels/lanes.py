@@ -1,8 +1,7 @@
-"""Streams that the chunks of the fused choice alternate between.
+"""Streams that chunks of the fused choice, and windows of the selection, alternate between.
 
-The last programs of a launch leave most of the device idle, and finding the best blocks waits for
-memory where the scores wait for arithmetic. On two streams one chunk's end, and its search, run
-beside the next one's scores.
+The last programs of a launch leave most of the device idle. On two streams they run beside the
+next chunk's first ones, and what waits for memory beside what waits for arithmetic.
 """
 
 from __future__ import annotations
