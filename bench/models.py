@@ -276,17 +276,12 @@ def training_columns(
         times = measure(lambda mark: _drop(step), device, budget_ms)["whole"]
         last = step().item()
     _check_losses(first, last, case.size.vocab_size)
-    work = training_work(case, trainee.model)
-    floor = work.floor_ms(ceilings["matrix_tflops"] * 1e12, ceilings["memory_gb_per_s"] * 1e9)
     return {
         **times.columns(),
         "tokens_per_s": round(1e3 * case.batch * case.seq_len / times.median_ms),
         "parameters": sum(parameter.numel() for parameter in trainee.parameters),
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "flops": work.flops,
-        "bytes": work.bytes,
-        "floor_ms": round(floor, 4),
-        "over_floor": round(times.median_ms / floor, 2),
+        **training_work(case, trainee.model).columns(ceilings, times.median_ms),
         "first_step_s": round(first_step_s, 2),
         "first_loss": round(first, 4),
         "last_loss": round(last, 4),

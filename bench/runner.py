@@ -156,16 +156,10 @@ def _measured_attention(
         {"forward_backward": "whole", "backward": "second"} if case.train else {"forward": "whole"}
     )
     for which, interval in named.items():
-        work = work_of(case, which)
-        floor = work.floor_ms(ceilings["matrix_tflops"] * 1e12, ceilings["memory_gb_per_s"] * 1e9)
-        median = times[interval].median_ms
         found[which] = {
             **times[interval].columns(),
             "peak_bytes": peak.bytes,
-            "flops": work.flops,
-            "bytes": work.bytes,
-            "floor_ms": round(floor, 4),
-            "over_floor": round(median / floor, 2),
+            **work_of(case, which).columns(ceilings, times[interval].median_ms),
             "error_over_allowed": errors,
             **task.facts,
             "compiler": options.compiler,

@@ -18,6 +18,7 @@ caches, launches and softmax, so that no implementation reaches it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,16 @@ class Work:
     def floor_ms(self, flops_per_second: float, bytes_per_second: float) -> float:
         """The least time at these rates."""
         return 1e3 * max(self.flops / flops_per_second, self.bytes / bytes_per_second)
+
+    def columns(self, ceilings: Mapping[str, float], median_ms: float) -> dict[str, float]:
+        """What a row says of the work that took `median_ms` on a machine of these rates."""
+        floor = self.floor_ms(ceilings["matrix_tflops"] * 1e12, ceilings["memory_gb_per_s"] * 1e9)
+        return {
+            "flops": self.flops,
+            "bytes": self.bytes,
+            "floor_ms": round(floor, 4),
+            "over_floor": round(median_ms / floor, 2),
+        }
 
 
 def keys_seen(part: str, length: int, config: NSAConfig) -> int:
