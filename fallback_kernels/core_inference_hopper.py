@@ -1,10 +1,9 @@
 """The end of the core's forward without gradients on Hopper: three programs a multiprocessor.
 
-What `core_inference` computes, in 48 KiB of shared memory and 168 registers a thread, where that
-kernel has two programs of 255. The products of the blocks around a query are made twice: once for
-the sliding branch and, when the normaliser of the selected branch is known, once straight into
-the sum, so that no first result has to be kept. Keys, values and partial results are copied while
-something else is computed; the partial results into the buffers that the rest has left.
+What `core_inference` computes, in 64 KiB of shared memory and 168 registers a thread, where that
+kernel has two programs of 255. The result of the blocks up to a query's own waits in shared memory
+until the normaliser of the selected branch is known. Keys, values and partial results are copied
+while something else is computed; the partial results into the buffers that the rest has left.
 """
 
 from __future__ import annotations
@@ -34,15 +33,14 @@ row_places = gluon.jit(sliding_tiles.row_places.fn)
 ROWS = gl.constexpr(64)  # (token, query head) of a tile
 BLOCK = gl.constexpr(64)  # keys
 WIDTH = gl.constexpr(128)  # of queries, keys and values
-BUFFERS = gl.constexpr(3)  # tiles in shared memory: queries, keys and values
+BUFFERS = gl.constexpr(4)  # tiles in shared memory: queries, keys, what is kept, and values
 REGISTERS = 168  # three programs a multiprocessor
 
 
 @gluon.jit
 def block_of(step, own, in_window):
-    """Block of a step: the window's from right to left, the first, the own ones again."""
-    again = gl.where(step == in_window, 0, own - (step - in_window - 1))
-    return gl.where(step < in_window, own - step, again)
+    """Block of a step: the window's from right to left, then the first."""
+    return gl.where(step < in_window, own - step, 0)
 
 
 @gluon.jit
@@ -59,13 +57,64 @@ def fetch(tiles, batch, head, block, arrival, buffer, wanted):
 
 
 @gluon.jit
-def fetch_partials(tiles, first_row, slot, arrival, buffer, wanted):
-    """Start the copy of a tile's partial results of one slot, if `wanted`."""
-    mbarrier.expect(arrival, tiles.block_type.nbytes, pred=wanted)
+def fetch_partials(partials, slot, arrived, buffers):
+    """Start the copy of a tile's partial results of one slot, if they are wanted.
+
+    partials: their descriptor, the tile's first row and how many slots are wanted.
+    """
+    tiles, first_row, slots = partials
+    arrival, buffer = arrived.index(2 + slot % BUFFERS), buffers.index(slot % BUFFERS)
+    mbarrier.expect(arrival, tiles.block_type.nbytes, pred=slot < slots)
     shape: gl.constexpr = tiles.block_type.shape
     tma.async_copy_global_to_shared(
-        tiles, [first_row, slot, 0, 0], arrival, buffer.reshape(shape), wanted
+        tiles, [first_row, slot, 0, 0], arrival, buffer.reshape(shape), slot < slots
     )
+
+
+@gluon.jit
+def take_partials(partials, slot, arrived, buffers, layout: gl.constexpr):
+    """Partial results of a slot as float32; those of a later one take their place."""
+    mbarrier.wait(arrived.index(2 + slot % BUFFERS), slot // BUFFERS & 1)
+    part = buffers.index(slot % BUFFERS).load(layout).to(gl.float32)
+    fetch_partials(partials, slot + BUFFERS, arrived, buffers)
+    return part
+
+
+@gluon.jit
+def attend_window(
+    begin, end, tiles, at, blocks, token, q, arrived, keys, values, sums, scale_log2,
+    TOKENS: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """`sums` with blocks of the window more: those of the steps from `begin` to before `end`.
+
+    tiles: of keys and values. at: batch row and KV head. blocks: the own one, how many lie in the
+    window, how many steps there are, the first token of the tile and the window.
+    """
+    own, in_window, steps, first, window = blocks
+    acc, top, total = sums
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+    for step in range(begin, end):
+        phase = step & 1
+        following = block_of(step + 1, own, in_window)
+        more = step + 1 < steps
+        mbarrier.wait(arrived.index(0), phase)
+        scores = scores_of(q, keys.permute((1, 0)), zero)
+        fetch(tiles[0], at[0], at[1], following, arrived.index(0), keys, more)
+        start = (own - step) * BLOCK
+        if (step == 0) | (start + window < first + TOKENS):
+            key = gl.expand_dims(start + column, 0)
+            query = gl.expand_dims(token, 1)
+            scores = gl.where((key <= query) & (key > query - window), scores, float("-inf"))
+        higher = gl.maximum(top, gl.max(scores, 1) * scale_log2)
+        p = gl.exp2(scores * scale_log2 - gl.expand_dims(higher, 1))
+        shrink = gl.exp2(top - higher)
+        total = total * shrink + gl.sum(p, 1)
+        top = higher
+        mbarrier.wait(arrived.index(1), phase)
+        acc = add_values(p, values, times(acc, shrink))
+        fetch(tiles[1], at[0], at[1], following, arrived.index(1), values, more)
+    return acc, top, total
 
 
 @gluon.jit
@@ -130,12 +179,11 @@ def hopper_inference_kernel(
     in_window = own - gl.maximum(first - window + 1, 0) // BLOCK + 1
     steps = in_window
     if not has_union:
-        steps += 1 + gl.minimum(LOCAL, own + 1)
+        steps += 1
 
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
     buffers = gl.allocate_shared_memory(dtype, [BUFFERS, ROWS, WIDTH], SHARED)
-    q, keys, values = buffers.index(0), buffers.index(1), buffers.index(2)
-    columns = keys.permute((1, 0))
+    q, keys, kept, values = buffers.index(0), buffers.index(1), buffers.index(2), buffers.index(3)
     arrived = gl.allocate_shared_memory(gl.int64, [2 + BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 + BUFFERS):
         mbarrier.init(arrived.index(i), count=1)
@@ -157,58 +205,47 @@ def hopper_inference_kernel(
 
     token, member, there = rows_of(first, num_tokens, GROUP, LINE)
     line = group + row_places(token, member, 1, query_heads)
-    zero = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
-    column = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     acc = gl.zeros([ROWS, WIDTH], gl.float32, OUT)
     top = gl.full([ROWS], -3.0e38, gl.float32, LINE)
     total = gl.zeros([ROWS], gl.float32, LINE)
-    kept_top, kept_total = top, total
-    for step in range(in_window):
-        phase = step & 1
-        following = block_of(step + 1, own, in_window)
-        more = step + 1 < steps
-        mbarrier.wait(arrived.index(0), phase)
-        scores = scores_of(q, columns, zero)
-        fetch(key_tiles, batch, h, following, arrived.index(0), keys, more)
-        start = (own - step) * BLOCK
-        if (step == 0) | (start + window < first + TOKENS):
-            key = gl.expand_dims(start + column, 0)
-            query = gl.expand_dims(token, 1)
-            scores = gl.where((key <= query) & (key > query - window), scores, float("-inf"))
-        higher = gl.maximum(top, gl.max(scores, 1) * scale_log2)
-        p = gl.exp2(scores * scale_log2 - gl.expand_dims(higher, 1))
-        shrink = gl.exp2(top - higher)
-        total = total * shrink + gl.sum(p, 1)
-        top = higher
-        mbarrier.wait(arrived.index(1), phase)
-        acc = add_values(p, values, times(acc, shrink))
-        fetch(value_tiles, batch, h, following, arrived.index(1), values, more)
-        own_ones = step < LOCAL
-        kept_top = gl.where(own_ones, top, kept_top)
-        kept_total = gl.where(own_ones, total, kept_total)
+    tiles, at = (key_tiles, value_tiles), (batch, h)
+    blocks = (own, in_window, steps, first, window)
+    chosen_blocks = gl.minimum(LOCAL, own + 1)
+    acc, top, total = attend_window(
+        0, chosen_blocks, tiles, at, blocks, token, q, arrived, keys, values, (acc, top, total),
+        scale_log2, TOKENS, SCORES,
+    )  # fmt: skip
+    # All rows have chosen these blocks: so far both branches have the same result.
+    kept.store(times(acc, 1.0 / total).to(dtype))
+    kept_lse = top + gl.log2(total)
+    acc, top, total = attend_window(
+        chosen_blocks, in_window, tiles, at, blocks, token, q, arrived, keys, values,
+        (acc, top, total), scale_log2, TOKENS, SCORES,
+    )  # fmt: skip
 
-    gl.store(sliding_lse_ptr + line, (top + gl.log2(total)) * LN2, mask=there)
     gate_ptr += b * gate_stride_b + head * gate_stride_h
     gate_place = gate_ptr + row_places(token, member, gate_stride_h, gate_stride_s)
     gate = gl.load(gate_place + 2 * gate_stride_c, mask=there, other=0.0).to(gl.float32)
+    selected_gate = gl.load(gate_place + gate_stride_c, mask=there, other=0.0).to(gl.float32)
+    summary_ptr += (b * kv_heads + h) * num_tokens
+    summary = gl.load(summary_ptr + token, mask=there, other=0)
+    gl.store(sliding_lse_ptr + line, (top + gl.log2(total)) * LN2, mask=there)
     acc = times(acc, gate / total)
 
     if not has_union:
-        gate = gl.load(gate_place + gate_stride_c, mask=there, other=0.0).to(gl.float32)
-        summary_ptr += (b * kv_heads + h) * num_tokens
-        summary = gl.load(summary_ptr + token, mask=there, other=0)
         free = summary >> 24
         first_row = within * window_tokens + first - window_start
         lse_place = partial_lse_ptr + (
             (first_row + token - first).to(gl.int64) * (NUM_SLOTS * GROUP) + member
         )
-        # Normaliser of the selected branch: the own blocks', the first block, partial results.
+        # Normaliser of the selected branch: the kept result's, the first block, partial results.
         mbarrier.wait(arrived.index(0), in_window & 1)
-        scores = scores_of(q, columns, zero)
-        fetch(
-            key_tiles, batch, h, block_of(in_window + 1, own, in_window), arrived.index(0), keys,
-            in_window + 1 < steps,
-        )  # fmt: skip
+        zero = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+        scores = scores_of(q, keys.permute((1, 0)), zero)
+        # Memory takes partial results as soon as it is done with: that of queries and keys now.
+        partials = (partial_tiles, first_row, gl.max(free, 0))
+        fetch_partials(partials, 0, arrived, buffers)
+        fetch_partials(partials, 1, arrived, buffers)
         chosen = there & (INITIAL > 0) & (((summary >> LOCAL) & 1) != 0)
         scores = gl.where(gl.expand_dims(chosen, 1), scores, float("-inf")) * scale_log2
         slot = gl.arange(0, SLOT_COLUMNS, gl.SliceLayout(0, SLOTS))
@@ -220,54 +257,35 @@ def hopper_inference_kernel(
             other=float("-inf"),
         )
         best = gl.convert_layout(gl.max(partial_lse, 1), LINE)
-        best = gl.maximum(gl.maximum(kept_top, gl.max(scores, 1)), best)
+        best = gl.maximum(gl.maximum(kept_lse, gl.max(scores, 1)), best)
         shift = gl.expand_dims(gl.convert_layout(best, gl.SliceLayout(1, SLOTS)), 1)
         total = gl.convert_layout(gl.sum(gl.exp2(partial_lse - shift), 1), LINE)
-        total += kept_total * gl.exp2(kept_top - best)
+        total += gl.exp2(kept_lse - best)
         total += gl.sum(gl.exp2(scores - gl.expand_dims(best, 1)), 1)
         lse_log2 = best + gl.log2(total)
         gl.store(selected_lse_ptr + line, lse_log2 * LN2, mask=there)
 
-        p = gl.exp2(scores - gl.expand_dims(lse_log2, 1)) * gl.expand_dims(gate, 1)
-        for step in range(in_window, steps):
-            phase = step & 1
-            following = block_of(step + 1, own, in_window)
-            more = step + 1 < steps
-            mbarrier.wait(arrived.index(1), phase)
-            acc = add_values(p, values, acc)
-            fetch(value_tiles, batch, h, following, arrived.index(1), values, more)
-            if more:
-                mbarrier.wait(arrived.index(0), (step + 1) & 1)
-                scores = scores_of(q, columns, zero)
-                fetch(
-                    key_tiles, batch, h, block_of(step + 2, own, in_window), arrived.index(0),
-                    keys, step + 2 < steps,
-                )  # fmt: skip
-                key = gl.expand_dims(following * BLOCK + column, 0)
-                scores = gl.where(key <= gl.expand_dims(token, 1), scores, float("-inf"))
-                p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse_log2, 1))
-                p *= gl.expand_dims(gate, 1)
-
-        # The queries, keys and values are done with: their memory takes the partial results.
-        slots = gl.max(free, 0)
-        for i in gl.static_range(BUFFERS):
-            fetch_partials(
-                partial_tiles, first_row, i, arrived.index(2 + i), buffers.index(i), i < slots
-            )
-        for s in range(slots):
-            turn = s % BUFFERS
-            weight = gl.load(lse_place + s * GROUP, mask=s < free, other=float("-inf"))
+        share = gl.exp2(kept_lse - lse_log2) * selected_gate
+        acc += times(kept.load(OUT).to(gl.float32), share)
+        fence_async_shared()
+        fetch_partials(partials, 2, arrived, buffers)
+        p = gl.exp2(scores - gl.expand_dims(lse_log2, 1)) * gl.expand_dims(selected_gate, 1)
+        mbarrier.wait(arrived.index(1), in_window & 1)
+        acc = add_values(p, values, acc)
+        fetch_partials(partials, 3, arrived, buffers)
+        # All queries have so many; some have more, where for the others there may be anything.
+        common = gl.min(free, 0)
+        weight = gl.load(lse_place, mask=free > 0, other=float("-inf"))
+        for s in range(common):
+            share = gl.exp2(weight - lse_log2) * selected_gate
+            weight = gl.load(lse_place + (s + 1) * GROUP, mask=s + 1 < free, other=float("-inf"))
+            acc += times(take_partials(partials, s, arrived, buffers, OUT), share)
+        for s in range(common, partials[2]):
+            share = gl.exp2(weight - lse_log2) * selected_gate
             known = gl.convert_layout(s < free, OUT_LINE)
-            mbarrier.wait(arrived.index(2 + turn), (s // BUFFERS) & 1)
-            part = buffers.index(turn).load(OUT).to(gl.float32)
-            # Where a query has no such choice there may be anything.
-            part = gl.where(gl.expand_dims(known, 1), part, 0.0)
-            acc += times(part, gl.exp2(weight - lse_log2) * gate)
-            following = s + BUFFERS
-            fetch_partials(
-                partial_tiles, first_row, following, arrived.index(2 + turn),
-                buffers.index(turn), following < slots,
-            )  # fmt: skip
+            weight = gl.load(lse_place + (s + 1) * GROUP, mask=s + 1 < free, other=float("-inf"))
+            part = take_partials(partials, s, arrived, buffers, OUT)
+            acc += times(gl.where(gl.expand_dims(known, 1), part, 0.0), share)
     for i in gl.static_range(2 + BUFFERS):
         mbarrier.invalidate(arrived.index(i))
 
