@@ -21,7 +21,7 @@ from nsa_flex.fallback_kernels.choose_lse import lse_kernel
 from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
 from nsa_flex.fallback_kernels.choose_scores import score_kernel
 from nsa_flex.fallback_kernels.choose_top import top_kernel
-from nsa_flex.fallback_kernels.lanes import lanes
+from nsa_flex.fallback_kernels.lanes import in_turn
 from nsa_flex.fallback_kernels.memory_order import rows_contiguous, strides
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -150,26 +150,25 @@ def run_choice(
         if lse is None:
             lse = _log_sum_exp(plan, query, key, places, scale, **compress)
         chunks = tuple(plan.chunks())
-        number = min(LANES, len(chunks))
-        rooms = [plan.empty_scores(query.device) for _ in range(number)]
-        with lanes(query.device, number) as streams:
-            for index, chunk in enumerate(chunks):
-                scores = rooms[index % number]
-                with streams[index % number]:
-                    _launch_scores(
-                        plan,
-                        chunk,
-                        query,
-                        key,
-                        key_tiles,
-                        lse,
-                        places,
-                        scores,
-                        scale,
-                        **compress,
-                        **select,
-                    )
-                    _launch_top(plan, chunk, scores, blocks, places, **select)
+        rooms = [plan.empty_scores(query.device) for _ in range(min(LANES, len(chunks)))]
+
+        def launch(chunk: Chunk, scores: Tensor) -> None:
+            _launch_scores(
+                plan,
+                chunk,
+                query,
+                key,
+                key_tiles,
+                lse,
+                places,
+                scores,
+                scale,
+                **compress,
+                **select,
+            )
+            _launch_top(plan, chunk, scores, blocks, places, **select)
+
+        in_turn(query.device, chunks, rooms, launch)
     return blocks
 
 

@@ -24,9 +24,9 @@ from nsa_flex.fallback_kernels.core_merge import load_compressed
 from nsa_flex.fallback_kernels.fold_parts import Fold, bounds_of
 from nsa_flex.fallback_kernels.hopper import runs_gluon
 from nsa_flex.fallback_kernels.memory_order import strides
-from nsa_flex.fallback_kernels.selected_forward import partial_results
+from nsa_flex.fallback_kernels.selected_forward import each_window
 from nsa_flex.fallback_kernels.selected_merge import add_partials, join_partials
-from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, Window, padded
 from nsa_flex.fallback_kernels.selected_prepare import Selection
 from nsa_flex.fallback_kernels.selected_union_tiles import attend_unions
 from nsa_flex.fallback_kernels.sliding_forward import add_values, attend
@@ -116,7 +116,8 @@ def end_without_backward(
         key, value = selection.key, selection.value
         if hopper.takes(plan, query, key, value):
             launch = bind(hopper.launch, (tiles_of(plan, key), tiles_of(plan, value)))
-    for chosen, partial, partial_lse in partial_results(selection):
+
+    def end(chosen: Window, partial: Tensor, partial_lse: Tensor) -> None:
         tensors = (
             partial_lse, selection.lists.summary, selection.unions.sizes, *parts, gates, *results,
         )  # fmt: skip
@@ -135,6 +136,8 @@ def end_without_backward(
         )
         grid = (plan.window_tokens // plan.merge_tokens, chosen.num_heads)
         launch(grid, selection, partial, tensors, numbers, fold.stride)
+
+    each_window(selection, end)
     return results
 
 

@@ -1,25 +1,43 @@
 """Streams that chunks of the fused choice, and windows of the selection, alternate between.
 
 The last programs of a launch leave most of the device idle. On two streams they run beside the
-next chunk's first ones, and what waits for memory beside what waits for arithmetic.
+next item's first ones, and what waits for memory beside what waits for arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
+Item = TypeVar("Item")
+Room = TypeVar("Room")
 
-@contextmanager
-def lanes(device: torch.device, number: int) -> Iterator[list[AbstractContextManager[object]]]:
-    """Contexts whose launches run beside one another: the current stream and others.
 
-    All of them start after what the current stream was given before; what it is given afterwards
+def in_turn(
+    device: torch.device,
+    items: Iterable[Item],
+    rooms: Sequence[Room],
+    launch: Callable[[Item, Room], None],
+) -> None:
+    """`launch` of every item, the rooms taking turns, each on a stream of its own.
+
+    The streams start after what the current one was given before; what it is given afterwards
     waits for all of them, so that memory may be freed as if there had been one stream.
     """
+    with _streams(device, len(rooms)) as streams:
+        for index, item in enumerate(items):
+            turn = index % len(rooms)
+            with streams[turn]:
+                launch(item, rooms[turn])
+
+
+@contextmanager
+def _streams(device: torch.device, number: int) -> Iterator[list[AbstractContextManager[object]]]:
+    """Contexts of the current stream and of others."""
     if device.type != "cuda" or number == 1:
         yield [nullcontext() for _ in range(number)]
         return

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
-from nsa_flex.fallback_kernels.lanes import lanes
+from nsa_flex.fallback_kernels.lanes import in_turn
 from nsa_flex.fallback_kernels.memory_order import empty_natural, natural_rows, strides
 from nsa_flex.fallback_kernels.row_numbers import row_numbers
 from nsa_flex.fallback_kernels.selected_gradients import (
@@ -209,17 +209,19 @@ class _Backward:
             parts = build_index(plan, blocks, self.chunk, unions=build_unions(plan, blocks))
         else:
             parts = index_views(plan, self.chunk, index, blocks)
-        number = plan.window_lanes
-        rooms = [self.query.new_empty(plan.partial_rows, plan.head_dim) for _ in range(number)]
+        rooms = [
+            self.query.new_empty(plan.partial_rows, plan.head_dim)
+            for _ in range(plan.window_lanes)
+        ]
         self.launch_dense(parts.summary, local=forced)
-        with lanes(self.query.device, number) as streams:
-            for i, window in enumerate(plan.windows(self.chunk)):
-                with streams[i % number]:
-                    partial = rooms[i % number]
-                    self.launch_lists(window, parts, partial)
-                    self.launch_merge(
-                        window, parts.summary, partial, grad_query, forced=forced, added=added
-                    )
+
+        def launch(window: Window, partial: Tensor) -> None:
+            self.launch_lists(window, parts, partial)
+            self.launch_merge(
+                window, parts.summary, partial, grad_query, forced=forced, added=added
+            )
+
+        in_turn(self.query.device, plan.windows(self.chunk), rooms, launch)
 
 
 def backward(

@@ -8,7 +8,7 @@ Free choices lie wholly before the query's own block: no causal mask, no partial
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
-from nsa_flex.fallback_kernels.lanes import lanes
+from nsa_flex.fallback_kernels.lanes import in_turn
 from nsa_flex.fallback_kernels.memory_order import empty_natural, strides
 from nsa_flex.fallback_kernels.selected_merge import merge_kernel
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, Window, padded
@@ -120,29 +120,28 @@ def partial_kernel(
         q = next_q
 
 
-def partial_results(selection: Selection) -> Iterator[tuple[Window, Tensor, Tensor]]:
+def each_window(selection: Selection, finish: Callable[[Window, Tensor, Tensor], None]) -> None:
     """Window by window, the outputs of its free choices and their base-2 log-sum-exps.
 
-    Windows alternate between `plan.window_lanes` streams and as many tensors: the last programs of
-    one's launches run beside the other's first. Work on a window has to be launched before the
-    next is asked for, which happens on that window's stream.
+    `finish` gets them after the launch that writes them, and launches what reads them. Windows
+    alternate between `plan.window_lanes` streams and as many tensors: the last programs of one's
+    launches run beside the other's first.
     """
     plan, query = selection.plan, selection.query
-    number = plan.window_lanes
     rooms = [
         (
             query.new_empty(plan.partial_rows, plan.value_dim),
             query.new_empty(plan.partial_rows, dtype=torch.float32),
         )
-        for _ in range(number)
+        for _ in range(plan.window_lanes)
     ]
-    with lanes(query.device, number) as streams:
-        for index, window in enumerate(plan.windows(plan.chunk_tokens)):
-            partial, partial_lse = rooms[index % number]
-            with streams[index % number]:
-                if window.max_items:
-                    _launch_partial(selection, window, partial, partial_lse)
-                yield window, partial, partial_lse
+
+    def launch(window: Window, room: tuple[Tensor, Tensor]) -> None:
+        if window.max_items:
+            _launch_partial(selection, window, *room)
+        finish(window, *room)
+
+    in_turn(query.device, plan.windows(plan.chunk_tokens), rooms, launch)
 
 
 def _launch_partial(
@@ -246,7 +245,10 @@ def forward(
     selection = prepare(plan, query, key, value, blocks, scale, storage=storage)
     out = empty_natural(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_natural(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
-    for window, partial, partial_lse in partial_results(selection):
+
+    def merge(window: Window, partial: Tensor, partial_lse: Tensor) -> None:
         _launch_merge(selection, window, partial, partial_lse, out, lse)
+
+    each_window(selection, merge)
     attend_unions(selection, out, lse)
     return out, lse
