@@ -23,7 +23,13 @@ from nsa_flex.fallback_kernels import fold_parts, sliding_tiles
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
 from nsa_flex.fallback_kernels.selected_prepare import Selection
 from nsa_flex.fallback_kernels.selected_union_tiles import by_copy_engine
-from nsa_flex.fallback_kernels.selected_walk import add_values, scores_of, times
+from nsa_flex.fallback_kernels.selected_walk import (
+    add_sums,
+    add_values,
+    scores_of,
+    sums_by_lane,
+    times,
+)
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 part_place = gluon.jit(fold_parts.part_place.fn)
@@ -44,12 +50,12 @@ def block_of(step, own, in_window):
 
 
 @gluon.jit
-def fetch(tiles, batch, head, block, arrival, buffer, wanted):
-    """Start the copy of a block of keys or values, if `wanted`."""
+def fetch(tiles, at, block, arrival, buffer, wanted):
+    """Start the copy of a block of keys or values of batch row and KV head `at`, if `wanted`."""
     mbarrier.expect(arrival, tiles.block_type.nbytes, pred=wanted)
     tma.async_copy_global_to_shared(
         tiles,
-        [batch, head, block * BLOCK, 0],
+        [at[0], at[1], block * BLOCK, 0],
         arrival,
         buffer.reshape([1, 1, BLOCK, WIDTH]),
         wanted,
@@ -88,7 +94,8 @@ def attend_window(
     """`sums` with blocks of the window more: those of the steps from `begin` to before `end`.
 
     tiles: of keys and values. at: batch row and KV head. blocks: the own one, how many lie in the
-    window, how many steps there are, the first token of the tile and the window.
+    window, how many are wanted in all, first token of the tile, and the window. sums: of values,
+    tops of rows, sums of probabilities by lane.
     """
     own, in_window, steps, first, window = blocks
     acc, top, total = sums
@@ -100,7 +107,7 @@ def attend_window(
         more = step + 1 < steps
         mbarrier.wait(arrived.index(0), phase)
         scores = scores_of(q, keys.permute((1, 0)), zero)
-        fetch(tiles[0], at[0], at[1], following, arrived.index(0), keys, more)
+        fetch(tiles[0], at, following, arrived.index(0), keys, more)
         start = (own - step) * BLOCK
         if (step == 0) | (start + window < first + TOKENS):
             key = gl.expand_dims(start + column, 0)
@@ -109,11 +116,11 @@ def attend_window(
         higher = gl.maximum(top, gl.max(scores, 1) * scale_log2)
         p = gl.exp2(scores * scale_log2 - gl.expand_dims(higher, 1))
         shrink = gl.exp2(top - higher)
-        total = total * shrink + gl.sum(p, 1)
+        total = add_sums(total, shrink, p)
         top = higher
         mbarrier.wait(arrived.index(1), phase)
         acc = add_values(p, values, times(acc, shrink))
-        fetch(tiles[1], at[0], at[1], following, arrived.index(1), values, more)
+        fetch(tiles[1], at, following, arrived.index(1), values, more)
     return acc, top, total
 
 
@@ -172,6 +179,7 @@ def hopper_inference_kernel(
     within = gl.program_id(1)
     batch = (first_head + within) // kv_heads
     h = (first_head + within) % kv_heads
+    at = (batch, h)
     tile = (first_head + within) * tiles_per_row + window_start // TOKENS + gl.program_id(0)
     has_union = gl.load(union_sizes_ptr + tile) >= 0
     first = window_start + gl.program_id(0) * TOKENS
@@ -189,8 +197,8 @@ def hopper_inference_kernel(
         mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     thread_barrier()
-    fetch(key_tiles, batch, h, own, arrived.index(0), keys, True)
-    fetch(value_tiles, batch, h, own, arrived.index(1), values, True)
+    fetch(key_tiles, at, own, arrived.index(0), keys, True)
+    fetch(value_tiles, at, own, arrived.index(1), values, True)
 
     b, head = batch.to(gl.int64), h.to(gl.int64) * GROUP
     query_heads = kv_heads * GROUP
@@ -207,22 +215,23 @@ def hopper_inference_kernel(
     line = group + row_places(token, member, 1, query_heads)
     acc = gl.zeros([ROWS, WIDTH], gl.float32, OUT)
     top = gl.full([ROWS], -3.0e38, gl.float32, LINE)
-    total = gl.zeros([ROWS], gl.float32, LINE)
-    tiles, at = (key_tiles, value_tiles), (batch, h)
-    blocks = (own, in_window, steps, first, window)
+    total = sums_by_lane(gl.zeros([ROWS, BLOCK], gl.float32, SCORES))
+    tiles, blocks = (key_tiles, value_tiles), (own, in_window, steps, first, window)
     chosen_blocks = gl.minimum(LOCAL, own + 1)
     acc, top, total = attend_window(
         0, chosen_blocks, tiles, at, blocks, token, q, arrived, keys, values, (acc, top, total),
         scale_log2, TOKENS, SCORES,
     )  # fmt: skip
     # All rows have chosen these blocks: so far both branches have the same result.
-    kept.store(times(acc, 1.0 / total).to(dtype))
-    kept_lse = top + gl.log2(total)
+    kept_total = gl.convert_layout(gl.sum(total, 1), LINE)
+    kept.store(times(acc, 1.0 / kept_total).to(dtype))
+    kept_lse = top + gl.log2(kept_total)
     acc, top, total = attend_window(
         chosen_blocks, in_window, tiles, at, blocks, token, q, arrived, keys, values,
         (acc, top, total), scale_log2, TOKENS, SCORES,
     )  # fmt: skip
 
+    total = gl.convert_layout(gl.sum(total, 1), LINE)
     gate_ptr += b * gate_stride_b + head * gate_stride_h
     gate_place = gate_ptr + row_places(token, member, gate_stride_h, gate_stride_s)
     gate = gl.load(gate_place + 2 * gate_stride_c, mask=there, other=0.0).to(gl.float32)

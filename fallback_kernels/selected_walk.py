@@ -41,8 +41,23 @@ def scores_of(q, keys, zero):
 
 
 @gluon.jit
+def sums_by_lane(p):
+    """Sums of each row over what a thread holds of it: (rows, 4), for the last sum to come."""
+    ROWS: gl.constexpr = p.shape[0]
+    COLUMNS: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([ROWS, COLUMNS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def add_sums(total, factor, p):
+    """Sums by lane, each row by its factor, and those of `p`."""
+    row: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    return total * gl.expand_dims(gl.convert_layout(factor, row), 1) + sums_by_lane(p)
+
+
+@gluon.jit
 def online_softmax(scores, seen, top, total, scale_log2):
-    """Probabilities of one block, what earlier sums shrink by, and the new top and total.
+    """Probabilities of one block, what earlier sums shrink by, and the new top and sums by lane.
 
     A row that has seen nothing yet has top -inf; subtracting it would give NaN.
     """
@@ -50,7 +65,7 @@ def online_softmax(scores, seen, top, total, scale_log2):
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(gl.where(seen, shift, float("inf")), 1))
     decay = gl.exp2(top - shift)
-    return p, decay, new_top, total * decay + gl.sum(p, 1)
+    return p, decay, new_top, add_sums(total, decay, p)
 
 
 @gluon.jit
@@ -150,7 +165,7 @@ def walk_kernel(
     summary = gl.load(summary_ptr + query, mask=row_ok, other=0)
     zero = gl.zeros([ROWS, BLOCK_SIZE], gl.float32, SCORES)
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    total = sums_by_lane(zero)
     out = gl.zeros([ROWS, VALUE_COLUMNS], gl.float32, OUT)
 
     # The own block is the only one where single keys are masked: up to the query, or none.
@@ -190,6 +205,7 @@ def walk_kernel(
     mbarrier.invalidate(key_arrival)
     mbarrier.invalidate(value_arrival)
 
+    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
     empty = total == 0.0
     LN2: gl.constexpr = 0.6931471805599453
     lse = gl.where(empty, float("-inf"), top + gl.log2(total)) * LN2
