@@ -19,12 +19,12 @@ from nsa_flex.fallback_kernels.core_compressed import (
     attend_part,
     differentiate_part,
 )
+from nsa_flex.fallback_kernels.core_end import end_of_forward, serves
 from nsa_flex.fallback_kernels.core_gates import (
     gated_part_lse,
     gated_sum_gradients,
     turn_signs,
 )
-from nsa_flex.fallback_kernels.core_inference import end_without_backward, serves
 from nsa_flex.fallback_kernels.core_key import key_gradients
 from nsa_flex.fallback_kernels.core_merge import slide_and_sum, spread_lse
 from nsa_flex.fallback_kernels.core_query import Forced, Rows, query_gradients
@@ -137,8 +137,10 @@ def _forward(
     fold = _fold(tokens, config)
     rows = query.transpose(1, 2).contiguous()
     q = rows.transpose(1, 2)
-    keys = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
-    parts = [attend_part(rows, *keys, part, scale, fold.reach, fold.stride) for part in fold.parts]
+    folded = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
+    parts = [
+        attend_part(rows, *folded, part, scale, fold.reach, fold.stride) for part in fold.parts
+    ]
     outs, lses = zip(*parts, strict=True)
     compressed_lse = spread_lse(lses, fold, heads, tokens)
     blocks = run_choice(
@@ -156,24 +158,26 @@ def _forward(
     plan = _plan(q, key, value, blocks, config)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     window_keys = own or (key, value)
-    if not differentiable and serves(plan, (key, value), window_keys, config.window_size):
-        out, selected_lse, sliding_lse = end_without_backward(
-            selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=None),
+    storage = index if differentiable else None
+    keys = (key, value)
+    if serves(plan, q, keys, window_keys, config.window_size, save=differentiable):
+        end = end_of_forward(
+            selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=storage),
             config.window_size,
             outs,
             fold,
             gates,
+            save=differentiable,
         )
-        compressed, selected, sliding = (query.new_empty(0) for _ in range(3))
         return (
-            out,
+            end.out,
             blocks,
-            compressed,
+            end.compressed,
             compressed_lse,
-            selected,
-            selected_lse,
-            sliding,
-            sliding_lse,
+            end.selected,
+            end.selected_lse,
+            end.sliding,
+            end.sliding_lse,
             index,
         )
     selected, selected_lse = selected_forward.forward(
@@ -182,7 +186,7 @@ def _forward(
         *selected_keys,
         blocks,
         scale,
-        storage=index if differentiable else None,
+        storage=storage,
     )
     selected = selected.transpose(1, 2)
     finished = slide_and_sum(

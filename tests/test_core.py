@@ -17,7 +17,7 @@ import oracle
 from nsa_flex import NSAConfig, nsa_attention
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels import core, core_compressed, core_inference, selected_plan
+from nsa_flex.fallback_kernels import core, core_compressed, core_end, selected_plan
 from nsa_flex.fallback_kernels.core import core_attention
 from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view
 from nsa_flex.fallback_kernels.hopper import runs_gluon
@@ -111,7 +111,7 @@ def test_one_kernel_ends_the_forward_without_gradients(
     length: int, batch: int, value_dim: int, union_limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_compressed, "causal", causal)
-    monkeypatch.setattr(core_inference, "BLOCK_SIZES", (16,))
+    monkeypatch.setattr(core_end, "BLOCK_SIZES", (16,))
     monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
     monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1)
     monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 32)
@@ -124,12 +124,12 @@ def test_one_kernel_ends_the_forward_without_gradients(
     q, k, v, ck, cv, gates = inputs
     ends = 0
 
-    def spy(*arguments: Any) -> Any:
+    def spy(*arguments: Any, **options: Any) -> Any:
         nonlocal ends
         ends += 1
-        return core_inference.end_without_backward(*arguments)
+        return core_end.end_of_forward(*arguments, **options)
 
-    monkeypatch.setattr(core, "end_without_backward", spy)
+    monkeypatch.setattr(core, "end_of_forward", spy)
     results = core_attention(q, k, v, ck, cv, k, v, gates, config=WINDOWED, scale=0.3)
     assert ends == 1
     arrays = [to_float64(x) for x in inputs]
@@ -333,29 +333,72 @@ def test_a_training_step_in_a_cuda_graph() -> None:
     ],
     ids=["G4", "G16-D128", "G1-D128", "G4-D128", "G2-D128", "G1", "G3"],
 )
-def test_without_gradients_the_same(
+def test_one_kernel_at_the_end_or_two(
     heads: int, dim: int, value_dim: int, length: int, config: NSAConfig
 ) -> None:
-    """One kernel at the end, written for Hopper where dims are 128; other memory than wanted."""
+    """One for Hopper where dims are 128, with gradients too; keys of its own make them two."""
     inputs = inputs_of(2, heads, 2, length, dim, value_dim)
-    (want, want_aux), _ = run(inputs, "auto", config)
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as trace:
-        out, aux = nsa_attention(*inputs, config=config, return_aux=True)
+    own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
+    (want, want_aux), want_kernels = ends_of(inputs, config, **own)
+    assert want_kernels == {"_finish_kernel"}
+    (saving, saving_aux), saving_kernels = ends_of(inputs, config)
+    with torch.no_grad():
+        (out, aux), kernels = ends_of(inputs, config)
         again = nsa_attention(*inputs, config=config)
-    kernels = {event.name for event in trace.events()}
     # Groups of three leave rows of a tile empty: the two kernels have others.
-    one = "_finish_kernel"
-    if heads != 6:
-        one = "inference_kernel"
-        if dim == value_dim == 128 and runs_gluon(inputs[0].device):
-            one = "hopper_inference_kernel"
-    ends = {"_finish_kernel", "inference_kernel", "hopper_inference_kernel"}
-    assert kernels & ends == {one}
-    assert torch.equal(aux.blocks, want_aux.blocks)
+    hopper = heads != 6 and dim == value_dim == 128 and runs_gluon(inputs[0].device)
+    assert saving_kernels == {"hopper_end_kernel" if hopper else "_finish_kernel"}
+    one = "hopper_end_kernel" if hopper else "end_kernel"
+    assert kernels == {"_finish_kernel" if heads == 6 else one}
     assert torch.equal(out, again)
-    assert (out.float() - want.float()).norm() / want.float().norm() < 2**-8
-    for got, lse in zip(aux.lse, want_aux.lse, strict=True):
-        torch.testing.assert_close(got, lse, rtol=1e-5, atol=1e-4)
+    for got, got_aux in ((out, aux), (saving, saving_aux)):
+        assert torch.equal(got_aux.blocks, want_aux.blocks)
+        assert (got.float() - want.float()).norm() / want.float().norm() < 2**-8
+        for lse, want_lse in zip(got_aux.lse, want_aux.lse, strict=True):
+            torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-4)
+
+
+def ends_of(
+    inputs: list[Tensor], config: NSAConfig, **options: Tensor
+) -> tuple[tuple[Tensor, Any], set[str]]:
+    """Output and the rest of `nsa_attention`, and which kernels ended its forward."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        results = nsa_attention(*inputs, config=config, return_aux=True, **options)
+    ends = {"_finish_kernel", "end_kernel", "hopper_end_kernel"}
+    return results, ends & {event.name for event in trace.events()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("union_limit", [0, 64], ids=["lists", "unions"])
+@pytest.mark.parametrize(
+    ("heads", "length", "config"),
+    [
+        (2, 700, PAPER),
+        (8, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3)),
+        (8, 1100, replace(PAPER, num_selected_blocks=10)),
+        (32, 1500, replace(PAPER, num_initial_blocks=0, num_selected_blocks=5)),
+        (16, 1000, replace(PAPER, num_selected_blocks=3)),
+    ],
+    ids=["13 free", "20 free", "7 free", "3 free", "none free"],
+)
+def test_branches_that_the_end_saves(
+    heads: int, length: int, config: NSAConfig, union_limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output, and gradients that need every branch by itself, against the two kernels."""
+    monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
+    inputs = inputs_of(2, heads, 2, length, 128, 128)
+    own = [x.detach().clone().requires_grad_() for x in inputs[1:3]]
+    out, aux = nsa_attention(*inputs, config=config, return_aux=True)
+    want = nsa_attention(*inputs, config=config, sliding_key=own[0], sliding_value=own[1])
+    upstream = torch.randn_like(out)
+    got = [out, *torch.autograd.grad(out, inputs, upstream)]
+    names = ("out", "query", "key", "value", "compressed_key", "compressed_value", "gates")
+    *grads, key, value = torch.autograd.grad(want, [*inputs, *own], upstream)
+    grads[1], grads[2] = grads[1] + key, grads[2] + value
+    for name, x, y in zip(names, got, [want, *grads], strict=True):
+        error = (x.float() - y.float()).norm() / y.float().norm()
+        assert error < 2**-7, (name, error)
+    assert aux.blocks.shape[-1] == config.num_selected_blocks
 
 
 @pytest.mark.large

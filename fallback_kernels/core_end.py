@@ -1,12 +1,12 @@
-"""The end of the core's forward where no backward follows: one kernel instead of two.
+"""The end of the core's forward where both branches have the same keys: one kernel, not two.
 
-The blocks up to a query's own are always chosen, and they lie in its window: where both branches
-have the same keys, their part of both softmaxes is the same. A program attends them once, keeps
-the result, walks on through the window, and goes back to the kept result for the other choices.
-Neither the selected nor the sliding branch is ever in memory.
+The blocks up to a query's own are always chosen, and they lie in its window, so that their part
+of both softmaxes is the same. A program attends them once, keeps the result, walks on through the
+window, and goes back to the kept result for the other choices. Without gradients neither the
+selected nor the sliding branch is ever in memory.
 
-With what a backward wants kept apart as well, the program has too few registers
-(docs/decisions/0021-end-of-the-forward.md).
+With what a backward wants kept apart as well, `end_kernel` has too few registers; the one for
+Hopper has not (docs/decisions/0021-end-of-the-forward.md).
 """
 
 from __future__ import annotations
@@ -48,23 +48,33 @@ BLOCK_SIZES = (64,)  # blocks are the tiles of keys: smaller ones leave the matr
 STAGES = 3  # blocks in shared memory at once
 
 
-class Inference(NamedTuple):
-    """What `end_without_backward` returns."""
+class Results(NamedTuple):
+    """What `end_of_forward` returns."""
 
     out: Tensor  # (B, S, H, Dv), the gated sum
     selected_lse: Tensor  # float32 (B, S, H)
     sliding_lse: Tensor
+    compressed: Tensor  # (B, S, H, Dv), as the next two; empty unless they are to be saved
+    selected: Tensor
+    sliding: Tensor
 
 
 def serves(
-    plan: SelectedPlan, keys: tuple[Tensor, Tensor], sliding: tuple[Tensor, Tensor], window: int
+    plan: SelectedPlan,
+    query: Tensor,
+    keys: tuple[Tensor, Tensor],
+    sliding: tuple[Tensor, Tensor],
+    window: int,
+    *,
+    save: bool,
 ) -> bool:
-    """Whether `end_without_backward` takes a call; by shapes, memory and device alone.
+    """Whether `end_of_forward` takes a call; by shapes, memory and device alone.
 
     Args:
         keys: keys and values of the selected branch.
         sliding: those of the sliding branch.
         window: of the sliding branch, in keys.
+        save: whether the branches' own outputs are wanted.
     """
     columns = padded(plan.head_dim) + padded(plan.value_dim)
     elements = plan.merge_rows * padded(plan.head_dim) + STAGES * plan.block_size * columns
@@ -75,20 +85,32 @@ def serves(
         and plan.merge_tokens * plan.group == plan.tile_rows
         and elements * plan.element_size + SPARE_BYTES <= plan.shared_memory
         and has_copy_engine(keys[0].device)
+        and (not save or _on_hopper(plan, query, *keys))
     )
+
+
+def _on_hopper(plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if not runs_gluon(query.device):
+        return False
+    # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
+    from nsa_flex.fallback_kernels.core_end_hopper import takes
+
+    return takes(plan, query, key, value)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
     return (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
 
 
-def end_without_backward(
+def end_of_forward(
     selection: Selection,
     window: int,
     parts: tuple[Tensor, ...],
     fold: Fold,
     gates: Tensor,
-) -> Inference:
+    *,
+    save: bool,
+) -> Results:
     """`sum_c gates[..., c] * branch_c` in float32, selected and sliding branch computed here.
 
     Args:
@@ -97,29 +119,30 @@ def end_without_backward(
         window: of the sliding branch, in keys.
         parts: outputs of the parts of the compressed branch.
         gates: (B, Hq, S, 3), any strides.
+        save: whether the branches' own outputs are wanted, for the backward.
     """
     plan, query = selection.plan, selection.query
     shape = (plan.batch, plan.num_queries, plan.query_heads)
-    out = torch.empty((*shape, plan.value_dim), dtype=query.dtype, device=query.device)
-    selected_lse, sliding_lse = (
-        torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2)
-    )
-    results = Inference(out, selected_lse, sliding_lse)
-    # The selected branch of tiles that have a union waits where their sum will be.
-    attend_unions(selection, out.transpose(1, 2), selected_lse.transpose(1, 2))
-    launch = _launch
-    if runs_gluon(query.device):
-        # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
-        from nsa_flex.fallback_kernels import core_inference_hopper as hopper
-        from nsa_flex.fallback_kernels.selected_walk import tiles_of
 
-        key, value = selection.key, selection.value
-        if hopper.takes(plan, query, key, value):
-            launch = bind(hopper.launch, (tiles_of(plan, key), tiles_of(plan, value)))
+    branch = (*shape, plan.value_dim)
+    out = query.new_empty(branch)
+    selected_lse, sliding_lse = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    branches = tuple(query.new_empty(branch if save else 0) for _ in range(3))
+    # Without a place of its own, the selected branch of tiles that have a union waits where their
+    # sum will be.
+    selected = branches[1] if save else out
+    attend_unions(selection, selected.transpose(1, 2), selected_lse.transpose(1, 2))
+    launch = _launch
+    if _on_hopper(plan, query, selection.key, selection.value):
+        from nsa_flex.fallback_kernels import core_end_hopper as hopper
+
+        tiles = hopper.tiles_of_call(selection, out, branches if save else ())
+        launch = bind(hopper.launch, tiles, selected)
 
     def end(chosen: Window, partial: Tensor, partial_lse: Tensor) -> None:
         tensors = (
-            partial_lse, selection.lists.summary, selection.unions.sizes, *parts, gates, *results,
+            partial_lse, selection.lists.summary, selection.unions.sizes, *parts, gates,
+            out, selected_lse, sliding_lse,
         )  # fmt: skip
         numbers = (
             *gates.stride(),
@@ -138,7 +161,7 @@ def end_without_backward(
         launch(grid, selection, partial, tensors, numbers, fold.stride)
 
     each_window(selection, end)
-    return results
+    return Results(out, selected_lse, sliding_lse, *branches)
 
 
 def _launch(
@@ -149,9 +172,9 @@ def _launch(
     numbers: tuple[float, ...],
     stride: int,
 ) -> None:
-    """`inference_kernel`; `tensors` and `numbers` are what the kernel for Hopper takes as well."""
+    """`end_kernel`; `tensors` and `numbers` are what the kernel for Hopper takes as well."""
     plan, _, _, query, key, value, _ = selection
-    inference_kernel[grid](
+    end_kernel[grid](
         query,
         key,
         value,
@@ -202,7 +225,7 @@ def attend_first_blocks(
         "rows", "first1", "first2", "first3", "reach",
     ]
 )  # fmt: skip
-def inference_kernel(
+def end_kernel(
     query_ptr, key_ptr, value_ptr, key_tiles, value_tiles,
     partial_ptr, partial_lse_ptr, summary_ptr, union_sizes_ptr, x0, x1, x2, x3, gate_ptr,
     out_ptr, selected_lse_ptr, sliding_lse_ptr,
