@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels import choose_hopper
 from nsa_flex.fallback_kernels.base2 import LOG2E
+from nsa_flex.fallback_kernels.choose_bands import top_of_bands_kernel
 from nsa_flex.fallback_kernels.choose_lse import lse_kernel
 from nsa_flex.fallback_kernels.choose_plan import ChoicePlan, Chunk
 from nsa_flex.fallback_kernels.choose_scores import score_kernel
@@ -32,6 +33,7 @@ MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest program
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
 KEY_TILE_DIMS = (16, 32, 64, 128, 256)  # head dims that a tensor copy brings
 KEY_TILE_ROWS = 64  # `ChoicePlan.tile_rows` of 2-byte dtypes
+ROWS = 2  # queries of a program of `top_of_bands_kernel`
 LANES = 2  # chunks in memory at once, each on a stream
 INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
 
@@ -332,7 +334,7 @@ def _launch_top(
     places: Places,
     **constants: int,
 ) -> None:
-    top_kernel[(chunk.size, plan.kv_heads, plan.batch)](
+    arguments = (
         scores,
         blocks,
         places.positions,
@@ -343,14 +345,21 @@ def _launch_top(
         chunk.size,
         plan.num_queries,
         chunk.pitch,
-        SLOT_COLUMNS=1 << (plan.num_slots - 1).bit_length(),
-        CANDIDATES=chunk.candidates,
-        LANES=chunk.lanes,
-        DEPTH=chunk.depth,
-        BANDED=chunk.banded,
-        FEW=chunk.few,
-        DOCUMENTS=places.documents,
-        **constants,
-        num_warps=chunk.lanes // 32,
-        maxnreg=64,
+    )
+    constants |= {
+        "SLOT_COLUMNS": 1 << (plan.num_slots - 1).bit_length(),
+        "CANDIDATES": chunk.candidates,
+        "LANES": chunk.lanes,
+        "DEPTH": chunk.depth,
+        "DOCUMENTS": places.documents,
+    }
+    options = {"num_warps": chunk.lanes // 32, "maxnreg": 64}
+    if chunk.narrow and plan.num_slots > constants["INITIAL"] + constants["LOCAL"]:
+        programs = -(-chunk.size // ROWS)
+        top_of_bands_kernel[(programs, plan.kv_heads, plan.batch)](
+            *arguments, **constants, ROWS=ROWS, **options
+        )
+        return
+    top_kernel[(chunk.size, plan.kv_heads, plan.batch)](
+        *arguments, **constants, BANDED=chunk.banded, FEW=chunk.few, **options
     )

@@ -18,6 +18,7 @@ BAND = 16  # scores that share a maximum: `choose_top.BAND`
 BANDED_WIDTHS = (2048, 16384)  # rows of scores whose maxima `top_kernel` starts from, if written
 FEW_SLOTS = 16  # blocks of a query that are taken one by one: `choose_distinct.MOST`
 FEW_BANDED = 512  # rows of so many scores, and up to as many as above, then start from maxima
+NARROW = 2048  # widest rows of scores of which a program takes several
 HOPPER_PROGRAMS = 192  # chunks of fewer programs go to the kernel that splits along the keys
 
 
@@ -59,6 +60,11 @@ class Chunk(NamedTuple):
     def few(self) -> bool:
         """Whether the best blocks are taken one by one, without a search where that is sure."""
         return self._few_slots and self.lanes == 32
+
+    @property
+    def narrow(self) -> bool:
+        """Whether `top_of_bands_kernel` takes the rows."""
+        return self.banded and self.few and self.width <= NARROW
 
     @property
     def lanes(self) -> int:

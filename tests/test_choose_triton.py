@@ -311,42 +311,97 @@ KINDS = (
 )
 
 
+ROW_OPTIONS = {"SELECT": 64, "INITIAL": 1, "LOCAL": 2}
+
+
 class ChoiceOfRow(NamedTuple):
-    """Blocks, and whether the search left something in the scratch behind the row."""
+    """Blocks, and whether the search left floats in the scratch behind the row, not int32."""
 
     got: list[int]
     want: list[int]
     searched: bool
 
 
-def blocks_of_row(
-    scores: Tensor, own: int, first: int, num_slots: int, maxima: bool
-) -> ChoiceOfRow:
-    """What `top_kernel` chooses from a row, with maxima as the Hopper kernel leaves it.
+def row_in_memory(
+    scores: Tensor, own: int, first: int, num_slots: int, chunk: choose_plan.Chunk
+) -> Tensor:
+    """A row as a score kernel leaves it, with maxima as the Hopper kernel leaves them.
 
     What that kernel does not write is poison.
     """
-    width = len(scores)
-    candidates = choose_plan.ChoicePlan(1, 1, 1, 1, 128, width, num_slots, 64, 2).candidates
-    chunk = choose_plan.Chunk(0, 1, width, candidates, hopper=maxima)
-    plan = choose_plan.ChoicePlan(1, 1, 1, 1, 128, width, num_slots, 64, 2, hopper=maxima)
-    order = sorted(range(first + 1, own - 1), key=lambda block: (-float(scores[block]), block))
+    row = torch.full((chunk.pitch,), float("nan"))
+    if own - first < num_slots:
+        return row
+    scores = scores.clone()
     scores[: first + 1] = scores[own - 1 :] = -1.0
     start, stop = first // 64 * 64, -(-(own - 1) // 4) * 4
-    row = torch.full((chunk.pitch,), float("nan"))
     row[start:stop] = scores[start:stop]
     if chunk.banded:
         bands = slice(start // 16, -(-stop // 16))
-        row[width + candidates :][bands] = scores.view(-1, 16).amax(1)[bands]
+        row[chunk.width + chunk.candidates :][bands] = scores.view(-1, 16).amax(1)[bands]
+    return row
+
+
+def best_of_row(scores: Tensor, own: int, first: int, num_slots: int) -> list[int]:
+    """The choice with one initial and two local blocks."""
+    if own - first < num_slots:
+        blocks = list(range(first, own + 1))
+        return blocks + [-1] * (num_slots - len(blocks))
+    order = sorted(range(first + 1, own - 1), key=lambda block: (-float(scores[block]), block))
+    return sorted([first, own - 1, own, *order[: num_slots - 3]])
+
+
+def blocks_of_row(
+    scores: Tensor, own: int, first: int, num_slots: int, maxima: bool
+) -> ChoiceOfRow:
+    """What is chosen from a row, with the maxima of bands or without."""
+    width = len(scores)
+    plan = choose_plan.ChoicePlan(1, 1, 1, 1, 128, width, num_slots, 64, 2, hopper=maxima)
+    chunk = choose_plan.Chunk(0, 1, width, plan.candidates, hopper=maxima)
     blocks = torch.full((1, 1, 1, num_slots), -7, dtype=torch.int32, device=DEVICE)
     starts = torch.tensor([[64 * first]], device=DEVICE) if first else None
     places = choose._places(torch.tensor([[own * 64 + 5]], device=DEVICE), starts)
-    options = {"SELECT": 64, "NUM_SLOTS": num_slots, "INITIAL": 1, "LOCAL": 2}
-    row = row.to(DEVICE)
-    choose._launch_top(plan, chunk, row, blocks, places, **options)
-    want = sorted([first, own - 1, own, *order[: num_slots - 3]])
-    searched = not row[width : width + candidates].isnan().all()
+    row = row_in_memory(scores, own, first, num_slots, chunk).to(DEVICE)
+    choose._launch_top(plan, chunk, row, blocks, places, **ROW_OPTIONS, NUM_SLOTS=num_slots)
+    want = best_of_row(scores, own, first, num_slots)
+    searched = bool((row[width : width + plan.candidates] >= 1.0).any())
     return ChoiceOfRow(blocks.flatten().tolist(), want, searched)
+
+
+@kernels
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("width", "num_slots"), [(512, 16), (1024, 4), (2048, 16)])
+@pytest.mark.parametrize("num_queries", [1, 4, 7])
+def test_rows_of_a_program_leave_one_another_alone(
+    width: int, num_slots: int, num_queries: int, documents: bool
+) -> None:
+    """Rows that are searched, not searched and without scores, of two heads and batch rows."""
+    plan = choose_plan.ChoicePlan(
+        2, 2, 2, num_queries + 1, 128, width, num_slots, 64, 2, hopper=True
+    )
+    chunk = choose_plan.Chunk(1, num_queries, width, plan.candidates, hopper=True)
+    assert chunk.narrow
+    own = torch.randint(width, (2, num_queries + 1))
+    own[:, 1::3] = torch.randint(2 * num_slots, own[:, 1::3].shape)
+    first = (torch.rand(own.shape) * own).long() if documents else torch.zeros_like(own)
+    rows, want = [], []
+    for batch in range(2):
+        for head in range(2):
+            for query in range(1, num_queries + 1):
+                kind = KINDS[(batch + head + query) % len(KINDS)]
+                place = (int(own[batch, query]), int(first[batch, query]), num_slots)
+                scores = row_of_scores(kind, width)
+                rows.append(row_in_memory(scores, *place, chunk))
+                want.append(best_of_row(scores, *place))
+    blocks = torch.full((2, 2, num_queries + 1, num_slots), -7, dtype=torch.int32)
+    expected = blocks.clone()
+    expected[:, :, 1:] = torch.tensor(want).view(2, 2, num_queries, num_slots)
+    blocks = blocks.to(DEVICE)
+    starts = (first * 64).to(DEVICE) if documents else None
+    places = choose._places((own * 64 + 63).to(DEVICE), starts)
+    memory = torch.stack(rows).to(DEVICE)
+    choose._launch_top(plan, chunk, memory, blocks, places, **ROW_OPTIONS, NUM_SLOTS=num_slots)
+    assert torch.equal(blocks.cpu(), expected)
 
 
 @kernels
