@@ -6,7 +6,7 @@ import contextlib
 import random
 import secrets
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import filelock
@@ -113,6 +113,23 @@ def _fresh_compiler() -> Iterator[None]:
     """No test file sees, or exhausts the recompilation limit of, another's compiled code."""
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def forget_plans() -> Iterator[Callable[[], None]]:
+    """For tests that change the selection's limits, of which kept plans know nothing.
+
+    No plan comes from another test or goes to the next; the call forgets those made since.
+    """
+    from nsa_flex.fallback_kernels import selected_plan
+
+    def forget() -> None:
+        selected_plan._kept.cache_clear()
+        selected_plan._windows.cache_clear()
+
+    forget()
+    yield forget
+    forget()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

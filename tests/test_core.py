@@ -28,6 +28,7 @@ SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 WINDOWED = NSAConfig(8, 4, 16, 5, window_size=37)  # holds the local blocks of every query
 # The branches one by one, on the same kernels but for the sliding one.
 APART = {"compressed": "sdpa", "selected": "triton", "sliding": "fa2"}
+INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
 
 
 @only_outside
@@ -68,7 +69,6 @@ def test_results_and_gradients(
     gates = torch.randn(batch, heads, length, 3)  # any real number is a gate
     gates[:, 0, ::3] = 0
     inputs.append(gates.requires_grad_(True))
-    names = ["query", "key", "value", "compressed_key", "compressed_value", "gates"]
     own = {}
     if options.get("own"):
         own = {
@@ -95,12 +95,13 @@ def test_results_and_gradients(
         assert_close(name, getattr(results, f"{name}_lse"), want.lse[name], None, torch.float32)
     wanted = oracle.backward(*arrays, config, to_float64(grad), **more)
     least = 0.1 * float(grad.norm())
-    for name, got in zip([*names, *own], grads, strict=True):
+    for name, got in zip([*INPUTS, *own], grads, strict=True):
         expected = getattr(wanted, name)
         assert_close(name, got, expected, None, torch.float32, least=least)
 
 
 @kernels
+@pytest.mark.usefixtures("forget_plans")
 @pytest.mark.skipif(not INTERPRETED, reason="on CUDA cuDNN plays itself, in half precision")
 @pytest.mark.parametrize(
     ("length", "batch", "value_dim", "union_limit"),
@@ -369,6 +370,7 @@ def ends_of(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("forget_plans")
 @pytest.mark.parametrize("union_limit", [0, 64], ids=["lists", "unions"])
 @pytest.mark.parametrize(
     ("heads", "length", "config"),
@@ -379,7 +381,7 @@ def ends_of(
         (32, 1500, replace(PAPER, num_initial_blocks=0, num_selected_blocks=5)),
         (16, 1000, replace(PAPER, num_selected_blocks=3)),
     ],
-    ids=["13 free", "20 free", "7 free", "3 free", "none free"],
+    ids=["all fit", "20 free", "7 free", "3 free", "none free"],
 )
 def test_branches_that_the_end_saves(
     heads: int, length: int, config: NSAConfig, union_limit: int, monkeypatch: pytest.MonkeyPatch
@@ -392,10 +394,9 @@ def test_branches_that_the_end_saves(
     want = nsa_attention(*inputs, config=config, sliding_key=own[0], sliding_value=own[1])
     upstream = torch.randn_like(out)
     got = [out, *torch.autograd.grad(out, inputs, upstream)]
-    names = ("out", "query", "key", "value", "compressed_key", "compressed_value", "gates")
     *grads, key, value = torch.autograd.grad(want, [*inputs, *own], upstream)
     grads[1], grads[2] = grads[1] + key, grads[2] + value
-    for name, x, y in zip(names, got, [want, *grads], strict=True):
+    for name, x, y in zip(("out", *INPUTS), got, [want, *grads], strict=True):
         error = (x.float() - y.float()).norm() / y.float().norm()
         assert error < 2**-7, (name, error)
     assert aux.blocks.shape[-1] == config.num_selected_blocks
@@ -455,8 +456,7 @@ def test_training_with_offsets_past_two_to_the_31(batch: int, length: int) -> No
     chosen = aux.blocks[-1:, :, rows]
     want, eager = (sampled(few, chosen, rows, upstream, t) for t in (torch.float64, q.dtype))
     got[0], got[5] = got[0][:, :, rows], got[5][:, :, rows]
-    names = ("out", "query", "key", "value", "compressed_key", "compressed_value", "gates")
-    for name, ours, exact, plain in zip(names, [out, *got], want, eager, strict=True):
+    for name, ours, exact, plain in zip(("out", *INPUTS), [out, *got], want, eager, strict=True):
         error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (ours, plain))
         assert error <= limit(float(allowed), q.dtype), (name, error, allowed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,28 +37,21 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     run_in_the_interpreter(__file__, request.config)
 
 
-def forget_plans() -> None:
-    """Equal calls are planned anew."""
-    selected_plan._kept.cache_clear()
-    selected_plan._windows.cache_clear()
-
-
 @pytest.fixture(autouse=True)
-def _planned_anew(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def _limits(
+    forget_plans: Callable[[], None],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Lists alone and large tiles, unless a test asks for others; no plan of another test.
 
     Short sequences would mostly go by unions. The interpreter takes as long for a program
     whatever it computes: float32 has few programs there, as many rows a tile as the other dtypes.
     """
-    forget_plans()
     if "with_unions" not in request.fixturenames:
         monkeypatch.setattr(selected_plan, "UNION_LIMIT", 0)
     if INTERPRETED and "small_tiles" not in request.fixturenames:
         monkeypatch.setattr(selected_plan, "FLOAT32_TILE_ROWS", selected_plan.TILE_ROWS)
-    yield
-    forget_plans()
 
 
 @pytest.fixture
@@ -450,7 +443,7 @@ def test_windows(
 
 @pytest.mark.gpu
 def test_windows_on_two_streams_give_what_one_window_gives(
-    monkeypatch: pytest.MonkeyPatch, with_unions: None
+    forget_plans: Callable[[], None], monkeypatch: pytest.MonkeyPatch, with_unions: None
 ) -> None:
     """Eager and as a CUDA graph; a window that began too early would see another's results."""
     case = Case(1, 4, 8, 9000, None, 0, 128, 128, 64, 16, 1, 2, torch.bfloat16)
