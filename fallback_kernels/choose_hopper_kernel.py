@@ -24,17 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa_flex.fallback_kernels.hopper_numbers import exponential
+
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 COLUMNS = gl.constexpr(64)  # blocks of a tile
 BAND = gl.constexpr(16)  # blocks that share a maximum; `choose_top.BAND`
-
-
-@gluon.jit
-def exponential(x):
-    """2 ** x; denormal results are 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit

@@ -155,7 +155,7 @@ def _forward(
     )
     words = index_words(q, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
-    plan = _plan(q, key, value, blocks, config)
+    plan = _plan(q, key, value, blocks, config, differentiable)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     window_keys = own or (key, value)
     storage = index if differentiable else None
@@ -300,7 +300,7 @@ def _backward(
         )
     )
 
-    plan = _plan(rows.transpose(1, 2), key, value, blocks, config)
+    plan = _plan(rows.transpose(1, 2), key, value, blocks, config, True)
     forced = _forced(plan, config.window_size, deterministic) if not own else Forced.none()
     of_rows = Rows(rows, grad, selected_lse, sums.delta_selected, sliding_lse, sums.delta_sliding)
     window = (*(own or (key, value)), gates, forced, config.window_size, scale)
@@ -401,7 +401,12 @@ def _natural(x: Tensor) -> Tensor:
 
 
 def _plan(
-    q: Tensor, key: Tensor, value: Tensor, blocks: Tensor, config: NSAConfig
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    config: NSAConfig,
+    differentiable: bool,
 ) -> SelectedPlan:
     return SelectedPlan.of(
         q,
@@ -412,6 +417,7 @@ def _plan(
         config.num_initial_blocks,
         config.num_local_blocks,
         0,
+        differentiable=differentiable,
     )
 
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nsa_flex.fallback_kernels import fold_parts, sliding_tiles
+from nsa_flex.fallback_kernels.hopper_numbers import widened
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
 from nsa_flex.fallback_kernels.selected_prepare import Selection
 from nsa_flex.fallback_kernels.selected_union_tiles import by_copy_engine
@@ -103,7 +104,7 @@ def add_partials(
     share = gl.exp2(weights - branch[0]) * branch[1]
     weights = load_weights(rows, slot + 1)
     mbarrier.wait(arrived[PLACE], slot // len(buffers) & 1)
-    part = buffers[PLACE].load(acc.type.layout).to(gl.float32)
+    part = widened(buffers[PLACE].load(acc.type.layout))
     fetch_partials(partials, slot + len(buffers), arrived[PLACE], buffers[PLACE])
     if SOME:
         known = gl.convert_layout(slot < rows[2], gl.SliceLayout(1, acc.type.layout))
@@ -204,7 +205,7 @@ def start_compressed(
 @gluon.jit
 def add_rows(acc, buffer, factor):
     """`acc` and the rows in a buffer, each by its factor."""
-    return acc + times(buffer.load(acc.type.layout).to(gl.float32), factor)
+    return acc + times(widened(buffer.load(acc.type.layout)), factor)
 
 
 @gluon.jit(

@@ -123,7 +123,15 @@ def selected_forward(
     `keep_index` says so; else it has no elements.
     """
     plan = SelectedPlan.of(
-        query, key, value, blocks, block_size, num_initial_blocks, num_local_blocks, query_offset
+        query,
+        key,
+        value,
+        blocks,
+        block_size,
+        num_initial_blocks,
+        num_local_blocks,
+        query_offset,
+        differentiable=keep_index,
     )
     storage = _empty_index(query, value, blocks, block_size, query_offset, keep_index)
     if query.numel() == 0 or blocks.numel() == 0:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.base2 import LOG2E
+from nsa_flex.fallback_kernels.hopper import runs_gluon
 from nsa_flex.fallback_kernels.lanes import in_turn
 from nsa_flex.fallback_kernels.memory_order import empty_natural, strides
 from nsa_flex.fallback_kernels.selected_merge import merge_kernel
@@ -144,11 +145,20 @@ def each_window(selection: Selection, finish: Callable[[Window, Tensor, Tensor],
     in_turn(query.device, plan.windows(plan.chunk_tokens), rooms, launch)
 
 
+def _on_hopper(plan: SelectedPlan, query: Tensor) -> bool:
+    if not runs_gluon(query.device):
+        return False
+    # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
+    from nsa_flex.fallback_kernels.selected_forward_hopper import takes
+
+    return takes(plan, query)
+
+
 def _launch_partial(
     selection: Selection, window: Window, partial: Tensor, partial_lse: Tensor
 ) -> None:
     plan, index, _, query, key, value, scale = selection
-    partial_kernel[(window.max_items,)](
+    arguments = (
         query,
         key,
         value,
@@ -168,6 +178,22 @@ def _launch_partial(
         plan.num_blocks,
         plan.kv_heads,
         scale * LOG2E,
+    )
+    grid = (window.max_items,)
+    if _on_hopper(plan, query):
+        from nsa_flex.fallback_kernels import selected_forward_hopper as hopper
+
+        hopper.hopper_partial_kernel[grid](
+            *arguments,
+            GROUP=plan.group,
+            NUM_SLOTS=plan.num_slots,
+            WIDE=plan.wide,
+            num_warps=4,
+            maxnreg=hopper.REGISTERS,
+        )
+        return
+    partial_kernel[grid](
+        *arguments,
         **plan.constants(),
         ROWS=plan.tile_rows,
         num_warps=plan.num_warps,

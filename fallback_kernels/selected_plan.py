@@ -13,8 +13,10 @@ PARTIAL_BYTES = 1 << 30  # partial results in memory at once, twice as much for 
 WINDOW_LANES = 2  # windows in memory at once, each on a stream; one for groups of few heads
 MANY_QUERIES = 1 << 16
 # Rows (query, head) of one KV head in a window, where that many fit: the lists of shorter windows
-# leave tiles half empty and programs with little to do.
+# leave tiles half empty and programs with little to do. Those of longer ones gather queries from
+# more memory than the cache holds, which the backward, with more to do for each, minds less.
 WINDOW_ROWS = 1 << 17
+FORWARD_WINDOW_ROWS = 1 << 16
 MIN_WINDOW_TOKENS = 512
 MAX_PHASES = 16
 MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's summary
@@ -69,9 +71,9 @@ def lanes_for(group: int) -> int:
     return 1 if group <= FEW_HEADS else WINDOW_LANES
 
 
-def longest_window(group: int, affordable: int) -> int:
+def longest_window(group: int, affordable: int, rows: int) -> int:
     """Queries of a window of one KV head, at most."""
-    return min(affordable, max(MIN_WINDOW_TOKENS, WINDOW_ROWS // group))
+    return min(affordable, max(MIN_WINDOW_TOKENS, rows // group))
 
 
 def chunk_tokens(group: int) -> int:
@@ -94,7 +96,8 @@ def index_words(
     )
     # All windows are as large as the first, and the last may be nearly empty: along the tokens,
     # where less than a block is added to each, and along the KV heads, which at most doubles them.
-    windows = (tokens + 2 * block_size) // longest_window(group, affordable) + 2
+    longest = longest_window(group, affordable, WINDOW_ROWS)
+    windows = (tokens + 2 * block_size) // longest + 2
     rows = 2 * batch * heads
     lists = rows * windows * ((query_offset + tokens) // block_size + 1)
     entries = rows * (tokens + 2 * windows * block_size) * num_slots
@@ -126,6 +129,7 @@ class SelectedPlan:
     element_size: int
     shared_memory: int = HOPPER_SHARED_MEMORY  # bytes that one program may have
     in_series: bool = False  # windows one after the other, on one stream
+    differentiable: bool = True  # a backward has the same lists, or makes them
 
     @classmethod
     def of(
@@ -138,6 +142,8 @@ class SelectedPlan:
         num_initial_blocks: int,
         num_local_blocks: int,
         query_offset: int,
+        *,
+        differentiable: bool = True,
     ) -> SelectedPlan:
         """Plan of a call; ValueError if no tile fits the device's shared memory."""
         batch, query_heads, num_queries, head_dim = query.shape
@@ -156,6 +162,7 @@ class SelectedPlan:
             query_offset=query_offset,
             element_size=query.element_size(),
             shared_memory=shared_memory_of(query.device),
+            differentiable=differentiable,
         )
         plan = _kept(plan)
         plan.check_shared_memory(query.dtype)
@@ -214,7 +221,8 @@ class SelectedPlan:
     @cached_property
     def window_tokens(self) -> int:
         """Positions of one window: the whole span or equal parts of it."""
-        longest = longest_window(self.group, self._affordable_queries)
+        rows = WINDOW_ROWS if self.differentiable else FORWARD_WINDOW_ROWS
+        longest = longest_window(self.group, self._affordable_queries, rows)
         count = -(-self.span // longest)
         return round_up(-(-self.span // count), self.block_size)
 

@@ -22,6 +22,7 @@ from nsa_flex.fallback_kernels.core import core_attention
 from nsa_flex.fallback_kernels.fold_parts import fold_of, part_rows_view
 from nsa_flex.fallback_kernels.hopper import runs_gluon
 from nsa_flex.fallback_kernels.selected_plan import PARTIAL_BYTES
+from nsa_flex.fallback_kernels.selected_union import build_unions
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
@@ -400,6 +401,9 @@ def test_branches_that_the_end_saves(
         error = (x.float() - y.float()).norm() / y.float().norm()
         assert error < 2**-7, (name, error)
     assert aux.blocks.shape[-1] == config.num_selected_blocks
+    counts = (config.select_block_size, config.num_initial_blocks, config.num_local_blocks, 0)
+    plan = selected_plan.SelectedPlan.of(*inputs[:3], aux.blocks, *counts)
+    assert bool((build_unions(plan, aux.blocks).sizes >= 0).any()) == (union_limit > 0)
 
 
 @pytest.mark.large

@@ -17,6 +17,7 @@ from interpreter import (
     run_in_the_interpreter,
 )
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import oracle
 from nsa_flex.config import NSAConfig
@@ -397,6 +398,46 @@ def test_unions_on_hopper(
     k[:, :, 483:] = v[:, :, 483:] = float("nan")  # nobody sees them
     for a, b in zip(attend(case, q, k, v, blocks), (out, lse), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
+def test_partial_results_on_hopper(
+    group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of 64 rows of 128 numbers go by the kernel for Hopper, there and only there."""
+    case = Case(2, 2, group, 150, 533, 333, 128, 128, 64, 8, dtype=dtype)
+    blocks = choices(case, forced=group != 8)
+    check(case, blocks)
+    q, k, v = (x.detach() for x in inputs(case))
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        want = attend(case, q, k, v, blocks)
+    on_hopper = torch.cuda.get_device_capability()[0] == 9
+    launched = {"partial_kernel", "hopper_partial_kernel"} & {x.name for x in trace.events()}
+    assert launched == {"hopper_partial_kernel" if on_hopper else "partial_kernel"}
+    k[:, :, 483:] = v[:, :, 483:] = float("nan")  # nobody sees them
+    for wide in (False, True):
+        monkeypatch.setattr(SelectedPlan, "wide", wide)
+        for a, b in zip(attend(case, q, k, v, blocks), want, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [30.0, 1e-3])
+def test_partial_results_of_any_size(factor: float) -> None:
+    """Probabilities that are all or nothing, and all alike."""
+    case = Case(1, 2, 4, 150, None, 333, 128, 128, 64, 8, dtype=torch.bfloat16)
+    q, k, v = (x.detach() for x in inputs(case))
+    blocks = choices(case)
+    out, lse = attend(case, q * factor, k, v, blocks)
+    mask = oracle.selected_mask(blocks.numpy(), case.keys, case.config, case.offset)
+    arrays = [x.double().cpu().numpy() for x in (q * factor, k, v)]
+    want, want_lse, _ = oracle.branch(*arrays, mask, case.scale)
+    plain, _ = eager(case, q * factor, k, v, blocks)
+    got, plain = (x.double().cpu().numpy() for x in (out, plain))
+    assert oracle.relative_error(got, want) <= 2 * oracle.relative_error(plain, want)
+    np.testing.assert_allclose(lse.cpu().numpy(), want_lse, rtol=1e-5, atol=1e-4)
 
 
 @kernels
@@ -855,18 +896,27 @@ def _reference(
 
 @pytest.mark.large
 @pytest.mark.gpu
-def test_offsets_past_two_to_the_31(with_unions: None) -> None:
-    """Query of 2.2e9 elements; its last rows are what a 32-bit offset would miss."""
-    case = Case(1, 2, 32, 140_000, None, 0, 256, 16, 64, 4, 1, 1, torch.bfloat16)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 2, 32, 140_000, None, 0, 256, 16, 64, 4, 1, 1, torch.bfloat16),
+        Case(1, 2, 64, 131_100, None, 0, 128, 128, 64, 4, 1, 1, torch.bfloat16),
+    ],
+    ids=["D256", "D128"],
+)
+def test_offsets_past_two_to_the_31(case: Case, with_unions: None) -> None:
+    """Query of 2.1e9 elements or more; its last rows are what a 32-bit offset would miss."""
     q, k, v = (x.detach() for x in inputs(case))
     assert q.numel() > 2**31
     blocks = random_choices(case)
     out, _ = attend(case, q, k, v, blocks)
     rows = torch.arange(case.num_queries - 8, case.num_queries, device=DEVICE)
-    exact = [q[:, :, rows].double(), k.double(), v.double()]
-    upstream = torch.zeros_like(out[:, :, rows]).double()
-    want, _, _ = _reference(case, exact, _seen_by(case, blocks, rows), upstream)
-    assert _distance(out[:, :, rows], want) < 1e-2
+    last = replace(case, kv_heads=1)
+    heads = slice(-case.group, None)
+    exact = [q[:, heads, rows].double(), k[:, -1:].double(), v[:, -1:].double()]
+    upstream = torch.zeros_like(out[:, heads, rows]).double()
+    want, _, _ = _reference(last, exact, _seen_by(last, blocks[:, -1:], rows), upstream)
+    assert _distance(out[:, heads, rows], want) < 1e-2
 
 
 @pytest.mark.gpu

@@ -1,0 +1,192 @@
+"""Partial attention of the free choices on Hopper: queries and results pass no shared memory.
+
+What `selected_forward.partial_kernel` computes. There a tile of gathered queries goes from
+registers to shared memory, where the matrix unit reads it, and its results through shared memory
+again to be stored as whole rows. Here a thread loads and stores vectors of the rows that it has in
+the matrix unit's layout. Of such a row it has pairs of head dims that lie apart, and not vectors:
+so the head dims of keys and values change places, once for a whole list, and a thread's pairs are
+the vectors that it loads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa_flex.fallback_kernels import selected_tiles
+from nsa_flex.fallback_kernels.hopper_numbers import logarithm, reciprocal
+from nsa_flex.fallback_kernels.selected_plan import SelectedPlan
+
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
+item_of = gluon.jit(selected_tiles.item_of.fn)
+first_entry = gluon.jit(selected_tiles.first_entry.fn)
+group_rows = gluon.jit(selected_tiles.group_rows.fn)
+
+WIDTH = gl.constexpr(128)  # of queries, keys and values
+BLOCK = gl.constexpr(64)  # keys
+ROWS = gl.constexpr(64)  # (query, head) of a tile
+REGISTERS = 128  # four programs a multiprocessor
+
+# Rows as the matrix unit has them: a thread has rows i and i + 8, and here every fourth vector of
+# 16 bytes of them. One layout of numbers, one of pairs of numbers.
+VECTORS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+)
+PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+)
+
+
+@gluon.jit
+def swapped(x):
+    """Columns of a row as (4, 4, 4, 2): (a, b, c, d) is (a, c, b, d) here, and the reverse.
+
+    Of the matrix unit's columns (a, b, c, d) lane c has all a, b and d; of vectors (a, c, b, d).
+    """
+    rows: gl.constexpr = x.shape[0]
+    x = x.reshape([rows, WIDTH // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+    return x.reshape([rows, WIDTH])
+
+
+@gluon.jit
+def load_block(base_ptr, stride, block, num_keys):
+    """Keys or values of a block in shared memory, columns swapped; 0 past the last key."""
+    WARPS: gl.constexpr = gl.num_warps()
+    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, MEMORY))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, MEMORY))
+    pointer = gl.expand_dims(base_ptr + key.to(gl.int64) * stride, 1) + gl.expand_dims(column, 0)
+    tile = gl.load(pointer, mask=gl.expand_dims(key < num_keys, 1), other=0.0)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH], tile.dtype)
+    return gl.allocate_shared_memory(tile.dtype, [BLOCK, WIDTH], SHARED, swapped(tile))
+
+
+@gluon.jit
+def row_pointers(base_ptr, row, COLUMNS: gl.constexpr, WIDE: gl.constexpr):
+    """Of rows of a dense (rows, COLUMNS) matrix."""
+    if WIDE:
+        row = row.to(gl.int64)
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, row.type.layout.parent))
+    return base_ptr + gl.expand_dims(row * COLUMNS, 1) + gl.expand_dims(column, 0)
+
+
+@gluon.jit
+def load_queries(
+    query_ptr, entry, member, query_heads, NUM_SLOTS: gl.constexpr, WIDE: gl.constexpr
+):  # fmt: skip
+    """Query of each entry, two numbers in an int32: what a loop carries in 16 bits it repacks.
+
+    They should stay in the cache, where other lists find them.
+    """
+    line = (entry // NUM_SLOTS) * query_heads + member
+    pointer = row_pointers(query_ptr.to(gl.pointer_type(gl.int32)), line, WIDTH // 2, WIDE)
+    return gl.load(pointer, eviction_policy="evict_last")
+
+
+@gluon.jit
+def unpacked(pairs, dtype: gl.constexpr):
+    """The numbers of `load_queries`."""
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    rows: gl.constexpr = pairs.shape[0]
+    return gl.join(low, high).reshape([rows, WIDTH])
+
+
+@gluon.jit(do_not_specialize=["first_item", "first_head", "first_list", "window_shift"])
+def hopper_partial_kernel(
+    query_ptr, key_ptr, value_ptr, partial_ptr, partial_lse_ptr, entries_ptr, items_ptr,
+    key_stride_b, key_stride_h, key_stride_s, value_stride_b, value_stride_h, value_stride_s,
+    first_item, first_head, first_list, window_shift, window_tokens,
+    num_queries, num_keys, num_blocks, kv_heads, scale_log2,
+    GROUP: gl.constexpr, NUM_SLOTS: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """`selected_forward.partial_kernel`."""
+    start, stop, batch, head, within, block = item_of(
+        items_ptr, first_item + gl.program_id(0), first_head, first_list, kv_heads, num_blocks,
+        True,
+    )  # fmt: skip
+    if start >= stop:
+        return
+    TOKENS: gl.constexpr = ROWS // GROUP
+    WARPS: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    LINE: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    STORED: gl.constexpr = gl.SliceLayout(1, VECTORS)
+
+    b, h = batch.to(gl.int64), head.to(gl.int64)
+    query_heads = kv_heads * GROUP
+    query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, WIDTH)
+    # Partial row of an entry: (first + entry) * GROUP + query head within the group.
+    first = first_entry(within, window_tokens, window_shift, NUM_SLOTS)
+    row = gl.arange(0, ROWS, LINE)
+    token, member = row // GROUP, row % GROUP
+    # Rows past the end repeat the last entry: no load needs a mask, no store sees them.
+    last = stop - 1
+    entry = gl.load(entries_ptr + gl.minimum(start + token, last))
+    ahead = gl.load(entries_ptr + gl.minimum(start + TOKENS + token, last))
+    key_ptr += b * key_stride_b + h * key_stride_h
+    value_ptr += b * value_stride_b + h * value_stride_h
+    keys = load_block(key_ptr, key_stride_s, block, num_keys).permute((1, 0))
+    values = load_block(value_ptr, value_stride_s, block, num_keys)
+    fence_async_shared()
+    thread_barrier()
+    q = load_queries(query_ptr, entry, member, query_heads, NUM_SLOTS, WIDE)
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+    none = gl.zeros([ROWS, WIDTH], gl.float32, OUT)
+    for tile in range(start, stop, TOKENS):
+        operand = gl.convert_layout(swapped(unpacked(q, dtype)), QUERIES)
+        scores = warpgroup_mma(operand, keys, zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, [scores])
+        # The next tile is read while this one is computed.
+        further = gl.load(entries_ptr + gl.minimum(tile + 2 * TOKENS + token, last))
+        q = load_queries(query_ptr, ahead, member, query_heads, NUM_SLOTS, WIDE)
+        top = gl.max(scores, 1) * scale_log2
+        p = gl.exp2(scores * scale_log2 - gl.expand_dims(top, 1))
+        total = gl.sum(p, 1)
+        p *= gl.expand_dims(reciprocal(total), 1)
+        p = gl.convert_layout(p.to(dtype), WEIGHTS)
+        out = warpgroup_mma(p, values, none, use_acc=False, is_async=True)
+        place = (first + entry) * GROUP + member
+        row_ok = (token < TOKENS) & (tile + token < stop)
+        lse = gl.convert_layout(top + logarithm(total), LINE)
+        gl.store(partial_lse_ptr + place, lse, mask=row_ok)
+        out = warpgroup_mma_wait(0, [out])
+        out = gl.convert_layout(swapped(out.to(dtype)), VECTORS)
+        pointer = row_pointers(partial_ptr, gl.convert_layout(place, STORED), WIDTH, WIDE)
+        there = gl.expand_dims(gl.convert_layout(row_ok, STORED), 1)
+        gl.store(pointer, out, mask=there, eviction_policy="evict_first")
+        entry = ahead
+        ahead = further
+
+
+def takes(plan: SelectedPlan, query: Tensor) -> bool:
+    """Whether the kernel takes a call, from shapes and dtypes."""
+    return (
+        query.dtype in (torch.float16, torch.bfloat16)
+        and plan.head_dim == plan.value_dim == WIDTH.value
+        and plan.block_size == BLOCK.value
+        and plan.tile_rows == ROWS.value
+    )
