@@ -157,9 +157,9 @@ def _forward(
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
     plan = _plan(q, key, value, blocks, config, differentiable)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
-    window_keys = own or (key, value)
-    storage = index if differentiable else None
     keys = (key, value)
+    window_keys = own or keys
+    storage = index if differentiable else None
     if serves(plan, q, keys, window_keys, config.window_size, save=differentiable):
         end = end_of_forward(
             selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=storage),

@@ -98,8 +98,9 @@ def add_partials(
 ):  # fmt: skip
     """`acc` and the weighted partial results of a slot, in buffer PLACE; the next slot's weights.
 
-    branch: log-sum-exps of its rows, and factors. SOME: not all rows have a result; in place of
-    those of the others there may be anything.
+    partials: as `fetch_partials` has them. rows: as `load_weights` has them. branch: log-sum-exps
+    of its rows, and factors. SOME: not all rows have a result; in place of those of the others
+    there may be anything.
     """
     share = gl.exp2(weights - branch[0]) * branch[1]
     weights = load_weights(rows, slot + 1)
@@ -185,13 +186,14 @@ def start_rows(pointer, line, there, buffer):
 
 @gluon.jit
 def start_compressed(
-    x, batch, first, head, num_tokens, query_heads, fold, buffer,
-    GROUP: gl.constexpr, STRIDE: gl.constexpr, MEMORY: gl.constexpr,
-):  # fmt: skip
+    x, fold, tile, buffer, GROUP: gl.constexpr, STRIDE: gl.constexpr, MEMORY: gl.constexpr
+):
     """Start the copy of a tile's rows of the compressed branch; 0 where it sees no block.
 
-    x: the parts of the fold. fold: its rows, where parts begin, and its reach.
+    x: the parts of the fold. fold: its rows, where parts begin, and its reach. tile: batch row,
+    first token and first query head, and how many tokens and query heads there are.
     """
+    batch, first, head, num_tokens, query_heads = tile
     token, member, there = rows_of(first, num_tokens, GROUP, gl.SliceLayout(1, MEMORY))
     rows, first1, first2, first3, reach = fold
     part, residue, width, part_rows, row = part_place(
@@ -322,10 +324,12 @@ def hopper_end_kernel(
     total = gl.convert_layout(gl.sum(total, 1), LINE)
     gl.store(sliding_lse_ptr + line, (top + gl.log2(total)) * LN2, mask=there)
     x, fold = (x0, x1, x2, x3), (rows, first1, first2, first3, reach)
+    place = (b, first, head, num_tokens, query_heads)
     acc = times(acc, (1.0 if SAVE else gates[2]) / total)
     # Memory takes partial results as soon as it is done with: all of it, or but the queries'.
     ring, ready = buffers[FIRST:], arrived[3 + FIRST :]
     LAST: gl.constexpr = max(FREE - len(ring), 0)  # slot in whose place no other follows
+    compressed, spare = ring[LAST % len(ring)], ring[(LAST + 1) % len(ring)]
     if has_union:
         if SAVE:
             write_tile(sliding_tiles, at, first, q, acc)
@@ -334,11 +338,8 @@ def hopper_end_kernel(
             first, num_tokens, GROUP, gl.SliceLayout(1, MEMORY)
         )
         row_line = group + row_places(row_token, row_member, 1, query_heads)
-        start_rows(selected_ptr, row_line, row_there, ring[(LAST + 1) % len(ring)])
-        start_compressed(
-            x, b, first, head, num_tokens, query_heads, fold, ring[LAST % len(ring)],
-            GROUP, STRIDE, MEMORY,
-        )  # fmt: skip
+        start_rows(selected_ptr, row_line, row_there, spare)
+        start_compressed(x, fold, place, compressed, GROUP, STRIDE, MEMORY)
     else:
         # Normaliser of the selected branch: the kept result's, the first block, partial results.
         mbarrier.wait(arrived[0], in_window & 1)
@@ -388,10 +389,7 @@ def hopper_end_kernel(
                     acc, weights, partials, s, rows_lse, branch, ring, ready, s % len(ring), False
                 )
                 if s == LAST:
-                    start_compressed(
-                        x, b, first, head, num_tokens, query_heads, fold, ring[LAST % len(ring)],
-                        GROUP, STRIDE, MEMORY,
-                    )  # fmt: skip
+                    start_compressed(x, fold, place, compressed, GROUP, STRIDE, MEMORY)
         else:
             for s in range(0, partials[2], len(ring)):
                 for i in gl.static_range(len(ring)):
@@ -399,13 +397,9 @@ def hopper_end_kernel(
                         acc, weights = add_partials(
                             acc, weights, partials, s + i, rows_lse, branch, ring, ready, i, True
                         )
-            start_compressed(
-                x, b, first, head, num_tokens, query_heads, fold, ring[LAST % len(ring)],
-                GROUP, STRIDE, MEMORY,
-            )  # fmt: skip
+            start_compressed(x, fold, place, compressed, GROUP, STRIDE, MEMORY)
     async_copy.wait_group(0)
     thread_barrier()
-    compressed, spare = ring[LAST % len(ring)], ring[(LAST + 1) % len(ring)]
     if has_union:
         acc = add_rows(acc, spare, gates[1])
     elif SAVE:

@@ -6,6 +6,9 @@ again to be stored as whole rows. Here a thread loads and stores vectors of the 
 the matrix unit's layout. Of such a row it has pairs of head dims that lie apart, and not vectors:
 so the head dims of keys and values change places, once for a whole list, and a thread's pairs are
 the vectors that it loads.
+
+The L2 cache is asked for 128 bytes at once, both ways: by one load of a thread for what the next
+one finds in the L1, and by stores of rows that two groups of lanes have put together.
 """
 
 from __future__ import annotations
@@ -34,42 +37,46 @@ BLOCK = gl.constexpr(64)  # keys
 ROWS = gl.constexpr(64)  # (query, head) of a tile
 REGISTERS = 128  # four programs a multiprocessor
 
-# Rows as the matrix unit has them: a thread has rows i and i + 8, and here every fourth vector of
-# 16 bytes of them. One layout of numbers, one of pairs of numbers.
-VECTORS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 128],
-    )
-)
+# Queries, two numbers in an element: a thread has rows i and i + 8, as the matrix unit has them,
+# and 32 bytes of every 128.
 PAIRS = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, 64],
     )
 )
+# Results: eight lanes have 128 bytes of a row, and of the next one.
+LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [0, 64], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [0, 32], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+)
+QUERY_PAIRS = gl.constexpr(8)  # that lie side by side in a thread
+RESULT_PAIRS = gl.constexpr(4)
 
 
 @gluon.jit
-def swapped(x):
-    """Columns of a row as (4, 4, 4, 2): (a, b, c, d) is (a, c, b, d) here, and the reverse.
+def turned(x, A: gl.constexpr, B: gl.constexpr):
+    """Columns (a, b) of A times B pairs as (b, a); these again and again along a row.
 
-    Of the matrix unit's columns (a, b, c, d) lane c has all a, b and d; of vectors (a, c, b, d).
+    Of the matrix unit's columns a thread has one pair in four: it has (b, lane), where B of its
+    pairs lie side by side (lane, b).
     """
     rows: gl.constexpr = x.shape[0]
-    x = x.reshape([rows, WIDTH // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+    x = x.reshape([rows, WIDTH // (2 * A * B), A, B, 2]).permute((0, 1, 3, 2, 4))
     return x.reshape([rows, WIDTH])
 
 
 @gluon.jit
-def load_block(base_ptr, stride, block, num_keys):
-    """Keys or values of a block in shared memory, columns swapped; 0 past the last key."""
+def load_block(base_ptr, stride, block, num_keys, SIDE_BY_SIDE: gl.constexpr):
+    """Keys or values of a block in shared memory, columns turned; 0 past the last key."""
     WARPS: gl.constexpr = gl.num_warps()
     MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, MEMORY))
@@ -77,7 +84,8 @@ def load_block(base_ptr, stride, block, num_keys):
     pointer = gl.expand_dims(base_ptr + key.to(gl.int64) * stride, 1) + gl.expand_dims(column, 0)
     tile = gl.load(pointer, mask=gl.expand_dims(key < num_keys, 1), other=0.0)
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH], tile.dtype)
-    return gl.allocate_shared_memory(tile.dtype, [BLOCK, WIDTH], SHARED, swapped(tile))
+    tile = turned(tile, 4, SIDE_BY_SIDE)
+    return gl.allocate_shared_memory(tile.dtype, [BLOCK, WIDTH], SHARED, tile)
 
 
 @gluon.jit
@@ -134,7 +142,7 @@ def hopper_partial_kernel(
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     LINE: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    STORED: gl.constexpr = gl.SliceLayout(1, VECTORS)
+    STORED: gl.constexpr = gl.SliceLayout(1, LINES)
 
     b, h = batch.to(gl.int64), head.to(gl.int64)
     query_heads = kv_heads * GROUP
@@ -149,15 +157,15 @@ def hopper_partial_kernel(
     ahead = gl.load(entries_ptr + gl.minimum(start + TOKENS + token, last))
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
-    keys = load_block(key_ptr, key_stride_s, block, num_keys).permute((1, 0))
-    values = load_block(value_ptr, value_stride_s, block, num_keys)
+    keys = load_block(key_ptr, key_stride_s, block, num_keys, QUERY_PAIRS).permute((1, 0))
+    values = load_block(value_ptr, value_stride_s, block, num_keys, RESULT_PAIRS)
     fence_async_shared()
     thread_barrier()
     q = load_queries(query_ptr, entry, member, query_heads, NUM_SLOTS, WIDE)
     zero = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
     none = gl.zeros([ROWS, WIDTH], gl.float32, OUT)
     for tile in range(start, stop, TOKENS):
-        operand = gl.convert_layout(swapped(unpacked(q, dtype)), QUERIES)
+        operand = gl.convert_layout(turned(unpacked(q, dtype), 4, QUERY_PAIRS), QUERIES)
         scores = warpgroup_mma(operand, keys, zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, [scores])
         # The next tile is read while this one is computed.
@@ -174,7 +182,7 @@ def hopper_partial_kernel(
         lse = gl.convert_layout(top + logarithm(total), LINE)
         gl.store(partial_lse_ptr + place, lse, mask=row_ok)
         out = warpgroup_mma_wait(0, [out])
-        out = gl.convert_layout(swapped(out.to(dtype)), VECTORS)
+        out = gl.convert_layout(turned(out.to(dtype), RESULT_PAIRS, 4), LINES)
         pointer = row_pointers(partial_ptr, gl.convert_layout(place, STORED), WIDTH, WIDE)
         there = gl.expand_dims(gl.convert_layout(row_ok, STORED), 1)
         gl.store(pointer, out, mask=there, eviction_policy="evict_first")
