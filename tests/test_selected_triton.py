@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from interpreter import (
     DEVICE,
     INTERPRETED,
@@ -404,7 +405,10 @@ def test_unions_on_hopper(
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
 def test_partial_results_on_hopper(
-    group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    group: int,
+    dtype: torch.dtype,
+    forget_plans: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tiles of 64 rows of 128 numbers go by the kernel for Hopper, there and only there."""
     case = Case(2, 2, group, 150, 533, 333, 128, 128, 64, 8, dtype=dtype)
@@ -419,6 +423,7 @@ def test_partial_results_on_hopper(
     k[:, :, 483:] = v[:, :, 483:] = float("nan")  # nobody sees them
     for wide in (False, True):
         monkeypatch.setattr(SelectedPlan, "wide", wide)
+        forget_plans()
         for a, b in zip(attend(case, q, k, v, blocks), want, strict=True):
             assert torch.equal(a, b)
 
@@ -555,13 +560,16 @@ def test_query_offset(offset: int, with_unions: None) -> None:
 
 
 @kernels
-def test_wide_offsets_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_offsets_give_the_same(
+    forget_plans: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(kv_heads=2, num_queries=13)
     q, k, v = inputs(case)
     blocks = choices(case)
     narrow = attend(case, q, k, v, blocks, deterministic=True)
     narrow_gradients = torch.autograd.grad(narrow[0].sum(), (q, k, v))
     monkeypatch.setattr(selected_plan.SelectedPlan, "wide", True)
+    forget_plans()
     wide = attend(case, q, k, v, blocks, deterministic=True)
     wide_gradients = torch.autograd.grad(wide[0].sum(), (q, k, v))
     for a, b in zip((*narrow, *narrow_gradients), (*wide, *wide_gradients), strict=True):
