@@ -423,6 +423,7 @@ def takes(plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor) -> bool
         and plan.block_size == BLOCK.value
         and plan.merge_rows == ROWS.value
         and plan.num_initial <= 1
+        and by_copy_engine(query)
         and by_copy_engine(key)
         and by_copy_engine(value)
     )

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa_flex.fallback_kernels import selected_tiles
 from nsa_flex.fallback_kernels.hopper_numbers import logarithm, reciprocal
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan
+from nsa_flex.fallback_kernels.selected_union_tiles import by_copy_engine
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 item_of = gluon.jit(selected_tiles.item_of.fn)
@@ -191,10 +192,11 @@ def hopper_partial_kernel(
 
 
 def takes(plan: SelectedPlan, query: Tensor) -> bool:
-    """Whether the kernel takes a call, from shapes and dtypes."""
+    """Whether the kernel takes a call, from shapes, dtypes and where the queries begin."""
     return (
         query.dtype in (torch.float16, torch.bfloat16)
         and plan.head_dim == plan.value_dim == WIDTH.value
         and plan.block_size == BLOCK.value
         and plan.tile_rows == ROWS.value
+        and by_copy_engine(query)  # it loads vectors of 16 bytes
     )

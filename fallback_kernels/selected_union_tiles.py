@@ -152,7 +152,7 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
 
 
 def by_copy_engine(x: Tensor) -> bool:
-    """Whether the copy engine takes keys or values: 16-byte strides, the last dimension dense."""
+    """Whether the copy engine takes a tensor: 16-byte strides, the last dimension dense."""
     aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
     return aligned and x.data_ptr() % 16 == 0 and x.stride(3) == 1
 

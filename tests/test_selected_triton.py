@@ -428,6 +428,23 @@ def test_partial_results_on_hopper(
             assert torch.equal(a, b)
 
 
+@only_outside
+def test_kernels_for_hopper_want_vectors_of_16_bytes() -> None:
+    """Queries that begin elsewhere go by the other kernels."""
+    pytest.importorskip("triton.experimental.gluon")
+    from nsa_flex.fallback_kernels import core_end_hopper, selected_forward_hopper
+
+    case = Case(1, 2, 4, 64, None, 448, 128, 128, 64, 8, dtype=torch.bfloat16)
+    q, k, v = (x.detach() for x in inputs(case, "cpu"))
+    counts = (case.block_size, case.initial, case.local, case.offset)
+    plan = SelectedPlan.of(q, k, v, choices(case), *counts)
+    moved = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.transpose(1, 2).shape)
+    moved = moved.transpose(1, 2)
+    for query, taken in ((q, True), (moved, False)):
+        assert selected_forward_hopper.takes(plan, query) == taken
+        assert core_end_hopper.takes(plan, query, k, v) == taken
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("factor", [30.0, 1e-3])
 def test_partial_results_of_any_size(factor: float) -> None:
