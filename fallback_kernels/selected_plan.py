@@ -129,7 +129,7 @@ class SelectedPlan:
     element_size: int
     shared_memory: int = HOPPER_SHARED_MEMORY  # bytes that one program may have
     in_series: bool = False  # windows one after the other, on one stream
-    differentiable: bool = True  # a backward has the same lists, or makes them
+    differentiable: bool = True  # the lists are a backward's, too
 
     @classmethod
     def of(
