@@ -24,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_flex.fallback_kernels.hopper_numbers import exponential
+from nsa_flex.fallback_kernels.hopper_gluon import exponential, thread_barrier
 
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 COLUMNS = gl.constexpr(64)  # blocks of a tile
 BAND = gl.constexpr(16)  # blocks that share a maximum; `choose_top.BAND`
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nsa_flex.fallback_kernels import fold_parts, sliding_tiles
-from nsa_flex.fallback_kernels.hopper_numbers import widened
+from nsa_flex.fallback_kernels.hopper_gluon import thread_barrier, widened
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
 from nsa_flex.fallback_kernels.selected_prepare import Selection
 from nsa_flex.fallback_kernels.selected_union_tiles import by_copy_engine
@@ -36,7 +36,6 @@ from nsa_flex.fallback_kernels.selected_walk import (
     times,
 )
 
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 part_place = gluon.jit(fold_parts.part_place.fn)
 of_part = gluon.jit(fold_parts.of_part.fn)
 row_places = gluon.jit(sliding_tiles.row_places.fn)

@@ -9,6 +9,7 @@ Free choices lie wholly before the query's own block: no causal mask, no partial
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -137,28 +138,35 @@ def each_window(selection: Selection, finish: Callable[[Window, Tensor, Tensor],
         for _ in range(plan.window_lanes)
     ]
 
+    launch_partial = _launcher(plan, query)
+
     def launch(window: Window, room: tuple[Tensor, Tensor]) -> None:
         if window.max_items:
-            _launch_partial(selection, window, *room)
+            launch_partial(plan, window.max_items, _arguments(selection, window, *room))
         finish(window, *room)
 
     in_turn(query.device, plan.windows(plan.chunk_tokens), rooms, launch)
 
 
-def _on_hopper(plan: SelectedPlan, query: Tensor) -> bool:
-    if not runs_gluon(query.device):
-        return False
-    # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
-    from nsa_flex.fallback_kernels.selected_forward_hopper import takes
+def _launcher(
+    plan: SelectedPlan, query: Tensor
+) -> Callable[[SelectedPlan, int, tuple[Any, ...]], None]:
+    """What launches the kernel of a call's windows: that for Hopper where it takes the call."""
+    if runs_gluon(query.device):
+        # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
+        from nsa_flex.fallback_kernels import selected_forward_hopper as hopper
 
-    return takes(plan, query)
+        if hopper.takes(plan, query):
+            return hopper.launch
+    return _launch
 
 
-def _launch_partial(
+def _arguments(
     selection: Selection, window: Window, partial: Tensor, partial_lse: Tensor
-) -> None:
+) -> tuple[Any, ...]:
+    """Arguments of a window's kernel that are no constants."""
     plan, index, _, query, key, value, scale = selection
-    arguments = (
+    return (
         query,
         key,
         value,
@@ -179,20 +187,11 @@ def _launch_partial(
         plan.kv_heads,
         scale * LOG2E,
     )
-    grid = (window.max_items,)
-    if _on_hopper(plan, query):
-        from nsa_flex.fallback_kernels import selected_forward_hopper as hopper
 
-        hopper.hopper_partial_kernel[grid](
-            *arguments,
-            GROUP=plan.group,
-            NUM_SLOTS=plan.num_slots,
-            WIDE=plan.wide,
-            num_warps=4,
-            maxnreg=hopper.REGISTERS,
-        )
-        return
-    partial_kernel[grid](
+
+def _launch(plan: SelectedPlan, programs: int, arguments: tuple[Any, ...]) -> None:
+    """`partial_kernel` of so many programs, with the `_arguments` of a window."""
+    partial_kernel[(programs,)](
         *arguments,
         **plan.constants(),
         ROWS=plan.tile_rows,

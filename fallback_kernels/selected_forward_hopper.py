@@ -13,6 +13,8 @@ one finds in the L1, and by stores of rows that two groups of lanes have put tog
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,11 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_flex.fallback_kernels import selected_tiles
-from nsa_flex.fallback_kernels.hopper_numbers import logarithm, reciprocal
+from nsa_flex.fallback_kernels.hopper_gluon import logarithm, reciprocal, thread_barrier
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan
 from nsa_flex.fallback_kernels.selected_union_tiles import by_copy_engine
 
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 item_of = gluon.jit(selected_tiles.item_of.fn)
 first_entry = gluon.jit(selected_tiles.first_entry.fn)
 group_rows = gluon.jit(selected_tiles.group_rows.fn)
@@ -192,11 +193,23 @@ def hopper_partial_kernel(
 
 
 def takes(plan: SelectedPlan, query: Tensor) -> bool:
-    """Whether the kernel takes a call, from shapes, dtypes and where the queries begin."""
+    """Whether `launch` takes a call, from shapes, dtypes and where the queries begin."""
     return (
         query.dtype in (torch.float16, torch.bfloat16)
         and plan.head_dim == plan.value_dim == WIDTH.value
         and plan.block_size == BLOCK.value
         and plan.tile_rows == ROWS.value
         and by_copy_engine(query)  # it loads vectors of 16 bytes
+    )
+
+
+def launch(plan: SelectedPlan, programs: int, arguments: tuple[Any, ...]) -> None:
+    """`selected_forward._launch`."""
+    hopper_partial_kernel[(programs,)](
+        *arguments,
+        GROUP=plan.group,
+        NUM_SLOTS=plan.num_slots,
+        WIDE=plan.wide,
+        num_warps=4,
+        maxnreg=REGISTERS,
     )

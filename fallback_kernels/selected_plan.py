@@ -330,7 +330,7 @@ class SelectedPlan:
 
     @cached_property
     def union_registers(self) -> int | None:
-        """Register limit of the walk: four programs a multiprocessor."""
+        """Register limit of the walk in Triton: four programs a multiprocessor."""
         return 128 if self.num_warps == 4 else None
 
     @cached_property

@@ -115,7 +115,7 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
     """
     plan, lists, unions, query, key, value, scale = selection
     copied = all(by_copy_engine(x) for x in (key, value))
-    if copied and plan.union_registers and plan.merge_rows == 64 and runs_gluon(query.device):
+    if copied and plan.num_warps == 4 and plan.merge_rows == 64 and runs_gluon(query.device):
         # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
         from nsa_flex.fallback_kernels.selected_walk import walk
 

@@ -1,9 +1,10 @@
 """The walk of a tile's union on Hopper, its copies in flight beside its products.
 
 Keys and values of a block have one buffer each: the next block's keys are on their way while the
-probabilities of this one are made and multiplied, its values during the next scores. It takes no
-more shared memory than one block, so that four programs share a multiprocessor. Triton waits for
-a copy where it is written, or keeps every buffer twice; hence Gluon, its lower level.
+probabilities of this one are made and multiplied, its values during the next scores. Triton waits
+for a copy where it is written, or keeps every buffer twice; hence Gluon, its lower level. Queries
+stay in registers, and the tops of rows are those of the own block: no other is searched for a
+higher score, and no sum scaled by one, unless a probability gets too high.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from nsa_flex.fallback_kernels.base2 import LOG2E
 from nsa_flex.fallback_kernels.selected_plan import SelectedPlan, padded
 from nsa_flex.fallback_kernels.selected_prepare import Selection
 
+REGISTERS = 168  # three programs a multiprocessor
+LIMIT = gl.constexpr(2.0**64)  # of a row's sum, relative to its own block's highest probability
+
 
 @gluon.jit
-def fetch(tiles, batch, head, block, buffer, arrival, BLOCK_SIZE: gl.constexpr):
-    """Start the copy of a block into its buffer, once all have read what is there."""
+def fetch(tiles, at, block, buffer, arrival, BLOCK_SIZE: gl.constexpr):
+    """Start the copy of a block of batch row and KV head `at` into a buffer that all have read."""
     mbarrier.expect(arrival, tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(tiles, [batch, head, block * BLOCK_SIZE, 0], arrival, buffer)
+    tma.async_copy_global_to_shared(tiles, [at[0], at[1], block * BLOCK_SIZE, 0], arrival, buffer)
 
 
 @gluon.jit
 def scores_of(q, keys, zero):
-    """Products of the queries in shared memory and a block of keys, laid out as `zero`."""
+    """Products of the queries and a block of keys, laid out as `zero`."""
     scores = warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, [scores])
 
@@ -100,6 +104,73 @@ def pointers(base_ptr, line, row_ok, width: gl.constexpr, COLUMNS: gl.constexpr)
     return pointer, gl.expand_dims(row_ok, 1) & gl.expand_dims(column < width, 0)
 
 
+@gluon.jit
+def attend_union(
+    size, copies, tiles, at, union_ptr, masks_ptr, q, buffers, arrived, rows, own, scale_log2,
+    RISING: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEAD_COLUMNS: gl.constexpr, VALUE_COLUMNS: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """Sums of values, tops of rows, sums of probabilities by lane; the own block is on its way.
+
+    copies: of blocks that came into the buffers before. tiles, buffers, arrived: of keys and of
+    values. at: batch row and KV head. rows: token within the tile of each row, whether it is
+    there, and the last key of the own block that it sees. RISING: tops rise with the scores; else
+    they stay those of the own block, which every row must see.
+    """
+    token, row_ok, last_key = rows
+    ROWS: gl.constexpr = q.shape[0]
+    WARPS: gl.constexpr = gl.num_warps()
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_SIZE, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, VALUE_COLUMNS, 16])
+    keys = buffers[0].reshape([BLOCK_SIZE, HEAD_COLUMNS]).permute((1, 0))
+    values = buffers[1].reshape([BLOCK_SIZE, VALUE_COLUMNS])
+    zero = gl.zeros([ROWS, BLOCK_SIZE], gl.float32, SCORES)
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = sums_by_lane(zero)
+    out = gl.zeros([ROWS, VALUE_COLUMNS], gl.float32, OUT)
+
+    # The own block is the only one where single keys are masked: up to the query, or none.
+    position = own * BLOCK_SIZE + gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, SCORES))
+    following = gl.load(union_ptr, mask=size > 0, other=0)
+    mbarrier.wait(arrived[0], copies & 1)
+    scores = scores_of(q, keys, zero)
+    if size > 0:
+        fetch(tiles[0], at, following, buffers[0], arrived[0], BLOCK_SIZE)
+    seen = gl.expand_dims(position, 0) <= gl.expand_dims(last_key, 1)
+    scores = gl.where(seen, scores, float("-inf"))
+    p, decay, top, total = online_softmax(scores, last_key >= 0, top, total, scale_log2)
+    mbarrier.wait(arrived[1], copies & 1)
+    out = add_values(p, values, times(out, decay))
+    if size > 0:
+        fetch(tiles[1], at, following, buffers[1], arrived[1], BLOCK_SIZE)
+
+    for i in range(size):
+        phase = (copies + i + 1) & 1
+        more = i + 1 < size
+        following = gl.load(union_ptr + i + 1, mask=more, other=0)
+        bits = gl.load(masks_ptr + i * WORDS) >> (token % 32)
+        if WORDS == 2:
+            upper = gl.load(masks_ptr + i * WORDS + 1) >> (token % 32)
+            bits = gl.where(token < 32, bits, upper)
+        mbarrier.wait(arrived[0], phase)
+        scores = scores_of(q, keys, zero)
+        if more:
+            fetch(tiles[0], at, following, buffers[0], arrived[0], BLOCK_SIZE)
+        chosen = row_ok & ((bits & 1) != 0)
+        if RISING:
+            p, decay, top, total = online_softmax(scores, chosen, top, total, scale_log2)
+            out = times(out, decay)
+        else:
+            shift = gl.where(chosen, top, float("inf"))
+            p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
+            total += sums_by_lane(p)
+        mbarrier.wait(arrived[1], phase)
+        out = add_values(p, values, out)
+        if more:
+            fetch(tiles[1], at, following, buffers[1], arrived[1], BLOCK_SIZE)
+    return out, top, total
+
+
 @gluon.jit(do_not_specialize=["base"])
 def walk_kernel(
     key_tiles, value_tiles, query_ptr, summary_ptr, sizes_ptr, union_ptr, masks_ptr,
@@ -118,26 +189,21 @@ def walk_kernel(
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_SIZE, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, VALUE_COLUMNS, 16])
     MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
 
     batch = gl.program_id(1) // kv_heads
     head = gl.program_id(1) % kv_heads
     first = base + gl.program_id(0) * TOKENS
     own = first // BLOCK_SIZE
-    key_buffer = gl.allocate_shared_memory(dtype, key_tiles.block_type.shape, key_tiles.layout)
-    value_buffer = gl.allocate_shared_memory(
-        dtype, value_tiles.block_type.shape, value_tiles.layout
-    )
-    keys = key_buffer.reshape([BLOCK_SIZE, HEAD_COLUMNS]).permute((1, 0))
-    values = value_buffer.reshape([BLOCK_SIZE, VALUE_COLUMNS])
-    key_arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    value_arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(key_arrival, count=1)
-    mbarrier.init(value_arrival, count=1)
+    tiles, at = (key_tiles, value_tiles), (batch, head)
+    buffers, arrived = gl.tuple(()), gl.tuple(())
+    for i in gl.static_range(2):
+        buffers += (gl.allocate_shared_memory(dtype, tiles[i].block_type.shape, tiles[i].layout),)
+        arrived += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+        mbarrier.init(arrived[i], count=1)
     fence_async_shared()
-    fetch(key_tiles, batch, head, own, key_buffer, key_arrival, BLOCK_SIZE)
-    fetch(value_tiles, batch, head, own, value_buffer, value_arrival, BLOCK_SIZE)
+    for i in gl.static_range(2):
+        fetch(tiles[i], at, own, buffers[i], arrived[i], BLOCK_SIZE)
 
     b, h = batch.to(gl.int64), head.to(gl.int64)
     group = (b * num_queries * kv_heads + h) * GROUP
@@ -151,59 +217,39 @@ def walk_kernel(
     if WIDE:
         line = line.to(gl.int64)
     pointer, mask = pointers(query_ptr + group * HEAD_DIM, line, there, HEAD_DIM, HEAD_COLUMNS)
-    q = gl.allocate_shared_memory(
-        dtype,
-        [ROWS, HEAD_COLUMNS],
-        gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_COLUMNS], dtype),
-        gl.load(pointer, mask=mask, other=0.0),
-    )
-    fence_async_shared()
+    q = gl.load(pointer, mask=mask, other=0.0)
+    q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2))
 
     row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     token = row // GROUP
     query, member, row_ok = rows_of_tile(first - query_offset, num_queries, GROUP, TOKENS, row)
     summary = gl.load(summary_ptr + query, mask=row_ok, other=0)
-    zero = gl.zeros([ROWS, BLOCK_SIZE], gl.float32, SCORES)
-    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = sums_by_lane(zero)
-    out = gl.zeros([ROWS, VALUE_COLUMNS], gl.float32, OUT)
-
-    # The own block is the only one where single keys are masked: up to the query, or none.
     last_key = gl.where((summary & 1) != 0, first + token, -1)
-    position = own * BLOCK_SIZE + gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, SCORES))
-    following = gl.load(union_ptr, mask=size > 0, other=0)
-    mbarrier.wait(key_arrival, 0)
-    scores = scores_of(q, keys, zero)
-    if size > 0:
-        fetch(key_tiles, batch, head, following, key_buffer, key_arrival, BLOCK_SIZE)
-    seen = gl.expand_dims(position, 0) <= gl.expand_dims(last_key, 1)
-    scores = gl.where(seen, scores, float("-inf"))
-    p, decay, top, total = online_softmax(scores, last_key >= 0, top, total, scale_log2)
-    mbarrier.wait(value_arrival, 0)
-    out = add_values(p, values, times(out, decay))
-    if size > 0:
-        fetch(value_tiles, batch, head, following, value_buffer, value_arrival, BLOCK_SIZE)
-
-    for i in range(size):
-        phase = (i + 1) & 1
-        more = i + 1 < size
-        following = gl.load(union_ptr + i + 1, mask=more, other=0)
-        bits = gl.load(masks_ptr + i * WORDS) >> (token % 32)
-        if WORDS == 2:
-            upper = gl.load(masks_ptr + i * WORDS + 1) >> (token % 32)
-            bits = gl.where(token < 32, bits, upper)
-        mbarrier.wait(key_arrival, phase)
-        scores = scores_of(q, keys, zero)
-        if more:
-            fetch(key_tiles, batch, head, following, key_buffer, key_arrival, BLOCK_SIZE)
-        chosen = row_ok & ((bits & 1) != 0)
-        p, decay, top, total = online_softmax(scores, chosen, top, total, scale_log2)
-        mbarrier.wait(value_arrival, phase)
-        out = add_values(p, values, times(out, decay))
-        if more:
-            fetch(value_tiles, batch, head, following, value_buffer, value_arrival, BLOCK_SIZE)
-    mbarrier.invalidate(key_arrival)
-    mbarrier.invalidate(value_arrival)
+    rows = (token, row_ok, last_key)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, VALUE_COLUMNS, 16])
+    out = gl.zeros([ROWS, VALUE_COLUMNS], gl.float32, OUT)
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = sums_by_lane(gl.zeros([ROWS, BLOCK_SIZE], gl.float32, SCORES))
+    copies = size * 0
+    rising = size >= 0
+    if dtype == gl.bfloat16:  # noqa: SIM102 -- half precision ends at 2**16
+        if gl.min(gl.where(row_ok, last_key, 0), 0) >= 0:
+            out, top, total = attend_union(
+                size, copies, tiles, at, union_ptr, masks_ptr, q, buffers, arrived, rows, own,
+                scale_log2, False, BLOCK_SIZE, HEAD_COLUMNS, VALUE_COLUMNS, WORDS,
+            )  # fmt: skip
+            rising = gl.max(gl.sum(total, 1), 0) > LIMIT
+            if rising:  # once more
+                copies = size + 1
+                for i in gl.static_range(2):
+                    fetch(tiles[i], at, own, buffers[i], arrived[i], BLOCK_SIZE)
+    if rising:
+        out, top, total = attend_union(
+            size, copies, tiles, at, union_ptr, masks_ptr, q, buffers, arrived, rows, own,
+            scale_log2, True, BLOCK_SIZE, HEAD_COLUMNS, VALUE_COLUMNS, WORDS,
+        )  # fmt: skip
+    for i in gl.static_range(2):
+        mbarrier.invalidate(arrived[i])
 
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
     empty = total == 0.0
@@ -239,7 +285,7 @@ def walk(selection: Selection, out: Tensor, lse: Tensor) -> None:
         CAPACITY=plan.union_capacity,
         WORDS=unions.masks.shape[2],
         num_warps=plan.num_warps,
-        maxnreg=plan.union_registers,
+        maxnreg=REGISTERS,
     )
 
 

@@ -445,13 +445,12 @@ def test_kernels_for_hopper_want_vectors_of_16_bytes() -> None:
         assert core_end_hopper.takes(plan, query, k, v) == taken
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("factor", [30.0, 1e-3])
-def test_partial_results_of_any_size(factor: float) -> None:
-    """Probabilities that are all or nothing, and all alike."""
-    case = Case(1, 2, 4, 150, None, 333, 128, 128, 64, 8, dtype=torch.bfloat16)
+def check_forward(case: Case, blocks: Tensor, factor: float) -> float:
+    """Output and log-sum-exp of queries times `factor` against the oracle, by the error rule.
+
+    Returns by how much, in bits, probabilities relative to the own block's highest exceed 1 most.
+    """
     q, k, v = (x.detach() for x in inputs(case))
-    blocks = choices(case)
     out, lse = attend(case, q * factor, k, v, blocks)
     mask = oracle.selected_mask(blocks.numpy(), case.keys, case.config, case.offset)
     arrays = [x.double().cpu().numpy() for x in (q * factor, k, v)]
@@ -460,6 +459,31 @@ def test_partial_results_of_any_size(factor: float) -> None:
     got, plain = (x.double().cpu().numpy() for x in (out, plain))
     assert oracle.relative_error(got, want) <= 2 * oracle.relative_error(plain, want)
     np.testing.assert_allclose(lse.cpu().numpy(), want_lse, rtol=1e-5, atol=1e-4)
+    own = mask & (np.arange(case.keys) // case.block_size == case.owns()[:, None])
+    _, own_lse, _ = oracle.branch(*arrays, own, case.scale)
+    some = np.isfinite(own_lse)
+    return float((want_lse[some] - own_lse[some]).max() / np.log(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [30.0, 1e-3])
+def test_partial_results_of_any_size(factor: float) -> None:
+    """Probabilities that are all or nothing, and all alike."""
+    case = Case(1, 2, 4, 150, None, 333, 128, 128, 64, 8, dtype=torch.bfloat16)
+    check_forward(case, choices(case), factor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("factor", "forced"), [(1.0, True), (1.0, False), (30.0, True)])
+def test_unions_of_any_size(
+    factor: float, forced: bool, group: int, dtype: torch.dtype, with_unions: None
+) -> None:
+    """Tops of the own block serve, unless others are far higher or some did not choose it."""
+    case = Case(1, 2, group, 150, None, 333, 128, 128, 64, 8, dtype=dtype)
+    higher = check_forward(case, choices(case, forced), factor)
+    assert (higher > 70) == (factor > 1)
 
 
 @kernels

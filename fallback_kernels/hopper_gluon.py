@@ -1,9 +1,11 @@
-"""Arithmetic of the kernels in Gluon by instructions that Triton does not choose by itself."""
+"""What the kernels in Gluon share: a barrier, and arithmetic by single instructions."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 
 
 @gluon.jit
