@@ -365,6 +365,22 @@ def test_union_tiles(case: Case, with_unions: None) -> None:
         assert any(size < 0 for row in sizes for size in row)
 
 
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[SelectedPlan]:
+    """Plans of the calls whose unions the walk for Hopper took."""
+    from nsa_flex.fallback_kernels import selected_walk
+
+    taken: list[SelectedPlan] = []
+    walk = selected_walk.walk
+
+    def spy(selection: Selection, *results: Tensor) -> None:
+        taken.append(selection.plan)
+        walk(selection, *results)
+
+    monkeypatch.setattr(selected_walk, "walk", spy)
+    return taken
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("group", "head_dim", "value_dim", "dtype"),
@@ -376,19 +392,9 @@ def test_unions_on_hopper(
     value_dim: int,
     dtype: torch.dtype,
     with_unions: None,
-    monkeypatch: pytest.MonkeyPatch,
+    walks: list[SelectedPlan],
 ) -> None:
     """Tiles of 64 rows and 16 bits go by the walk for Hopper, there and only there."""
-    from nsa_flex.fallback_kernels import selected_walk
-
-    walks: list[SelectedPlan] = []
-    walk = selected_walk.walk
-
-    def spy(selection: Selection, *results: torch.Tensor) -> None:
-        walks.append(selection.plan)
-        walk(selection, *results)
-
-    monkeypatch.setattr(selected_walk, "walk", spy)
     case = Case(2, 2, group, 150, 533, 333, head_dim, value_dim, 64, 8, dtype=dtype)
     blocks = stretches(case)
     check(case, blocks)
@@ -476,14 +482,28 @@ def test_partial_results_of_any_size(factor: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize(("factor", "forced"), [(1.0, True), (1.0, False), (30.0, True)])
+@pytest.mark.parametrize(("factor", "own"), [(1.0, True), (1.0, False), (30.0, True)])
 def test_unions_of_any_size(
-    factor: float, forced: bool, group: int, dtype: torch.dtype, with_unions: None
+    factor: float,
+    own: bool,
+    group: int,
+    dtype: torch.dtype,
+    with_unions: None,
+    walks: list[SelectedPlan],
 ) -> None:
-    """Tops of the own block serve, unless others are far higher or some did not choose it."""
+    """Tops of the own block serve, unless others are far higher or half the queries lack it."""
     case = Case(1, 2, group, 150, None, 333, 128, 128, 64, 8, dtype=dtype)
-    higher = check_forward(case, choices(case, forced), factor)
+    blocks = choices(case)
+    if not own:
+        half = blocks[:, :, ::2]
+        half[half == torch.from_numpy(case.owns())[::2, None]] = -1
+    higher = check_forward(case, blocks, factor)
     assert (higher > 70) == (factor > 1)
+    assert len(walks) == (torch.cuda.get_device_capability()[0] == 9)
+    q, k, v = inputs(case)
+    counts = (case.block_size, case.initial, case.local, case.offset)
+    plan = SelectedPlan.of(q, k, v, blocks, *counts)
+    assert bool((build_unions(plan, blocks.to(DEVICE)).sizes >= 0).all())
 
 
 @kernels
