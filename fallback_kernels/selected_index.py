@@ -116,18 +116,19 @@ def count_kernel(
     united = index < 0
     if not ORDERED:
         united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
-    counter = counter_of(
-        block, batch_head, position, united.to(tl.int32), base, window_tokens, window_heads,
-        windows_per_head, phases, phase_tokens, num_blocks,
-    )  # fmt: skip
-    place = row[:, None] * NUM_SLOTS + slot
-    if ORDERED:
-        tl.store(ranks_ptr + place, counter, mask=free)
-    else:
-        if not EVERY:
-            free = free & ~united[:, None]
-        rank = tl.atomic_add(counts_ptr + counter, 1, mask=free, sem="relaxed")
-        tl.store(ranks_ptr + place, rank, mask=free)
+    if EVERY or tl.min(united.to(tl.int32), 0) == 0:
+        counter = counter_of(
+            block, batch_head, position, united.to(tl.int32), base, window_tokens, window_heads,
+            windows_per_head, phases, phase_tokens, num_blocks,
+        )  # fmt: skip
+        place = row[:, None] * NUM_SLOTS + slot
+        if ORDERED:
+            tl.store(ranks_ptr + place, counter, mask=free)
+        else:
+            if not EVERY:
+                free = free & ~united[:, None]
+            rank = tl.atomic_add(counts_ptr + counter, 1, mask=free, sem="relaxed")
+            tl.store(ranks_ptr + place, rank, mask=free)
 
 
 @triton.jit(do_not_specialize=["phases"])
@@ -163,19 +164,20 @@ def scatter_kernel(
     row_ok = index < num_queries
     row = batch_head * num_queries + index
     position = index + query_offset
-    block, free, slot, _ = split_choices(
-        blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
-    )
     united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
-    counter = counter_of(
-        block, batch_head, position, united.to(tl.int32), base, window_tokens, window_heads,
-        windows_per_head, phases, phase_tokens, num_blocks,
-    )  # fmt: skip
-    if not EVERY:
-        free = free & ~united[:, None]
-    rank = tl.load(ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=free, other=0)
-    start = tl.load(starts_ptr + counter, mask=free, other=0)
-    tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=free)
+    if EVERY or tl.min(united.to(tl.int32), 0) == 0:
+        block, free, slot, _ = split_choices(
+            blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
+        )
+        counter = counter_of(
+            block, batch_head, position, united.to(tl.int32), base, window_tokens, window_heads,
+            windows_per_head, phases, phase_tokens, num_blocks,
+        )  # fmt: skip
+        if not EVERY:
+            free = free & ~united[:, None]
+        rank = tl.load(ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=free, other=0)
+        start = tl.load(starts_ptr + counter, mask=free, other=0)
+        tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=free)
 
 
 @triton.jit(do_not_specialize=["phases"])

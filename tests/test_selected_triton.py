@@ -365,6 +365,61 @@ def test_union_tiles(case: Case, with_unions: None) -> None:
         assert any(size < 0 for row in sizes for size in row)
 
 
+def alike(case: Case, one: list[int], other: list[int]) -> bool:
+    """Whether two queries of a tile share a quarter of what the other chose, forced apart."""
+    count = len(other)
+    shared = len(set(one) & set(other))
+    return 4 * shared >= count + 3 * min(count, case.initial + case.local)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("heads", "group", "num_slots", "num_queries"),
+    [(2, 1, 16, 150), (1, 1, 32, 150), (2, 3, 10, 100), (2, 4, 16, 100), (2, 16, 16, 33)],
+)
+def test_which_unions_are_walked(
+    heads: int, group: int, num_slots: int, num_queries: int, with_unions: None
+) -> None:
+    """All those that cost no more than their budget, if the queries compared first are alike."""
+    case = Case(1, heads, group, num_queries, None, 9000, 16, 16, 64, num_slots)
+    case = replace(case, dtype=torch.bfloat16)
+    blocks = torch.full((1, heads, num_queries, num_slots), -1, dtype=torch.int32)
+    counts = (case.block_size, case.initial, case.local, case.offset)
+    plan = SelectedPlan.of(*inputs(case), blocks, *counts)
+    tokens, limit = plan.merge_tokens, selected_plan.UNION_LIMIT
+    firsts = range(plan.base - case.offset, plan.base - case.offset + plan.span, tokens)
+    tiles = [(head, range(first, first + tokens)) for head in range(heads) for first in firsts]
+    inside = [[x for x in tile if 0 <= x < num_queries] for _, tile in tiles]
+    rng = np.random.default_rng(torch.randint(2**31, (1,)).item())
+    most = limit * num_slots // 4
+    for number, (head, _) in enumerate(tiles):
+        # The union has about as many blocks as it may, half of the choices the same. Each head has
+        # a tile of the least union, and one where no query chooses what the next does.
+        place = number % len(firsts)
+        disjoint = place == len(firsts) // 2
+        size = num_slots if place == 0 else int(rng.integers(most - 10, most + 6))
+        pool = rng.permutation(130)[: 130 if disjoint else size]
+        same = 0 if disjoint else num_slots // 2
+        for query in inside[number]:
+            pool[same:] = np.roll(pool, num_slots) if disjoint else rng.permutation(pool[same:])
+            chosen = np.sort(pool[: rng.integers(num_slots - 2, num_slots + 1)])
+            blocks[0, head, query, : len(chosen)] = torch.from_numpy(chosen)
+    sizes = build_unions(plan, blocks.to(DEVICE)).sizes.tolist()
+    walked = 0
+    for (head, tile), some, size in zip(tiles, inside, sizes, strict=True):
+        chosen = [[x for x in row.tolist() if x >= 0] for row in blocks[0, head]]
+        union = union_of(case, blocks[0, head], tile)
+        free = sum(x >= case.initial for query in some for x in chosen[query])
+        cost = 4 * len(some) * (len(union) - (case.initial + case.local - 1))
+        worth = cost <= limit * free
+        if tokens > 4:
+            ends = [min(max(tile[x], 0), num_queries - 1) for x in (tokens // 2, -1)]
+            worth = worth and alike(case, chosen[ends[0]], chosen[ends[1]])
+        assert size == (len(union) if worth else -1)
+        walked += worth
+    assert 0 < walked < len(sizes)
+
+
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[SelectedPlan]:
     """Plans of the calls whose unions the walk for Hopper took."""
