@@ -72,7 +72,7 @@ def eager_nsa(inputs: list[Tensor], blocks: Tensor, config: NSAConfig) -> Tensor
 CALLS = [
     *((shape, "auto", False) for shape in WHOLE),
     *((shape, "auto", True) for shape in (WHOLE[0], WHOLE[2], WHOLE[3])),
-    *((shape, "flex", False) for shape in (WHOLE[2], WHOLE[6])),
+    (WHOLE[6], "flex", False),
     (WHOLE[0], "flex", True),
     (WHOLE[1], "fa2", False),
     (WHOLE[6], "fa2", False),
