@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= hf,ao,cli,bench,dev
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
-GPU_JOBS ?= $(shell $(PYTHON) -c "import os; print(min(15, os.cpu_count() or 1))")
+GPU_JOBS ?= $(shell $(PYTHON) -c "import os; print(min(16, os.cpu_count() or 1))")
 ARGS ?=
 
 BIN := $(VENV)/bin

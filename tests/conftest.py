@@ -69,6 +69,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"repeat with --seed {config.option.seed}")
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` left out what it does
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # No worker shall come upon a test of a minute at the end: files in Triton's interpreter, then
     # what compiles much.
@@ -79,11 +80,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     )
     if torch.cuda.is_available():
+        spread_large(items)
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
     if left_out:
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=left_out)
+
+
+def spread_large(items: list[pytest.Item]) -> None:
+    """Tests that take turns, apart: no worker of pytest-xdist should wait for another's."""
+    large = [item for item in items if item.get_closest_marker("large")]
+    others = [item for item in items if not item.get_closest_marker("large")]
+    step = len(others) // (len(large) + 1)
+    for number, item in enumerate(large, 1):
+        others.insert(number * step + number - 1, item)
+    items[:] = others
 
 
 @pytest.fixture(autouse=True)

@@ -220,8 +220,8 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 # groups are rows of a tile, has all shapes, the two that are masks over plain heads share them.
 FLEX = [
     *(("selected", shape) for shape in SHAPES),
-    *(("compressed", shape) for shape in SHAPES[::3]),
-    *(("sliding", shape) for shape in SHAPES[1::3]),
+    *(("compressed", shape) for shape in SHAPES[::4]),
+    *(("sliding", shape) for shape in SHAPES[1::4]),
 ]
 
 

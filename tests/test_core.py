@@ -372,17 +372,26 @@ def ends_of(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forget_plans")
-@pytest.mark.parametrize("union_limit", [0, 64], ids=["lists", "unions"])
 @pytest.mark.parametrize(
-    ("heads", "length", "config"),
+    ("heads", "length", "config", "union_limit"),
     [
-        (2, 700, PAPER),
-        (8, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3)),
-        (8, 1100, replace(PAPER, num_selected_blocks=10)),
-        (32, 1500, replace(PAPER, num_initial_blocks=0, num_selected_blocks=5)),
-        (16, 1000, replace(PAPER, num_selected_blocks=3)),
+        (2, 700, PAPER, 0),
+        (8, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3), 0),
+        (8, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3), 64),
+        (8, 1100, replace(PAPER, num_selected_blocks=10), 64),
+        (32, 1500, replace(PAPER, num_initial_blocks=0, num_selected_blocks=5), 0),
+        (32, 1500, replace(PAPER, num_initial_blocks=0, num_selected_blocks=5), 64),
+        (16, 1000, replace(PAPER, num_selected_blocks=3), 64),
     ],
-    ids=["all fit", "20 free", "7 free", "3 free", "none free"],
+    ids=[
+        "all fit",
+        "20 free, lists",
+        "20 free, unions",
+        "7 free, unions",
+        "3 free, lists",
+        "3 free, unions",
+        "none free, unions",
+    ],
 )
 def test_branches_that_the_end_saves(
     heads: int, length: int, config: NSAConfig, union_limit: int, monkeypatch: pytest.MonkeyPatch
