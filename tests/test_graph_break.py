@@ -2,8 +2,9 @@
 
 Every path runs under the detectors of `nsa_flex.hot_path` eagerly, on the meta device, and
 compiled with `fullgraph=True`, forward and backward. test_hot_path.py proves that they fire. Code
-is generated, on CUDA, for `auto`, and wherever FlexAttention is, which waits without it. That
-takes a minute for a training step of documents: the function's is compiled, and one of a model's.
+is generated, on CUDA, for the function on `auto` and on FlexAttention, which waits without it, for
+a model's training on documents and for its decoding. A training step on documents takes a minute:
+packed by position_ids, or of the module alone, it is compiled on the CPU and eager on CUDA.
 """
 
 from __future__ import annotations

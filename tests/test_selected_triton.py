@@ -140,6 +140,11 @@ def inputs(case: Case, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def plan_of(case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> SelectedPlan:
+    counts = (case.block_size, case.initial, case.local, case.offset)
+    return SelectedPlan.of(q, k, v, blocks, *counts)
+
+
 def attend(
     case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -343,9 +348,7 @@ def test_union_tiles(case: Case, with_unions: None) -> None:
     """Tiles of both kinds; where the device made a union, it is the union."""
     blocks = stretches(case)
     check(case, blocks)
-    q, k, v = inputs(case)
-    counts = (case.block_size, case.initial, case.local, case.offset)
-    plan = SelectedPlan.of(q, k, v, blocks, *counts)
+    plan = plan_of(case, *inputs(case), blocks)
     unions = build_unions(plan, blocks.to(DEVICE))
     sizes = unions.sizes.reshape(case.batch * case.kv_heads, -1).tolist()
     walked = 0
@@ -381,11 +384,11 @@ def test_which_unions_are_walked(
     heads: int, group: int, num_slots: int, num_queries: int, with_unions: None
 ) -> None:
     """All those that cost no more than their budget, if the queries compared first are alike."""
-    case = Case(1, heads, group, num_queries, None, 9000, 16, 16, 64, num_slots)
-    case = replace(case, dtype=torch.bfloat16)
+    case = Case(
+        1, heads, group, num_queries, None, 9000, 16, 16, 64, num_slots, dtype=torch.bfloat16
+    )
     blocks = torch.full((1, heads, num_queries, num_slots), -1, dtype=torch.int32)
-    counts = (case.block_size, case.initial, case.local, case.offset)
-    plan = SelectedPlan.of(*inputs(case), blocks, *counts)
+    plan = plan_of(case, *inputs(case), blocks)
     tokens, limit = plan.merge_tokens, selected_plan.UNION_LIMIT
     firsts = range(plan.base - case.offset, plan.base - case.offset + plan.span, tokens)
     tiles = [(head, range(first, first + tokens)) for head in range(heads) for first in firsts]
@@ -463,13 +466,8 @@ def test_unions_on_hopper(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("group", "dtype"),
-    [
-        *((group, torch.bfloat16) for group in (1, 2, 3, 4, 6, 8, 12, 16, 32)),
-        *((group, torch.float16) for group in (1, 4)),
-    ],
-)
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
 def test_partial_results_on_hopper(
     group: int,
     dtype: torch.dtype,
@@ -502,8 +500,7 @@ def test_kernels_for_hopper_want_vectors_of_16_bytes() -> None:
 
     case = Case(1, 2, 4, 64, None, 448, 128, 128, 64, 8, dtype=torch.bfloat16)
     q, k, v = (x.detach() for x in inputs(case, "cpu"))
-    counts = (case.block_size, case.initial, case.local, case.offset)
-    plan = SelectedPlan.of(q, k, v, choices(case), *counts)
+    plan = plan_of(case, q, k, v, choices(case))
     moved = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.transpose(1, 2).shape)
     moved = moved.transpose(1, 2)
     for query, taken in ((q, True), (moved, False)):
@@ -560,9 +557,7 @@ def test_unions_of_any_size(
     higher = check_forward(case, blocks, factor)
     assert (higher > 70) == (factor > 1)
     assert len(walks) == (torch.cuda.get_device_capability()[0] == 9)
-    q, k, v = inputs(case)
-    counts = (case.block_size, case.initial, case.local, case.offset)
-    plan = SelectedPlan.of(q, k, v, blocks, *counts)
+    plan = plan_of(case, *inputs(case), blocks)
     assert bool((build_unions(plan, blocks.to(DEVICE)).sizes >= 0).all())
 
 
@@ -654,10 +649,8 @@ def test_sizes_of_unions_reach_past_the_last_window(monkeypatch: pytest.MonkeyPa
     case = Case(num_queries=75, offset=0, group=1)
     monkeypatch.setattr(selected_plan, "WINDOW_ROWS", 32)
     monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 32)
-    q, k, v = inputs(case)
     blocks = choices(case).to(DEVICE)
-    counts = (case.block_size, case.initial, case.local, case.offset)
-    plan = SelectedPlan.of(q, k, v, blocks, *counts)
+    plan = plan_of(case, *inputs(case), blocks)
     tiles = plan.windows_per_head * plan.window_tokens // plan.merge_tokens
     sizes = build_unions(plan, blocks).sizes
     assert tiles > len(sizes)
@@ -770,8 +763,7 @@ def test_gradients_added_to_others(deterministic: bool) -> None:
     q, k, v = (x.detach() for x in inputs(case))
     blocks = choices(case, forced=False)
     on_device = blocks.to(DEVICE)
-    counts = (case.block_size, case.initial, case.local, case.offset)
-    plan = SelectedPlan.of(q, k, v, on_device, *counts)
+    plan = plan_of(case, q, k, v, on_device)
     words = index_words(q, v, on_device, case.block_size, case.offset)
     storage = torch.empty(words, dtype=torch.int32, device=DEVICE)
     out, lse = forward(plan, q, k, v, on_device, case.scale, storage=storage)
