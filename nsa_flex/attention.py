@@ -201,7 +201,7 @@ def nsa_attention(
 def merge(outputs: list[Tensor], gates: Tensor) -> Tensor:
     """Gated sum of the branches in float32 or better: one pass over memory."""
     if gates.device.type == "cuda" and HAS_TRITON and outputs[0].dtype != torch.float64:
-        from nsa_flex.fallback_kernels import merge as fused
+        from nsa_flex.fallback_kernels.fused import gated_sum as fused
 
         return fused.merge(outputs[0], outputs[1], outputs[2], gates)
     precision = torch.promote_types(outputs[0].dtype, torch.float32)

@@ -207,7 +207,7 @@ def _kernels(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> Mo
     """The Triton kernels if they take such inputs."""
     if query.device.type != "cuda" or not HAS_TRITON:
         return None
-    from nsa_flex.fallback_kernels import decode
+    from nsa_flex.fallback_kernels.decode import interface as decode
 
     return None if decode.obstacle(query, key, value, config) else decode
 

@@ -48,7 +48,7 @@ def choose_blocks(
     """
     config.specialize()
     if query.device.type == "cuda" and HAS_TRITON:
-        from nsa_flex.fallback_kernels import choose
+        from nsa_flex.fallback_kernels.topk import interface as choose
 
         if not choose.obstacle(query, compressed_key, config, num_blocks):
             return choose.choose_blocks(

@@ -12,9 +12,10 @@ from typing import Any
 import filelock
 import hypothesis
 import numpy as np
-import poisoned_memory
 import pytest
 import torch
+
+from reference import poisoned_memory
 
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
@@ -133,7 +134,7 @@ def forget_plans() -> Iterator[Callable[[], None]]:
 
     No plan comes from another test or goes to the next; the call forgets those made since.
     """
-    from nsa_flex.fallback_kernels import selected_plan
+    from nsa_flex.fallback_kernels.selected import config as selected_plan
 
     def forget() -> None:
         selected_plan._kept.cache_clear()

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accuracy import FLOAT32_LIMIT, assert_close, to_float64
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import oracle
 from nsa_flex import NSAAux, NSAConfig, align_packed, nsa_attention
+from reference import oracle
+from reference.accuracy import FLOAT32_LIMIT, assert_close, to_float64
 
 SMALL = NSAConfig(
     compress_block_size=8,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from accuracy import assert_close, eager_attention, gradients, leaf, to_float64
 from torch import Tensor
 
-import oracle
 from nsa_flex.backends import fold, sdpa, small_block_backward
 from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import IMPLEMENTATIONS, BranchName
+from reference import oracle
+from reference.accuracy import assert_close, eager_attention, gradients, leaf, to_float64
 
 SMALL = NSAConfig(
     compress_block_size=8,
@@ -326,7 +326,7 @@ def test_operators_around_cudnn_pass_opcheck() -> None:
 def test_cudnn_and_the_gated_sum_in_a_cuda_graph() -> None:
     """What `auto` takes where the core is not one operator, with the backward."""
     pytest.importorskip("triton")
-    from nsa_flex.fallback_kernels.merge import merge
+    from nsa_flex.fallback_kernels.fused.gated_sum import merge
 
     q, selected, sliding = (leaf((1, 8, 500, 64), torch.bfloat16, "cuda") for _ in range(3))
     blocks = PAPER.num_compressed_blocks(500)

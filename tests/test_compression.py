@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import oracle
 from nsa_flex.compression import Compression, mean_of_blocks, split_segments
 from nsa_flex.config import CompressionKind, NSAConfig
 from nsa_flex.hot_path import count_graphs
+from reference import oracle
 
 KINDS = get_args(CompressionKind)
 LEARNED = tuple(kind for kind in KINDS if kind != "mean")

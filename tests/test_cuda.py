@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accuracy import assert_close, eager_attention, leaf, to_float64
 from torch import Tensor
 
-import oracle
 from nsa_flex import NSAAttention, NSAConfig, nsa_attention, patch
 from nsa_flex.masks import (
     compressed_mask_mod,
@@ -19,6 +17,8 @@ from nsa_flex.masks import (
     selected_mask_mod,
     sliding_mask_mod,
 )
+from reference import oracle
+from reference.accuracy import assert_close, eager_attention, leaf, to_float64
 
 pytestmark = pytest.mark.gpu
 

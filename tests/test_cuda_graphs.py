@@ -42,7 +42,7 @@ def _forget_shapes() -> Iterator[None]:
 
 def llama(**changes: Any) -> torch.nn.Module:
     pytest.importorskip("transformers")
-    from tiny_models import tiny_model
+    from patching.tiny_models import tiny_model
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "head_dim": 64}
     return patch(tiny_model("llama", **sizes).cuda(), CONFIG, **changes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import oracle
 from nsa_flex.gates import Gates
+from reference import oracle
 
 STARTS = {"paper": [0.5, 0.5, 0.5], "dense": [0.0, 1.0, 0.0]}
 

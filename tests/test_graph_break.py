@@ -234,9 +234,8 @@ def test_module_with_keys_of_its_own_for_each_branch(device):
 @pytest.fixture
 def llama(device):
     pytest.importorskip("transformers")
-    from tiny_models import tiny_model
-
     from nsa_flex.patching import patch
+    from patching.tiny_models import tiny_model
 
     sizes = {"hidden_size": 256, "head_dim": 64} if device.type == "cuda" else {}
     model = tiny_model("llama", num_hidden_layers=1, **sizes).to(device)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-import oracle
 from nsa_flex import NSAConfig
 from nsa_flex.masks import (
     compressed_block_mask,
@@ -23,6 +22,7 @@ from nsa_flex.masks import (
     sliding_block_mask,
     sliding_mask_mod,
 )
+from reference import oracle
 
 CPU = torch.device("cpu")
 CONFIGS = [

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import oracle
 from nsa_flex.config import NSAConfig
 from nsa_flex.module import NSAAttention
+from reference import oracle
 
 CONFIG = NSAConfig(
     compress_block_size=4,

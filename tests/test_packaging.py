@@ -136,10 +136,11 @@ def test_sdist_holds_each_module_once(built: Path) -> None:
     inner = [name for name in names if name.startswith(tuple(f"nsa_flex/{x}/" for x in LINKED))]
     assert inner == []
     modules = [
-        path.relative_to(ROOT).as_posix() for x in LINKED for path in (ROOT / x).glob("*.py")
+        path.relative_to(ROOT).as_posix() for x in LINKED for path in (ROOT / x).rglob("*.py")
     ]
     assert set(modules) <= set(names)
-    assert {"LICENSE", "constraints.txt", "tests/oracle.py", "tests/conftest.py"} <= set(names)
+    tests = {"tests/reference/oracle.py", "tests/conftest.py"}
+    assert {"LICENSE", "constraints.txt", *tests} <= set(names)
 
 
 def test_wheel_imports_in_a_clean_environment(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import oracle
 from nsa_flex.rotary import apply_rotary, rotary_cos_sin
+from reference import oracle
 
 
 def rotated(x, positions, rotary_dim=None, theta=10000.0):

@@ -8,10 +8,10 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-import oracle
 from nsa_flex import selection
 from nsa_flex.config import NSAConfig
 from nsa_flex.selection import best_blocks, block_scores, choose_blocks
+from reference import oracle
 
 SMALL = NSAConfig(
     compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import oracle
 from nsa_flex.config import NSAConfig
 from nsa_flex.masks import show
 from nsa_flex.masks.picture import (
@@ -23,6 +22,7 @@ from nsa_flex.masks.picture import (
     random_blocks,
 )
 from nsa_flex.masks.show import ASCII, UNICODE
+from reference import oracle
 
 SMALL = NSAConfig(
     compress_block_size=8,

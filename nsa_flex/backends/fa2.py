@@ -31,7 +31,7 @@ def _attend(
     branch: Branch, query: Tensor, key: Tensor, value: Tensor, window_size: int | None
 ) -> Output:
     # Here, because it loads the compiler: `import nsa_flex` should not.
-    from nsa_flex.fallback_kernels.varlen import fa2_window, varlen_attention
+    from nsa_flex.fallback_kernels.sliding.fa2_varlen import fa2_window, varlen_attention
 
     window = (-1, 0) if window_size is None else fa2_window(window_size)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

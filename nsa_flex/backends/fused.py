@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nsa_flex.config import NSAConfig
 
 if TYPE_CHECKING:
-    from nsa_flex.fallback_kernels.core import CoreResults
+    from nsa_flex.fallback_kernels.fused.interface import CoreResults
     from nsa_flex.inputs import Inputs
 
 # The backends of the branches whose kernels the operator runs.
@@ -16,6 +16,6 @@ FUSED = {"compressed": "sdpa", "selected": "triton", "sliding": "triton"}
 
 def attend(inputs: Inputs, config: NSAConfig, scale: float) -> CoreResults:
     """The core of `nsa_attention` with such inputs, checked."""
-    from nsa_flex.fallback_kernels.core import core_attention
+    from nsa_flex.fallback_kernels.fused.interface import core_attention
 
     return core_attention(*inputs, config=config, scale=scale)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_flex.backends.branch import Branch
 from nsa_flex.backends.fold import fold_queries, repeat_keys, unfold_outputs
-from nsa_flex.cudnn_attention import causal, causal_gradients
+from nsa_flex.fallback_kernels.compressed.cudnn_op import causal, causal_gradients
 
 
 def compressed(branch: Branch) -> tuple[Tensor, Tensor]:

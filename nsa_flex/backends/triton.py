@@ -9,7 +9,7 @@ from nsa_flex.backends.branch import Branch
 
 def selected(branch: Branch) -> tuple[Tensor, Tensor]:
     """Branch 2, key blocks outermost, whatever blocks are chosen."""
-    from nsa_flex.fallback_kernels.selected import selected_attention
+    from nsa_flex.fallback_kernels.selected.interface import selected_attention
 
     assert branch.blocks is not None
     config = branch.config
@@ -27,7 +27,7 @@ def selected(branch: Branch) -> tuple[Tensor, Tensor]:
 
 def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
     """Branch 3, tiles of tokens times the heads of a group."""
-    from nsa_flex.fallback_kernels.sliding import sliding_attention
+    from nsa_flex.fallback_kernels.sliding.interface import sliding_attention
 
     return sliding_attention(
         branch.query,

@@ -13,12 +13,13 @@ import torch
 import typer
 from rich.console import Console
 
-from nsa_flex.bench import machine, plots, table
-from nsa_flex.bench.case import DTYPES, Case
-from nsa_flex.bench.compare import Verdict, compare
-from nsa_flex.bench.registry import PRESETS, AnyCase, preset
-from nsa_flex.bench.rows import Notebook, Row, read_rows
-from nsa_flex.bench.runner import Options, run
+from nsa_flex.bench.cases.case import DTYPES, Case
+from nsa_flex.bench.cases.registry import PRESETS, AnyCase, preset
+from nsa_flex.bench.measure import machine
+from nsa_flex.bench.measure.runner import Options, run
+from nsa_flex.bench.report import plots, table
+from nsa_flex.bench.report.compare import Verdict, compare
+from nsa_flex.bench.report.rows import Notebook, Row, read_rows
 from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
 from nsa_flex.cli.device import check_device
 from nsa_flex.cli.shown_table import show_table

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nsa_flex.bench.case import DTYPES
-from nsa_flex.bench.rows import Row
+from nsa_flex.bench.cases.case import DTYPES
+from nsa_flex.bench.report.rows import Row
 from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.cli.explain import pair_of
 

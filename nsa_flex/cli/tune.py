@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from nsa_flex.bench import machine, tuner
-from nsa_flex.bench.case import DTYPES, Case
-from nsa_flex.bench.rows import Notebook, Row
-from nsa_flex.bench.runner import Options, run
+from nsa_flex.bench.cases.case import DTYPES, Case
+from nsa_flex.bench.measure import machine, tuner
+from nsa_flex.bench.measure.runner import Options, run
+from nsa_flex.bench.report.rows import Notebook, Row
 from nsa_flex.cli.bench_options import dims_of, log_case, pairs_of, progress_bar
 from nsa_flex.cli.device import check_device
 from nsa_flex.cli.dtypes import dtype_name

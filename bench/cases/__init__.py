@@ -1,0 +1,1 @@
+"""What can be measured: cases, targets, inputs, and the registry of presets."""

@@ -1,0 +1,110 @@
+"""Times the prefill of one layer's cache: all tokens at once, or in chunks of one size.
+
+A chunk's keys and values enter the cache, blocks that they complete are compressed, and its
+queries attend to all that is cached, at an offset: FlexAttention, where a whole prefill takes the
+kernels of training. bfloat16, batch 1, head dim 128, the paper's configuration, a static cache.
+Rows of JSON: milliseconds of all chunks together.
+
+Example: python -m nsa_flex.bench.cases.decode_prefill --out decode_prefill.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_flex.bench.cases.decode_inputs import CONFIG, HEAD_DIM
+from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.layer import LayerCache, advance
+from nsa_flex.compression import Compression
+
+REPEATS = 5
+
+
+def prefill(cache: LayerCache, tokens: tuple[Tensor, ...], chunk: int) -> Tensor:
+    """Output (B, Hq, S, D) of all tokens, which an empty cache takes in chunks."""
+    cache.reset()
+    out = []
+    for query, key, value, gates in zip(*(x.split(chunk, dim=2) for x in tokens), strict=True):
+        arrival = Arrival(query.shape[2])
+        cache.expect(arrival)
+        keys, values = cache.update(key, value)
+        out.append(cache.attend(query, keys, values, gates)[0])
+        advance([cache], arrival)
+    return torch.cat(out, 2) if len(out) > 1 else out[0]
+
+
+def make(heads: str, length: int) -> tuple[LayerCache, tuple[Tensor, ...]]:
+    """An empty cache for `length` tokens, and random queries, keys, values and gates."""
+    query_heads, kv_heads = (int(x) for x in heads.split("/"))
+
+    def normal(count: int, width: int = HEAD_DIM) -> Tensor:
+        return torch.randn(1, count, length, width, device="cuda", dtype=torch.bfloat16)
+
+    phi = [Compression(CONFIG, kv_heads, HEAD_DIM, "mean") for _ in range(2)]
+    cache = LayerCache(*phi, max_length=length)
+    tokens = (normal(query_heads), normal(kv_heads), normal(kv_heads))
+    return cache, (*tokens, normal(query_heads, 3).sigmoid())
+
+
+def rows_of(heads: str, length: int, chunks: list[int]) -> list[dict[str, Any]]:
+    cache, tokens = make(heads, length)
+    whole = prefill(cache, tokens, length).double()
+    rows = []
+    for chunk in (length, *chunks):
+        start = time.perf_counter()
+        out = prefill(cache, tokens, chunk)
+        torch.cuda.synchronize()
+        first = time.perf_counter() - start  # with compilation, unless that was cached
+        error = float((out.double() - whole).norm() / whole.norm())
+        assert error < 2**-7, f"chunks of {chunk} are off by {error:.1e}"
+        found = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            prefill(cache, tokens, chunk)
+            torch.cuda.synchronize()
+            found.append(1e3 * (time.perf_counter() - start))
+        row = {
+            "what": "prefill of a cache",
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "dtype": "bfloat16",
+            "batch": 1,
+            "heads": heads,
+            "head_dim": HEAD_DIM,
+            "seq_len": length,
+            "chunk": chunk,
+            "median_ms": round(sorted(found)[REPEATS // 2], 2),
+            "first_ms": round(1e3 * first, 1),
+            "error": float(f"{error:.1e}"),
+        }
+        rows.append(row)
+        print(heads, length, "chunk", chunk, row["median_ms"], "ms, first", row["first_ms"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", nargs="+", default=["64/4"], help="Hq/Hkv")
+    parser.add_argument("--seq-len", type=int, default=32768)
+    parser.add_argument("--chunk", nargs="+", type=int, default=[8192, 2048])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows = []
+    with torch.no_grad():
+        for heads in arguments.heads:
+            rows += rows_of(heads, arguments.seq_len, arguments.chunk)
+            arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

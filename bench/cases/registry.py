@@ -1,0 +1,253 @@
+"""The one registry of what can be measured, and the presets: lists of cases by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+from nsa_flex.bench.cases.branches import DETERMINISTIC, Compressed, Selected, Sliding
+from nsa_flex.bench.cases.case import Case, Pattern
+from nsa_flex.bench.cases.compile_time import CompileCase
+from nsa_flex.bench.cases.core import Core
+from nsa_flex.bench.cases.models import IMPLEMENTATIONS, ModelCase
+from nsa_flex.bench.cases.parts import Choice, CompressionTarget, Merge
+from nsa_flex.bench.cases.targets import Target
+from nsa_flex.config import CompressionKind, NSAConfig
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Core(),
+        Compressed(),
+        Selected(),
+        Sliding(),
+        Choice(),
+        Merge(),
+        CompressionTarget(),
+    )
+}
+
+AnyCase = Case | ModelCase | CompileCase
+Heads = tuple[int, int]
+
+KI = 1024
+MODEL_HEADS: tuple[Heads, ...] = ((64, 4), (32, 8), (16, 16))
+# G of 1, 4, 8 and 16.
+GROUPS: tuple[Heads, ...] = ((16, 16), (32, 8), (32, 4), (64, 4))
+DIMS = ((64, 64), (128, 128), (192, 128))
+
+
+def grid(
+    target: str,
+    implementations: tuple[str, ...],
+    heads: tuple[Heads, ...],
+    lengths: tuple[int, ...],
+    *,
+    dims: tuple[tuple[int, int], ...] = ((128, 128),),
+    train: tuple[bool, ...] = (False, True),
+    **others: object,
+) -> list[Case]:
+    """The product, longest last: what is quick comes first. Targets without a backward skip it."""
+    trains = [each for each in train if TARGETS[target].trains or not each]
+    return [
+        Case(
+            target,
+            implementation,
+            each,
+            seq_len=length,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            value_dim=value_dim,
+            **others,  # type: ignore[arg-type]
+        )
+        for length in lengths
+        for query_heads, kv_heads in heads
+        for dim, value_dim in dims
+        for implementation in implementations
+        for each in trains
+    ]
+
+
+def headline() -> list[Case]:
+    """Core against cuDNN, 8k to 128k."""
+    lengths = (8 * KI, 32 * KI, 64 * KI, 128 * KI)
+    return grid("core", ("nsa", "sdpa-cudnn"), MODEL_HEADS, lengths)
+
+
+def quick() -> list[Case]:
+    """A first look: core against cuDNN and branches at one shape, under a minute."""
+    heads: tuple[Heads, ...] = ((32, 8),)
+    cases = grid("core", ("nsa", "sdpa-cudnn"), heads, (8 * KI, 32 * KI))
+    return cases + branches(heads, 8 * KI)
+
+
+def branches(heads: tuple[Heads, ...] | None = None, length: int = 64 * KI) -> list[Case]:
+    """Every part of the core on all that offer it, at 64k tokens and for 32/8 at 8k."""
+    shapes = {length: heads} if heads else {8 * KI: MODEL_HEADS[1:2], 64 * KI: MODEL_HEADS}
+    return [
+        case
+        for length, heads in shapes.items()
+        for name in TARGETS
+        if name != "core"
+        for case in grid(name, compiled_without_scores(name), heads, (length,))
+    ]
+
+
+def compiled_without_scores(target: str) -> tuple[str, ...]:
+    """Its implementations, but those that keep all scores, are not compiled or deterministic."""
+    every = TARGETS[target].implementations()
+    left_out = ("eager", "deterministic")
+    return tuple(name for name in every if name != "dense" and not name.endswith(left_out))
+
+
+def eager() -> list[Case]:
+    """Every part compiled and not, and on scores kept in memory, at 4k tokens."""
+    cases = []
+    for name, target in TARGETS.items():
+        if name != "core":
+            cases += grid(name, target.implementations(), ((32, 8),), (4 * KI,))
+    return cases
+
+
+def overlap() -> list[Case]:
+    """Selection on choices that overlap little, by 88 to 92 %, and as a trained model's do.
+
+    Where they overlap little, by the deterministic backward as well.
+    """
+    cases = []
+    for pattern in ("random", "overlap"):
+        lengths = (8 * KI, 64 * KI)
+        cases += grid("selected", ("triton",), MODEL_HEADS, lengths, pattern=pattern)
+    cases += grid("selected", (DETERMINISTIC,), MODEL_HEADS, (64 * KI,), train=(True,))
+    cases += grid("core", ("nsa",), MODEL_HEADS[:2], (64 * KI,), pattern="overlap")
+    return cases + trained()
+
+
+def trained() -> list[Case]:
+    """Selection on the recorded choices of the demo's model, and random ones of that length."""
+    return [
+        case
+        for pattern in ("random", "trained")
+        for case in grid("selected", ("triton",), MODEL_HEADS, (16 * KI,), pattern=pattern)
+    ]
+
+
+def sweep() -> list[Case]:
+    """The core at 32/8, 1k to 256k tokens; all its implementations at 1k, 4k, 16k and 64k."""
+    heads: tuple[Heads, ...] = ((32, 8),)
+    every = TARGETS["core"].implementations()
+    cases: list[Case] = []
+    for length in (KI << shift for shift in range(9)):
+        kept = every if length in (KI, 4 * KI, 16 * KI, 64 * KI) else ("nsa", "sdpa-cudnn")
+        cases += grid("core", kept, heads, (length,))
+    return cases
+
+
+def groups() -> list[Case]:
+    """The core against cuDNN for G of 1, 4, 8 and 16, 1k to 256k tokens."""
+    return grid("core", ("nsa", "sdpa-cudnn"), GROUPS, tuple(KI << shift for shift in range(9)))
+
+
+def shapes() -> list[Case]:
+    """The core for G of 1, 4, 8 and 16 and three head dims, 64k tokens."""
+    rivals = ("nsa", "sdpa-cudnn", "flex-dense")
+    return [
+        case
+        for dim in DIMS
+        for case in grid(
+            "core", rivals if dim[0] != dim[1] else rivals[:2], GROUPS, (64 * KI,), dims=(dim,)
+        )
+    ]
+
+
+def compression() -> list[Case]:
+    """The four kinds of φ."""
+    return [
+        case
+        for kind in get_args(CompressionKind)
+        for case in grid(
+            "compression",
+            ("compiled", "eager"),
+            MODEL_HEADS[:2],
+            (8 * KI, 64 * KI),
+            config=NSAConfig(compression=kind),
+        )
+    ]
+
+
+def full() -> list[AnyCase]:
+    """Everything that the docs show: the cases of all the others on CUDA, each once."""
+    cases: list[AnyCase] = [*headline(), *sweep(), *groups(), *shapes(), *branches()]
+    return [*cases, *eager(), *overlap(), *compression(), *models(), *compiling()]
+
+
+def models() -> list[AnyCase]:
+    """Training steps: 125M parameters at 512 to 2048 tokens, layers of Llama-3.1-8B from 8k."""
+    sizes = [("125m", batch, length) for length in (2048, 1024, 512) for batch in (16, 1)]
+    cases: list[AnyCase] = [
+        ModelCase(model, name, batch, length)
+        for model, batch, length in sizes
+        for name in IMPLEMENTATIONS
+    ]
+    large = "llama-3.1-8b, 4 layers"
+    for length in (8 * KI, 32 * KI, 64 * KI):
+        cases += [ModelCase(large, name, 1, length) for name in ("nsa", "dense")]
+    return cases + [ModelCase(large, name, 1, 8 * KI) for name in ("nsa-eager", "dense-eager")]
+
+
+def compiling() -> list[AnyCase]:
+    """Compilation of the core, cold and warm."""
+    return [
+        CompileCase(query_heads, kv_heads, 8 * KI, train)
+        for query_heads, kv_heads in ((64, 4), (32, 8))
+        for train in (False, True)
+    ]
+
+
+def smoke() -> list[AnyCase]:
+    """What a CPU can run of each target, tiny and in seconds: for tests, not for times."""
+    sizes = {"compress_block_size": 8, "compress_stride": 4, "select_block_size": 8}
+    config = NSAConfig(**sizes, num_selected_blocks=4, window_size=16, compression="mean")
+
+    def tiny(target: str, implementation: str, train: bool, pattern: Pattern = "random") -> Case:
+        sides = {"seq_len": 128, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16}
+        return Case(
+            target, implementation, train, **sides, dtype="float32", pattern=pattern, config=config
+        )
+
+    return [
+        tiny("core", "nsa", False),
+        tiny("core", "nsa", True),
+        tiny("core", "sdpa-math", True),
+        tiny("core", "nsa-eager", True, "overlap"),
+        *(tiny(branch, "dense", True) for branch in ("compressed", "selected", "sliding")),
+        tiny("choice", "auto", False),
+        tiny("merge", "auto", True),
+        tiny("compression", "compiled", True),
+        ModelCase("tiny", "nsa", 2, 64),
+        ModelCase("tiny", "dense-eager", 2, 64),
+    ]
+
+
+PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
+    "smoke": smoke,
+    "quick": quick,
+    "headline": headline,
+    "sweep": sweep,
+    "groups": groups,
+    "shapes": shapes,
+    "branches": branches,
+    "eager": eager,
+    "overlap": overlap,
+    "trained": trained,
+    "compression": compression,
+    "models": models,
+    "compile": compiling,
+    "full": full,
+}
+
+
+def preset(name: str) -> list[AnyCase]:
+    """The cases of a preset, each once."""
+    return list(dict.fromkeys(PRESETS[name]()))

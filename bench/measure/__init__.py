@@ -1,0 +1,1 @@
+"""How it is measured: the correctness gate, timers, the machine, the runner."""

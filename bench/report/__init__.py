@@ -1,0 +1,1 @@
+"""What becomes of rows: files, tables, comparisons, plots."""

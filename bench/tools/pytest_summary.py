@@ -1,0 +1,73 @@
+"""Turns pytest's JUnit XML into the JSON summary that is committed under bench/results.
+
+Example: python bench/tools/pytest_summary.py junit.xml bench/results/pytest_gpu_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def summarize(junit: Path) -> dict[str, Any]:
+    """Counts, wall time, tests that did not pass, and the number of passed tests of each file."""
+    suite = ET.parse(junit).getroot().find("testsuite")
+    assert suite is not None, f"{junit} holds no testsuite"
+    not_passed, passed = [], Counter[str]()
+    for case in suite.iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        outcome = next((child.tag for child in case if child.tag in OUTCOMES), None)
+        if outcome is None:
+            passed[str(case.get("classname"))] += 1
+        else:
+            not_passed.append({"test": name, "outcome": outcome})
+    return {
+        "tests": int(suite.get("tests", 0)),
+        "passed": sum(passed.values()),
+        "not_passed": not_passed,
+        "passed_by_file": dict(sorted(passed.items())),
+        "wall_seconds": float(suite.get("time", 0)),
+        "timestamp": suite.get("timestamp"),
+    }
+
+
+OUTCOMES = ("failure", "error", "skipped")
+
+
+def machine() -> dict[str, Any]:
+    """What ran: device, torch, triton, Python."""
+    import torch
+
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {
+        "device": device,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": getattr(triton, "__version__", None),
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("junit", type=Path, help="file that pytest --junitxml wrote")
+    parser.add_argument("json", type=Path, help="where the summary goes")
+    arguments = parser.parse_args()
+    row = {**machine(), **summarize(arguments.junit)}
+    arguments.json.write_text(json.dumps(row, indent=2) + "\n")
+    print(f"{row['passed']} of {row['tests']} passed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The compressed branch of the core operator: cuDNN's causal attention over the parts of the fold.
+
+Nothing is copied on the way in: queries are strided views. Going forward, a part's output stays
+in its own memory, where the gated sum finds it (`fold_parts.part_place`). Residues are cuDNN's
+batch, over which keys expand. A batch of several rows needs that dimension itself: there residues
+join the heads, and keys are repeated once a residue.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous
+from nsa_flex.fallback_kernels.compressed.cudnn_op import causal, causal_gradients
+from nsa_flex.fallback_kernels.compressed.fold import Part, part_rows_view
+
+
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float, reach: int, stride: int
+) -> tuple[Tensor, Tensor]:
+    """One part of the branch.
+
+    Args:
+        query: (B, S, Hq, D), contiguous.
+        key: (B, Hkv, N, D) and value (B, Hkv, N, Dv), any strides but the last.
+
+    Returns:
+        (B, rows, width * Hq, Dv) and float32 (B, width * Hq, rows), contiguous.
+    """
+    batch, _, heads, _ = query.shape
+    width, dim = part.width * heads, value.shape[3]
+    if part.is_empty:
+        out = query.new_empty((batch, part.rows, width, dim))
+        return out, query.new_empty((batch, width, part.rows), dtype=torch.float32)
+    q = _problems(part_rows_view(query, part, reach, stride), part)
+    k, v = (_keys(x, part) for x in (key, value))
+    if part.rows == 1:
+        out, lse = _one_key(q, k, v, scale)
+    else:
+        out, lse = causal(q, k, v, scale)
+    return _rows(out, batch), lse.reshape(batch, width, part.rows).contiguous()
+
+
+class PartGradients(NamedTuple):
+    """What `differentiate_part` returns."""
+
+    query: Tensor  # (B, rows, width * Hq, D), contiguous
+    key: Tensor  # (B, width, Hkv, rows, D), the last dimension contiguous
+    value: Tensor  # (B, width, Hkv, rows, Dv), likewise
+
+
+def differentiate_part(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Part,
+    scale: float,
+    reach: int,
+    stride: int,
+) -> PartGradients:
+    """Gradients of a part's queries, and of its keys and values residue by residue.
+
+    Args:
+        grad, out: (B, S, Hq, Dv), contiguous: all parts.
+        query: (B, S, Hq, D), contiguous.
+        lse: float32 (B, width * Hq, rows), of the part. Less ln|gate| it gives the gradients of
+            `|gate| * grad`.
+    """
+    batch, _, heads, dim = query.shape
+    if part.is_empty:
+        of_query = query.new_empty((batch, part.rows, part.width * heads, dim))
+        return PartGradients(
+            of_query, *(x.new_empty((batch, 0, *x.shape[1:])) for x in (key, value))
+        )
+    do, q, o = (
+        _problems(part_rows_view(x, part, reach, stride), part) for x in (grad, query, out)
+    )
+    k, v = (_keys(x, part) for x in (key, value))
+    lse = lse.view(q.shape[:3])
+    if part.rows == 1:
+        of_query, *of_keys = _one_key_gradients(do, q, k, lse, scale)
+    else:
+        of_query, *of_keys = causal_gradients(do, q, k, v, o, lse, scale)
+    # Residues are the batch of one row, or among the heads of several.
+    shares = (rows_contiguous(x) for x in of_keys)
+    by_residue = (x.unflatten(1, (part.width, -1)) if batch > 1 else x[None] for x in shares)
+    return PartGradients(_rows(of_query, batch), *by_residue)
+
+
+def _problems(rows: Tensor, part: Part) -> Tensor:
+    """(B, rows, width * H, D) as cuDNN's (batch, heads, rows, D); a view."""
+    if rows.shape[0] > 1:
+        return rows.transpose(1, 2)
+    return rows[0].unflatten(1, (part.width, -1)).permute(1, 2, 0, 3)
+
+
+def _rows(problems: Tensor, batch: int) -> Tensor:
+    """The inverse of `_problems`, contiguous."""
+    if batch > 1:
+        return problems.transpose(1, 2).contiguous()
+    return problems.permute(2, 0, 1, 3).contiguous().flatten(1, 2)[None]
+
+
+def _keys(key: Tensor, part: Part) -> Tensor:
+    """Keys of a part as `_problems` lays out its queries."""
+    key = key[:, :, : part.rows]
+    if key.shape[0] > 1:
+        return key.repeat(1, part.width, 1, 1)
+    return key.expand(part.width, -1, -1, -1)
+
+
+# cuDNN has no backward for one row and one key; the softmax of one key is 1.
+
+
+def _one_key(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    group = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (key, value))  # [batch, heads, 1, D]
+    return v, (query.float() * k.float()).sum(-1) * scale
+
+
+def _one_key_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = query.shape[1] // key.shape[1]
+    logit = (query.float() * key.repeat_interleave(group, 1).float()).sum(-1) * scale
+    grads = grad * (logit - lse).exp()[..., None]  # 1, or the size of a gate
+    grads = grads.unflatten(1, (key.shape[1], -1)).sum(2)
+    return torch.zeros_like(query), torch.zeros_like(key), grads

@@ -1,0 +1,1 @@
+"""One decode step: append, compress, select, attend, combine."""

@@ -1,0 +1,1 @@
+"""The whole attention core as one operator: schedules the stages of all branches."""

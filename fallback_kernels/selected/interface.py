@@ -1,0 +1,349 @@
+"""Selected attention as custom operators: checks, fake implementations, autograd.
+
+Needs triton; import it only where a hand-tuned backend was chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
+from nsa_flex.fallback_kernels.common.strides import empty_natural, natural, rows_contiguous
+from nsa_flex.fallback_kernels.selected.bwd import backward
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
+from nsa_flex.fallback_kernels.selected.fwd_partial import forward
+from nsa_flex.fallback_kernels.selected.inverted_index import count_kernel
+
+BLOCK_SIZES = (16, 32, 64, 128)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64
+MAX_SLOTS = 64
+MAX_GRID = 65535  # CUDA's limit of the second grid dimension
+INTERPRETED = not isinstance(count_kernel, triton.JITFunction)
+
+
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    *,
+    block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    scale: float,
+    query_offset: int = 0,
+    deterministic: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v over the keys of the chosen blocks, none after the query.
+
+    Only `blocks` decides what is attended. The counts of initial and local blocks say which
+    blocks almost every query has chosen, so that they need no list; wrong counts cost time.
+
+    Args:
+        query: (B, Hq, Sq, D); query i sits at position `query_offset + i` of the keys.
+        key: (B, Hkv, Sk, D), Hkv a divisor of Hq.
+        value: (B, Hkv, Sk, Dv).
+        blocks: int32 (B, Hkv, Sq, n), one choice per query and KV head: no block twice, -1 for
+            none. A block after the query's own counts as none.
+        block_size: l', tokens per block: 16, 32, 64 or 128.
+        num_initial_blocks: blocks at the start that the choice forces.
+        num_local_blocks: blocks up to the query's own, that one included, that it forces.
+        scale: factor of the logits, positive.
+        query_offset: position of query 0; `query_offset + Sq` must not exceed Sk.
+        deterministic: no float atomics in the backward, so that equal inputs give equal bits,
+            at 2.6 to 5 times its time (H200, 16/16 to 64/4 heads); by default what
+            `torch.are_deterministic_algorithms_enabled()` says. The forward always is.
+
+    Returns:
+        Output (B, Hq, Sq, Dv) in query's dtype and natural log-sum-exp (B, Hq, Sq) in float32;
+        0 and -inf for a query without blocks. Scores, softmax and sums are float32; partial
+        results are kept in query's dtype. Both outputs are differentiable, once. Strides are
+        free; the memory of results is (B, S, H, D), and a query of other memory is copied.
+
+    Raises:
+        ValueError: a shape, dtype, device or option that the kernels do not take.
+
+    Source: arXiv 2502.11089, section 3.3.2 (selected branch).
+    """
+    _check(
+        query,
+        key,
+        value,
+        blocks,
+        block_size,
+        num_initial_blocks,
+        num_local_blocks,
+        scale,
+        query_offset,
+    )
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    differentiable = any(x.requires_grad for x in (query, key, value))
+    # The deterministic backward sorts: it makes an index of its own.
+    keep_index = differentiable and torch.is_grad_enabled() and not deterministic
+    out, lse, _ = selected_forward(
+        query,
+        key,
+        value,
+        blocks,
+        block_size,
+        num_initial_blocks,
+        num_local_blocks,
+        scale,
+        query_offset,
+        deterministic,
+        keep_index,
+    )
+    return out, lse
+
+
+@torch.library.custom_op("nsa_flex::selected_forward", mutates_args=())
+def selected_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    scale: float,
+    query_offset: int,
+    deterministic: bool,
+    keep_index: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator under `selected_attention`; `deterministic` is for its backward.
+
+    The third result, int32, is the index of `blocks`, which the backward uses again if
+    `keep_index` says so; else it has no elements.
+    """
+    plan = SelectedPlan.of(
+        query,
+        key,
+        value,
+        blocks,
+        block_size,
+        num_initial_blocks,
+        num_local_blocks,
+        query_offset,
+        differentiable=keep_index,
+    )
+    storage = _empty_index(query, value, blocks, block_size, query_offset, keep_index)
+    if query.numel() == 0 or blocks.numel() == 0:
+        out, lse = _empty_results(query, value)
+        return out.zero_(), lse.fill_(float("-inf")), storage
+    with torch.cuda.device_of(query):
+        out, lse = forward(
+            plan,
+            natural(query),
+            rows_contiguous(key),
+            rows_contiguous(value),
+            blocks.contiguous(),
+            scale,
+            storage=storage if keep_index else None,
+        )
+    return out, lse, storage
+
+
+@selected_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    scale: float,
+    query_offset: int,
+    deterministic: bool,
+    keep_index: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    index = _empty_index(query, value, blocks, block_size, query_offset, keep_index)
+    return *_empty_results(query, value), index
+
+
+@torch.library.custom_op("nsa_flex::selected_backward", mutates_args=())
+def selected_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    index: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    scale: float,
+    query_offset: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of `selected_forward`."""
+    plan = SelectedPlan.of(
+        query, key, value, blocks, block_size, num_initial_blocks, num_local_blocks, query_offset
+    )
+    if query.numel() == 0 or blocks.numel() == 0:
+        grad_query, grad_key, grad_value = _empty_gradients(query, key, value)
+        return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
+    with torch.cuda.device_of(query):
+        grad_out = natural(grad_out)
+        return backward(
+            plan,
+            natural(query),
+            rows_contiguous(key),
+            rows_contiguous(value),
+            blocks.contiguous(),
+            natural(lse[..., None])[..., 0],
+            row_deltas(natural(out), grad_out, grad_lse, wide=plan.wide),
+            grad_out,
+            scale,
+            deterministic=deterministic,
+            index=index if index.numel() else None,
+        )
+
+
+@selected_backward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_gradients(query, key, value)
+
+
+def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    _, heads, tokens, _ = query.shape
+    out = empty_natural(query, heads, tokens, value.shape[3], query.dtype)
+    lse = empty_natural(query, heads, tokens, 1, torch.float32)[..., 0]
+    return out, lse
+
+
+def _empty_index(
+    query: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    query_offset: int,
+    keep: bool,
+) -> Tensor:
+    words = index_words(query, value, blocks, block_size, query_offset) if keep else 0
+    return torch.empty(words, dtype=torch.int32, device=query.device)
+
+
+def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query_, key_, value_ = (
+        empty_natural(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
+    )
+    return query_, key_, value_
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, blocks, *options = inputs
+    out, lse, index = output
+    ctx.mark_non_differentiable(index)
+    ctx.save_for_backward(query, key, value, blocks, index, out, lse)
+    ctx.options = options[:-1]  # without `keep_index`
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+) -> tuple[Any, ...]:
+    query, key, value, blocks, index, out, lse = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    gradients = selected_backward(
+        query, key, value, blocks, index, out, lse, grad_out, grad_lse, *ctx.options
+    )
+    return (*gradients, None, *(None for _ in ctx.options), None)
+
+
+selected_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    scale: float,
+    query_offset: int,
+) -> None:
+    _check_tensors(query, key, value, blocks)
+    _check_shapes(query, key, value, blocks)
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size is {block_size}; the Triton kernels take {BLOCK_SIZES}")
+    if num_initial_blocks < 0 or num_local_blocks < 1:
+        raise ValueError(
+            f"num_initial_blocks={num_initial_blocks} must be at least 0 and "
+            f"num_local_blocks={num_local_blocks} at least 1"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be positive")
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if query_offset < 0 or query_offset + num_queries > num_keys:
+        raise ValueError(
+            f"query_offset={query_offset} with {num_queries} queries must lie within "
+            f"{num_keys} keys: a query's own key is among them"
+        )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("blocks", blocks)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have 4 dimensions")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
+    if query.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(f"the Triton kernels need CUDA tensors, got {query.device}")
+    if query.dtype not in DTYPES:
+        raise ValueError(f"query is {query.dtype}; the Triton kernels take {DTYPES}")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, query {query.dtype}; they must agree")
+    if blocks.dtype != torch.int32:
+        raise ValueError(f"blocks is {blocks.dtype}; it must be torch.int32")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor) -> None:
+    batch, query_heads, num_queries, head_dim = query.shape
+    kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    num_slots = blocks.shape[3]
+    expected = {
+        "key": (key, (batch, kv_heads, num_keys, head_dim)),
+        "value": (value, (batch, kv_heads, num_keys, value_dim)),
+        "blocks": (blocks, (batch, kv_heads, num_queries, num_slots)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
+    if kv_heads == 0 or query_heads % kv_heads:
+        raise ValueError(
+            f"key has {kv_heads} heads; query's {query_heads} must be a multiple of it"
+        )
+    if query_heads > MAX_GROUP * kv_heads:
+        raise ValueError(
+            f"{query_heads // kv_heads} query heads share a KV head; at most {MAX_GROUP} can"
+        )
+    if not (0 < head_dim <= MAX_HEAD_DIM and 0 < value_dim <= MAX_HEAD_DIM):
+        raise ValueError(
+            f"head dims are {head_dim} (query, key) and {value_dim} (value); "
+            f"they must be 1 to {MAX_HEAD_DIM}"
+        )
+    if batch * kv_heads > MAX_GRID:
+        raise ValueError(
+            f"batch {batch} times {kv_heads} KV heads is more than {MAX_GRID}, the largest grid"
+        )
+    if num_slots > MAX_SLOTS:
+        raise ValueError(f"blocks offers {num_slots} blocks a query; at most {MAX_SLOTS}")
+    if batch * kv_heads * num_queries * num_slots >= 2**31:
+        raise ValueError(
+            f"blocks has {tuple(blocks.shape)} entries; there must be fewer than 2**31"
+        )

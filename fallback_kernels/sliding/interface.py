@@ -1,0 +1,171 @@
+"""Sliding attention as custom operators: checks, fake implementations, autograd.
+
+Needs triton; import it only where a hand-tuned backend was chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
+from nsa_flex.fallback_kernels.common.strides import empty_natural, natural
+from nsa_flex.fallback_kernels.sliding import bwd as sliding_backward
+from nsa_flex.fallback_kernels.sliding import fwd as sliding_forward
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+INTERPRETED = not isinstance(sliding_forward.forward_kernel, triton.JITFunction)
+
+
+def sliding_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, window_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v over the last `window_size` keys up to the query's own.
+
+    Args:
+        query: (B, Hq, S, D).
+        key: (B, Hkv, S, D), Hkv a divisor of Hq.
+        value: (B, Hkv, S, Dv).
+        window_size: keys that a query sees, its own among them; at least 1, S or more for all.
+        scale: factor of the logits, positive.
+
+    Returns:
+        Output (B, Hq, S, Dv) in query's dtype and natural log-sum-exp (B, Hq, S) in float32.
+        Scores, softmax and sums are float32, weights are rounded to query's dtype for the
+        product with the values. Both outputs are differentiable, once. Strides are free; the
+        memory of results is (B, S, H, D). Nothing is added by atomics: equal inputs give equal
+        bits.
+
+    Raises:
+        ValueError: a shape, dtype, device or option that the kernels do not take.
+
+    Source: arXiv 2502.11089, section 3.3.3 (sliding window).
+
+    >>> out, lse = sliding_attention(q, k, v, window_size=512, scale=0.1)  # doctest: +SKIP
+    """
+    _check(query, key, value, window_size, scale)
+    return forward(query, key, value, window_size, scale)
+
+
+@torch.library.custom_op("nsa_flex::sliding_forward", mutates_args=())
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, window_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Operator under `sliding_attention`."""
+    if query.numel() == 0:
+        return _empty_results(query, value)
+    with torch.cuda.device_of(query):
+        return sliding_forward.sliding_forward(query, key, value, window_size, scale)
+
+
+@forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_options: Any) -> tuple[Tensor, Tensor]:
+    return _empty_results(query, value)
+
+
+@torch.library.custom_op("nsa_flex::sliding_backward", mutates_args=())
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    window_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of `forward`."""
+    if query.numel() == 0:
+        return _empty_gradients(query, key, value)
+    with torch.cuda.device_of(query):
+        wide = out[0].numel() >= 2**31
+        delta = row_deltas(natural(out), natural(grad_out), grad_lse, wide=wide)
+        return sliding_backward.sliding_gradients(
+            query, key, value, grad_out, lse, delta, window_size, scale
+        )
+
+
+@backward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_gradients(query, key, value)
+
+
+def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    _, heads, tokens, _ = query.shape
+    out = empty_natural(query, heads, tokens, value.shape[3], query.dtype)
+    lse = empty_natural(query, heads, tokens, 1, torch.float32)[..., 0]
+    return out, lse
+
+
+def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query_, key_, value_ = (
+        empty_natural(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
+    )
+    return query_, key_, value_
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *options = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, out, lse = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    gradients = backward(query, key, value, out, lse, grad_out, grad_lse, *ctx.options)
+    return (*gradients, *(None for _ in ctx.options))
+
+
+forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, window_size: int, scale: float) -> None:
+    _check_tensors(query, key, value)
+    _check_shapes(query, key, value)
+    if window_size < 1:
+        raise ValueError(f"window_size is {window_size}; a query sees at least its own key")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be positive")
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have 4 dimensions")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, query {query.dtype}; they must agree")
+    if query.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(f"the Triton kernels need CUDA tensors, got {query.device}")
+    if query.dtype not in DTYPES:
+        raise ValueError(f"query is {query.dtype}; the Triton kernels take {DTYPES}")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    batch, query_heads, tokens, head_dim = query.shape
+    kv_heads, value_dim = key.shape[1], value.shape[3]
+    expected = {
+        "key": (key, (batch, kv_heads, tokens, head_dim)),
+        "value": (value, (batch, kv_heads, tokens, value_dim)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
+    if kv_heads == 0 or query_heads % kv_heads:
+        raise ValueError(
+            f"key has {kv_heads} heads; query's {query_heads} must be a multiple of it"
+        )
+    if not (0 < head_dim <= MAX_HEAD_DIM and 0 < value_dim <= MAX_HEAD_DIM):
+        raise ValueError(
+            f"head dims are {head_dim} (query, key) and {value_dim} (value); "
+            f"they must be 1 to {MAX_HEAD_DIM}"
+        )

@@ -1,0 +1,409 @@
+"""Scores of the selectable blocks on Hopper: queries stay in registers, products run ahead.
+
+Gluon, for compute capability 9.0: Triton's interpreter cannot run it, and `choose_scores` computes
+the same elsewhere. There a tile of queries is read from shared memory for every tile of keys, and
+exponentials wait for the product they belong to. Here a program keeps two tiles of queries in
+registers, as the left operand; while the product of one runs, the exponentials of the other are
+taken.
+
+A row of a tile is a (query head, token), a column a block. The keys of a tile are one residue of
+64 blocks, `(l'/d) j + m`, as in `choose_scores`; the residues are as many shared buffers, refilled
+as they fall free. Rows are dealt out so that a thread holds up to four heads of a token: two rows
+of each tile. More heads lie in neighbouring lanes and are summed once a tile of blocks.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa_flex.fallback_kernels.common.gluon import exponential, thread_barrier
+
+COLUMNS = gl.constexpr(64)  # blocks of a tile
+BAND = gl.constexpr(16)  # blocks that share a maximum; `choose_top.BAND`
+
+
+@gluon.jit
+def hidden_zero(step):
+    """0, unknown to the compiler, which would keep 32 descriptors of buffers in registers."""
+    return gl.inline_asm_elementwise(
+        "shr.u32 $0, $1, 31;", "=r,r", [step], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def token_and_head(row, TILE: gl.constexpr, MEMBERS: gl.constexpr):
+    """Which token of the program and which head of the group a row of tile TILE (0 or 1) is."""
+    ROWS: gl.constexpr = 16 * gl.num_warps()
+    token, head = row, row * 0
+    if MEMBERS == 1:
+        token += TILE * ROWS
+    elif MEMBERS == 2:
+        head += TILE
+    else:
+        # A thread holds rows i and i + 8 of every 16.
+        LANES: gl.constexpr = MEMBERS // 4
+        half, lane = row // 8 % 2, row % 8
+        token = row // 16 * (8 // LANES) + lane // LANES
+        head = (2 * TILE + half) * LANES + lane % LANES
+    return token, head
+
+
+@gluon.jit
+def place_of(token, head, first_token, last_token, stride_h, stride_s):
+    """Where a head's row of a program's token begins; tokens past the last repeat it."""
+    token = gl.minimum(first_token + token, last_token).to(gl.int64)
+    return head.to(gl.int64) * stride_h + token * stride_s
+
+
+@gluon.jit
+def load_queries(
+    query_ptr,
+    stride_h,
+    stride_s,
+    first_token,
+    last_token,
+    TILE: gl.constexpr,
+    MEMBERS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Tile TILE [16 * warps, HEAD_DIM]; tokens past the last and heads past the group repeat."""
+    WARPS: gl.constexpr = gl.num_warps()
+    LOAD: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0]
+    )
+    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, LOAD))
+    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOAD))
+    token, head = token_and_head(row, TILE, MEMBERS)
+    head = gl.minimum(head, GROUP - 1)
+    place = place_of(token, head, first_token, last_token, stride_h, stride_s)
+    return gl.convert_layout(gl.load(query_ptr + place[:, None] + dim[None, :]), LAYOUT)
+
+
+@gluon.jit
+def load_lse(
+    lse_ptr,
+    stride_h,
+    stride_s,
+    first_token,
+    last_token,
+    TILE: gl.constexpr,
+    MEMBERS: gl.constexpr,
+    GROUP: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Binary log-sum-exp of a tile's rows; inf for heads past the group: their p are 0."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    row = gl.arange(0, 16 * gl.num_warps(), layout=gl.SliceLayout(1, LAYOUT))
+    token, head = token_and_head(row, TILE, MEMBERS)
+    lse_ptr += place_of(token, head, first_token, last_token, stride_h, stride_s)
+    return gl.load(lse_ptr, mask=head < GROUP, other=float("inf")) * LOG2E
+
+
+@gluon.jit
+def probabilities(logits, lse, scale_log2, MEMBERS: gl.constexpr):
+    """p of a tile, the rows of a thread summed where they are heads of one token."""
+    ROWS: gl.constexpr = logits.shape[0]
+    p = exponential(logits * scale_log2 - lse[:, None])
+    if MEMBERS >= 4:
+        p = gl.permute(gl.reshape(p, [ROWS // 16, 2, 8, COLUMNS]), [0, 2, 3, 1])
+        upper, lower = gl.split(p)
+        p = gl.reshape(upper + lower, [ROWS // 2, COLUMNS])
+    return p
+
+
+@gluon.jit
+def shifted(p, carry):
+    """p of the block before, [rows, COLUMNS], and what the next tile's first block needs.
+
+    A thread holds columns 8 i + 2 q + e, e = 0 and 1, of its own q in 0 ... 3. What an odd column
+    needs is its own; an even one's is the next lane's, in lane q = 0 lane 3's of the i before.
+    """
+    ROWS: gl.constexpr = p.shape[0]
+    even, odd = gl.split(gl.reshape(p, [ROWS, 8, 4, 2]))
+    LAYOUT: gl.constexpr = odd.type.layout
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    left = gl.broadcast((quarter[None, :][:, None, :] + 3) % 4, odd)[0]
+    odd = gl.gather(odd, left, 2)
+    # One tensor [ROWS, 4] for each i.
+    by_bit = gl.reshape(gl.permute(odd, [0, 2, 1]), [ROWS, 4, 2, 2, 2])
+    low, high = gl.split(gl.permute(by_bit, [0, 1, 4, 3, 2]))
+    low_low, low_high = gl.split(low)
+    high_low, high_high = gl.split(high)
+    r0, r1 = gl.split(low_low)
+    r2, r3 = gl.split(low_high)
+    r4, r5 = gl.split(high_low)
+    r6, r7 = gl.split(high_high)
+    first = gl.arange(0, 4, layout=gl.SliceLayout(0, r0.type.layout))[None, :] == 0
+    low_low = gl.join(gl.where(first, carry, r0), gl.where(first, r0, r1))
+    low_high = gl.join(gl.where(first, r1, r2), gl.where(first, r2, r3))
+    high_low = gl.join(gl.where(first, r3, r4), gl.where(first, r4, r5))
+    high_high = gl.join(gl.where(first, r5, r6), gl.where(first, r6, r7))
+    by_bit = gl.join(gl.join(low_low, low_high), gl.join(high_low, high_high))
+    before = gl.reshape(gl.permute(by_bit, [0, 4, 3, 2, 1]), [ROWS, 8, 4])
+    result = gl.reshape(gl.join(gl.convert_layout(before, LAYOUT), even), [ROWS, COLUMNS])
+    return gl.convert_layout(result, p.type.layout), r7
+
+
+@gluon.jit
+def store_scores(
+    score_ptr,
+    maxima_ptr,
+    scores,
+    first_block,
+    end,
+    free,
+    LANES: gl.constexpr,
+    BANDED: gl.constexpr,
+):
+    """Scores of rows (score_ptr [rows]) up to block `end`, -1 for what is not free; bands' maxima.
+
+    free: first and last free block of a row, and whether the row is there.
+    """
+    LAYOUT: gl.constexpr = scores.type.layout
+    ROWS: gl.constexpr = scores.shape[0]
+    first_free, last_free, there = free
+    if LANES > 1:
+        heads = gl.reshape(scores, [ROWS // LANES, LANES, COLUMNS])
+        total = gl.expand_dims(gl.sum(heads, 1), 1)
+        total = gl.reshape(gl.broadcast(total, heads)[0], [ROWS, COLUMNS])
+        scores = gl.convert_layout(total, LAYOUT)
+    scores = gl.where(scores > 0.0, scores, 0.0)  # NaN counts as 0
+    block = first_block + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    wanted = (block[None, :] >= first_free[:, None]) & (block[None, :] <= last_free[:, None])
+    scores = gl.where(wanted, scores, -1.0)
+    mask = there[:, None] & (block < end)[None, :]
+    gl.store(score_ptr[:, None] + block[None, :], scores, mask=mask)
+    if BANDED:
+        maxima = gl.max(gl.reshape(scores, [ROWS, COLUMNS // BAND, BAND]), 2)
+        BANDS: gl.constexpr = maxima.type.layout
+        band = first_block // BAND
+        band += gl.arange(0, COLUMNS // BAND, layout=gl.SliceLayout(0, BANDS))
+        maxima_ptr = gl.convert_layout(maxima_ptr, gl.SliceLayout(1, BANDS))
+        there = gl.convert_layout(there, gl.SliceLayout(1, BANDS))
+        mask = there[:, None] & (band * BAND < end)[None, :]
+        gl.store(maxima_ptr[:, None] + band[None, :], maxima, mask=mask)
+
+
+@gluon.jit
+def blocks_of(
+    token,
+    position_ptr,
+    start_ptr,
+    SELECT: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+):
+    """Own block of each token, and the first of its document."""
+    own = gl.load(position_ptr + token).to(gl.int32) // SELECT
+    first = own * 0
+    if DOCUMENTS:
+        first = gl.load(start_ptr + token).to(gl.int32) // SELECT
+    return own, first
+
+
+@gluon.jit(
+    do_not_specialize=["first_query", "chunk_queries", "kv_heads"],
+)
+def banded_score_kernel(
+    query_ptr,
+    key_tiles,
+    lse_ptr,
+    position_ptr,
+    start_ptr,
+    score_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_s,
+    lse_stride_b,
+    lse_stride_h,
+    lse_stride_s,
+    position_stride_b,
+    start_stride_b,
+    first_query,
+    chunk_queries,
+    kv_heads,
+    width,
+    pitch,
+    maxima_offset,
+    scale_log2,
+    GROUP: gl.constexpr,
+    MEMBERS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    COMPRESS: gl.constexpr,
+    STRIDE: gl.constexpr,
+    SELECT: gl.constexpr,
+    NUM_SLOTS: gl.constexpr,
+    INITIAL: gl.constexpr,
+    LOCAL: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+    BANDED: gl.constexpr,
+):
+    """`choose_scores.score_kernel`, if BANDED with maxima behind each row.
+
+    Needs blocks forced at both ends of a row, so that nothing is masked, and l <= 2 d.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = 16 * WARPS
+    TOKENS: gl.constexpr = 2 * ROWS // MEMBERS
+    SUMS: gl.constexpr = ROWS // 2 if MEMBERS >= 4 else ROWS  # rows once a thread's are summed
+    LANES: gl.constexpr = MEMBERS // 4 if MEMBERS > 4 else 1
+    PER: gl.constexpr = SELECT // STRIDE
+    LENT: gl.constexpr = 1 if COMPRESS > STRIDE else 0
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+
+    # Late queries have the most to do: they go first.
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    pair = gl.program_id(1)
+    batch, head = pair // kv_heads, pair % kv_heads
+    row_of_batch, first_head = batch.to(gl.int64), head.to(gl.int64) * GROUP
+    position_ptr += row_of_batch * position_stride_b
+    start_ptr += row_of_batch * start_stride_b
+    last_place = chunk_queries - 1
+
+    # All lanes of every warp take part, so that ptxas knows the bounds to be the same in all:
+    # descriptors of products then take no registers.
+    SPAN: gl.constexpr = max(TOKENS, 32)
+    place = gl.arange(0, SPAN, layout=gl.BlockedLayout([SPAN // 32], [32], [WARPS], [0]))
+    token = first_query + gl.minimum(tile * TOKENS + place % TOKENS, last_place)
+    own, first = blocks_of(token, position_ptr, start_ptr, SELECT, DOCUMENTS)
+    # Where all candidates fit, nobody asks for scores.
+    crowded = own - first >= NUM_SLOTS
+    lowest = gl.min(gl.where(crowded, first + INITIAL, width), 0)
+    highest = gl.max(gl.where(crowded, own - LOCAL, -1), 0)
+    if highest < lowest:
+        return
+    first_tile = (lowest - LENT) // COLUMNS
+    steps = highest // COLUMNS + 1 - first_tile
+    end = highest // 4 * 4 + 4  # whole vectors are read
+
+    # Each buffer an allocation of its own: no barrier comes between one's refill and the product
+    # of another.
+    SHAPE: gl.constexpr = [1, 1, 1, 1, COLUMNS, HEAD_DIM]
+    buffers, arrived = gl.tuple(()), gl.tuple(())
+    for m in gl.static_range(PER):
+        buffers += (gl.allocate_shared_memory(key_tiles.dtype, SHAPE, key_tiles.layout),)
+        arrived += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+        mbarrier.init(arrived[m], count=1)
+    fence_async_shared()
+    thread_barrier()
+    for m in gl.static_range(PER):
+        mbarrier.expect(arrived[m], key_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            key_tiles,
+            [batch, head, m, first_tile * COLUMNS, 0],
+            arrived[m],
+            buffers[m].index(0),
+        )
+
+    query_ptr += row_of_batch * query_stride_b + first_head * query_stride_h
+    lse_ptr += row_of_batch * lse_stride_b + first_head * lse_stride_h
+    first_token, last_token = first_query + tile * TOKENS, first_query + last_place
+    q0 = load_queries(
+        query_ptr, query_stride_h, query_stride_s, first_token, last_token,
+        0, MEMBERS, GROUP, HEAD_DIM, QUERIES,
+    )  # fmt: skip
+    q1 = load_queries(
+        query_ptr, query_stride_h, query_stride_s, first_token, last_token,
+        1, MEMBERS, GROUP, HEAD_DIM, QUERIES,
+    )  # fmt: skip
+    lse0 = load_lse(
+        lse_ptr, lse_stride_h, lse_stride_s, first_token, last_token, 0, MEMBERS, GROUP, PRODUCT
+    )
+    lse1 = load_lse(
+        lse_ptr, lse_stride_h, lse_stride_s, first_token, last_token, 1, MEMBERS, GROUP, PRODUCT
+    )
+
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, PRODUCT)
+    SUMMED: gl.constexpr = probabilities(zero, lse0, scale_log2, MEMBERS).type.layout
+    none = gl.zeros([SUMS, COLUMNS], gl.float32, SUMMED)
+    carry0 = shifted(none, 0.0)[1]
+    carry1 = carry0
+
+    # The rows that are written: tokens of both tiles, or the first tile's and the second's.
+    row = gl.arange(0, SUMS, layout=gl.SliceLayout(1, SUMMED))
+    place = tile * TOKENS + row // LANES
+    token = first_query + gl.minimum(place, last_place)
+    own, first = blocks_of(token, position_ptr, start_ptr, SELECT, DOCUMENTS)
+    score0_ptr = score_ptr + (pair * chunk_queries + place).to(gl.int64) * pitch
+    free0 = (first + INITIAL, own - LOCAL, (place <= last_place) & (row % LANES == 0))
+    score1_ptr, free1 = score0_ptr, free0
+    if MEMBERS == 1:
+        place += ROWS
+        token = first_query + gl.minimum(place, last_place)
+        own, first = blocks_of(token, position_ptr, start_ptr, SELECT, DOCUMENTS)
+        score1_ptr = score_ptr + (pair * chunk_queries + place).to(gl.int64) * pitch
+        free1 = (first + INITIAL, own - LOCAL, place <= last_place)
+
+    for step in range(0, steps):
+        total0, total1, last0, last1 = none, none, none, none
+        origin = hidden_zero(step)
+        mbarrier.wait(arrived[0], step & 1)
+        keys = buffers[0].index(origin).reshape([COLUMNS, HEAD_DIM]).permute((1, 0))
+        logits0 = warpgroup_mma(q0, keys, zero, use_acc=False, is_async=True)
+        for m in gl.static_range(PER):
+            logits1 = warpgroup_mma(q1, keys, zero, use_acc=False, is_async=True)
+            logits0 = warpgroup_mma_wait(1, deps=[logits0])
+            p = probabilities(logits0, lse0, scale_log2, MEMBERS)
+            # The last residue counts once here, and once in the block after.
+            total0 += p * (1 + LENT if m < PER - 1 else 1)
+            if m < PER - 1:
+                mbarrier.wait(arrived[m + 1], step & 1)
+                keys = buffers[m + 1].index(origin).reshape([COLUMNS, HEAD_DIM]).permute((1, 0))
+                logits0 = warpgroup_mma(q0, keys, zero, use_acc=False, is_async=True)
+                logits1 = warpgroup_mma_wait(1, deps=[logits1])
+            else:
+                last0 = p
+                logits1 = warpgroup_mma_wait(0, deps=[logits1])
+            thread_barrier()
+            more = step + 1 < steps
+            mbarrier.expect(arrived[m], key_tiles.block_type.nbytes, pred=more)
+            # The copy follows a residue later: that one's barrier lies between both.
+            for late in gl.static_range(max(m - 1, 0), m + m // (PER - 1)):
+                tma.async_copy_global_to_shared(
+                    key_tiles,
+                    [batch, head, late, (first_tile + step + 1) * COLUMNS, 0],
+                    arrived[late],
+                    buffers[late].index(origin),
+                    pred=more,
+                )
+            p = probabilities(logits1, lse1, scale_log2, MEMBERS)
+            if MEMBERS == 1:
+                total1 += p * (1 + LENT if m < PER - 1 else 1)
+                last1 = p
+            else:
+                total0 += p * (1 + LENT if m < PER - 1 else 1)
+                if m == PER - 1:
+                    last0 += p
+        if LENT:
+            before, carry0 = shifted(last0, carry0)
+            total0 += before
+        first_block = (first_tile + step) * COLUMNS
+        store_scores(
+            score0_ptr, score0_ptr + maxima_offset, total0, first_block, end, free0, LANES, BANDED
+        )
+        if MEMBERS == 1:
+            if LENT:
+                before, carry1 = shifted(last1, carry1)
+                total1 += before
+            store_scores(
+                score1_ptr,
+                score1_ptr + maxima_offset,
+                total1,
+                first_block,
+                end,
+                free1,
+                LANES,
+                BANDED,
+            )
+    for m in gl.static_range(PER):
+        mbarrier.invalidate(arrived[m])

@@ -1,0 +1,344 @@
+"""The best blocks of each row of scores: forced ones, then the highest, the lower index first.
+
+A row is LANES x DEPTH: a thread holds every LANES-th vector of blocks that follow one another, so
+that neighbouring threads read neighbouring vectors of a row in its natural order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_flex.fallback_kernels.topk.select_few import VECTOR, by_halves, store_few
+
+BAND = tl.constexpr(16)  # blocks that share a maximum, where the scores come with maxima
+SHALLOW = tl.constexpr(8)  # rows with no more scores a thread are searched whole
+
+
+@triton.jit
+def block_of(lane, rest, LANES: tl.constexpr):
+    """Block that is number `rest` of thread `lane`."""
+    return (rest // VECTOR * LANES + lane) * VECTOR + rest % VECTOR
+
+
+@triton.jit
+def load_bits(score_ptr, lowest, highest, LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """Scores as int32 [LANES, DEPTH], -1 for vectors without a block of [lowest, highest].
+
+    Scores are not negative, so that their bits have their order.
+    """
+    block = tl.arange(0, LANES * DEPTH)
+    vector = block // VECTOR * VECTOR  # one in VECTOR, so that the mask leaves vectors whole
+    some = (vector + VECTOR > lowest) & (vector <= highest)
+    score = tl.load(score_ptr + block, mask=some, other=-1.0)
+    score = tl.trans(tl.reshape(score, (DEPTH // VECTOR, LANES, VECTOR)), (1, 0, 2))
+    return tl.reshape(score, (LANES, DEPTH)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def count(condition):
+    """How many of [LANES, DEPTH] are true."""
+    return tl.sum(tl.sum(condition.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def bisect(bits, low, high, reached, wanted, most):
+    """Raises low while at least `wanted` of `bits` are >= low.
+
+    `reached` of them are; fewer than wanted are >= high. Returns low, high and reached, once no
+    more than `most` are reached or no number is left between low and high.
+    """
+    while (high - low > 1) & (reached > most):
+        middle = low + (high - low) // 2
+        above = count(bits >= middle)
+        enough = above >= wanted
+        reached = tl.where(enough, above, reached)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low, high, reached
+
+
+@triton.jit
+def tie_limit(bits, block, low, wanted):
+    """Last block that is taken of those whose bits are `low`, so that `wanted` are in all."""
+    spare = wanted - count(bits > low)
+    below = low * 0 - 1
+    limit = below + bits.shape[0] * bits.shape[1]
+    while limit - below > 1:
+        middle = below + (limit - below) // 2
+        enough = count((bits == low) & (block <= middle)) >= spare
+        limit = tl.where(enough, middle, limit)
+        below = tl.where(enough, below, middle)
+    return limit
+
+
+@triton.jit
+def number_of_ones(word):
+    """Bits set in each uint32."""
+    word = ones_by_vector(word)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def ones_by_vector(word):
+    """Bits set in each of the eight vectors of a uint32, four bits a count."""
+    word -= (word >> 1) & 0x55555555
+    return (word & 0x33333333) + ((word >> 2) & 0x33333333)
+
+
+@triton.jit
+def first_slots(word, DEPTH: tl.constexpr):
+    """How many flags come before each vector of a thread: (even vectors, odd ones), a byte each.
+
+    Vector v of every thread comes before vector v + 1 of any. At most 128 flags are set.
+    """
+    if DEPTH == VECTOR:
+        ones = number_of_ones(word).to(tl.uint32)
+        before = tl.cumsum(ones, 0) - ones
+        return before, before
+    ones = ones_by_vector(word)
+    even, odd = ones & 0x0F0F0F0F, (ones >> 4) & 0x0F0F0F0F
+    all_even, all_odd = tl.sum(even, 0), tl.sum(odd, 0)
+    before = (all_even + all_odd) * 0x01010100  # a byte sums the bytes below it
+    return (
+        before + (tl.cumsum(even, 0) - even),
+        before + all_even + (tl.cumsum(odd, 0) - odd),
+    )
+
+
+@triton.jit
+def store_flagged(flags, out_ptr, band_ptr, LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """Writes the blocks of all flags [LANES, DEPTH] that are set, ascending.
+
+    If band_ptr is not None, flags are of the blocks of the bands that it lists.
+    """
+    lane, rest = tl.arange(0, LANES), tl.arange(0, DEPTH)
+    # One word of flags a thread: only they are counted across threads, and taken apart.
+    word = tl.sum(flags.to(tl.uint32) << rest.to(tl.uint32)[None, :], 1)
+    even, odd = first_slots(word, DEPTH)
+    left = word
+    while tl.max(left, 0) > 0:
+        lowest = (left & (0 - left)).to(tl.float32)  # a power of two: its exponent is the place
+        place = ((lowest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.uint32)
+        if DEPTH == VECTOR:
+            slot = even + number_of_ones(word ^ left).to(tl.uint32)
+        else:
+            vector = place // VECTOR
+            slots = tl.where(vector % 2 == 0, even, odd) >> (vector // 2 * 8)
+            taken = (word ^ left) >> (vector * VECTOR) & 0xF
+            slot = (slots & 0xFF) + number_of_ones(taken).to(tl.uint32)
+        block = block_of(lane, place.to(tl.int32), LANES)
+        if band_ptr is not None:
+            band = tl.load(band_ptr + block // BAND, mask=left > 0, other=0.0).to(tl.int32)
+            block = band * BAND + block % BAND
+        tl.store(out_ptr + slot.to(tl.int32), block.to(out_ptr.dtype.element_ty), mask=left > 0)
+        left &= left - 1
+
+
+@triton.jit
+def exactly(
+    bits, low, high, reached, WANTED: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr
+):
+    """`bits` [LANES, depth] and the bound that the WANTED highest reach, of equal ones the lower
+    blocks: the others are -1 then. Up to MOST may reach it, if they are the highest.
+
+    `reached` are >= low, no fewer than WANTED; fewer are >= high.
+    """
+    low, high, reached = bisect(bits, low, high, reached, WANTED, MOST)
+    if reached > MOST:
+        lane, rest = tl.arange(0, LANES), tl.arange(0, bits.shape[1])
+        block = block_of(lane[:, None], rest[None, :], LANES)
+        limit = tie_limit(bits, block, low, WANTED)
+        bits = tl.where((bits == low) & (block > limit), -1, bits)
+    return bits, low
+
+
+@triton.jit
+def store_best(
+    bits,
+    score_ptr,
+    block_ptr,
+    WANTED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Writes the blocks of the WANTED highest of `bits`, ascending; more than that are >= 0.
+
+    In a deep row a bound that a few more reach comes from the maxima of parts; those few, at most
+    CANDIDATES, go to the scratch behind the row and come back one a thread.
+    """
+    PARTS: tl.constexpr = 1 if 2 * WANTED <= LANES else 4
+    parts = tl.max(tl.reshape(bits, (LANES, PARTS, DEPTH // PARTS)), 2)
+    of_threads = tl.max(parts, 1)
+    highest = tl.max(of_threads, 0) + 1
+    low = highest * 0
+    if LANES >= WANTED:  # as many scores reach the least of the threads' maxima
+        low = tl.maximum(low, tl.min(of_threads, 0))
+    many = low * 0 + (WANTED + 1)
+    if DEPTH <= SHALLOW:
+        bits, low = exactly(bits, low, highest, many, WANTED, WANTED, LANES)
+        store_flagged(bits >= low, block_ptr, None, LANES, DEPTH)
+        return
+
+    low, high, reached = bisect(parts, low, highest, many, WANTED, WANTED)
+    reached = count(bits >= low)
+    if reached > CANDIDATES:
+        bits, low = exactly(bits, low, highest, reached, WANTED, WANTED, LANES)
+        reached = low * 0 + WANTED
+    scratch_ptr = score_ptr + LANES * DEPTH
+    store_flagged(bits >= low, scratch_ptr, None, LANES, DEPTH)
+    tl.debug_barrier()
+    slot = tl.arange(0, CANDIDATES)
+    block = tl.load(scratch_ptr + slot, mask=slot < reached, other=0.0).to(tl.int32)
+    value = tl.load(score_ptr + block, mask=slot < reached, other=-1.0)
+    value = value.to(tl.int32, bitcast=True)
+    high = tl.where(count((value >= high)[:, None]) < WANTED, high, highest)
+    low, high, reached = bisect(value[:, None], low, high, reached, WANTED, WANTED)
+    # Blocks ascend with the slots: of equal scores the first ones stay.
+    above, equal = (value > low).to(tl.int32), (value == low).to(tl.int32)
+    spare = WANTED - tl.sum(above, 0)
+    own = above + (equal << 16)
+    before = tl.cumsum(own, 0) - own
+    equal_before = before >> 16
+    kept = (above > 0) | ((equal > 0) & (equal_before < spare))
+    place = (before & 0xFFFF) + tl.minimum(equal_before, spare)
+    tl.store(block_ptr + place, block, mask=kept)
+
+
+@triton.jit
+def store_best_of_bands(
+    score_ptr,
+    block_ptr,
+    lowest,
+    highest,
+    WANTED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """`store_best` of a row whose bands' maxima lie behind its scratch.
+
+    Of the bands, too, only the WANTED highest can hold a block that is taken: any other has WANTED
+    better ones before it.
+    """
+    BANDS: tl.constexpr = LANES * DEPTH // BAND
+    BAND_LANES: tl.constexpr = min(LANES, BANDS // VECTOR)
+    BAND_DEPTH: tl.constexpr = BANDS // BAND_LANES
+    PLACES: tl.constexpr = CANDIDATES // 2 * BAND  # blocks of as many bands as are wanted, or more
+    scratch_ptr = score_ptr + LANES * DEPTH
+    maxima_ptr = scratch_ptr + CANDIDATES
+    maxima = load_bits(maxima_ptr, lowest // BAND, highest // BAND, BAND_LANES, BAND_DEPTH)
+    lane, rest = tl.arange(0, BAND_LANES), tl.arange(0, BAND_DEPTH)
+    written = block_of(lane[:, None], rest[None, :], BAND_LANES) <= highest // BAND
+    maxima = tl.where(written, maxima, -1)
+    of_threads = tl.max(maxima, 1)
+    top = tl.max(of_threads, 0) + 1
+    low = top * 0 - 1
+    if BAND_LANES >= WANTED:
+        low = tl.maximum(low, tl.min(of_threads, 0))
+    many = top * 0 + LANES * DEPTH
+    maxima, low = exactly(maxima, low, top, many, WANTED, PLACES // BAND, BAND_LANES)
+    taken = maxima >= tl.maximum(low, 0)
+    num_bands = count(taken)
+    store_flagged(taken, scratch_ptr, None, BAND_LANES, BAND_DEPTH)
+    tl.debug_barrier()
+    slot = tl.arange(0, PLACES // BAND)
+    band = tl.load(scratch_ptr + slot, mask=slot < num_bands, other=0.0).to(tl.int32)
+    block = band[:, None] * BAND + tl.arange(0, BAND)[None, :]
+    vector = block // VECTOR * VECTOR
+    some = (slot < num_bands)[:, None] & (vector + VECTOR > lowest) & (vector <= highest)
+    score = tl.reshape(tl.load(score_ptr + block, mask=some, other=-1.0), (PLACES,))
+    score = tl.trans(tl.reshape(score, (PLACES // LANES // VECTOR, LANES, VECTOR)), (1, 0, 2))
+    bits = tl.reshape(score, (LANES, PLACES // LANES)).to(tl.int32, bitcast=True)
+    bits, low = exactly(bits, low, top, count(bits >= low), WANTED, WANTED, LANES)
+    store_flagged(bits >= low, block_ptr, scratch_ptr, LANES, PLACES // LANES)
+
+
+@triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
+def top_kernel(
+    score_ptr,
+    block_ptr,
+    position_ptr,
+    start_ptr,
+    position_stride_b,
+    start_stride_b,
+    first_query,
+    chunk_queries,
+    num_queries,
+    pitch,
+    SELECT: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    SLOT_COLUMNS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BANDED: tl.constexpr,
+    FEW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """One query and KV head: free choices lie between the initial and the local blocks."""
+    FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    place = tl.program_id(0)
+    batch = tl.program_id(2).to(tl.int64)
+    pair = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    token = first_query + place
+    row = (pair * chunk_queries + place).to(tl.int64)
+    score_ptr += row * pitch
+    if FEW and BANDED and FREE > 0:
+        # Before it is known whether anybody wrote them: both loads wait for memory at once.
+        band = tl.arange(0, LANES * DEPTH // BAND)
+        maxima = tl.load(score_ptr + LANES * DEPTH + CANDIDATES + band)
+    own = tl.load(position_ptr + batch * position_stride_b + token).to(tl.int32) // SELECT
+    first = own * 0
+    if DOCUMENTS:
+        first = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32) // SELECT
+    block_ptr += (pair.to(tl.int64) * num_queries + token) * NUM_SLOTS
+    slot = tl.arange(0, SLOT_COLUMNS)
+    if own - first < NUM_SLOTS:  # all candidates fit: nobody wrote scores
+        block = tl.where(slot <= own - first, first + slot, -1)
+        tl.store(block_ptr + slot, block, mask=slot < NUM_SLOTS)
+    else:
+        block = tl.where(slot < INITIAL, first + slot, own - (NUM_SLOTS - 1 - slot))
+        forced = (slot < INITIAL) | ((slot >= INITIAL + FREE) & (slot < NUM_SLOTS))
+        tl.store(block_ptr + slot, block, mask=forced)
+        if FREE > 0:
+            block_ptr += INITIAL
+            lowest, highest = first + INITIAL, own - LOCAL
+            if BANDED:
+                sure = False
+                if FEW:
+                    some = (band >= lowest // BAND) & (band <= highest // BAND)
+                    bits = tl.where(some, maxima, -1.0).to(tl.int32, bitcast=True)
+                    sure = store_few(
+                        score_ptr,
+                        bits,
+                        band,
+                        block_ptr,
+                        lowest,
+                        highest,
+                        FREE,
+                        LANES * DEPTH,
+                        BAND,
+                    )
+                if not sure:
+                    store_best_of_bands(
+                        score_ptr, block_ptr, lowest, highest, FREE, CANDIDATES, LANES, DEPTH
+                    )
+            else:
+                bits = load_bits(score_ptr, lowest, highest, LANES, DEPTH)
+                sure = False
+                if FEW:
+                    SPAN: tl.constexpr = 1 if DEPTH <= SHALLOW else VECTOR
+                    SPANS: tl.constexpr = DEPTH // SPAN
+                    lane, part = tl.arange(0, LANES)[:, None], tl.arange(0, SPANS)[None, :]
+                    maxima = tl.max(tl.reshape(bits, (LANES, SPANS, SPAN)), 2)
+                    number = block_of(lane, part * SPAN, LANES) // SPAN
+                    sure = store_few(
+                        score_ptr, by_halves(maxima), by_halves(number), block_ptr, lowest,
+                        highest, FREE, LANES * DEPTH, SPAN,
+                    )  # fmt: skip
+                if not sure:
+                    store_best(bits, score_ptr, block_ptr, FREE, CANDIDATES, LANES, DEPTH)

@@ -1,0 +1,721 @@
+"""The decode kernels against the float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from reference import oracle
+from reference.accuracy import assert_close, eager_attention, to_float64
+from reference.interpreter import (
+    DEVICE,
+    INTERPRETED,
+    LOW_PRECISION,
+    kernels,
+    only_outside,
+    run_in_the_interpreter,
+)
+
+pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.decode import config as decode_plan
+from nsa_flex.fallback_kernels.decode import interface as decode
+
+SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
+APART = NSAConfig(8, 8, 16, 4, window_size=7)  # compressed blocks do not overlap
+DENSE = NSAConfig(16, 4, 16, 5, window_size=40)  # each token in four compressed blocks
+ALIKE = NSAConfig(16, 16, 16, 4, window_size=1)  # l = d = l'
+WIDE = NSAConfig(32, 16, 128, 4, window_size=33)  # several tiles of tokens a block
+BARE = NSAConfig(8, 4, 16, 3, num_initial_blocks=0, num_local_blocks=1, window_size=20)
+FORCED = NSAConfig(8, 4, 16, 4, num_initial_blocks=2, num_local_blocks=2, window_size=20)
+ODD = NSAConfig(6, 3, 24, 4, window_size=20)  # no powers of two but l'/d
+
+
+@only_outside
+def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """Every test below that does not need a GPU, on the CPU."""
+    run_in_the_interpreter(__file__, request.config)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other."""
+    if INTERPRETED:
+        monkeypatch.setattr(decode_plan, "PROGRAMS", 2)
+        monkeypatch.setattr(decode_plan, "MOST_PROGRAMS", 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one call: `past` tokens of each row are stored, `tokens` are new."""
+
+    config: NSAConfig = SMALL
+    past: tuple[int, ...] = (150,)
+    tokens: int = 1
+    capacity: int = 170
+    kv_heads: int = 1
+    group: int = 2
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_compressed(self) -> int:
+        return max(1, self.config.num_compressed_blocks(self.capacity))
+
+
+class Problem:
+    """Whole rows, and the cache as it is before the new tokens enter; the rest is NaN."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        batch, heads, config = len(case.past), case.kv_heads * case.group, case.config
+
+        def normal(num_heads: int, tokens: int, width: int) -> Tensor:
+            x = torch.randn(batch, num_heads, tokens, width)
+            return x.to(DEVICE, case.dtype)
+
+        self.query = normal(heads, case.tokens, case.head_dim)
+        self.gates = torch.rand(batch, heads, case.tokens, 3).to(DEVICE, case.dtype)
+        self.all_key = normal(case.kv_heads, case.capacity, case.head_dim)
+        self.all_value = normal(case.kv_heads, case.capacity, case.value_dim)
+        self.lengths = torch.tensor(case.past, dtype=torch.int32, device=DEVICE)
+        shape = (batch, case.kv_heads, case.num_compressed)
+        self.key, self.value = self.all_key.clone(), self.all_value.clone()
+        self.compressed_key = self.key.new_full((*shape, case.head_dim), float("nan"))
+        self.compressed_value = self.value.new_full((*shape, case.value_dim), float("nan"))
+        for row, past in enumerate(case.past):
+            blocks = config.num_compressed_blocks(past)
+            for x, compressed in self.pairs():
+                x[row, :, past:] = float("nan")
+                mean = oracle.compress_mean(to_float64(x[row : row + 1, :, :past]), config)
+                compressed[row, :, :blocks] = torch.from_numpy(mean)[0].to(DEVICE, case.dtype)
+        new = [
+            torch.stack(
+                [x[row, :, past : past + case.tokens] for row, past in enumerate(case.past)]
+            )
+            for x in (self.all_key, self.all_value)
+        ]
+        self.new_key, self.new_value = new
+
+    def pairs(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        return (self.key, self.compressed_key), (self.value, self.compressed_value)
+
+    @property
+    def cache(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.key, self.value, self.compressed_key, self.compressed_value
+
+    def append(self) -> None:
+        """As the caller does whose φ is its own."""
+        decode.append(self.new_key, self.new_value, self.key, self.value, self.lengths)
+        decode.compress_completed(*self.cache, self.lengths, self.case.tokens, self.case.config)
+
+    def attend(self, **options: Any) -> tuple[Tensor, decode.DecodeAux]:
+        result = decode.decode_attention(
+            self.query, *self.cache, self.gates, self.lengths,
+            config=self.case.config, return_aux=True, **options,
+        )  # fmt: skip
+        assert isinstance(result, tuple)
+        return result
+
+    def step(self, **options: Any) -> tuple[Tensor, decode.DecodeAux]:
+        result = decode.step(
+            self.query, self.new_key, self.new_value, *self.cache, self.gates, self.lengths,
+            config=self.case.config, return_aux=True, **options,
+        )  # fmt: skip
+        assert isinstance(result, tuple)
+        return result
+
+
+def check(
+    problem: Problem,
+    out: Tensor,
+    aux: decode.DecodeAux,
+    sliding: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Output, log-sum-exps and choice of every row against the oracle of that row alone."""
+    case, config = problem.case, problem.case.config
+    overlap = config.compress_block_size // config.compress_stride
+    rounding = 32 * torch.finfo(torch.float32).eps * case.group * overlap
+    wants, plains = [], []
+    for row, past in enumerate(case.past):
+        length = past + case.tokens
+        blocks = config.num_compressed_blocks(length)
+        one = slice(row, row + 1)
+        tensors = [problem.query[one], problem.all_key[one, :, :length]]
+        tensors += [problem.all_value[one, :, :length], problem.compressed_key[one, :, :blocks]]
+        tensors += [problem.compressed_value[one, :, :blocks], problem.gates[one]]
+        chosen = aux.blocks[one].cpu().numpy()
+        own = [None, None] if sliding is None else [x[one, :, :length] for x in sliding]
+        arrays = {
+            name: None if x is None else to_float64(x)
+            for name, x in zip(("sliding_key", "sliding_value"), own, strict=True)
+        }
+        want = oracle.forward(*map(to_float64, tensors), config, blocks=chosen, **arrays)
+        assert oracle.choice_excess(chosen, want.scores, config, past) <= rounding
+        lse = np.stack([want.lse[name] for name in oracle.BRANCHES], -1)
+        got_lse = to_float64(aux.lse[one])
+        np.testing.assert_array_equal(np.isfinite(got_lse), np.isfinite(lse))
+        finite = np.isfinite(lse)
+        np.testing.assert_allclose(got_lse[finite], lse[finite], rtol=1e-5, atol=1e-5)
+        wants.append(want.out)
+        plains.append(eager_row(tensors, chosen, config, past, own))
+    assert out.dtype == case.dtype
+    assert_close("output", out, np.concatenate(wants), torch.cat(plains), case.dtype)
+
+
+def eager_row(
+    tensors: list[Tensor],
+    blocks: np.ndarray,
+    config: NSAConfig,
+    past: int,
+    sliding: list[Tensor | None],
+) -> Tensor:
+    """One row as one writes it in PyTorch, every step in the inputs' dtype."""
+    q, k, v, ck, cv, gates = tensors
+    sk, sv = (x if own is None else own for x, own in zip((k, v), sliding, strict=True))
+    size = q.shape[2], k.shape[2]
+    masks = (
+        oracle.compressed_mask(*size, ck.shape[2], config, past),
+        oracle.selected_mask(blocks, k.shape[2], config, past),
+        oracle.sliding_mask(*size, config, past),
+    )
+    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    for branch, (keys, values) in enumerate(((ck, cv), (k, v), (sk, sv))):
+        if keys.shape[2]:
+            mask = torch.from_numpy(masks[branch]).to(q.device)
+            part = eager_attention(q, keys, values, mask, q.shape[3] ** -0.5)
+            out = out + part * gates[..., branch, None]
+    return out
+
+
+def check_step(case: Case, **options: Any) -> None:
+    problem = Problem(case)
+    check(problem, *problem.step(**options))
+
+
+@kernels
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
+def test_group_sizes(group: int) -> None:
+    check_step(Case(group=group))
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"),
+    [(8, 8), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)],
+)
+def test_head_dims(head_dim: int, value_dim: int) -> None:
+    check_step(Case(head_dim=head_dim, value_dim=value_dim, dtype=LOW_PRECISION[-1]))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
+def test_dtypes(dtype: torch.dtype) -> None:
+    check_step(Case(dtype=dtype, past=(150,), kv_heads=2, head_dim=64, value_dim=32))
+
+
+@kernels
+@pytest.mark.parametrize("config", [APART, DENSE, ALIKE, WIDE, BARE, FORCED, ODD])
+def test_configs(config: NSAConfig) -> None:
+    past = (config.num_selected_blocks + 3) * config.select_block_size
+    check_step(Case(config, (past + 3, 40), capacity=past + 9))
+
+
+def choose_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """As where there are few rows and many blocks."""
+    monkeypatch.setattr(decode_plan, "PROGRAMS", 264)
+    monkeypatch.setattr(decode_plan, "CHUNK", chunk)
+
+
+@kernels
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("config", [SMALL, BARE, DENSE])
+def test_choice_in_chunks(config: NSAConfig, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of each chunk, ranked by those who read them, are the best of all."""
+    choose_in_chunks(monkeypatch, chunk)
+    problem = Problem(Case(config, (167, 40), group=3))
+    key, value, compressed_key, _ = problem.cache
+    plan = decode_plan.DecodePlan.of(problem.query, key, value, compressed_key, config)
+    assert plan.chunks == 128 // chunk
+    check(problem, *problem.step())
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("tokens", "past"), [(1, (0, 6, 7, 63, 64, 169)), (3, (5, 167)), (16, (9,))]
+)
+def test_rows_of_any_length(tokens: int, past: tuple[int, ...]) -> None:
+    """Empty rows, rows without a compressed block, full ones: each as if it were alone."""
+    check_step(Case(past=past, tokens=tokens, group=1))
+
+
+@kernels
+def test_many_slots() -> None:
+    config = NSAConfig(4, 4, 4, 64, num_initial_blocks=3, num_local_blocks=5, window_size=9)
+    check_step(Case(config, past=(280,), capacity=290, group=1))
+
+
+@kernels
+@pytest.mark.parametrize("programs", [1, 7, 1000])
+def test_any_number_of_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split a tile of keys, and all tiles by one; the same bits whenever it is run again."""
+    monkeypatch.setattr(decode_plan, "PROGRAMS", programs)
+    config = NSAConfig(4, 2, 8, 6, window_size=40)
+    problem = Problem(Case(config, past=(690, 3), capacity=700, group=1))
+    out, aux = problem.step()
+    check(problem, out, aux)
+    again, aux_again = problem.step()
+    assert torch.equal(out, again)
+    assert torch.equal(aux.blocks, aux_again.blocks)
+    assert torch.equal(aux.lse, aux_again.lse)
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_step_is_its_parts(tokens: int) -> None:
+    case = Case(past=(150, 31), tokens=tokens)
+    whole = Problem(case)
+    out, aux = whole.step()
+    parts = Problem(case)
+    for name, x in vars(whole).items():
+        if isinstance(x, Tensor) and name in ("query", "gates", "new_key", "new_value"):
+            setattr(parts, name, x)
+    for row, past in enumerate(case.past):
+        blocks = case.config.num_compressed_blocks(past)
+        for (x, c), (y, d) in zip(whole.pairs(), parts.pairs(), strict=True):
+            y[row, :, :past], d[row, :, :blocks] = x[row, :, :past], c[row, :, :blocks]
+    parts.append()
+    for x, y in zip(whole.cache, parts.cache, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    attended, attended_aux = parts.attend()
+    assert torch.equal(out, attended)
+    assert torch.equal(aux.blocks, attended_aux.blocks)
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_writes_its_slots_and_no_other(tokens: int) -> None:
+    """The last rows have room for fewer tokens than come, or for none."""
+    starts = (0, 7, 169 - tokens // 2)
+    room = tuple(min(start, 169 - tokens) for start in starts)
+    problem = Problem(Case(past=room, tokens=tokens, capacity=169, group=1))
+    problem.lengths = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    before = [x.clone() for x in problem.cache]
+    out, _ = problem.step()
+    fits = [min(tokens, 169 - start) for start in starts]
+    for x, old, new in zip(problem.cache[:2], before[:2],
+                           (problem.new_key, problem.new_value), strict=True):  # fmt: skip
+        for row, (start, count) in enumerate(zip(starts, fits, strict=True)):
+            assert torch.equal(x[row, :, start : start + count], new[row, :, :count])
+            old[row, :, start : start + count] = new[row, :, :count]
+        torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
+    for x, old in zip(problem.cache[2:], before[2:], strict=True):
+        for row, (start, count) in enumerate(zip(starts, fits, strict=True)):
+            first, stop = (SMALL.num_compressed_blocks(n) for n in (start, start + count))
+            old[row, :, first:stop] = x[row, :, first:stop]
+        torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
+    assert not out[2, :, fits[2] :].any(), "no output for a token that has no slot"
+
+
+@kernels
+@pytest.mark.parametrize(("config", "weighted"), [(SMALL, False), (DENSE, True), (APART, True)])
+def test_emits_each_block_when_it_completes(config: NSAConfig, weighted: bool) -> None:
+    """Chunks of any size, from the first token on; then every row is there, and right."""
+    case = Case(config, past=(0,), capacity=45, kv_heads=2, value_dim=24)
+    problem = Problem(case)
+    shape = (2, config.compress_block_size)
+    weights = [torch.rand(shape).softmax(-1).to(DEVICE) for _ in range(2)] if weighted else []
+    options = dict(zip(("key_weights", "value_weights"), weights, strict=False))
+    stored = 0
+    for tokens in (1, 3, 4, 16, 15, 6):
+        new = [x[:, :, stored : stored + tokens] for x in (problem.all_key, problem.all_value)]
+        lengths = torch.full((1,), stored, dtype=torch.int32, device=DEVICE)
+        decode.append_and_compress(*new, *problem.cache, lengths, config, **options)
+        stored += tokens
+        done = config.num_compressed_blocks(stored)
+        assert problem.compressed_key[:, :, :done].isfinite().all()
+        assert problem.compressed_key[:, :, done:].isnan().all()
+    for x, compressed in problem.pairs():
+        blocks = to_float64(x)[:, :, : config.num_compressed_blocks(45) * config.compress_stride]
+        want = np.zeros(compressed.shape)
+        per_token = np.full(shape, 1 / shape[1])
+        if weighted:
+            per_token = to_float64(weights[0 if compressed is problem.compressed_key else 1])
+        for block in range(blocks.shape[2] // config.compress_stride):
+            first = block * config.compress_stride
+            span = to_float64(x)[:, :, first : first + config.compress_block_size]
+            want[:, :, block] = (span * per_token[None, :, :, None]).sum(2)
+        assert_close("compressed", compressed, want, None, torch.float32)
+
+
+@kernels
+def test_token_by_token_from_nothing() -> None:
+    """The cache that the steps build is the cache that the next steps read."""
+    config = NSAConfig(4, 2, 4, 3, window_size=6)
+    case = Case(config, past=(0,), capacity=14, group=1)
+    problem = Problem(case)
+    for position in range(14):
+        here = slice(position, position + 1)
+        problem.query = torch.randn_like(problem.query)
+        problem.new_key, problem.new_value = (
+            x[:, :, here] for x in (problem.all_key, problem.all_value)
+        )
+        problem.lengths.fill_(position)
+        problem.case = replace(case, past=(position,))
+        check(problem, *problem.step())
+
+
+@kernels
+def test_separate_keys_of_the_sliding_branch() -> None:
+    problem = Problem(Case(past=(150, 9)))
+    problem.append()
+    sliding = torch.randn_like(problem.all_key), torch.randn_like(problem.all_value)
+    out, aux = problem.attend(sliding_key=sliding[0], sliding_value=sliding[1])
+    check(problem, out, aux, sliding)
+
+
+@kernels
+@pytest.mark.parametrize("chunk", [128, 64])
+def test_equal_scores_take_the_lower_index(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a tile, where what is equal in exact arithmetic is equal in float32 too."""
+    choose_in_chunks(monkeypatch, chunk)
+    problem = Problem(Case(past=(150,), group=3))
+    problem.append()
+    problem.compressed_key.zero_()
+    _, aux = problem.attend()
+    assert aux.blocks.flatten().tolist() == [0, 1, 8, 9]
+
+
+@kernels
+@pytest.mark.parametrize("chunk", [128, 64])
+def test_nan_scores_leave_the_forced_blocks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_in_chunks(monkeypatch, chunk)
+    problem = Problem(Case(past=(160,)))
+    problem.append()
+    problem.compressed_key[:, :, 20] = float("nan")
+    _, aux = problem.attend()
+    assert {0, 9, 10} <= set(aux.blocks.flatten().tolist())
+    assert aux.blocks.unique().numel() == 4
+
+
+@kernels
+@pytest.mark.parametrize("layout", ["tokens first", "slice of a longer cache", "strided inputs"])
+def test_strides(layout: str) -> None:
+    case = Case(past=(150,), kv_heads=2)
+    problem = Problem(case)
+    names = ("key", "value", "compressed_key", "compressed_value")
+    if layout == "strided inputs":
+        names = ("query", "gates", "new_key", "new_value")
+        for name in names:
+            x = getattr(problem, name)
+            setattr(problem, name, x.transpose(1, 3).contiguous().transpose(1, 3))
+    for name in names[: 4 * (layout != "strided inputs")]:
+        x = getattr(problem, name)
+        if layout == "tokens first":
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        else:
+            longer = torch.full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), float("nan"))
+            longer = longer.to(DEVICE, x.dtype)
+            longer[:, :, : x.shape[2]] = x
+            x = longer[:, :, : x.shape[2]]
+        setattr(problem, name, x)
+    check(problem, *problem.step())
+
+
+@kernels
+def test_rows_loaded_are_those_that_must_be() -> None:
+    """N_cmp + selected tokens + min(w, t + 1) rows of keys a KV head, as the kernels count."""
+    case = Case(past=(150, 6), kv_heads=2)
+    problem = Problem(case)
+    problem.append()
+    _, aux = problem.attend()
+    counted = decode.count_rows(
+        problem.query, *problem.cache, problem.gates, problem.lengths, config=SMALL
+    )
+    for row, past in enumerate(case.past):
+        for token in range(case.tokens):
+            t = past + token
+            for head in range(case.kv_heads):
+                blocks = [j for j in aux.blocks[row, head, token].tolist() if j >= 0]
+                selected = sum(min(16, t + 1 - 16 * j) for j in blocks)
+                want = [SMALL.num_compressed_blocks(t + 1), selected, min(20, t + 1)]
+                assert counted[row, head, token].tolist() == want
+
+
+@kernels
+def test_operators_obey_the_library_rules() -> None:
+    problem = Problem(Case(past=(40,), capacity=50))
+    problem.append()
+    new = (problem.new_key, problem.new_value)
+    # Comparisons of copies take NaN for a change.
+    cache = [x.nan_to_num_(0.0) for x in problem.cache]
+    attend = (problem.query, *cache, problem.gates, problem.lengths, None, None, 0.25)
+    step = (problem.query, *new, *cache, problem.gates, problem.lengths, None, None, 0.25)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (decode._append, (*new, *cache[:2], problem.lengths)),
+        (decode._compress_completed, (*cache, problem.lengths, None, None, 1, 8, 4)),
+        (decode._append_and_compress, (*new, *cache, problem.lengths, None, None, 8, 4)),
+        (decode._attention, (*attend, SMALL.counts)),
+        (decode._step, (*step, SMALL.counts)),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments)
+
+
+@kernels
+def test_compiles_into_one_graph_for_all_lengths() -> None:
+    problem = Problem(Case(past=(20,), capacity=40))
+
+    def token(query: Tensor, new_key: Tensor, new_value: Tensor, lengths: Tensor) -> Tensor:
+        cache = (query, new_key, new_value, *problem.cache, problem.gates, lengths)
+        out = decode.step(*cache, config=SMALL)
+        lengths += 1
+        return out  # type: ignore[return-value]
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(token, fullgraph=True, backend=counter)
+    inputs = problem.query, problem.new_key, problem.new_value, problem.lengths
+    for _ in range(2):
+        before = problem.lengths.clone()
+        out = compiled(*inputs)
+        assert torch.equal(problem.lengths, before + 1)
+        assert torch.equal(out, token(*inputs[:3], before))
+    assert counter.frame_count == 1
+
+
+def shorter(x: Tensor) -> Tensor:
+    return x[:, :, 1:]
+
+
+REFUSED: list[tuple[str, Callable[[Tensor], Any], str]] = [
+    ("query", lambda x: x.double(), "query is torch.float64 on .*; key is torch.float32"),
+    ("query", lambda x: x[:, :, :, :8], r"query has shape .*; expected \(1, Hq, T, 16\)"),
+    ("query", lambda x: x.repeat(1, 1, 2, 1), r"gates has shape .* expected \(1, 2, 2, 3\)"),
+    ("query", lambda x: x[:, :0], "query has shape .* expected at least one head"),
+    (
+        "new_key",
+        lambda x: x.repeat(1, 1, 17, 1),
+        r"new_value has shape .* expected \(1, 1, 17, 16",
+    ),
+    ("new_value", lambda x: x[:, :, :, 1:], "new_value has shape .*; expected"),
+    ("new_key", lambda x: x.long(), "new_key is torch.int64"),
+    ("value", shorter, "value has shape .*; expected"),
+    ("key", lambda x: x.mT.contiguous().mT, "key has stride .* in its last dimension, not 1"),
+    ("compressed_value", shorter, "compressed_value has shape .*; expected"),
+    ("lengths", lambda x: x.long(), r"lengths must be torch.int32 \(1,\), got torch.int64"),
+    ("lengths", lambda x: x.repeat(2), r"lengths must be torch.int32 \(1,\), got .*\(2,\)"),
+    ("gates", lambda x: x[..., :2], "gates has shape .*; expected"),
+]
+
+
+@kernels
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_refused(name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+    """A clear error, and the cache as it was."""
+    problem = Problem(Case())
+    cache, before = problem.cache, [x.clone() for x in problem.cache]
+    setattr(problem, name, change(getattr(problem, name)))
+    with pytest.raises(ValueError, match=message):
+        problem.step()
+    for x, old in zip(cache, before, strict=True):
+        torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group": 65}, "65 query heads share a KV head; the decode kernels take at most 64"),
+        ({"head_dim": 512}, "512 is the largest head dim; the decode kernels take at most 256"),
+        ({"config": NSAConfig(4, 4, 4, 65)}, "65 blocks are to be chosen"),
+        ({"config": NSAConfig(4, 4, 12, 4)}, "select_block_size / compress_stride is 3"),
+        ({"tokens": 17}, "17 new tokens"),
+    ],
+)
+def test_refused_sizes(change: dict[str, Any], message: str) -> None:
+    problem = Problem(replace(Case(past=(20,)), **change))
+    with pytest.raises(ValueError, match=message):
+        problem.attend()
+    reason = decode.obstacle(problem.query, problem.key, problem.value, problem.case.config)
+    assert reason is not None
+    assert message in reason
+
+
+@kernels
+def test_refused_options() -> None:
+    problem = Problem(Case())
+    with pytest.raises(ValueError, match="sliding_key and sliding_value must be given together"):
+        problem.attend(sliding_key=problem.key)
+    with pytest.raises(
+        ValueError, match=r"value_weights must be torch.float32 \(1, 8\), got None"
+    ):
+        problem.step(key_weights=torch.zeros(1, 8, device=DEVICE))
+    problem.compressed_key = problem.compressed_key[:, :, :3]
+    problem.compressed_value = problem.compressed_value[:, :, :3]
+    with pytest.raises(ValueError, match="compressed_key has 3 rows; a capacity of 170 tokens"):
+        problem.attend()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes CPU tensors")
+def test_refused_on_the_cpu() -> None:
+    x = torch.zeros(1, 1, 32, 16)
+    with pytest.raises(ValueError, match="the decode kernels need CUDA tensors, got cpu"):
+        decode.decode_attention(
+            x[:, :, :1], x, x, x, x, torch.ones(1, 1, 1, 3), torch.zeros(1, dtype=torch.int32),
+            config=SMALL,
+        )  # fmt: skip
+
+
+PAPER = NSAConfig()
+BF16 = torch.bfloat16
+
+
+def gpu_rows(problem: Problem, out: Tensor, aux: decode.DecodeAux, rows: list[int]) -> None:
+    """Some rows against float64 on the GPU, from the choice that was made, and the choice."""
+    case, config = problem.case, problem.case.config
+    assert case.tokens == 1
+    for row in rows:
+        t = case.past[row]
+        position = torch.arange(t + 1, device=DEVICE)
+        blocks = aux.blocks[row, :, 0].long()
+        q = problem.query[row, :, 0].double().unflatten(0, (case.kv_heads, case.group))
+        chosen = (blocks[:, :, None] == position // config.select_block_size).any(1)
+        near = position > t - config.window_size
+        want = torch.zeros(case.kv_heads, case.group, case.value_dim, device=DEVICE).double()
+        gates = problem.gates[row, :, 0].double().unflatten(0, (case.kv_heads, case.group))
+        number = config.num_compressed_blocks(t + 1)
+        for branch, (keys, values, mask) in enumerate(
+            (
+                (problem.compressed_key, problem.compressed_value, None),
+                (problem.all_key, problem.all_value, chosen),
+                (problem.all_key, problem.all_value, near.expand_as(chosen)),
+            )
+        ):
+            count = t + 1 if branch else number
+            logits = q @ keys[row, :, :count].double().mT * case.head_dim**-0.5
+            if mask is not None:
+                logits = logits.masked_fill(~mask[:, None], float("-inf"))
+            p = logits.softmax(-1) if count else logits
+            if not branch:
+                probabilities = p
+            part = p @ values[row, :, :count].double()
+            want += gates[:, :, branch, None] * part
+        error = oracle.relative_error(to_float64(out[row, :, 0]), to_float64(want.flatten(0, 1)))
+        assert error < 2**-7, (row, error)  # one bfloat16 rounding of p, one of the result
+        scores = oracle.block_scores(
+            probabilities.flatten(0, 1)[None, :, None].cpu().numpy(),
+            config, config.num_select_blocks(t + 1), case.kv_heads,
+        )  # fmt: skip
+        picked = aux.blocks[row : row + 1].cpu().numpy()
+        assert oracle.choice_excess(picked, scores, config, t) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dims", "past"),
+    [
+        (4, 16, (128, 128), (65535, 0, 31, 40000)),
+        (8, 4, (128, 128), (65535, 1, 4097)),
+        (2, 12, (192, 128), (30000, 511)),
+        (1, 32, (64, 64), (262143, 2000)),
+    ],
+)
+def test_long_rows_beside_short_ones(
+    kv_heads: int, group: int, dims: tuple[int, int], past: tuple[int, ...]
+) -> None:
+    case = Case(PAPER, past, 1, max(past) + 1, kv_heads, group, *dims, BF16)
+    problem = Problem(case)
+    out, aux = problem.step()
+    gpu_rows(problem, out, aux, list(range(len(past))))
+    again, aux_again = problem.step()
+    assert torch.equal(out, again)
+    assert torch.equal(aux.blocks, aux_again.blocks)
+
+
+@pytest.mark.gpu
+def test_one_cuda_graph_serves_all_lengths() -> None:
+    """Replayed while the rows grow, every result is that of an eager step and of the oracle."""
+    case = Case(PAPER, (1990, 0, 15), 1, 2100, 2, 4, 64, 64, BF16)
+    problem = Problem(case)
+    eager = Problem(case)
+    for name, x in vars(problem).items():
+        if isinstance(x, Tensor):
+            setattr(eager, name, x.clone())
+    problem.step()  # compiles; what it stores is stored again
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, aux = problem.step()
+        problem.lengths += 1
+    for step in range(100):
+        past = tuple(start + step for start in case.past)
+        for x in (problem.query, problem.new_key, problem.new_value):
+            x.copy_(torch.randn_like(x))
+        for row, slot in enumerate(past):
+            problem.all_key[row, :, slot] = problem.new_key[row, :, 0]
+            problem.all_value[row, :, slot] = problem.new_value[row, :, 0]
+        graph.replay()
+        for name in ("query", "new_key", "new_value"):
+            getattr(eager, name).copy_(getattr(problem, name))
+        out, _ = eager.step()
+        eager.lengths += 1
+        assert torch.equal(out, captured)
+        if step % 9 == 0:
+            problem.case = replace(case, past=past)
+            check(problem, captured, aux)
+    assert problem.lengths.tolist() == [start + 100 for start in case.past]
+
+
+@pytest.mark.gpu
+def test_ten_thousand_steps_change_nothing() -> None:
+    """No memory, no kernel and no wait for the device is added on the way."""
+    problem = Problem(Case(PAPER, (0, 3), 1, 10_010, 1, 4, 64, 64, BF16))
+
+    def step() -> None:
+        problem.step()
+        problem.lengths.add_(1)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    memory, peak, compiled = None, None, number_of_kernels()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(10_000):
+            step()
+            if i == 10:
+                memory, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_allocated() == memory
+    assert torch.cuda.max_memory_allocated() == peak
+    assert number_of_kernels() == compiled
+    assert problem.lengths.tolist() == [10_001, 10_004]
+    assert problem.key[0, :, :10_001].isfinite().all()
+    assert problem.compressed_key[0, :, : PAPER.num_compressed_blocks(10_001)].isfinite().all()
+
+
+def number_of_kernels() -> int:
+    """Compiled variants of the kernels of a step in this process."""
+    from nsa_flex.fallback_kernels.decode import launch as decode_launch
+
+    names = (
+        "append_kernel",
+        "compressed_kernel",
+        "choice_kernel",
+        "attend_kernel",
+        "combine_kernel",
+    )
+    return sum(
+        len(cache[0])
+        for name in names
+        for cache in getattr(decode_launch, name).device_caches.values()
+    )

@@ -1,0 +1,548 @@
+"""The core as one operator: with cuDNN played by PyTorch in the interpreter, whole on CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from nsa_flex import NSAConfig, nsa_attention
+from reference import oracle
+from reference.accuracy import assert_close, leaf, limit, to_float64
+from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
+from reference.played_cudnn import causal, causal_gradients
+
+pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.common.arch import runs_gluon
+from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
+from nsa_flex.fallback_kernels.compressed.fold import fold_of, part_rows_view
+from nsa_flex.fallback_kernels.fused import fwd_epilogue as core_end
+from nsa_flex.fallback_kernels.fused import interface as core
+from nsa_flex.fallback_kernels.fused.interface import core_attention
+from nsa_flex.fallback_kernels.selected import config as selected_plan
+from nsa_flex.fallback_kernels.selected.block_union import build_unions
+from nsa_flex.fallback_kernels.selected.config import PARTIAL_BYTES
+
+PAPER = NSAConfig()
+SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
+WINDOWED = NSAConfig(8, 4, 16, 5, window_size=37)  # holds the local blocks of every query
+# The branches one by one, on the same kernels but for the sliding one.
+APART = {"compressed": "sdpa", "selected": "triton", "sliding": "fa2"}
+INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
+
+
+@only_outside
+def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """Every test below that does not need a GPU, on the CPU."""
+    run_in_the_interpreter(__file__, request.config)
+
+
+@kernels
+@pytest.mark.skipif(not INTERPRETED, reason="on CUDA cuDNN plays itself, in half precision")
+@pytest.mark.parametrize(
+    ("length", "batch", "config", "options"),
+    [
+        (1, 1, SMALL, {}),
+        (8, 2, SMALL, {}),
+        (13, 2, WINDOWED, {}),
+        (29, 1, SMALL, {"own": True}),
+        (34, 1, WINDOWED, {"own": True, "value_dim": 32}),
+        (67, 1, WINDOWED, {"heads": 6, "value_dim": 32}),
+        (37, 2, WINDOWED, {"heads": 2, "deterministic": True}),
+    ],
+)
+def test_results_and_gradients(
+    length: int,
+    batch: int,
+    config: NSAConfig,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Odd lengths, a window with and without the local blocks, keys of its own for the window."""
+    monkeypatch.setattr(core_compressed, "causal", causal)
+    monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)
+    heads, kv_heads, dim, value_dim = options.get("heads", 4), 2, 16, options.get("value_dim", 16)
+    blocks = max(1, config.num_compressed_blocks(length))
+    sizes = [(heads, length, dim), (kv_heads, length, dim), (kv_heads, length, value_dim)]
+    sizes += [(kv_heads, blocks, dim), (kv_heads, blocks, value_dim)]
+    inputs = [leaf((batch, *size), torch.float32, "cpu") for size in sizes]
+    gates = torch.randn(batch, heads, length, 3)  # any real number is a gate
+    gates[:, 0, ::3] = 0
+    inputs.append(gates.requires_grad_(True))
+    own = {}
+    if options.get("own"):
+        own = {
+            name: leaf((batch, *size), torch.float32, "cpu")
+            for name, size in zip(("sliding_key", "sliding_value"), sizes[1:3], strict=True)
+        }
+    q, k, v, ck, cv, gates = inputs
+    of_window = tuple(own.values()) or (k, v)
+    torch.use_deterministic_algorithms(options.get("deterministic", False))
+    try:
+        results = core_attention(q, k, v, ck, cv, *of_window, gates, config=config, scale=0.3)
+        grad = torch.randn_like(results.out)
+        grads = torch.autograd.grad(results.out, [*inputs, *own.values()], grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    arrays = [to_float64(x) for x in inputs]
+    more = {"scale": 0.3} | {name: to_float64(x) for name, x in own.items()}
+    scores = oracle.forward(*arrays, config, **more).scores
+    assert oracle.choice_excess(results.blocks.numpy(), scores, config) <= 1e-5
+    more["blocks"] = results.blocks.numpy()
+    want = oracle.forward(*arrays, config, **more)
+    assert_close("output", results.out, want.out, None, torch.float32)
+    for name in ("compressed", "selected", "sliding"):
+        assert_close(name, getattr(results, f"{name}_lse"), want.lse[name], None, torch.float32)
+    wanted = oracle.backward(*arrays, config, to_float64(grad), **more)
+    least = 0.1 * float(grad.norm())
+    for name, got in zip([*INPUTS, *own], grads, strict=True):
+        expected = getattr(wanted, name)
+        assert_close(name, got, expected, None, torch.float32, least=least)
+
+
+@kernels
+@pytest.mark.usefixtures("forget_plans")
+@pytest.mark.skipif(not INTERPRETED, reason="on CUDA cuDNN plays itself, in half precision")
+@pytest.mark.parametrize(
+    ("length", "batch", "value_dim", "union_limit"),
+    [(1, 1, 16, 0), (18, 2, 16, 0), (66, 1, 32, 9)],
+    ids=["one token", "batch", "windows and unions"],
+)
+def test_one_kernel_ends_the_forward_without_gradients(
+    length: int, batch: int, value_dim: int, union_limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_compressed, "causal", causal)
+    monkeypatch.setattr(core_end, "BLOCK_SIZES", (16,))
+    monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
+    monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1)
+    monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 32)
+    heads, kv_heads, blocks = 4, 2, WINDOWED.num_compressed_blocks(length)
+    sizes = [(heads, length, 16), (kv_heads, length, 16), (kv_heads, length, value_dim)]
+    sizes += [(kv_heads, max(1, blocks), 16), (kv_heads, max(1, blocks), value_dim)]
+    inputs = [torch.randn(batch, *size) for size in sizes]
+    inputs.append(torch.randn(batch, heads, length, 3))  # any real number is a gate
+    inputs[-1][:, 0, ::3] = 0
+    q, k, v, ck, cv, gates = inputs
+    ends = 0
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        nonlocal ends
+        ends += 1
+        return core_end.end_of_forward(*arguments, **options)
+
+    monkeypatch.setattr(core, "end_of_forward", spy)
+    results = core_attention(q, k, v, ck, cv, k, v, gates, config=WINDOWED, scale=0.3)
+    assert ends == 1
+    arrays = [to_float64(x) for x in inputs]
+    want = oracle.forward(*arrays, WINDOWED, scale=0.3, blocks=results.blocks.numpy())
+    assert_close("output", results.out, want.out, None, torch.float32)
+    for name in ("compressed", "selected", "sliding"):
+        assert_close(name, getattr(results, f"{name}_lse"), want.lse[name], None, torch.float32)
+    apart = core_attention(q, k, v, ck, cv, k.clone(), v, gates, config=WINDOWED, scale=0.3)
+    assert ends == 1, "keys of its own for the window need the window's own scores"
+    assert_close("apart", apart.out, want.out, None, torch.float32)
+
+
+@only_outside
+@pytest.mark.parametrize(("block", "stride"), [(32, 16), (8, 8), (8, 2), (1, 1)])
+def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) -> None:
+    reach = block - 1
+    for length in (*range(1, 3 * block + 5), 1000, 1 << 14, (1 << 14) + 1, (1 << 15) + 13):
+        tokens = torch.arange(length)[None, :, None, None]
+        seen = []
+        for part in fold_of(length, block, stride).parts:
+            if part.is_empty:
+                continue
+            rows = part_rows_view(tokens, part, reach, stride)[0, :, :, 0]  # [rows, width]
+            sees = (rows - reach) // stride + 1  # blocks, of which row j has to see j + 1
+            assert (sees == torch.arange(1, part.rows + 1)[:, None]).all()
+            seen.append(rows.flatten())
+        places = torch.cat(seen) if seen else torch.empty(0, dtype=torch.long)
+        assert places.sort().values.tolist() == list(range(reach, length))
+
+
+def test_long_rows_are_cut_into_more_parts() -> None:
+    short, long = (fold_of(length, 32, 16).parts for length in (1 << 14, 1 << 15))
+    assert [part.width for part in short] == [1, 15, 0, 0]
+    assert [part.width for part in long] == [1, 5, 5, 5]
+
+
+def inputs_of(
+    batch: int, heads: int, kv_heads: int, length: int, dim: int, value_dim: int, **options: Any
+) -> list[Tensor]:
+    dtype, config = options.get("dtype", torch.bfloat16), options.get("config", PAPER)
+    blocks = max(1, config.num_compressed_blocks(length))
+    sizes = [(heads, length, dim), (kv_heads, length, dim), (kv_heads, length, value_dim)]
+    sizes += [(kv_heads, blocks, dim), (kv_heads, blocks, value_dim)]
+    tensors = [leaf((batch, *size), dtype, "cuda") for size in sizes]
+    # Any real number is a gate.
+    gates = torch.randn(batch, heads, length, 3, device="cuda").to(dtype)
+    gates[:, 0, ::3] = 0
+    return [*tensors, gates.requires_grad_(True)]
+
+
+def run(inputs: list[Tensor], backend: Any, config: NSAConfig) -> tuple[Any, list[Tensor]]:
+    out, aux = nsa_attention(*inputs, config=config, backend=backend, return_aux=True)
+    torch.manual_seed(0)
+    grads = torch.autograd.grad(out, inputs, torch.randn_like(out), allow_unused=True)
+    zeros = (torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True))
+    return (out, aux), list(zeros)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 17, 31, 32, 33, 47, 48, 49, 63, 65, 500, 1111])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_is_the_branches_apart(length: int, batch: int) -> None:
+    inputs = inputs_of(batch, 8, 2, length, 64, 64)
+    (out, aux), grads = run(inputs, "auto", PAPER)
+    (want, want_aux), want_grads = run(inputs, APART, PAPER)
+    assert torch.equal(aux.blocks, want_aux.blocks)
+    for got, lse in zip(aux.lse, want_aux.lse, strict=True):
+        torch.testing.assert_close(got, lse, rtol=1e-4, atol=1e-3)
+    floor = rounding_of_a_zero(inputs)
+    for got, expected in zip([out, *grads], [want, *want_grads], strict=True):
+        error = (got.float() - expected.float()).norm()
+        assert error < 2**-6 * expected.float().norm() + floor
+
+
+def rounding_of_a_zero(inputs: list[Tensor]) -> float:
+    """Norm that a gradient of q or k may have where it is 0, as it is at S = 1.
+
+    `dO v^T` and `delta` are equal then, and each a float32 sum in an order of its own: what is
+    left of their difference is a last place of |dO| |v|, times k or q and the scale.
+    """
+    q, k, v, *_ = (x.detach().float() for x in inputs)
+    largest = max(x.norm(dim=-1).max() for x in (q, k)) * v.norm(dim=-1).max()
+    size_of_grad = q[..., 0].numel() ** 0.5 * v.shape[-1] ** 0.5
+    return float(torch.finfo(torch.float32).eps * q.shape[-1] ** -0.5 * largest * size_of_grad)
+
+
+@pytest.mark.gpu
+def test_auto_runs_the_operator_and_its_kernels() -> None:
+    inputs = inputs_of(1, 8, 2, 300, 64, 64)
+    run(inputs, "auto", PAPER)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run(inputs, "auto", PAPER)
+    names = {event.name for event in trace.events()}
+    assert {"nsa_flex::core_forward", "nsa_flex::core_backward"} <= names
+    assert "aten::_scaled_dot_product_cudnn_attention" in names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "dim", "value_dim", "config"),
+    [(16, 128, 64, PAPER), (2, 64, 128, PAPER), (6, 80, 80, SMALL), (32, 32, 32, SMALL)],
+    ids=["D128-64", "D64-128", "G3-D80", "G16-D32"],
+)
+def test_other_shapes_and_memory(heads: int, dim: int, value_dim: int, config: NSAConfig) -> None:
+    inputs = inputs_of(2, heads, 2, 333, dim, value_dim, config=config, dtype=torch.float16)
+    strange = [x.detach().contiguous().requires_grad_(True) for x in inputs]  # (B, H, S, D)
+    wide = [torch.cat([x.detach()] * 2, 2)[:, :, : x.shape[2]] for x in inputs]
+    apart = APART if dim == value_dim else APART | {"sliding": "flex"}
+    want, want_grads = run(inputs, apart, config)
+    for variant in (strange, [x.requires_grad_(True) for x in wide]):
+        got, grads = run(variant, "auto", config)
+        pairs = zip([got[0], *grads], [want[0], *want_grads], strict=True)
+        for x, y in pairs:
+            assert (x.float() - y.float()).norm() / y.float().norm() < 2**-8
+
+
+@pytest.mark.gpu
+def test_keys_of_its_own_for_the_window() -> None:
+    inputs = inputs_of(2, 8, 2, 200, 64, 64)
+    own = [leaf(x.shape, x.dtype, "cuda") for x in inputs[1:3]]
+    results = []
+    for backend in ("auto", APART):
+        out = nsa_attention(
+            *inputs, config=PAPER, backend=backend, sliding_key=own[0], sliding_value=own[1]
+        )
+        torch.manual_seed(0)
+        results.append([out, *torch.autograd.grad(out, [*inputs, *own], torch.randn_like(out))])
+    for got, want in zip(*results, strict=True):
+        assert (got.float() - want.float()).norm() / want.float().norm() < 2**-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_opcheck(differentiable: bool) -> None:
+    q, k, v, ck, cv, gates = inputs_of(2, 8, 2, 100, 64, 64)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for own in ((k, v), (None, None)):
+        arguments = (q, k, v, ck, cv, gates, *own, 0.1, PAPER.counts, differentiable, True)
+        torch.library.opcheck(
+            torch.ops.nsa_flex.core_forward.default, arguments, test_utils=checks
+        )
+        if differentiable:
+            results = [x.detach() for x in core.core_forward(*arguments)]
+            grad = torch.randn_like(results[0])
+            tensors = [x.detach() for x in (q, k, v, ck, cv, gates, *own) if x is not None]
+            backward = (grad, tensors, results[1:], 0.1, PAPER.counts, True)
+            torch.library.opcheck(core.core_backward, backward, test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_equal_bits_where_torch_is_deterministic() -> None:
+    """All kernels of this package; a compressed gate of 0 leaves out cuDNN's gradients."""
+    inputs = inputs_of(2, 8, 2, 1500, 64, 64)
+    with torch.no_grad():
+        inputs[5][..., 0] = 0
+    torch.use_deterministic_algorithms(True)
+    try:
+        (out, aux), grads = run(inputs, "auto", PAPER)
+        for _ in range(3):
+            (again, again_aux), more = run(inputs, "auto", PAPER)
+            assert torch.equal(aux.blocks, again_aux.blocks)
+            for a, b in zip([out, *grads], [again, *more], strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_a_training_step_in_a_cuda_graph() -> None:
+    inputs = inputs_of(1, 8, 2, 1000, 64, 64)
+    grad_out = torch.randn_like(inputs[0])
+
+    def step() -> list[Tensor]:
+        out = nsa_attention(*inputs, config=PAPER)
+        return [out, *torch.autograd.grad(out, inputs, grad_out)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs[:3]:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        # Float atomics, and cuDNN's, add in no fixed order.
+        assert (got.float() - want.float()).norm() < 2**-7 * want.float().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "dim", "value_dim", "length", "config"),
+    [
+        (8, 64, 64, 333, PAPER),
+        (32, 128, 128, 1500, PAPER),
+        (2, 128, 128, 700, PAPER),
+        (8, 128, 128, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3)),
+        (4, 128, 128, 1100, replace(PAPER, num_initial_blocks=0, window_size=200)),
+        (2, 128, 64, 700, PAPER),
+        (6, 64, 128, 333, PAPER),
+    ],
+    ids=["G4", "G16-D128", "G1-D128", "G4-D128", "G2-D128", "G1", "G3"],
+)
+def test_one_kernel_at_the_end_or_two(
+    heads: int, dim: int, value_dim: int, length: int, config: NSAConfig
+) -> None:
+    """One for Hopper where dims are 128, with gradients too; keys of its own make them two."""
+    inputs = inputs_of(2, heads, 2, length, dim, value_dim)
+    own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
+    (want, want_aux), want_kernels = ends_of(inputs, config, **own)
+    assert want_kernels == {"_finish_kernel"}
+    (saving, saving_aux), saving_kernels = ends_of(inputs, config)
+    with torch.no_grad():
+        (out, aux), kernels = ends_of(inputs, config)
+        again = nsa_attention(*inputs, config=config)
+    # Groups of three leave rows of a tile empty: the two kernels have others.
+    hopper = heads != 6 and dim == value_dim == 128 and runs_gluon(inputs[0].device)
+    assert saving_kernels == {"hopper_end_kernel" if hopper else "_finish_kernel"}
+    one = "hopper_end_kernel" if hopper else "end_kernel"
+    assert kernels == {"_finish_kernel" if heads == 6 else one}
+    assert torch.equal(out, again)
+    for got, got_aux in ((out, aux), (saving, saving_aux)):
+        assert torch.equal(got_aux.blocks, want_aux.blocks)
+        assert (got.float() - want.float()).norm() / want.float().norm() < 2**-8
+        for lse, want_lse in zip(got_aux.lse, want_aux.lse, strict=True):
+            torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-4)
+
+
+def ends_of(
+    inputs: list[Tensor], config: NSAConfig, **options: Tensor
+) -> tuple[tuple[Tensor, Any], set[str]]:
+    """Output and the rest of `nsa_attention`, and which kernels ended its forward."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        results = nsa_attention(*inputs, config=config, return_aux=True, **options)
+    ends = {"_finish_kernel", "end_kernel", "hopper_end_kernel"}
+    return results, ends & {event.name for event in trace.events()}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("forget_plans")
+@pytest.mark.parametrize(
+    ("heads", "length", "config", "union_limit"),
+    [
+        (2, 700, PAPER, 0),
+        (8, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3), 0),
+        (8, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3), 64),
+        (8, 1100, replace(PAPER, num_selected_blocks=10), 64),
+        (32, 1500, replace(PAPER, num_initial_blocks=0, num_selected_blocks=5), 0),
+        (32, 1500, replace(PAPER, num_initial_blocks=0, num_selected_blocks=5), 64),
+        (16, 1000, replace(PAPER, num_selected_blocks=3), 64),
+    ],
+    ids=[
+        "all fit",
+        "20 free, lists",
+        "20 free, unions",
+        "7 free, unions",
+        "3 free, lists",
+        "3 free, unions",
+        "none free, unions",
+    ],
+)
+def test_branches_that_the_end_saves(
+    heads: int, length: int, config: NSAConfig, union_limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output, and gradients that need every branch by itself, against the two kernels."""
+    monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
+    inputs = inputs_of(2, heads, 2, length, 128, 128)
+    own = [x.detach().clone().requires_grad_() for x in inputs[1:3]]
+    out, aux = nsa_attention(*inputs, config=config, return_aux=True)
+    want = nsa_attention(*inputs, config=config, sliding_key=own[0], sliding_value=own[1])
+    upstream = torch.randn_like(out)
+    got = [out, *torch.autograd.grad(out, inputs, upstream)]
+    *grads, key, value = torch.autograd.grad(want, [*inputs, *own], upstream)
+    grads[1], grads[2] = grads[1] + key, grads[2] + value
+    for name, x, y in zip(("out", *INPUTS), got, [want, *grads], strict=True):
+        error = (x.float() - y.float()).norm() / y.float().norm()
+        assert error < 2**-7, (name, error)
+    assert aux.blocks.shape[-1] == config.num_selected_blocks
+    counts = (config.select_block_size, config.num_initial_blocks, config.num_local_blocks, 0)
+    plan = selected_plan.SelectedPlan.of(*inputs[:3], aux.blocks, *counts)
+    assert bool((build_unions(plan, aux.blocks).sizes >= 0).any()) == (union_limit > 0)
+
+
+@pytest.mark.large
+@pytest.mark.gpu
+def test_a_million_tokens_forward() -> None:
+    """Sampled rows, by the definition over their own window, blocks and compressed keys."""
+    length, heads, kv_heads, dim = (1 << 20) - 5, 4, 1, 64
+    config = NSAConfig()
+    q, k, v = (
+        torch.randn(1, length, h, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for h in (heads, kv_heads, kv_heads)
+    )
+    ck, cv = (x.unfold(2, 32, 16).mean(-1) for x in (k, v))
+    gates = torch.rand(1, heads, length, 3, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        out, aux = nsa_attention(q, k, v, ck, cv, gates, config=config, return_aux=True)
+    for t in (0, 31, 1000, length // 2, length - 1):
+        seen = max(0, (t - 31 + 16) // 16)
+        chosen = aux.blocks[0, 0, t]
+        tokens = (chosen[chosen >= 0, None] * 64 + torch.arange(64, device="cuda")).flatten()
+        tokens = tokens[tokens <= t]
+        window = torch.arange(max(0, t - 511), t + 1, device="cuda")
+        everything = torch.arange(seen, device="cuda")
+        want = torch.zeros(heads, dim, dtype=torch.float64, device="cuda")
+        keys = ((ck, cv, everything), (k, v, tokens), (k, v, window))
+        for c, (key, value, index) in enumerate(keys):
+            if len(index):
+                logits = q[0, :, t].double() @ key[0, 0, index].double().T * dim**-0.5
+                branch = logits.softmax(-1) @ value[0, 0, index].double()
+                want += gates[0, :, t, c, None].double() * branch
+        error = (out[0, :, t].double() - want).norm() / want.norm()
+        assert error < 2**-7, f"row {t}: {error:.1e}"
+
+
+@pytest.mark.large
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "length"), [(1, 2**18 + 77), (2, 2**17 + 77)])
+def test_training_with_offsets_past_two_to_the_31(batch: int, length: int) -> None:
+    """64 heads of 128: gradients that the last row of the batch causes, its last tokens too."""
+    inputs = inputs_of(batch, 64, 2, length, 128, 128)
+    assert inputs[0].numel() > 2**31
+    out, aux = nsa_attention(*inputs, config=PAPER, return_aux=True)
+    half = 2**17 // batch
+    rows = torch.tensor(
+        [40, 5000, half + 5, 2 * half - 1, 2 * half + 1, length - 1], device="cuda"
+    )
+    grad_out = torch.zeros_like(out)
+    grad_out[-1:, :, rows] = torch.randn_like(grad_out[-1:, :, rows])
+    got = [x[-1:] for x in torch.autograd.grad(out, inputs, grad_out)]
+    upstream, out = grad_out[-1:, :, rows], out[-1:, :, rows].detach()
+    del grad_out
+    q, k, v, ck, cv, gates = (x[-1:].detach() for x in inputs)
+    few = (q[:, :, rows], k, v, ck, cv, gates[:, :, rows])
+    chosen = aux.blocks[-1:, :, rows]
+    want, eager = (sampled(few, chosen, rows, upstream, t) for t in (torch.float64, q.dtype))
+    got[0], got[5] = got[0][:, :, rows], got[5][:, :, rows]
+    for name, ours, exact, plain in zip(("out", *INPUTS), [out, *got], want, eager, strict=True):
+        error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (ours, plain))
+        assert error <= limit(float(allowed), q.dtype), (name, error, allowed)
+
+
+def sampled(
+    inputs: tuple[Tensor, ...], blocks: Tensor, rows: Tensor, upstream: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """Output at `rows` by the definition in `dtype`, and gradients of all `inputs`.
+
+    Queries, gates and `blocks` are those of the rows. Keys are gathered, so that it fits.
+    """
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    q, k, v, ck, cv, gates = leaves
+    queries, weights = (x[0].unflatten(0, (k.shape[1], -1)) for x in (q, gates))
+    offsets = torch.arange(PAPER.select_block_size, device=q.device)
+    outs = []  # of the heads of one group at one row, [G, Dv] each
+    for i, t in enumerate(rows.tolist()):
+        window = torch.arange(max(0, t - PAPER.window_size + 1), t + 1, device=q.device)
+        seen = torch.arange(PAPER.num_compressed_blocks(t + 1), device=q.device)
+        for head in range(k.shape[1]):
+            chosen = blocks[0, head, i]
+            tokens = chosen[chosen >= 0, None].long() * len(offsets) + offsets
+            index = (seen, tokens[tokens <= t], window)
+            branches = []
+            for key, value, which in zip((ck, k, k), (cv, v, v), index, strict=True):
+                logits = queries[head, :, i] @ key[0, head, which].mT * q.shape[-1] ** -0.5
+                branches.append(logits.softmax(-1) @ value[0, head, which])
+            outs.append((torch.stack(branches, 1) * weights[head, :, i, :, None]).sum(1))
+    out = torch.stack(outs).unflatten(0, (len(rows), -1)).flatten(1, 2).transpose(0, 1)[None]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
+
+
+@pytest.mark.gpu
+def test_one_graph_for_all_lengths() -> None:
+    graphs = []
+
+    def count(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    def call(*inputs: Tensor) -> Tensor:
+        return nsa_attention(*inputs, config=PAPER)
+
+    compiled = torch.compile(call, backend=count, fullgraph=True, dynamic=True)
+    for length in (300, 301, 512, 70, 1000):
+        inputs = inputs_of(1, 8, 2, length, 64, 64)
+        torch.autograd.grad(compiled(*inputs).sum(), inputs)
+    assert len(graphs) == 1
+    inputs = inputs_of(1, 8, 2, 517, 64, 64)
+    whole = torch.compile(call, fullgraph=True, dynamic=True)
+    assert (whole(*inputs) - call(*inputs)).abs().max() < 2**-4
+
+
+@pytest.mark.large
+@pytest.mark.gpu
+def test_peak_memory_of_a_training_step() -> None:
+    """Above the inputs, in units of the query: what is saved, the results, and little else.
+
+    The partial results of the selection have a buffer of a fixed size besides.
+    """
+    inputs = inputs_of(1, 32, 2, 1 << 15, 128, 128)
+    grad = torch.randn_like(inputs[0])
+
+    def step() -> None:
+        out = nsa_attention(*inputs, config=PAPER)
+        torch.autograd.grad(out, inputs, grad)
+
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 8 * inputs[0].nbytes + PARTIAL_BYTES
