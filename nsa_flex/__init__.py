@@ -10,10 +10,11 @@ from nsa_flex.documents import DocumentLayout, align_packed, align_padded, align
 from nsa_flex.gates import Gates
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import Adapter, AttentionShape, load, patch, register_adapter, unpatch
+from nsa_flex.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from nsa_flex.auditing import AuditReport, audit
-    from nsa_flex.cache import NSACache
+    from nsa_flex.patching.nsa_cache import NSACache
 
 __all__ = [
     "Adapter",
@@ -39,12 +40,11 @@ __all__ = [
     "register_adapter",
     "unpatch",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name == "NSACache":  # looks for transformers, which takes seconds to import
-        from nsa_flex.cache import NSACache
+        from nsa_flex.patching.nsa_cache import NSACache
 
         return NSACache
     if name in ("AuditReport", "audit"):  # needs the compiler

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_flex.installed import HAS_TRITON
+from nsa_flex.version import __version__
 
 # Versions that must be those of the measurement: another torch has other kernels.
 VERSIONS = ("nsa_flex", "torch", "triton")
@@ -74,10 +75,8 @@ def tuned_file(device_name: str) -> Path:
 
 def versions() -> dict[str, str | None]:
     """Those of `VERSIONS` that run now."""
-    import nsa_flex
-
     triton = metadata.version("triton") if HAS_TRITON else None
-    return {"nsa_flex": nsa_flex.__version__, "torch": torch.__version__, "triton": triton}
+    return {"nsa_flex": __version__, "torch": torch.__version__, "triton": triton}
 
 
 def parse(text: str) -> tuple[Entry, ...]:

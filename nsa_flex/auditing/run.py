@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-import nsa_flex
 from nsa_flex.auditing.baseline import read_baseline
 from nsa_flex.auditing.batches import Batch, batches_of
 from nsa_flex.auditing.checks import Checks
@@ -22,6 +21,7 @@ from nsa_flex.auditing.excerpts import is_allowed, place_of
 from nsa_flex.auditing.lint import Scope, lint
 from nsa_flex.auditing.parameters import gradients_kept, parameters_of
 from nsa_flex.auditing.report import AuditFinding, AuditReport, Phase
+from nsa_flex.version import __version__
 
 
 def audit(
@@ -173,7 +173,7 @@ def _name_of(fn: Any) -> str:
 def _environment() -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {
-        "nsa_flex": nsa_flex.__version__,
+        "nsa_flex": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device,

@@ -114,7 +114,7 @@ class Writer:
             raise ValueError("the prompt is empty")
         self._check_length(len(ids))
         if self.cache is None:
-            from nsa_flex.cache import NSACache
+            from nsa_flex import NSACache
 
             self.cache = NSACache(model, max_length=self.max_length)
         stream = Stream(self.loaded.tokens.decoder(), self.write, self._stop())

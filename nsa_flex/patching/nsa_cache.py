@@ -10,6 +10,7 @@ from nsa_flex.cache.layer import LayerCache
 from nsa_flex.cache.memory import Memory, num_bytes
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching.layer import NSALayer
+from nsa_flex.patching.sites import patched_sites
 
 if TYPE_CHECKING:
     _Base = object
@@ -114,8 +115,6 @@ def _layers_of(model: nn.Module, max_length: int | None) -> list[Any]:
     own = [m for m in model.modules() if isinstance(m, NSAAttention)]
     if own:
         return [module.new_cache(max_length=max_length) for module in own]
-    from nsa_flex.patching.sites import patched_sites
-
     sites = list(patched_sites(model))
     if not sites:
         raise ValueError(

@@ -1,0 +1,107 @@
+"""Public names stay importable from where they were, whatever moves inside."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+PUBLIC = {
+    "nsa_flex": [
+        "Adapter",
+        "AttentionShape",
+        "AuditReport",
+        "Compression",
+        "DocumentLayout",
+        "Explanation",
+        "Gates",
+        "LayerCache",
+        "NSAAttention",
+        "NSAAux",
+        "NSACache",
+        "NSAConfig",
+        "align_packed",
+        "align_padded",
+        "align_positions",
+        "audit",
+        "explain",
+        "load",
+        "nsa_attention",
+        "patch",
+        "register_adapter",
+        "unpatch",
+    ],
+    "nsa_flex.auditing": [
+        "AuditFinding",
+        "AuditReport",
+        "Phase",
+        "audit",
+        "read_baseline",
+        "write_baseline",
+    ],
+    "nsa_flex.cache": [
+        "LayerCache",
+        "Memory",
+        "NSACache",
+    ],
+    "nsa_flex.hot_path": [
+        "Finding",
+        "FindingKind",
+        "ForwardBackward",
+        "Report",
+        "SyncDetector",
+        "assert_clean",
+        "check",
+        "count_graphs",
+        "find_graph_breaks",
+        "find_syncs",
+        "find_value_reads",
+        "to_meta",
+    ],
+    "nsa_flex.masks": [
+        "compressed_block_mask",
+        "compressed_mask_mod",
+        "folded_block_mask",
+        "folded_mask_mod",
+        "materialize",
+        "selected_block_mask",
+        "selected_mask_mod",
+        "show",
+        "sliding_block_mask",
+        "sliding_mask_mod",
+    ],
+    "nsa_flex.patching": [
+        "Adapter",
+        "AttentionShape",
+        "NSALayer",
+        "Rows",
+        "load",
+        "packed_rows",
+        "padded_rows",
+        "patch",
+        "register_adapter",
+        "unpatch",
+    ],
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names_stay_where_they_were(module):
+    found = importlib.import_module(module)
+    assert [name for name in PUBLIC[module] if not hasattr(found, name)] == []
+    assert set(PUBLIC[module]) <= set(found.__all__)
+
+
+def test_a_former_place_gives_the_same_object():
+    from nsa_flex import NSACache
+    from nsa_flex.cache import NSACache as from_cache
+    from nsa_flex.patching.nsa_cache import NSACache as here
+
+    assert from_cache is here is NSACache
+
+
+def test_the_version_is_still_an_attribute():
+    import nsa_flex
+    from nsa_flex.version import __version__
+
+    assert nsa_flex.__version__ == __version__
