@@ -24,7 +24,7 @@ import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend
 
 from nsa_flex.bench.cases import decode_dense as dense
 from nsa_flex.bench.cases.decode_inputs import CONFIG, HEAD_DIM, Inputs, Shape, check, make_inputs
-from nsa_flex.bench.measure.decode_timing import Call, Clock
+from nsa_flex.bench.measure.timing import Call, Times, measure_burst
 from nsa_flex.fallback_kernels.decode import launch
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.interface import step
@@ -66,6 +66,27 @@ def advancing(inputs: Inputs) -> Call:
             each()
 
     return run
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How much is measured: most calls of a burst, and how often it is timed."""
+
+    steps: int = 24
+    repeats: int = 11
+
+    def in_a_graph(self, calls: Sequence[Call]) -> dict[str, float]:
+        """µs of `calls`, in turn, captured."""
+        return _microseconds(measure_burst(calls, self.repeats, captured=True, most=self.steps))
+
+    def one_by_one(self, calls: Sequence[Call]) -> dict[str, float]:
+        """µs of `calls`, in turn, launched by Python: what the host needs, if it is slower."""
+        return _microseconds(measure_burst(calls, self.repeats, captured=False, most=self.steps))
+
+
+def _microseconds(times: Times) -> dict[str, float]:
+    names = ("median", "p20", "p80", "wall")
+    return {f"{name}_us": round(1e3 * getattr(times, f"{name}_ms"), 2) for name in names}
 
 
 def one_of_sixteen(found: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_flex.bench.cases.decode_inputs import Inputs
-from nsa_flex.bench.measure.decode_timing import Call
+from nsa_flex.bench.measure.timing import Call
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 
 from nsa_flex.bench.cases.decode_inputs import CONFIG, HEAD_DIM
+from nsa_flex.bench.measure.timing import Call, Times, measure
 from nsa_flex.cache.arrival import Arrival
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 
-REPEATS = 5
+BUDGET_MS = 200.0
 
 
 def prefill(cache: LayerCache, tokens: tuple[Tensor, ...], chunk: int) -> Tensor:
@@ -53,6 +55,10 @@ def make(heads: str, length: int) -> tuple[LayerCache, tuple[Tensor, ...]]:
     return cache, (*tokens, normal(query_heads, 3).sigmoid())
 
 
+def time_prefill(call: Call) -> Times:
+    return measure(lambda mark: call(), torch.device("cuda"), BUDGET_MS)["whole"]
+
+
 def rows_of(heads: str, length: int, chunks: list[int]) -> list[dict[str, Any]]:
     cache, tokens = make(heads, length)
     whole = prefill(cache, tokens, length).double()
@@ -64,12 +70,7 @@ def rows_of(heads: str, length: int, chunks: list[int]) -> list[dict[str, Any]]:
         first = time.perf_counter() - start  # with compilation, unless that was cached
         error = float((out.double() - whole).norm() / whole.norm())
         assert error < 2**-7, f"chunks of {chunk} are off by {error:.1e}"
-        found = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            prefill(cache, tokens, chunk)
-            torch.cuda.synchronize()
-            found.append(1e3 * (time.perf_counter() - start))
+        times = time_prefill(partial(prefill, cache, tokens, chunk))
         row = {
             "what": "prefill of a cache",
             "device": torch.cuda.get_device_name(),
@@ -80,7 +81,7 @@ def rows_of(heads: str, length: int, chunks: list[int]) -> list[dict[str, Any]]:
             "head_dim": HEAD_DIM,
             "seq_len": length,
             "chunk": chunk,
-            "median_ms": round(sorted(found)[REPEATS // 2], 2),
+            **times.columns(),
             "first_ms": round(1e3 * first, 1),
             "error": float(f"{error:.1e}"),
         }

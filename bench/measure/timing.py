@@ -1,50 +1,57 @@
-"""Times of a function on its device: CUDA events around every run, caches flushed in between.
+"""The one timer: what the device takes, and what a caller waits for.
 
-Where the host needs longer to queue a run than the device to do it, the device can be made to wait
-until all is queued: the time is then that of the kernels back to back, as in a model that keeps
-its device busy. What the host needs is told beside it.
+Device time is by CUDA events around every call, with the caches flushed in between. Where the
+host needs longer to queue a call than the device to run it, the device can be made to wait until
+all is queued: the time is then that of the kernels back to back, as in a model that keeps its
+device busy. What a caller waits for is told beside it, and never hidden: from an idle device to
+the result.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 CYCLES_PER_MS = 2_000_000  # of a GPU at 2 GHz; slower ones wait longer, which does no harm
 MAX_WAIT_MS = 50.0
 FLUSHED_BYTES = 256 * 2**20  # several times the L2 of any GPU
 MIN_REPEATS, MAX_REPEATS = 3, 200
+MAX_WAITS = 50  # calls from an idle device
 SLOW_MS = 500.0  # what takes longer warms nothing up that matters: its first run counts
 SLOW_REPEATS = 2
+BURST_MS = 3.0  # of calls too short for events around each
 
 Mark = Callable[[], None]
 Step = Callable[[Mark], None]
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one interval over all repeats, and of the host to queue one run."""
+    """Milliseconds of one interval over all repeats.
+
+    host_ms: until the call returns, its kernels queued. wall_ms: until its result is there. Both
+    from an idle device, medians, of the whole call.
+    """
 
     median_ms: float
     p20_ms: float
     p80_ms: float
     repeats: int
     host_ms: float
+    wall_ms: float
 
     def columns(self) -> dict[str, float | int]:
-        """For a row, in microseconds' precision."""
-        return {
-            "median_ms": round(self.median_ms, 4),
-            "p20_ms": round(self.p20_ms, 4),
-            "p80_ms": round(self.p80_ms, 4),
-            "host_ms": round(self.host_ms, 4),
-            "repeats": self.repeats,
-        }
+        """For a row, to a tenth of a microsecond."""
+        found = {name: round(value, 4) for name, value in vars(self).items()}
+        return {**found, "repeats": self.repeats}
 
 
 def measure(
@@ -73,6 +80,7 @@ def measure(
     first_ms = first[0][-1] - first[0][0]
     if first_ms > SLOW_MS:
         stamps = first + clock.run(step, SLOW_REPEATS - 1)[0]
+        repeats = len(stamps)
     else:
         repeats = min(max(int(budget_ms / max(first_ms, 1e-3)), MIN_REPEATS), MAX_REPEATS)
         if repeats > MIN_REPEATS:
@@ -80,30 +88,56 @@ def measure(
         device_ms = min(each[-1] - each[0] for each in first)
         wait_ms = 1.5 * host_ms if hide_host and host_ms > 0.8 * device_ms else 0.0
         stamps, _ = clock.run(step, repeats, wait_ms)
-    found = {"whole": _summary([s[-1] - s[0] for s in stamps], host_ms)}
+    whole = _summary([s[-1] - s[0] for s in stamps])
+    host_ms, wall_ms = clock.from_idle(step, min(repeats, MAX_WAITS)) or [whole.median_ms] * 2
+    found = {"whole": whole}
     if len(stamps[0]) == 3:
-        found["second"] = _summary([s[2] - s[1] for s in stamps], host_ms)
-    return found
+        found["second"] = _summary([s[2] - s[1] for s in stamps])
+    return {name: replace(x, host_ms=host_ms, wall_ms=wall_ms) for name, x in found.items()}
 
 
-def _summary(milliseconds: list[float], host_ms: float) -> Times:
-    low, high = (_percentile(milliseconds, share) for share in (0.2, 0.8))
-    return Times(statistics.median(milliseconds), low, high, len(milliseconds), host_ms)
+def measure_burst(calls: Sequence[Call], repeats: int, *, captured: bool, most: int = 24) -> Times:
+    """Time calls that are too short for events around each: a burst of them, in turn, on CUDA.
+
+    `calls` do the same on inputs of their own, enough of them that the caches hold none. A burst
+    takes about `BURST_MS`, at most `most` calls unless there are more inputs. With `captured` it
+    is replayed from a CUDA graph; otherwise Python launches every call, which counts where it is
+    slower than the device.
+    """
+    device = torch.device("cuda")
+    for call in calls:
+        call()
+    single = _CudaClock(device).run(lambda mark: calls[0](), 1)[0][0]
+    fitting = max(1, int(BURST_MS / max(single[-1] - single[0], 1e-3)))
+    burst = [calls[i % len(calls)] for i in range(max(min(len(calls), most), min(most, fitting)))]
+
+    def run() -> None:
+        for call in burst:
+            call()
+
+    replay: Call = run
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+    clock = _CudaClock(device, flushes=False)
+    clock.run(lambda mark: replay(), 3)
+    stamps, host_ms = clock.run(lambda mark: replay(), repeats)
+    found = _summary([(s[-1] - s[0]) / len(burst) for s in stamps])
+    idle = clock.from_idle(lambda mark: calls[0](), repeats)
+    return replace(found, host_ms=host_ms / len(burst), wall_ms=idle[1])
 
 
-def _percentile(values: list[float], share: float) -> float:
-    """Linear between neighbours."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+def _summary(milliseconds: list[float]) -> Times:
+    low, high = (float(x) for x in np.quantile(milliseconds, (0.2, 0.8)))
+    return Times(statistics.median(milliseconds), low, high, len(milliseconds), 0.0, 0.0)
 
 
 class _CudaClock:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, flushes: bool = True) -> None:
         self.device = device
-        self.filler = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
+        self.filler = torch.empty(FLUSHED_BYTES * flushes, dtype=torch.int8, device=device)
 
     def run(
         self, step: Step, repeats: int, wait_ms: float = 0.0
@@ -131,6 +165,18 @@ class _CudaClock:
         torch.cuda.synchronize(self.device)
         return [[each[0].elapsed_time(e) for e in each] for each in events], host_ms
 
+    def from_idle(self, step: Step, repeats: int) -> list[float]:
+        """Medians of ms, from an idle device: until a call returns, until its result is there."""
+        found = []
+        for _ in range(repeats):
+            torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            step(lambda: None)
+            queued = time.perf_counter()
+            torch.cuda.synchronize(self.device)
+            found.append((queued - start, time.perf_counter() - start))
+        return [1e3 * statistics.median(each) for each in zip(*found, strict=True)]
+
 
 class _HostClock:
     def run(
@@ -149,3 +195,7 @@ class _HostClock:
             mark()
         spent = [each[-1] - each[0] for each in stamps]
         return stamps, statistics.fmean(spent) if spent else 0.0
+
+    def from_idle(self, step: Step, repeats: int) -> list[float]:
+        """Nothing: a call on the CPU is done when it returns."""
+        return []

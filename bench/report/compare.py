@@ -2,79 +2,56 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
 
+import numpy as np
+import pandas as pd
+
+from nsa_flex.bench.report.cells import frame
 from nsa_flex.bench.report.rows import Row
 
 LEAST_CHANGE = 0.02  # below this two runs of one program differ: clocks, placement in memory
 SPREADS = 2.0
 UNREPEATED_NOISE = 0.1  # of what was measured once, such as a compilation
+NAMES = ["case", "pass", "device"]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """One case and pass.
+def compare(old: Iterable[Row], new: Iterable[Row]) -> pd.DataFrame:
+    """All cases that are in both and were measured in the old rows, the last row of each.
 
-    Args:
-        ratio: new over old median; None where one of them is missing.
-        threshold: a ratio outside 1 ± this is a change.
-        verdict: faster, slower, same, or broken: it was measured and cannot be any more.
-    """
-
-    case: str
-    which: str
-    old_ms: float
-    new_ms: float | None
-    ratio: float | None
-    threshold: float
-    verdict: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
-
-
-def compare(old: Iterable[Row], new: Iterable[Row]) -> list[Verdict]:
-    """Verdicts on all cases that are in both and were measured in the old rows.
+    Returns:
+        columns case, pass, old_ms, new_ms, ratio (new over old median, NaN where the new one is
+        missing), threshold (a ratio outside 1 ± this is a change) and verdict: faster, slower,
+        same, or broken, which was measured and cannot be any more.
 
     Raises:
         ValueError: no row of the same device is in both.
     """
-    before, after = _by_name(old), _by_name(new)
-    both = [name for name in after if name in before]
-    if not both:
+    before, after = (frame(list(rows)).drop_duplicates(NAMES, keep="last") for rows in (old, new))
+    both = after.merge(before, on=NAMES, suffixes=("", "_before"))
+    if both.empty:
         raise ValueError("the two files have no case on the same device in common")
-    return [_verdict(before[name], after[name]) for name in both if _measured(before[name])]
+    both = both[both.status_before == "ok"].reset_index(drop=True)
+    measured = both.status == "ok"
+    ratio = (both.median_ms / both.median_ms_before).where(measured)
+    scatter = np.hypot(_noise(both, ""), _noise(both, "_before")) * SPREADS
+    threshold = scatter.clip(lower=LEAST_CHANGE).where(measured, LEAST_CHANGE)
+    verdict = pd.Series("same", index=both.index)
+    verdict = verdict.mask(ratio > 1 + threshold, "slower").mask(ratio < 1 - threshold, "faster")
+    return pd.DataFrame(
+        {
+            "case": both.case,
+            "pass": both["pass"],
+            "old_ms": both.median_ms_before,
+            "new_ms": both.median_ms.where(measured),
+            "ratio": ratio,
+            "threshold": threshold,
+            "verdict": verdict.where(measured, "broken"),
+        }
+    )
 
 
-def _by_name(rows: Iterable[Row]) -> dict[tuple[str, str, str], Row]:
-    """The last row of each case, pass and device."""
-    return {(row["case"], row["pass"], row["device"]): row for row in rows}
-
-
-def _measured(row: Row) -> bool:
-    return row["status"] == "ok"
-
-
-def noise(row: Row) -> float:
+def _noise(both: pd.DataFrame, which: str) -> pd.Series:
     """Half the distance from the 20th to the 80th percentile, over the median."""
-    if "p20_ms" not in row:
-        return UNREPEATED_NOISE
-    return (row["p80_ms"] - row["p20_ms"]) / 2 / row["median_ms"]
-
-
-def _verdict(old: Row, new: Row) -> Verdict:
-    case, which, old_ms = old["case"], old["pass"], old["median_ms"]
-    if not _measured(new):
-        return Verdict(case, which, old_ms, None, None, LEAST_CHANGE, "broken")
-    threshold = max(LEAST_CHANGE, SPREADS * math.hypot(noise(old), noise(new)))
-    ratio = new["median_ms"] / old_ms
-    verdict = "same"
-    if ratio > 1 + threshold:
-        verdict = "slower"
-    elif ratio < 1 - threshold:
-        verdict = "faster"
-    return Verdict(case, which, old_ms, new["median_ms"], ratio, threshold, verdict)
+    high, low, median = (both[f"{name}{which}"] for name in ("p80_ms", "p20_ms", "median_ms"))
+    return ((high - low) / 2 / median).fillna(UNREPEATED_NOISE)

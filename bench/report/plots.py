@@ -1,15 +1,18 @@
-"""Pictures of rows: how many times faster than dense, where the time goes, tokens a second."""
+"""Plots of rows: how many times faster than dense, where the time goes, tokens a second."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nsa_flex.bench.cases.models import IMPLEMENTATIONS
-from nsa_flex.bench.report.cells import dims, part_of, tokens
+import pandas as pd
+
+from nsa_flex.bench.report.cells import frame, part_names, tokens
 from nsa_flex.bench.report.rows import Row
-from nsa_flex.bench.report.table import PASSES, RIVAL
+from nsa_flex.bench.report.table import PASSES, RIVAL, SHAPE, cores
+
+Panel = tuple[pd.DataFrame, Callable[[pd.DataFrame, Any], None], float]
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -21,193 +24,125 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if row["status"] == "ok"]
-    panels = [
-        panel
-        for kind in (_Speedups, _Ratios, _Sweep, _Parts, _Models)
-        if (panel := kind(measured))
-    ]
+    panels = [panel for panel in _panels(measured) if len(panel[0])]
     if not panels:
         raise ValueError("none of the rows can be drawn")
-    height = sum(panel.height for panel in panels)
-    figure = Figure(figsize=(9, height), layout="constrained")
-    heights = [panel.height for panel in panels]
-    places = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for axes, panel in zip(places[:, 0], panels, strict=True):
-        panel.draw(axes)
-    first = measured[0]
-    figure.suptitle(f"{first['device']}, torch {first['torch']}", fontsize=9)
+    heights = [height for _, _, height in panels]
+    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    for place, (table, paint, _) in zip(axes[:, 0], panels, strict=True):
+        paint(table, place)
+        place.grid(alpha=0.3)
+    figure.suptitle(f"{measured[0]['device']}, torch {measured[0]['torch']}", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def _speedups(rows: list[Row]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """(heads and D, pass) -> (tokens, dense time over NSA's), ascending."""
-    found = {
-        (row["heads"], dims(row), row["pass"], row["seq_len"], row["implementation"]): row
-        for row in rows
-        if row["target"] == "core" and row["pattern"] == "random"
-    }
-    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for (heads, dim, which, length, who), row in sorted(found.items()):
-        rival = found.get((heads, dim, which, length, RIVAL))
-        if who == "nsa" and rival is not None and which in PASSES:
-            name = f"{heads} heads" if dim == "128" else f"{heads} heads, D {dim}"
-            speedup = rival["median_ms"] / row["median_ms"]
-            lines.setdefault((name, which), []).append((length, speedup))
-    return lines
+def _panels(rows: list[Row]) -> list[Panel]:
+    table = frame(rows)
+    speedups = _speedups(rows)
+    many = speedups.groupby(level=0).seq_len.transform("size") > 1
+    lines, bars = speedups[many], speedups[~many]
+    sweep = cores(rows)
+    sweep = sweep[sweep["pass"] == "forward_backward"]
+    several = (
+        sweep.implementation.nunique() > 2 and len(sweep[["heads", "D"]].drop_duplicates()) == 1
+    )
+    parts = table[~table.target.isin(["core", "model", "compile"]) & table.p20_ms.notna()]
+    parts = parts[parts["pass"].isin(["forward", "backward"])]
+    parts = parts[parts.seq_len == parts.seq_len.max()]
+    models = table[table.target == "model"]
+    return [
+        (lines, _draw_speedups, 4.5),
+        (bars, _draw_ratios, 1.2 + 0.2 * len(bars)),
+        (sweep if several else sweep[:0], _draw_sweep, 4.5),
+        (parts, _draw_parts, 1.2 + 0.2 * len(parts)),
+        (models, _draw_models, 1.2 + 0.25 * len(models)),
+    ]
 
 
-class _Speedups:
-    """Dense time over NSA's against the length, a line a shape."""
-
-    height = 4.5
-
-    def __init__(self, rows: list[Row]) -> None:
-        self.lines = {k: points for k, points in _speedups(rows).items() if len(points) > 1}
-
-    def __bool__(self) -> bool:
-        return bool(self.lines)
-
-    def draw(self, axes: Any) -> None:
-        """Solid forward, dashed forward and backward."""
-        names = list(dict.fromkeys(name for name, _ in self.lines))
-        for (name, which), points in self.lines.items():
-            axes.plot(
-                *zip(*points, strict=True),
-                "o-" if which == "forward" else "s--",
-                color=f"C{names.index(name)}",
-                label=f"{name}, {PASSES[which]}",
-            )
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        _mark_lengths(axes, self.lines.values())
-        axes.set_ylabel("dense (cuDNN) time ÷ NSA time")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+def _speedups(rows: list[Row]) -> pd.DataFrame:
+    """Dense time over NSA's of every shape and pass; the index names heads, D and pass."""
+    table = cores(rows)
+    names = [*SHAPE, "pass"]
+    nsa, dense = (
+        table[table.implementation == who].drop_duplicates(names).set_index(names).median_ms
+        for who in ("nsa", RIVAL)
+    )
+    found = (dense / nsa).dropna().rename("speedup").reset_index()
+    found = found[found["pass"].isin(list(PASSES))]
+    dims = found.D.map(lambda dim: "" if dim == "128" else f", D {dim}")
+    titles = found["pass"].map(PASSES)
+    found.index = pd.Index(found.heads + " heads" + dims + ", " + titles)
+    return found.sort_values(["heads", "D", "pass", "seq_len"])
 
 
-def _mark_lengths(axes: Any, lines: Iterable[list[tuple[int, float]]]) -> None:
+def _draw_speedups(table: pd.DataFrame, axes: Any) -> None:
+    """Solid forward, dashed forward and backward."""
+    shapes = list(dict.fromkeys(zip(table.heads, table.D, strict=True)))
+    for name, line in table.groupby(level=0, sort=False):
+        first = line.iloc[0]
+        style = "o-" if first["pass"] == "forward" else "s--"
+        color = f"C{shapes.index((first.heads, first.D))}"
+        axes.plot(line.seq_len, line.speedup, style, color=color, label=name)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylabel("dense (cuDNN) time ÷ NSA time")
+    _mark_lengths(axes, table)
+
+
+def _mark_lengths(axes: Any, table: pd.DataFrame) -> None:
     """A logarithmic axis of tokens, with those that were measured."""
-    ticks = sorted({length for points in lines for length, _ in points})
+    ticks = sorted(table.seq_len.unique())
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [tokens({"seq_len": tick}) for tick in ticks])
+    axes.set_xticks(ticks, [tokens(tick) for tick in ticks])
     axes.set_xlabel("tokens")
+    axes.legend(fontsize=8)
 
 
-class _Ratios:
-    """Dense time over NSA's where each shape has one length."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        self.bars = {k: points for k, points in _speedups(rows).items() if len(points) == 1}
-        self.height = 1.2 + 0.2 * len(self.bars)
-
-    def __bool__(self) -> bool:
-        return bool(self.bars)
-
-    def draw(self, axes: Any) -> None:
-        """Horizontal bars."""
-        names = [
-            f"{name}, {tokens({'seq_len': points[0][0]})}, {PASSES[which]}"
-            for (name, which), points in self.bars.items()
-        ]
-        colors = ["C0" if which == "forward" else "C1" for _, which in self.bars]
-        axes.barh(range(len(names)), [p[0][1] for p in self.bars.values()], color=colors)
-        axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(names)), names, fontsize=7)
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
-        axes.set_xlabel("dense (cuDNN) time ÷ NSA time")
-        axes.grid(alpha=0.3, axis="x")
+def _draw_ratios(table: pd.DataFrame, axes: Any) -> None:
+    names = table.index + ", " + table.seq_len.map(tokens)
+    colors = table["pass"].map({"forward": "C0", "forward_backward": "C1"})
+    _bars(axes, names, table.speedup, colors)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("dense (cuDNN) time ÷ NSA time")
 
 
-class _Sweep:
-    """Milliseconds of the core against the length, a line an implementation, if there are many."""
-
-    height = 4.5
-
-    def __init__(self, rows: list[Row]) -> None:
-        self.lines: dict[str, list[tuple[int, float]]] = {}
-        cores = [row for row in rows if row["target"] == "core" and row["pattern"] == "random"]
-        cores = [row for row in cores if row["pass"] == "forward_backward"]
-        self.shapes = {(row["heads"], dims(row)) for row in cores}
-        for row in sorted(cores, key=lambda row: row["seq_len"]):
-            points = self.lines.setdefault(row["implementation"], [])
-            points.append((row["seq_len"], row["median_ms"]))
-
-    def __bool__(self) -> bool:
-        return len(self.lines) > 2 and len(self.shapes) == 1
-
-    def draw(self, axes: Any) -> None:
-        """Both scales logarithmic."""
-        for name, points in self.lines.items():
-            axes.plot(*zip(*points, strict=True), "o-", label=name)
-        axes.set_yscale("log")
-        _mark_lengths(axes, self.lines.values())
-        ((heads, dim),) = self.shapes
-        axes.set_ylabel(f"ms, forward + backward, {heads} heads, D {dim}")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+def _bars(axes: Any, names: pd.Series, values: pd.Series, colors: pd.Series) -> None:
+    """Horizontal bars, the first on top."""
+    axes.barh(range(len(names)), values, color=list(colors), alpha=0.7)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
 
 
-class _Parts:
+def _draw_sweep(table: pd.DataFrame, axes: Any) -> None:
+    """Milliseconds of every implementation, both scales logarithmic."""
+    for name, line in table.sort_values("seq_len").groupby("implementation", sort=False):
+        axes.plot(line.seq_len, line.median_ms, "o-", label=name)
+    first = table.iloc[0]
+    axes.set_yscale("log")
+    axes.set_ylabel(f"ms, forward + backward, {first.heads} heads, D {first.D}")
+    _mark_lengths(axes, table)
+
+
+def _draw_parts(table: pd.DataFrame, axes: Any) -> None:
     """Milliseconds of each part and implementation at the longest of the rows, and their floor."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        aside = ("core", "model", "compile")
-        self.rows = [row for row in rows if row["target"] not in aside and "p20_ms" in row]
-        self.rows = [row for row in self.rows if row["pass"] in ("forward", "backward")]
-        longest = max((row["seq_len"] for row in self.rows), default=0)
-        self.rows = [row for row in self.rows if row["seq_len"] == longest]
-        self.height = 1.2 + 0.2 * len(self.rows)
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
-    def draw(self, axes: Any) -> None:
-        """Horizontal bars, a logarithmic scale."""
-        names = [
-            f"{part_of(row)} on {row['implementation']}, {row['pass']}, {row['heads']}, "
-            f"{tokens(row)}, {row['pattern']}"
-            for row in self.rows
-        ]
-        places = range(len(names))
-        colors = ["C0" if row["pass"] == "forward" else "C1" for row in self.rows]
-        axes.barh(places, [row["median_ms"] for row in self.rows], color=colors, alpha=0.6)
-        axes.plot(
-            [row["floor_ms"] for row in self.rows], places, "|", color="black", label="floor"
-        )
-        axes.set_yticks(places, names, fontsize=6)
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
-        axes.set_xscale("log")
-        axes.set_xlabel("ms")
-        axes.grid(alpha=0.3, axis="x")
-        axes.legend(fontsize=8)
+    names = part_names(table) + " on " + table.implementation + ", " + table["pass"]
+    names = names + ", " + table.heads + ", " + table.tokens + ", " + table.pattern
+    colors = table["pass"].map({"forward": "C0", "backward": "C1"})
+    _bars(axes, names, table.median_ms, colors)
+    axes.plot(table.floor_ms, range(len(table)), "|", color="black", label="floor")
+    axes.set_xscale("log")
+    axes.set_xlabel("ms")
+    axes.legend(fontsize=8)
 
 
-class _Models:
-    """Tokens a second of training steps."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = [row for row in rows if row["target"] == "model"]
-        self.height = 1.2 + 0.25 * len(self.rows)
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
-    def draw(self, axes: Any) -> None:
-        """Horizontal bars, a color each implementation."""
-        colors = {name: f"C{place}" for place, name in enumerate(IMPLEMENTATIONS)}
-        labels = [
-            f"{row['model']}, {row['batch']} x {row['seq_len']}, {row['implementation']}"
-            for row in self.rows
-        ]
-        speeds = [row["tokens_per_s"] for row in self.rows]
-        places = range(len(labels))
-        axes.barh(places, speeds, color=[colors[row["implementation"]] for row in self.rows])
-        axes.set_yticks(places, labels, fontsize=7)
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
-        axes.set_xlabel("tokens/s of training")
-        axes.grid(alpha=0.3, axis="x")
+def _draw_models(table: pd.DataFrame, axes: Any) -> None:
+    """Tokens a second of training steps, a color each implementation."""
+    batches = table.batch.map("{:.0f}".format) + " x " + table.seq_len.map("{:.0f}".format)
+    names = table.model + ", " + batches + ", " + table.implementation
+    colors = {name: f"C{place}" for place, name in enumerate(table.implementation.unique())}
+    _bars(axes, names, table.tokens_per_s, table.implementation.map(colors))
+    axes.set_xlabel("tokens/s of training")

@@ -5,7 +5,7 @@ A page names its rows between two comments,
     <!-- table: headline bench/results/headline_h200.json -->
     <!-- end of table -->
 
-and `python -m nsa_flex.bench.report.table docs/benchmarks.md` writes what is between them.
+and `python -m nsa_flex.bench.report.table docs/guide/bench.md` writes what is between them.
 """
 
 from __future__ import annotations
@@ -15,193 +15,213 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
+
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS
 from nsa_flex.bench.report.cells import (
-    dims,
+    EMPTY,
+    frame,
     gib,
+    medians,
     milliseconds,
-    over_floor,
-    part_of,
-    ratio,
-    seconds,
-    speed,
+    number,
+    part_names,
+    speeds,
     tokens,
+    waits,
 )
 from nsa_flex.bench.report.rows import Row, read_rows
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
 RIVAL = "sdpa-cudnn"
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
-
-Table = list[list[str]]
-
-
-def markdown(table: Table) -> str:
-    """First row heads the columns."""
-    head, *body = table
-    lines = [head, ["---"] * len(head), *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+SHAPE = ["heads", "D", "seq_len"]
 
 
-def _cores(rows: list[Row]) -> dict[tuple[str, str, int], dict[tuple[str, str], Row]]:
-    """(heads, D, tokens) -> (implementation, pass) -> row of the core on random choices."""
-    found: dict[tuple[str, str, int], dict[tuple[str, str], Row]] = {}
-    for row in rows:
-        if row["target"] == "core" and row["pattern"] == "random":
-            shape = found.setdefault((row["heads"], dims(row), row["seq_len"]), {})
-            shape[row["implementation"], row["pass"]] = row
-    return dict(sorted(found.items(), key=lambda item: _by_heads(item[0])))
+def markdown(table: pd.DataFrame) -> str:
+    """A table of strings, its columns as heads."""
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
-def headline(rows: list[Row]) -> Table:
-    """Core against cuDNN: one line a shape."""
-    columns = ["heads", "D", "tokens"]
-    columns += ["forward, NSA", "dense", "dense ÷ NSA", "NSA ÷ floor"]
-    columns += ["forward + backward, NSA", "dense", "dense ÷ NSA", "NSA ÷ floor"]
-    table = [[*columns, "peak GiB, NSA", "dense"]]
-    for (heads, dim, length), found in _cores(rows).items():
-        line = [heads, dim, tokens({"seq_len": length})]
-        for which in ("forward", "forward_backward"):
-            nsa, dense = (found.get((who, which)) for who in ("nsa", RIVAL))
-            line += [milliseconds(nsa), milliseconds(dense), ratio(dense, nsa), over_floor(nsa)]
-        line += [gib(found.get((who, "forward_backward"))) for who in ("nsa", RIVAL)]
-        table.append(line)
-    return _without(table, "D") if len({dim for _, dim, _ in _cores(rows)}) == 1 else table
+def cores(rows: list[Row]) -> pd.DataFrame:
+    """Rows of the core on random inputs: most query heads a KV head, narrow and short first."""
+    table = frame(rows)
+    table = table[(table.target == "core") & (table.pattern == "random")]
+    pairs = table.heads.str.split("/", expand=True).reindex(columns=[0, 1]).astype(float)
+    order = {"group": -pairs[0] / pairs[1], "wide": table.head_dim, "out": table.value_dim}
+    order["length"] = table.seq_len
+    return table.loc[pd.DataFrame(order).sort_values(list(order), kind="stable").index]
 
 
-def _without(table: Table, column: str) -> Table:
-    place = table[0].index(column)
-    return [line[:place] + line[place + 1 :] for line in table]
+def _of(table: pd.DataFrame, implementation: str, which: str, index: pd.Index) -> pd.DataFrame:
+    """The rows of one implementation and pass, one a shape of `index`."""
+    found = table[(table.implementation == implementation) & (table["pass"] == which)]
+    return found.drop_duplicates(SHAPE, keep="last").set_index(SHAPE).reindex(index)
 
 
-def sweep(rows: list[Row]) -> Table:
-    """Milliseconds of every implementation of the core: one line a pass and shape."""
-    who = list(dict.fromkeys(row["implementation"] for row in rows if row["target"] == "core"))
-    table = [["pass", "heads", "D", "tokens", *who]]
+def _ratio(above: pd.DataFrame, below: pd.DataFrame, column: str = "median_ms") -> pd.Series:
+    measured = (above.status == "ok") & (below.status == "ok")
+    return number((above[column] / below[column]).where(measured))
+
+
+def _shapes(table: pd.DataFrame) -> tuple[pd.Index, pd.DataFrame]:
+    """Every shape once, and the columns that name it; D only where there are several."""
+    index = pd.MultiIndex.from_frame(table[SHAPE].drop_duplicates())
+    named = index.to_frame()
+    named["tokens"] = named.seq_len.map(tokens)
+    kept = ["heads", "D", "tokens"] if named.D.nunique() > 1 else ["heads", "tokens"]
+    return index, named[kept]
+
+
+def headline(rows: list[Row]) -> pd.DataFrame:
+    """Core against cuDNN: what the device takes and, host included, what a caller waits for."""
+    table = cores(rows)
+    index, found = _shapes(table)
+    nsa = dense = pd.DataFrame()
     for which, title in PASSES.items():
-        for (heads, dim, length), found in _cores(rows).items():
-            cells = [_median(found.get((name, which))) for name in who]
-            table.append([title, heads, dim, tokens({"seq_len": length}), *cells])
-    return table
+        nsa, dense = (_of(table, name, which, index) for name in ("nsa", RIVAL))
+        found[f"{title}, NSA"] = milliseconds(nsa)
+        found[f"{title}, dense"] = milliseconds(dense)
+        found[f"{title}, dense ÷ NSA"] = _ratio(dense, nsa)
+        found[f"{title}, NSA ÷ floor"] = number(nsa.over_floor, 1)
+        found[f"{title}, a caller waits, NSA / dense"] = _pair(waits(nsa), waits(dense))
+    found["peak GiB, NSA / dense"] = _pair(gib(nsa), gib(dense))
+    found["commit"] = nsa.commit
+    return found.fillna(EMPTY)
 
 
-def _median(row: Row | None) -> str:
-    return milliseconds(row).partition(" ")[0]
+def _pair(ours: pd.Series, theirs: pd.Series) -> pd.Series:
+    return ours.fillna(EMPTY) + " / " + theirs.fillna(EMPTY)
 
 
-def summary(rows: list[Row]) -> Table:
+def summary(rows: list[Row]) -> pd.DataFrame:
     """`headline` without spreads and floors."""
-    table = [["heads", "tokens"]]
-    for title in PASSES.values():
-        table[0] += [f"{title}, ms", "dense ÷ NSA"]
-    table[0].append("peak memory, GiB")
-    for (heads, _, length), found in _cores(rows).items():
-        line = [heads, tokens({"seq_len": length})]
-        for which in PASSES:
-            nsa, dense = (found.get((who, which)) for who in ("nsa", RIVAL))
-            line += [f"{_median(nsa)} / {_median(dense)}", ratio(dense, nsa)]
-        peaks = (gib(found.get((who, "forward_backward"))) for who in ("nsa", RIVAL))
-        table.append([*line, " / ".join(peaks)])
-    return table
+    table = cores(rows)
+    index, found = _shapes(table)
+    nsa = dense = pd.DataFrame()
+    for which, title in PASSES.items():
+        nsa, dense = (_of(table, name, which, index) for name in ("nsa", RIVAL))
+        found[f"{title}, device ms"] = _pair(medians(nsa), medians(dense))
+        found["dense ÷ NSA" + " " * len(found.columns)] = _ratio(dense, nsa)
+        found[f"{title}, caller ms"] = _pair(waits(nsa), waits(dense))
+    found["peak GiB"] = _pair(gib(nsa), gib(dense))
+    found["commit"] = nsa.commit
+    return found.fillna(EMPTY).rename(columns=str.strip)
 
 
-def repeats(rows: list[Row]) -> Table:
+def sweep(rows: list[Row]) -> pd.DataFrame:
+    """Milliseconds of every implementation of the core: one line a pass and shape."""
+    table = cores(rows)
+    index, named = _shapes(table)
+    named["D"] = [shape[1] for shape in index]
+    found = []
+    for which, title in PASSES.items():
+        each = named[["heads", "D", "tokens"]].copy()
+        each.insert(0, "pass", title)
+        for name in dict.fromkeys(
+            row["implementation"] for row in rows if row["target"] == "core"
+        ):
+            each[name] = medians(_of(table, name, which, index))
+        found.append(each)
+    return pd.concat(found).fillna(EMPTY)
+
+
+def repeats(rows: list[Row]) -> pd.DataFrame:
     """Core against cuDNN, one case in several runs: one line a shape, pass and run.
 
     A column `run` of the rows tells the runs apart.
     """
-    table = [["pass", "heads", "tokens", "run", "matrix TFLOP/s"]]
-    table[0] += ["NSA, ms", "dense", "dense ÷ NSA"]
-    runs = list(dict.fromkeys(row["run"] for row in rows))
-    found = {run: _cores([row for row in rows if row["run"] == run]) for run in runs}
-    for which, title in PASSES.items():
-        for shape in _cores(rows):
-            for run in runs:
-                here = found[run].get(shape, {})
-                nsa, dense = (here.get((who, which)) for who in ("nsa", RIVAL))
-                if nsa is None:
-                    continue
-                line = [title, shape[0], tokens(nsa), run, f"{nsa['matrix_tflops']:.0f}"]
-                table.append([*line, milliseconds(nsa), milliseconds(dense), ratio(dense, nsa)])
-    return table
+    table = cores(rows)
+    index, named = _shapes(table)
+    found = []
+    for place, (which, title) in enumerate(PASSES.items()):
+        for turn, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+            part = table[table.run == run]
+            nsa, dense = (_of(part, name, which, index) for name in ("nsa", RIVAL))
+            each = named[["heads", "tokens"]].copy()
+            each.insert(0, "pass", title)
+            each["run"], each["matrix TFLOP/s"] = run, number(nsa.matrix_tflops, 0)
+            each["NSA, ms"], each["dense"] = milliseconds(nsa), milliseconds(dense)
+            each["dense ÷ NSA"], each["commit"] = _ratio(dense, nsa), nsa.commit
+            each["order"] = [(place, shape, turn) for shape in range(len(index))]
+            found.append(each[nsa.status.notna()])
+    return pd.concat(found).sort_values("order").drop(columns="order").fillna(EMPTY)
 
 
-def _by_heads(shape: tuple[str, str, int]) -> tuple[int, list[int], int]:
-    """Most query heads a KV head first, then narrow before wide, then short before long."""
-    heads, dim, length = shape
-    query_heads, kv_heads = (int(number) for number in heads.split("/"))
-    return -query_heads // kv_heads, [int(number) for number in dim.split("/")], length
-
-
-def parts(rows: list[Row]) -> Table:
+def parts(rows: list[Row]) -> pd.DataFrame:
     """One line a part, implementation and shape."""
-    table = [["part", "on", "heads", "D", "tokens", "choices"]]
-    table[0] += ["forward, ms", "÷ floor", "backward, ms", "÷ floor", "overlap"]
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    name: tuple[str, ...]
-    for row in rows:
-        if row["target"] in ("model", "compile"):
-            continue
-        shape = (row["heads"], dims(row), tokens(row), row["pattern"])
-        name = (part_of(row), row["implementation"], *shape)
-        found.setdefault(name, {})[row["pass"]] = row
-    for name, passes in found.items():
-        line = list(name)
-        for which in ("forward", "backward"):
-            line += [milliseconds(passes.get(which)), over_floor(passes.get(which))]
-        overlaps = [row["overlap"] for row in passes.values() if "overlap" in row]
-        table.append([*line, f"{overlaps[0]:.0%}" if overlaps else "-"])
-    return table
+    table = frame(rows)
+    table = table[~table.target.isin(["model", "compile"])]
+    table = table.assign(part=part_names(table), on=table.implementation, choices=table.pattern)
+    names = ["part", "on", "heads", "D", "tokens", "choices"]
+    found = table[names].drop_duplicates().set_index(names, drop=False)
+    for which in ("forward", "backward"):
+        each = table[table["pass"] == which].drop_duplicates(names, keep="last").set_index(names)
+        each = each.reindex(found.index)
+        found[f"{which}, ms"] = milliseconds(each)
+        found[f"{which}, ÷ floor"] = number(each.over_floor, 1)
+    overlaps = table.groupby(names, sort=False).overlap.first().reindex(found.index)
+    found["overlap"] = overlaps.map(lambda x: EMPTY if pd.isna(x) else f"{x:.0%}").astype(object)
+    found["commit"] = table.groupby(names, sort=False).commit.first().reindex(found.index)
+    return found.fillna(EMPTY)
 
 
-def models(rows: list[Row]) -> Table:
+def models(rows: list[Row]) -> pd.DataFrame:
     """One line a model, batch and length: tokens a second of training.
 
     The floor is that of NSA's step, beside the captured one if there is one.
     """
-    table = [["model", "parameters", "batch", "tokens"]]
-    table[0] += ["NSA, tokens/s", "as a graph", "eager", "÷ floor"]
-    table[0] += ["dense, tokens/s", "as a graph", "eager", "peak GiB, NSA", "dense"]
-    found = {
-        (row["model"], row["batch"], row["seq_len"], row["implementation"]): row
-        for row in rows
-        if row["target"] == "model"
+    table = frame(rows)
+    table = table[table.target == "model"]
+    names = ["model", "batch", "seq_len"]
+    index = pd.MultiIndex.from_frame(table[names].drop_duplicates())
+    each = {
+        name: table[table.implementation == name].set_index(names).reindex(index)
+        for name in IMPLEMENTATIONS
     }
-    for model, batch, length in dict.fromkeys(key[:3] for key in found):
-        each = {name: found.get((model, batch, length, name)) for name in IMPLEMENTATIONS}
-        rows_there = [row for row in each.values() if row]
-        size = next((row["parameters"] for row in rows_there if "parameters" in row), None)
-        counted = "-" if size is None else f"{size / 1e6:.0f} M"
-        speeds = [speed(row) for row in each.values()]
-        best = each["nsa-graph"] or each["nsa"]
-        line = [model, counted, str(batch), str(length)]
-        line += [*speeds[:3], over_floor(best), *speeds[3:]]
-        table.append([*line, gib(each["nsa"]), gib(each["dense"])])
-    return table
+    sizes = table.groupby(names, sort=False).parameters.first().reindex(index)
+    found = pd.DataFrame({"model": [str(place[0]) for place in index]}, index=index)
+    found["parameters"] = number(sizes, 0, 1e6).where(sizes.isna(), number(sizes, 0, 1e6) + " M")
+    found["batch"], found["tokens"] = ([str(place[i]) for place in index] for i in (1, 2))
+    floors = each["nsa-graph"].over_floor.fillna(each["nsa"].over_floor)
+    for title, name in zip(_MODEL_TITLES, IMPLEMENTATIONS, strict=True):
+        found[title] = speeds(each[name])
+        if name == "nsa-eager":
+            found["÷ floor"] = number(floors, 1)
+    found["peak GiB, NSA / dense"] = _pair(gib(each["nsa"]), gib(each["dense"]))
+    found["commit"] = each["nsa"].commit.fillna(each["nsa-graph"].commit)
+    return found.fillna(EMPTY)
 
 
-def compiling(rows: list[Row]) -> Table:
+# In the order of IMPLEMENTATIONS.
+_MODEL_TITLES = (
+    *("NSA, tokens/s", "NSA as a graph", "NSA eager"),
+    *("dense, tokens/s", "dense as a graph", "dense eager"),
+)
+
+
+def compiling(rows: list[Row]) -> pd.DataFrame:
     """Seconds of the first call."""
-    table = [["heads", "tokens", "what", "cold, s", "warm, s"]]
-    found: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row["target"] == "compile":
-            found.setdefault(row["case"], {})[row["pass"]] = row
-    for case, passes in found.items():
-        any_pass = next(iter(passes.values()))
-        what = "forward + backward" if " train " in case else "forward"
-        times = [seconds(passes.get(f"compile_{name}")) for name in ("cold", "warm")]
-        table.append([any_pass["heads"], tokens(any_pass), what, *times])
-    return table
+    table = frame(rows)
+    table = table[table.target == "compile"]
+    found = table.drop_duplicates("case").set_index("case")
+    trained = found.index.str.contains(" train ")
+    found = found[["heads", "tokens", "commit"]]
+    found.insert(2, "what", ["forward + backward" if train else "forward" for train in trained])
+    for place, name in enumerate(("cold", "warm")):
+        each = table[table["pass"] == f"compile_{name}"].set_index("case").reindex(found.index)
+        found.insert(3 + place, f"{name}, s", number(each.median_ms, 1, 1e3))
+    return found
 
 
-def reasons(rows: list[Row]) -> Table:
+def reasons(rows: list[Row]) -> pd.DataFrame:
     """What was not measured, and why; once for the passes of a case."""
-    lines = [(row["case"], row["status"], row["reason"]) for row in rows if row["status"] != "ok"]
-    return [["case", "status", "reason"], *map(list, dict.fromkeys(lines))]
+    table = frame(rows)
+    return table[table.status != "ok"][["case", "status", "reason"]].drop_duplicates()
 
 
-TABLES: dict[str, Callable[[list[Row]], Table]] = {
+TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "headline": headline,
     "sweep": sweep,
     "summary": summary,
@@ -213,7 +233,7 @@ TABLES: dict[str, Callable[[list[Row]], Table]] = {
 }
 
 
-def tables_of(rows: list[Row]) -> dict[str, Table]:
+def tables_of(rows: list[Row]) -> dict[str, pd.DataFrame]:
     """Those of the tables that these rows fill."""
     rivals = {row["implementation"] for row in rows if row["target"] == "core"}
     wanted = ["headline"] if {"nsa", RIVAL} <= rivals else []
@@ -223,7 +243,7 @@ def tables_of(rows: list[Row]) -> dict[str, Table]:
         wanted.append("parts")
     wanted += [name for name, t in (("models", "model"), ("compile", "compile")) if t in targets]
     tables = {name: TABLES[name](rows) for name in [*wanted, "reasons"]}
-    return {name: table for name, table in tables.items() if len(table) > 1}
+    return {name: table for name, table in tables.items() if len(table)}
 
 
 def fill(page: str, root: Path) -> str:

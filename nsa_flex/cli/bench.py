@@ -7,7 +7,7 @@ import importlib.util
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -17,12 +17,13 @@ from nsa_flex.bench.cases.case import DTYPES, Case
 from nsa_flex.bench.cases.registry import PRESETS, AnyCase, preset
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.measure.runner import Options, run
-from nsa_flex.bench.report import plots, table
-from nsa_flex.bench.report.compare import Verdict, compare
 from nsa_flex.bench.report.rows import Notebook, Row, read_rows
 from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
 from nsa_flex.cli.device import check_device
 from nsa_flex.cli.shown_table import show_table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def bench(
@@ -114,11 +115,13 @@ def bench(
         rows = _run(cases, Notebook(path, machine.describe(where), fresh=fresh), options, console)
     else:
         rows = _chosen(read_rows(path), only or [])
-    verdicts = _compare(earlier, rows) if compare_with else []
+    verdicts = _compare(earlier, rows) if compare_with else None
     if plot is not None:
-        plots.draw(rows, plot)
+        from nsa_flex.bench.report.plots import draw
+
+        draw(rows, plot)
     _show(rows, verdicts, as_json=as_json, as_markdown=as_markdown)
-    slower = any(verdict.verdict in ("slower", "broken") for verdict in verdicts)
+    slower = verdicts is not None and verdicts.verdict.isin(["slower", "broken"]).any()
     raise typer.Exit(1 if slower or any(row["status"] == "failed" for row in rows) else 0)
 
 
@@ -172,8 +175,9 @@ def _check_files(path: Path, old: Path | None, plot: Path | None, run_them: bool
     for file in needed:
         if file is not None and not file.exists():
             _refuse(f"there is no file {file}")
-    if plot is not None and not _installed("matplotlib"):
-        _refuse("--plot needs matplotlib; install with: pip install 'nsa-flex[cli,bench]'")
+    for package in ("pandas", "matplotlib"):  # tables; --plot
+        if not _installed(package):
+            _refuse(f"it needs {package}; install with: pip install 'nsa-flex[cli,bench]'")
     try:
         for file in (path, old):
             if file is not None and file.exists():
@@ -212,7 +216,9 @@ def _run(
         return run(cases, notebook, ceilings, options, tell)
 
 
-def _compare(earlier: list[Row], rows: list[Row]) -> list[Verdict]:
+def _compare(earlier: list[Row], rows: list[Row]) -> pd.DataFrame:
+    from nsa_flex.bench.report.compare import compare
+
     try:
         return compare(earlier, rows)
     except ValueError as error:
@@ -220,31 +226,31 @@ def _compare(earlier: list[Row], rows: list[Row]) -> list[Verdict]:
         raise AssertionError from error
 
 
-def _show(rows: list[Row], verdicts: list[Verdict], *, as_json: bool, as_markdown: bool) -> None:
+def _show(
+    rows: list[Row], verdicts: pd.DataFrame | None, *, as_json: bool, as_markdown: bool
+) -> None:
+    from nsa_flex.bench.report import table
+
     if as_json:
-        found = {"rows": rows, "verdicts": [verdict.to_dict() for verdict in verdicts]}
-        typer.echo(json.dumps(found, indent=2))
+        told = [] if verdicts is None else json.loads(verdicts.to_json(orient="records"))
+        typer.echo(json.dumps({"rows": rows, "verdicts": told}, indent=2))
         return
     tables = table.tables_of(rows)
-    if verdicts:
+    if verdicts is not None:
         tables["verdicts"] = _verdict_table(verdicts)
     if as_markdown:
         typer.echo("\n".join(table.markdown(each) for each in tables.values()))
         return
     for each in tables.values():
-        show_table(each)
+        show_table([list(each.columns), *each.to_numpy().tolist()])
 
 
-def _verdict_table(verdicts: list[Verdict]) -> table.Table:
-    lines = [
-        [
-            verdict.case,
-            verdict.which,
-            f"{verdict.old_ms:.4g}",
-            "-" if verdict.new_ms is None else f"{verdict.new_ms:.4g}",
-            "-" if verdict.ratio is None else f"{verdict.ratio:.3f} (± {verdict.threshold:.3f})",
-            verdict.verdict,
-        ]
-        for verdict in verdicts
-    ]
-    return [["case", "pass", "old ms", "new ms", "new ÷ old", "verdict"], *lines]
+def _verdict_table(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """Numbers as text; what cannot be measured any more has none."""
+    found = verdicts[["case", "pass"]].copy()
+    for name in ("old_ms", "new_ms"):
+        found[name.replace("_", " ")] = verdicts[name].map("{:.4g}".format).replace("nan", "-")
+    ratios = [f"{r:.3f} (± {t:.3f})" for r, t in verdicts[["ratio", "threshold"]].to_numpy()]
+    found["new ÷ old"] = [text if text[0] != "n" else "-" for text in ratios]
+    found["verdict"] = verdicts.verdict
+    return found
