@@ -90,14 +90,14 @@ def test_an_explicit_choice_never_falls_back(
 
 
 def test_wide_heads_go_to_cudnn_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa_flex.dispatch.shared_memory", lambda: 166912)  # an A100's
+    monkeypatch.setattr("nsa_flex.dispatch.unsupported.shared_memory", lambda: 166912)  # an A100's
     choice = choose_backends(replace(CUDA, head_dim=192))["compressed"]
     assert choice.backend == "flex"
     assert "not sdpa: cuDNN's backward takes head dims of 192 and 128 from Hopper" in choice.reason
 
 
 def test_triton_is_passed_over_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa_flex.dispatch.HAS_TRITON", False)
+    monkeypatch.setattr("nsa_flex.dispatch.unsupported.HAS_TRITON", False)
     choice = choose_backends(CUDA)["selected"]
     assert choice.backend == "flex"
     assert "not triton: triton is not installed" in choice.reason

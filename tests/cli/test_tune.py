@@ -13,12 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from nsa_flex import dispatch, tuning
+from nsa_flex import tuning
 from nsa_flex.bench.cases.case import Case
 from nsa_flex.bench.measure import machine, runner, tuner
 from nsa_flex.bench.report.rows import read_rows
 from nsa_flex.cli.app import app
-from nsa_flex.dispatch import CUDA_ORDER, Facts, choose_backends
+from nsa_flex.dispatch import CUDA_ORDER, Facts, choose_backends, unsupported
 from nsa_flex.tuning import Entry, lookup, parse, tuned_entries, tuned_file
 
 DEVICE = "Imaginary GPU 9"
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def imaginary_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(dispatch, "shared_memory", lambda: tuning.HOPPER_SHARED_MEMORY)
+    monkeypatch.setattr(unsupported, "shared_memory", lambda: tuning.HOPPER_SHARED_MEMORY)
     monkeypatch.setattr(tuning, "shared_memory", lambda: tuning.HOPPER_SHARED_MEMORY)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: DEVICE)
     monkeypatch.setattr(
@@ -410,7 +410,7 @@ def test_compiled_code_looks_up_too(monkeypatch, dynamic):
 def test_selection_goes_to_flex_where_no_tile_fits(
     monkeypatch, given, head_dim, block_size, backend
 ):
-    monkeypatch.setattr(dispatch, "shared_memory", lambda: given)
+    monkeypatch.setattr(unsupported, "shared_memory", lambda: given)
     facts = replace(
         FACTS, head_dim=head_dim, value_head_dim=head_dim, select_block_size=block_size
     )
@@ -441,11 +441,13 @@ def test_shared_memory_is_that_of_the_plan(sizes):
     )
     facts = replace(
         FACTS,
+        num_query_heads=group,
+        num_kv_heads=1,
         dtype=torch.float32 if element_size == 4 else torch.bfloat16,
         head_dim=head_dim,
         value_head_dim=value_dim,
         select_block_size=block_size,
     )
-    needed = dispatch._selection_shared_bytes(facts, group)
+    needed = unsupported.selected_shared_bytes(facts)
     assert needed == plan.shared_bytes(plan.least_rows, 1)
     assert tuning.HOPPER_SHARED_MEMORY == HOPPER_SHARED_MEMORY

@@ -1,0 +1,25 @@
+"""Which backend computes which branch of a call, and why not a better one.
+
+`facts` is what is looked at, `table` the order of `auto` and explicit choices, `unsupported` what
+each backend cannot compute, `implementations` what runs. Nothing here reads a tensor's values.
+"""
+
+from nsa_flex.dispatch.facts import BRANCHES, Backend, BackendName, BranchName, Facts
+from nsa_flex.dispatch.implementations import IMPLEMENTATIONS
+from nsa_flex.dispatch.table import CUDA_ORDER, FEW_QUERIES, Choice, choose_backends, is_fused
+from nsa_flex.dispatch.unsupported import unsupported_reason
+
+__all__ = [
+    "BRANCHES",
+    "CUDA_ORDER",
+    "FEW_QUERIES",
+    "IMPLEMENTATIONS",
+    "Backend",
+    "BackendName",
+    "BranchName",
+    "Choice",
+    "Facts",
+    "choose_backends",
+    "is_fused",
+    "unsupported_reason",
+]

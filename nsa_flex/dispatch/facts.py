@@ -1,0 +1,43 @@
+"""What dispatch looks at, and the names it speaks in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+BranchName = Literal["compressed", "selected", "sliding"]
+BackendName = Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"]
+Backend = BackendName | Mapping[BranchName, BackendName]
+
+BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that dispatch looks at."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    value_head_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    num_queries: int
+    whole: bool  # the queries are all the tokens, from position 0
+    documents: bool
+    needs_grad: bool
+    select_block_size: int = 64
+    num_selected_blocks: int = 16
+
+    @property
+    def half(self) -> bool:
+        """Whether the dtype is one that flash kernels take."""
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads per KV head."""
+        return self.num_query_heads // self.num_kv_heads

@@ -1,0 +1,127 @@
+"""Which backend computes which branch: one table for `auto`, and the reasons for it.
+
+Decided from shapes, dtypes, the device and the need of gradients; never from values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from nsa_flex.backends import fused
+from nsa_flex.dispatch.facts import BRANCHES, Backend, BackendName, BranchName, Facts
+from nsa_flex.dispatch.implementations import IMPLEMENTATIONS
+from nsa_flex.dispatch.unsupported import unsupported_reason
+from nsa_flex.tuning import lookup, tuned_entries
+
+# What `auto` tries on CUDA, best first; `dense` is what always works.
+CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
+    "compressed": ("sdpa", "flex", "dense"),
+    "selected": ("triton", "flex", "dense"),
+    "sliding": ("triton", "flex", "dense"),
+}
+
+# Queries against a longer past: up to so many, one matrix product beats building tables.
+FEW_QUERIES = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend of one branch, and why."""
+
+    branch: BranchName
+    backend: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.branch:<10} {self.backend:<7} {self.reason}"
+
+
+def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName, Choice]:
+    """One choice a branch.
+
+    Raises:
+        ValueError: an explicitly named backend cannot compute its branch; the message says why.
+            It never falls back. `fa2`, `sdpa` and `triton` alone name what they offer; the
+            branches they do not offer follow `auto`.
+    """
+    wanted = _wanted(backend)
+    return {name: _choose(name, wanted[name], facts, backend) for name in BRANCHES}
+
+
+def is_fused(choices: Mapping[BranchName, Choice]) -> bool:
+    """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
+    return {name: choice.backend for name, choice in choices.items()} == fused.FUSED
+
+
+def _wanted(backend: Backend) -> dict[BranchName, str]:
+    if not isinstance(backend, Mapping):
+        known = get_args(BackendName)
+        if backend not in known:
+            names = ", ".join(known)
+            raise ValueError(
+                f"backend is {backend!r}; it must be one of {names}, or a mapping from branches to"
+                " them"
+            )
+        offered = {branch for name, branch in IMPLEMENTATIONS if name == backend}
+        return {name: backend if name in offered else "auto" for name in BRANCHES}
+    unknown = sorted(set(backend) - set(BRANCHES))
+    if unknown:
+        raise ValueError(f"backend names branches {unknown}; known are {', '.join(BRANCHES)}")
+    return {name: backend.get(name, "auto") for name in BRANCHES}
+
+
+def _choose(branch: BranchName, wanted: str, facts: Facts, backend: Backend) -> Choice:
+    if wanted != "auto":
+        return _asked_for(branch, wanted, facts)
+    if facts.device_type != "cuda":
+        reason = "trains everywhere" if facts.needs_grad else "FlexAttention gains nothing here"
+        return Choice(branch, "dense", f"on {facts.device_type}: {reason}")
+    if not facts.whole and facts.num_queries <= FEW_QUERIES:
+        return Choice(branch, "dense", f"at most {FEW_QUERIES} queries against a longer past")
+    passed_over: list[str] = []
+    tuned = _tuned(branch, facts)
+    for rank, name in enumerate((*tuned, *CUDA_ORDER[branch])):
+        problem = unsupported_reason(name, branch, facts)
+        if problem is None:
+            source = "fastest here by nsa-flex tune" if rank < len(tuned) else "first in the table"
+            return Choice(branch, name, "; ".join([source, *passed_over]))
+        passed_over.append(f"not {name}: {problem}")
+    raise AssertionError("dense computes everything")
+
+
+def _asked_for(branch: BranchName, wanted: str, facts: Facts) -> Choice:
+    if (wanted, branch) not in IMPLEMENTATIONS:
+        offer = ", ".join(name for name, offered in IMPLEMENTATIONS if offered == branch)
+        raise ValueError(f"backend {wanted!r} has no {branch} branch; {offer} have")
+    problem = unsupported_reason(wanted, branch, facts)
+    if problem is not None:
+        raise ValueError(f"backend {wanted!r} cannot compute the {branch} branch: {problem}")
+    return Choice(branch, wanted, "asked for")
+
+
+def _tuned(branch: BranchName, facts: Facts) -> tuple[str, ...]:
+    """Backends, fastest first, that `nsa-flex tune` found on this device; () if it found none."""
+    if not facts.half:
+        return ()
+    if torch.compiler.is_compiling():
+        from nsa_flex.device_constants import tuned_entries_constant
+
+        entries = tuned_entries_constant()
+    else:
+        entries = tuned_entries()
+    if not entries:
+        return ()
+    return lookup(
+        entries,
+        branch=branch,
+        dtype="float16" if facts.dtype == torch.float16 else "bfloat16",
+        train=facts.needs_grad,
+        group_size=facts.group_size,
+        head_dim=facts.head_dim,
+        value_head_dim=facts.value_head_dim,
+        num_queries=facts.num_queries,
+    )
