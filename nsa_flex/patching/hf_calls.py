@@ -20,6 +20,12 @@ from nsa_flex.patching.hf_cache import adopt, holds_nsa
 from nsa_flex.patching.hf_layers import IMPLEMENTATION, Decoder
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
+_CACHED_DOCUMENTS = "a cache cannot tell documents apart: pass use_cache=False"
+_MIXED_DOCUMENTS = (
+    "the recurrent layers (linear attention, convolutions) carry their state from one document to "
+    "the next: pass one document a row, padded"
+)
+
 
 @dataclass(frozen=True)
 class RowsHook:
@@ -32,12 +38,15 @@ class RowsHook:
         layer_indices: patched layers; the cache of the first tells how many tokens came before.
         config: for the block size that documents are aligned to.
         keeps_masks: whether some attention modules stay unpatched.
+        recurrent: whether some layers carry a state from token to token, over the bounds of packed
+            documents too.
     """
 
     arguments: tuple[str, ...]
     layer_indices: tuple[int, ...]
     config: NSAConfig
     keeps_masks: bool
+    recurrent: bool
 
     def __call__(
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,7 +127,7 @@ class RowsHook:
         mask = self._mask(call)
         expect(caches, tokens, mask)
         if mask is None and position_ids is not None and tokens.shape[1] > 1:
-            _assert_one_document(position_ids)
+            _assert_one_document(position_ids, _CACHED_DOCUMENTS)
 
     def _rows(self, decoder: Decoder, call: dict[str, Any], max_documents: int | None) -> Rows:
         batch, length = _tokens(call).shape[:2]
@@ -134,7 +143,10 @@ class RowsHook:
         if position_ids is None or length == 1:
             return _unpadded_rows(batch, num_keys, cached, length)
         if uses_cache:
-            _assert_one_document(position_ids)
+            _assert_one_document(position_ids, _CACHED_DOCUMENTS)
+            return _unpadded_rows(batch, num_keys, cached, length)
+        if self.recurrent:
+            _assert_one_document(position_ids, _MIXED_DOCUMENTS)
             return _unpadded_rows(batch, num_keys, cached, length)
         if position_ids.dim() != 2:
             raise ValueError(
@@ -154,6 +166,8 @@ class RowsHook:
 
     def _check_packed(self, call: dict[str, Any], batch: int, uses_cache: bool) -> None:
         keys = call.get("cu_seq_lens_k")
+        if self.recurrent:
+            raise ValueError(f"cu_seq_lens_q is not supported here: {_MIXED_DOCUMENTS}")
         if uses_cache:
             raise ValueError("cu_seq_lens_q with a cache is not supported: pass use_cache=False")
         if batch != 1:
@@ -204,15 +218,14 @@ def _uses_cache(decoder: Decoder, call: dict[str, Any]) -> bool:
     return bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
 
 
-def _assert_one_document(position_ids: Tensor) -> None:
-    """With a cache, position_ids are plain positions (`generate` passes them): check just that.
+def _assert_one_document(position_ids: Tensor, reason: str) -> None:
+    """That position_ids are plain positions, as `generate` passes them.
 
     An assertion on the device, which the host does not wait for.
     """
     torch._assert_async(
         (position_ids.diff(dim=-1) == 1).all(),
-        "position_ids restart, as those of packed documents do, but a cache cannot tell documents "
-        "apart: pass use_cache=False",
+        f"position_ids restart, as those of packed documents do, but {reason}",
     )
 
 

@@ -24,6 +24,7 @@ from nsa_flex.patching.hf_layers import (
     Attention,
     Decoder,
     is_attention,
+    is_recurrent,
     local_attention,
 )
 
@@ -42,6 +43,7 @@ def install(decoder: Decoder, modules: list[Attention]) -> None:
         layer_indices=tuple(module.layer_idx for module in modules),
         config=layer.config,
         keeps_masks=bool(kept),
+        recurrent=is_recurrent(decoder),
     )
     decoder.nsa_hook = decoder.register_forward_pre_hook(hook, with_kwargs=True)
     decoder.nsa_after = decoder.register_forward_hook(count_tokens, with_kwargs=True)

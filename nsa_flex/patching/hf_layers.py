@@ -6,8 +6,10 @@ import inspect
 from typing import Any, TypeAlias
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from nsa_flex.patching.hf_projections import projections_of, read_shape
 from nsa_flex.patching.layer import AttentionShape
 
 # The attention implementation of a patched decoder, as its config names it.
@@ -33,6 +35,12 @@ def decoder_of(model: nn.Module, name: str) -> Decoder:
         if isinstance(owner, PreTrainedModel):
             return owner
     return None
+
+
+def is_recurrent(decoder: Decoder) -> bool:
+    """Whether some layers carry a state from token to token (linear attention, convolutions)."""
+    layers = DynamicCache(config=decoder.config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def local_attention(module: Attention) -> str | None:
@@ -66,28 +74,7 @@ def attention_shape(module: Attention, decoder: Decoder) -> AttentionShape:
             f"{type(module).__name__} has {feature}, which NSA does not compute: leave such "
             "layers out with filter_fn"
         )
-    config = module.config
-    heads, dim = config.num_attention_heads, getattr(module, "head_dim", 0)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    expected, found = _projection_widths(module, heads * dim, kv_heads * dim)
-    if expected != found or dim == 0:
-        raise ValueError(
-            f"{type(module).__name__} has projections {found}, expected {expected} for "
-            f"{heads} query heads, {kv_heads} key-value heads and head_dim {dim}: register an "
-            "adapter for it (nsa_flex.register_adapter)"
-        )
-    first = getattr(module, next(iter(expected)))
-    return AttentionShape(first.in_features, heads, kv_heads, dim)
-
-
-def _projection_widths(
-    module: Attention, query: int, key: int
-) -> tuple[dict[str, int], dict[str, int | None]]:
-    expected = {"q_proj": query, "k_proj": key, "v_proj": key}
-    if hasattr(module, "qkv_proj"):
-        expected = {"qkv_proj": query + 2 * key}
-    found = {name: getattr(getattr(module, name, None), "out_features", None) for name in expected}
-    return expected, found
+    return read_shape(module)
 
 
 def _unsupported_feature(module: Attention, decoder: Decoder) -> str | None:
@@ -97,6 +84,8 @@ def _unsupported_feature(module: Attention, decoder: Decoder) -> str | None:
         return f"logit soft-capping (attn_logit_softcapping={softcap})"
     if getattr(module, "sinks", None) is not None:
         return "attention sinks (sinks)"
+    if getattr(config, "add_cross_attention", False):
+        return "cross-attention beside it (add_cross_attention=True)"
     if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
         return "bidirectional attention (is_causal=False)"
     if getattr(config, "is_encoder_decoder", False):
@@ -112,7 +101,7 @@ def _hands_down_arguments(module: Attention, decoder: Decoder) -> bool:
     """Whether what the hooks add reaches the attention function."""
     wanted = {"attention_mask", "position_ids", "past_key_values"}
     return (
-        getattr(decoder, "_supports_attention_backend", False)
+        (decoder._supports_attention_backend or projections_of(module).calls_interface)
         and wanted <= set(inspect.signature(decoder.forward).parameters)
         and all(_takes_any_argument(part) for part in (decoder, module))
     )

@@ -143,9 +143,9 @@ def gpt_oss() -> nn.Module:
     )
 
 
-def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=97)
+def gpt_bigcode() -> nn.Module:
+    return transformers.GPTBigCodeForCausalLM(
+        transformers.GPTBigCodeConfig(n_embd=32, n_head=2, n_layer=1, vocab_size=97)
     )
 
 
@@ -172,7 +172,11 @@ def bert() -> nn.Module:
             r"bidirectional attention \(is_causal=False\)",
         ),
         (bert, r"bidirectional attention"),
-        (gpt2, r"GPT2Attention has projections .*register_adapter"),
+        (gpt_bigcode, r"GPTBigCodeAttention has projections .*register_adapter"),
+        (
+            lambda: tiny_model("gpt2", add_cross_attention=True),
+            r"GPT2Attention has cross-attention beside it \(add_cross_attention=True\)",
+        ),
         (lambda: nn.Linear(2, 2), r"Linear has no attention module .*register_adapter"),
     ],
 )

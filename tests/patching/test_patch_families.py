@@ -9,25 +9,42 @@ import torch
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.patching import NSALayer, patch, unpatch
-from patching.tiny_models import FAMILIES, NSA, relative_error, tiny_model, tokens
+from patching.tiny_models import (
+    ABSOLUTE_POSITIONS,
+    FAMILIES,
+    NSA,
+    RECURRENT,
+    relative_error,
+    tiny_model,
+    tokens,
+)
 
 DENSE_TOKENS = NSA.num_selected_blocks * NSA.select_block_size
 
-# Layers that see everything; the others have a sliding window and keep their attention.
+# Layers that see everything; the others have a sliding window or none and stay as they are.
 FULL_LAYERS = {"qwen2-sliding": {0}, "gemma2": {1}, "gemma3": {1}}
+FULL_LAYERS |= {family: {1} for family in RECURRENT}
 
 
-def patched_layers(model: torch.nn.Module) -> set[int]:
-    return {i for i, layer in enumerate(model.model.layers) if hasattr(layer.self_attn, "nsa")}
+def patched_layers(model: torch.nn.Module) -> dict[int, str]:
+    """Index -> name in the decoder."""
+    decoder = model.base_model.named_modules()
+    return {module.layer_idx: name for name, module in decoder if hasattr(module, "nsa")}
+
+
+def positions(family: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a padded batch must bring beside its mask."""
+    if family not in ABSOLUTE_POSITIONS:
+        return {}
+    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_see_everything_are_patched(family: str) -> None:
     model = patch(tiny_model(family), NSA)
-    assert patched_layers(model) == FULL_LAYERS.get(family, {0, 1})
-    assert model.config.nsa_flex["layers"] == [
-        f"layers.{i}.self_attn" for i in sorted(patched_layers(model))
-    ]
+    layers = patched_layers(model)
+    assert set(layers) == FULL_LAYERS.get(family, {0, 1})
+    assert model.config.nsa_flex["layers"] == [layers[i] for i in sorted(layers)]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -57,7 +74,7 @@ def test_gradients_reach_every_new_parameter(family: str) -> None:
     model = patch(tiny_model(family).train(), NSA)
     ids = tokens(2, 40)
     model(ids, labels=ids).loss.backward()
-    added = {name: p for name, p in model.named_parameters() if ".self_attn.nsa." in name}
+    added = {name: p for name, p in model.named_parameters() if ".nsa." in name}
     assert added
     for name, parameter in added.items():
         assert parameter.grad is not None, name
@@ -107,13 +124,13 @@ def test_padded_rows_are_computed_as_if_alone(family: str, side: str) -> None:
     for row, length in zip(mask, lengths, strict=True):
         row[slice(-length, None) if side == "left" else slice(length)] = 1
     with torch.no_grad():
-        found = model(ids * mask, attention_mask=mask).logits
+        found = model(ids * mask, attention_mask=mask, **positions(family, mask)).logits
         for row, keep in enumerate(mask.bool()):
             alone = model(ids[row][keep][None]).logits[0]
             assert relative_error(found[row][keep], alone) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - RECURRENT))
 def test_packed_documents_are_computed_as_if_alone(family: str) -> None:
     model = patch(tiny_model(family, attn_implementation="sdpa"), NSA)
     documents = [tokens(1, length) for length in (20, 41, 3)]
@@ -124,9 +141,36 @@ def test_packed_documents_are_computed_as_if_alone(family: str) -> None:
     assert relative_error(found, torch.cat(alone, 1)) < 1e-5
 
 
+@pytest.mark.parametrize("family", sorted(RECURRENT))
+def test_packed_documents_beside_recurrent_layers_are_refused(family: str) -> None:
+    model = patch(tiny_model(family), NSA)
+    ids, places = tokens(1, 40), torch.arange(40)[None]
+    boundaries = torch.tensor([0, 20, 40], dtype=torch.int32)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        assert torch.equal(model(ids, position_ids=places, use_cache=False).logits, expected)
+        with pytest.raises(RuntimeError, match=r"position_ids restart.* recurrent"):
+            model(ids, position_ids=places % 20, use_cache=False)
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q .* recurrent"):
+            model(ids, position_ids=places % 20, cu_seq_lens_q=boundaries, use_cache=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_logit_depends_on_later_tokens(family: str) -> None:
+    model = patch(tiny_model(family, attn_implementation="sdpa"), NSA)
+    ids = tokens(1, 45)
+    changed = ids.clone()
+    changed[:, 30:] = (ids[:, 30:] + 1) % 90 + 2
+    with torch.no_grad():
+        before, after = model(ids).logits, model(changed).logits
+    assert relative_error(after[:, :30], before[:, :30]) < 1e-6
+    assert relative_error(after[:, 30:], before[:, 30:]) > 1e-2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padding", [0, 5])
-def test_generation_equals_one_forward_a_step(family: str, padding: int) -> None:
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_equals_one_forward_a_step(family: str, padding: int, cache: str) -> None:
     model = patch(tiny_model(family, attn_implementation="sdpa"), NSA)
     ids = tokens(2, 14)
     mask = torch.ones_like(ids)
@@ -134,7 +178,12 @@ def test_generation_equals_one_forward_a_step(family: str, padding: int) -> None
     ids = ids * mask
     generated = {
         use_cache: model.generate(
-            ids, attention_mask=mask, max_new_tokens=9, do_sample=False, use_cache=use_cache
+            ids,
+            attention_mask=mask,
+            max_new_tokens=9,
+            do_sample=False,
+            use_cache=use_cache,
+            cache_implementation=cache if use_cache else None,
         )
         for use_cache in (True, False)
     }

@@ -38,6 +38,21 @@ _SIZES: dict[str, Any] = {
 
 _MIXED = ["sliding_attention", "full_attention"]
 
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
 # Name -> class and what its config has beyond the sizes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -75,18 +90,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
-}
+    "gpt2": ("GPT2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "gpt2-scaled": (
+        "GPT2",
+        {
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
+    "gpt-neox": ("GPTNeoX", {"use_parallel_residual": True}),
+    "gpt-neox-sequential": (
+        "GPTNeoX",
+        {
+            "use_parallel_residual": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "qwen3-next": ("Qwen3Next", {**_LINEAR, **_EXPERTS, "head_dim": 16}),
+    "qwen3.5": ("Qwen3_5Text", {**_LINEAR, "head_dim": 16}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", {**_LINEAR, **_EXPERTS, "head_dim": 16}),
+}  # Whose embedding of a token is that of its place: padding must not count.
+ABSOLUTE_POSITIONS = {"gpt2", "gpt2-scaled"}
 
-_MODEL_CLASSES = {"Gemma3Text": "Gemma3"}
+# With layers beside attention that carry a state from token to token.
+RECURRENT = {"qwen3-next", "qwen3.5", "qwen3.5-moe"}
 
 
 def tiny_model(family: str = "llama", **changes: Any) -> nn.Module:
     """A random decoder in eval mode, eager where it has no sdpa; `changes` go to its config."""
     name, extras = FAMILIES[family]
     config_class = getattr(transformers, f"{name}Config")
-    model_class = getattr(transformers, f"{_MODEL_CLASSES.get(name, name)}ForCausalLM")
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     implementation = changes.pop("attn_implementation", "eager")
     config = config_class(**{**_SIZES, **extras, **changes})
+    config._experts_implementation = "eager"  # the others take no float64
     config._attn_implementation = implementation if model_class._supports_sdpa else "eager"
     model = model_class(config).eval()
     _spread(model)
