@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa_flex.config import CompressionKind, NSAConfig
+from nsa_flex.sharded import fill
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -176,22 +177,26 @@ class Compression(nn.Module):
             }
         return {}
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set every parameter to its start, at which the output is the mean of each block."""
-        if self.kind == "weighted":
-            self.logits.zero_()
-        elif self.kind == "linear":
-            diagonal = self.weight.zero_().diagonal(dim1=-2, dim2=-1)
-            diagonal.fill_(1 / self.config.compress_block_size)
-        elif self.kind == "mlp":
-            self.position.zero_()
-            for weight, fan_in in (
-                (self.hidden_weight, self.config.compress_block_size * self.head_dim),
-                (self.output_weight, self.head_dim),
-            ):
-                weight[0].normal_(std=1 / math.sqrt(fan_in))
-                weight[1].copy_(weight[0])
+        """Set every parameter to its start, at which the output is the mean of each block.
+
+        Sharded parameters (DTensors, of `fully_shard`) get their shards of the same start: every
+        rank must call this.
+        """
+        for name, parameter in self.named_parameters(recurse=False):
+            fill(parameter, self._start(name, parameter))
+
+    def _start(self, name: str, like: Tensor) -> Tensor:
+        """The whole start of the parameter called `name`, in the dtype and on the device of `like`."""
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        block, dim = self.config.compress_block_size, self.head_dim
+        if name == "weight":
+            return torch.eye(dim, **options).div(block).expand(like.shape)
+        if name in ("hidden_weight", "output_weight"):
+            fan_in = block * dim if name == "hidden_weight" else dim
+            half = torch.empty(like.shape[1:], **options).normal_(std=1 / math.sqrt(fan_in))
+            return half.expand(like.shape)
+        return torch.zeros(like.shape, **options)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
@@ -282,5 +287,8 @@ class Compression(nn.Module):
         parts = segments.flatten(3) @ weight.flatten(2).flatten(0, 1)
         dtype = _accumulation_dtype(segments.dtype)
         hidden = add_shifted(parts.unflatten(3, (-1, 2 * dim)), dtype)
-        # The position embedding enters as position A, a vector, not as l/d copies of the input.
-        return hidden + (self.position.to(pair.dtype).flatten() @ pair.flatten(0, 1)).to(dtype)
+        # The position embedding enters as position A, one row, not as l/d copies of the input.
+        # A row, not a vector: vector @ matrix squeezes its product in place, which selective
+        # checkpointing takes for a change of the mm result that it saved.
+        row = self.position.to(pair.dtype).flatten()[None]
+        return hidden + (row @ pair.flatten(0, 1)).to(dtype)

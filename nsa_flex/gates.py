@@ -20,6 +20,16 @@ _OFFSETS: dict[GateInit, tuple[float, float, float]] = {
 }
 
 
+class _ZeroLinear(nn.Linear):
+    """A linear map that starts at zero, also when a framework resets every module by itself."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weight and bias to zero."""
+        self.weight.zero_()
+        self.bias.zero_()
+
+
 class Gates(nn.Module):
     """g = sigmoid(x W + b) + offset, one gate per query head and branch (eq. 5 of the paper).
 
@@ -66,7 +76,7 @@ class Gates(nn.Module):
         self.hidden_size = hidden_size
         self.num_query_heads = num_query_heads
         self.init: GateInit = init
-        self.linear = nn.Linear(
+        self.linear = _ZeroLinear(
             hidden_size, num_query_heads * NUM_BRANCHES, device=device, dtype=dtype
         )
         self.register_buffer("offset", torch.empty(NUM_BRANCHES, device=device, dtype=dtype))
@@ -75,8 +85,7 @@ class Gates(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Linear map to zero, offset to that of `init`."""
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear.reset_parameters()
         for branch, value in enumerate(_OFFSETS[self.init]):
             self.offset[branch].fill_(value)
 

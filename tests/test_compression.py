@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from nsa_flex.compression import Compression, mean_of_blocks, split_segments
 from nsa_flex.config import CompressionKind, NSAConfig
@@ -316,3 +317,18 @@ def test_bad_shapes(shape):
 def test_bad_dtype():
     with pytest.raises(TypeError, match=r"x has dtype torch\.int64; expected a floating point"):
         Compression(NSAConfig(), 2, 8)(torch.ones(1, 2, 40, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selective_checkpointing_may_save_matrix_products(kind):
+    compress = Compression(NSAConfig(), 2, 8, kind)
+    x = torch.randn(1, 2, 100, 8, requires_grad=True)
+
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    out = checkpoint(compress, x, use_reentrant=False, context_fn=contexts)
+    parameters = [x, *compress.parameters()]
+    found = torch.autograd.grad(out.square().sum(), parameters)
+    expected = torch.autograd.grad(compress(x).square().sum(), parameters)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -65,6 +65,13 @@ def test_meta_device_then_reset():
     assert gates(torch.randn(1, 1, 16))[0, 3, 0].tolist() == STARTS["dense"]
 
 
+def test_a_framework_may_reset_module_by_module():
+    gates = Gates(16, 4, init="dense", device="meta").to_empty(device="cpu")
+    for module in gates.modules():  # parents first, as FSDP and torchtitan do
+        module.reset_parameters()
+    assert gates(torch.randn(1, 1, 16))[0, 3, 0].tolist() == STARTS["dense"]
+
+
 def test_compiles():
     gates = Gates(16, 4)
     torch.nn.init.normal_(gates.linear.weight)

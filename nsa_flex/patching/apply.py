@@ -13,6 +13,7 @@ from nsa_flex.gates import GateInit
 from nsa_flex.patching import adapters
 from nsa_flex.patching.layer import NSALayer
 from nsa_flex.patching.sites import Filter, Site, choose_sites, patched_sites
+from nsa_flex.patching.wrapped import check_unwrapped
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -32,7 +33,7 @@ def patch(
 
     Args:
         model: a transformers decoder, or any module whose attention type has an adapter
-            (`register_adapter`). Patch it before torch.compile.
+            (`register_adapter`). Patch it before torch.compile, DDP, fully_shard and PEFT.
         config: NSA's sizes; `NSAConfig()` if None.
         init: "paper" starts with neutral gates; "dense" with gates (0, 1, 0), so that a
             pretrained model computes what it did while S <= num_selected_blocks *
@@ -46,9 +47,9 @@ def patch(
         `model`. Patching again with the same arguments changes nothing.
 
     Raises:
-        ValueError: the model was patched with other arguments, has no attention module that can
-            be patched, or has one with a feature that NSA does not compute; the message names
-            it. The model is then as it was.
+        ValueError: the model was patched with other arguments, is compiled, wrapped or sharded
+            already, has no attention module that can be patched, or has one with a feature that
+            NSA does not compute; the message names it. The model is then as it was.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -60,6 +61,7 @@ def patch(
     config = NSAConfig() if config is None else config
     _check_arguments(model, config, init)
     _check_backend(backend)
+    check_unwrapped(model)
     sites = choose_sites(model, filter_fn)
     arguments: dict[str, Any] = {"config": config, "init": init, "backend": _plain(backend)}
     if _is_patched_so(model, sites, arguments):

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from nsa_flex.patching import hf_attention  # noqa: F401 -- registers the implementation
+from nsa_flex.patching import hf_attention, hf_init  # noqa: F401 -- registers the implementation
 from nsa_flex.patching.hf_calls import RowsHook, count_tokens
 from nsa_flex.patching.hf_layers import (
     IMPLEMENTATION,
@@ -56,10 +56,12 @@ def install(decoder: Decoder, modules: list[Attention]) -> None:
         "kept_masks": kept,
     }
     config._attn_implementation_internal = IMPLEMENTATION
+    hf_init.install(decoder)
 
 
 def remove(decoder: Decoder, modules: list[Attention]) -> None:
     """Undo `install`."""
+    hf_init.remove(decoder)
     for module in modules:
         module.nsa.hook.remove()
     decoder.nsa_hook.remove()
