@@ -187,7 +187,7 @@ class Compression(nn.Module):
             fill(parameter, self._start(name, parameter))
 
     def _start(self, name: str, like: Tensor) -> Tensor:
-        """The whole start of the parameter called `name`, in the dtype and on the device of `like`."""
+        """The whole start of the parameter called `name`, with dtype and device of `like`."""
         options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         block, dim = self.config.compress_block_size, self.head_dim
         if name == "weight":
