@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= hf,ao,cli,bench,train,dev
+EXTRAS ?= hf,ao,cli,bench,train,docs,dev
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
 GPU_JOBS ?= $(shell $(PYTHON) -c "import os; print(min(16, os.cpu_count() or 1))")
 ARGS ?=
@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 # One thread a worker: several compiled kernels with a thread per core each only disturb one another.
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help env demo bench audit test lint format unit wheel-test gpu-test clean
+.PHONY: help env demo bench audit test lint format unit wheel-test gpu-test docs clean
 
 help:
 	@echo "make demo        train, compile and audit a small patched Llama on real text"
@@ -26,6 +26,7 @@ help:
 	@echo "make unit        the CPU tests alone; ARGS='-k causal --seed 7' narrows them"
 	@echo "make wheel-test  build sdist and wheel, compare them with the tree, import them"
 	@echo "make gpu-test    the tests marked gpu; fails where there is no CUDA device"
+	@echo "make docs        build the site of these pages into build/site; a broken link fails"
 	@echo "make clean       remove the environment, builds and caches"
 
 env: $(STAMP)
@@ -73,6 +74,9 @@ wheel-test: $(STAMP)
 # Most of its time is compilation, so that many processes share the one GPU.
 gpu-test: $(STAMP)
 	$(PYTEST) -m gpu -n $(GPU_JOBS) --dist load --maxschedchunk 1 tests $(ARGS)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build dist nsa_flex.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -57,7 +57,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def names_a_reader_has() -> dict[str, Any]:
-    """What patching.md takes as known: the usual imports, and a model around its attention."""
+    """What patch.md takes as known: the usual imports, and a model around its attention."""
     names: dict[str, Any] = {"torch": torch, "nn": nn, "F": nn.functional, "nsa_flex": nsa_flex}
     names["GPT"] = lambda: nn.Sequential(names["CausalSelfAttention"](32, 4))
     return names
@@ -68,7 +68,7 @@ with_code = [page for page in PAGES if PYTHON.search(page.read_text())]
 
 @pytest.mark.parametrize("page", with_code, ids=name_of)
 def test_code_runs(page: Path, stand_ins: None) -> None:
-    known = names_a_reader_has() if page.name == "patching.md" else {}
+    known = names_a_reader_has() if page.name == "patch.md" else {}
     text = page.read_text()
     for match in PYTHON.finditer(text):
         line = text.count("\n", 0, match.start()) + 1  # tracebacks show the line of the page
@@ -115,7 +115,7 @@ def resolve(dotted: str) -> Any:
 
 
 def test_every_decision_has_the_four_parts() -> None:
-    decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    decisions = sorted((ROOT / "docs" / "log" / "decisions").glob("*.md"))
     assert [int(page.name[:4]) for page in decisions] == list(range(1, len(decisions) + 1))
     for page in decisions:
         parts = ["Context", "Choice", "Why", "Consequences"]

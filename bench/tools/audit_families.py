@@ -1,7 +1,7 @@
 """Audit ten families of transformers as they are shipped: `python -m bench.tools.audit_families`.
 
 Tiny random models, three lengths and two batch sizes, inference, training and decoding against a
-static cache. Writes `bench/results/audit_families.json`, the table of docs/audit.md.
+static cache. Writes `bench/results/audit_families.json`, the table of docs/guide/audit.md.
 """
 
 from __future__ import annotations

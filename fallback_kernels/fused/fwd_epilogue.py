@@ -6,7 +6,7 @@ window, and goes back to the kept result for the other choices. Without gradient
 selected nor the sliding branch is ever in memory.
 
 With what a backward wants kept apart as well, `end_kernel` has too few registers; the one for
-Hopper has not (docs/decisions/0021-end-of-the-forward.md).
+Hopper has not (docs/log/decisions/0021-end-of-the-forward.md).
 """
 
 from __future__ import annotations

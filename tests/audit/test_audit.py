@@ -469,7 +469,7 @@ def test_excerpt() -> None:
 def test_docs_show_the_committed_audit_of_ten_families() -> None:
     root = Path(__file__).parents[2]
     rows = json.loads((root / "bench" / "results" / "audit_families.json").read_text())["rows"]
-    text = (root / "docs" / "audit.md").read_text()
+    text = (root / "docs" / "guide" / "audit.md").read_text()
     assert len(rows) == 10
     for row in rows:
         cells = [row["family"], len(row["findings"]), *row["graphs"].values()]
@@ -496,7 +496,7 @@ def test_committed_audits_of_an_h200_are_clean_and_in_the_docs(name: str) -> Non
     root = Path(__file__).parents[2]
     report = json.loads((root / "bench" / "results" / f"audit_{name}_h200.json").read_text())
     assert report["ok"]
-    text = (root / "docs" / "audit.md").read_text()
+    text = (root / "docs" / "guide" / "audit.md").read_text()
     for phase in report["phases"]:
         measured = phase["measured"]
         cold, warm = (measured[f"compile_seconds_{kind}"] for kind in ("cold", "warm"))
