@@ -50,7 +50,7 @@ def choose_blocks(
     if query.device.type == "cuda" and HAS_TRITON:
         from nsa_flex.fallback_kernels.topk import interface as choose
 
-        if not choose.obstacle(query, compressed_key, config, num_blocks):
+        if choose.unsupported_reason(query, compressed_key, config, num_blocks) is None:
             return choose.choose_blocks(
                 query,
                 compressed_key,

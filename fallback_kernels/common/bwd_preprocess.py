@@ -1,4 +1,4 @@
-"""Numbers of a row that backwards read: delta, and beside it the log-sum-exp."""
+"""Softmax stats that backwards read: delta of every row, and beside it the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected.config import padded
-from nsa_flex.fallback_kernels.selected.tiles import load_some_rows, row_lse_log2
+from nsa_flex.fallback_kernels.common.softmax import load_lse_log2
+from nsa_flex.fallback_kernels.common.tiles import load_masked_rows, tile_width
 
 DELTA_ROWS = 32
-NUMBER_ROWS = 1024
+STATS_ROWS = 1024
 
 
-def row_deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, *, wide: bool) -> Tensor:
+def row_deltas(
+    out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, *, int64_offsets: bool
+) -> Tensor:
     """rowsum(out * grad_out) - grad_lse in float32, (B, H, S) with memory (B, S, H).
 
     Args:
         out, grad_out: (B, H, S, Dv), memory (B, S, H, Dv).
         grad_lse: (B, H, S), any strides.
-        wide: whether an offset within a batch row may need 64 bits.
+        int64_offsets: whether an offset within a batch row may need 64 bits.
     """
     batch, heads, tokens, value_dim = out.shape
     delta = torch.empty((batch, tokens, heads), dtype=torch.float32, device=out.device)
@@ -34,21 +36,21 @@ def row_deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, *, wide: 
         tokens,
         heads,
         VALUE_DIM=value_dim,
-        VALUE_COLUMNS=padded(value_dim),
-        WIDE=wide,
+        BLOCK_DV=tile_width(value_dim),
+        INT64_OFFSETS=int64_offsets,
         HAS_GRAD_LSE=grad_lse is not None,
-        ROWS=DELTA_ROWS,
+        BLOCK_M=DELTA_ROWS,
     )
     return delta.transpose(1, 2)
 
 
-def row_numbers(lse: Tensor, delta: Tensor) -> Tensor:
-    """Of (B, H, S) numbers with natural memory: float32 (B, S, H, 2), see `row_numbers_kernel`."""
+def softmax_stats(lse: Tensor, delta: Tensor) -> Tensor:
+    """float32 (B, S, H, 2) of (B, H, S) with memory (B, S, H): see `softmax_stats_kernel`."""
     batch, heads, tokens = lse.shape
-    numbers = torch.empty((batch, tokens, heads, 2), dtype=torch.float32, device=lse.device)
-    grid = (triton.cdiv(lse.numel(), NUMBER_ROWS),)
-    row_numbers_kernel[grid](lse, delta, numbers, lse.numel(), ROWS=NUMBER_ROWS)
-    return numbers
+    stats = torch.empty((batch, tokens, heads, 2), dtype=torch.float32, device=lse.device)
+    grid = (triton.cdiv(lse.numel(), STATS_ROWS),)
+    softmax_stats_kernel[grid](lse, delta, stats, lse.numel(), BLOCK_M=STATS_ROWS)
+    return stats
 
 
 @triton.jit
@@ -63,36 +65,38 @@ def delta_kernel(
     num_queries,
     query_heads,
     VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """delta = sum(out * grad_out) - grad_lse, (B, Sq, Hq)."""
     b = tl.program_id(1).to(tl.int64)
-    num_lines = num_queries * query_heads
-    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_ok = line < num_lines
-    first = b * num_lines
-    out = load_some_rows(out_ptr + first * VALUE_DIM, line, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
-    grad_out = load_some_rows(
-        grad_out_ptr + first * VALUE_DIM, line, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS
-    )
-    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+    num_rows = num_queries * query_heads
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = row < num_rows
+    first = b * num_rows
+    out = load_masked_rows(
+        out_ptr + first * VALUE_DIM, row, row_mask, INT64_OFFSETS, VALUE_DIM, BLOCK_DV
+    )  # [BLOCK_M, BLOCK_DV]
+    grad_out = load_masked_rows(
+        grad_out_ptr + first * VALUE_DIM, row, row_mask, INT64_OFFSETS, VALUE_DIM, BLOCK_DV
+    )  # [BLOCK_M, BLOCK_DV]
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)  # [BLOCK_M]
     if HAS_GRAD_LSE:
-        i = (line // query_heads).to(tl.int64)
-        place = b * grad_lse_stride_b + i * grad_lse_stride_s
-        place += (line % query_heads) * grad_lse_stride_h
-        delta -= tl.load(grad_lse_ptr + place, mask=row_ok, other=0.0)
-    tl.store(delta_ptr + first + line, delta, mask=row_ok)
+        query = (row // query_heads).to(tl.int64)
+        offset = b * grad_lse_stride_b + query * grad_lse_stride_s
+        offset += (row % query_heads) * grad_lse_stride_h
+        delta -= tl.load(grad_lse_ptr + offset, mask=row_mask, other=0.0)
+    tl.store(delta_ptr + first + row, delta, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["num_lines"])
-def row_numbers_kernel(lse_ptr, delta_ptr, numbers_ptr, num_lines, ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def softmax_stats_kernel(lse_ptr, delta_ptr, stats_ptr, num_rows, BLOCK_M: tl.constexpr):
     """What is gathered with a row, side by side: base-2 log-sum-exp, and delta."""
-    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_ok = line < num_lines
-    lse_log2 = row_lse_log2(lse_ptr, line, row_ok)
-    delta = tl.load(delta_ptr + line, mask=row_ok, other=0.0)
-    tl.store(numbers_ptr + line * 2, lse_log2, mask=row_ok)
-    tl.store(numbers_ptr + line * 2 + 1, delta, mask=row_ok)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = row < num_rows
+    lse_log2 = load_lse_log2(lse_ptr, row, row_mask)  # [BLOCK_M]
+    delta = tl.load(delta_ptr + row, mask=row_mask, other=0.0)  # [BLOCK_M]
+    tl.store(stats_ptr + row * 2, lse_log2, mask=row_mask)
+    tl.store(stats_ptr + row * 2 + 1, delta, mask=row_mask)

@@ -1,4 +1,4 @@
-"""What the kernels in Gluon share: a barrier, and arithmetic by single instructions."""
+"""What the Gluon kernels share: a CTA-wide barrier, and arithmetic by single instructions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 
 
 @gluon.jit
-def exponential(x):
+def fast_exp2(x):
     """2 ** x; denormal results are 0."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -17,7 +17,7 @@ def exponential(x):
 
 
 @gluon.jit
-def logarithm(x):
+def fast_log2(x):
     """Binary logarithm, off by 2**-22; outside of (0.5, 2) by 2**-22 of its value."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -25,7 +25,7 @@ def logarithm(x):
 
 
 @gluon.jit
-def reciprocal(x):
+def fast_reciprocal(x):
     """1 / x, off by its last bit at most."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -33,7 +33,7 @@ def reciprocal(x):
 
 
 @gluon.jit
-def widened(x):
+def to_float32(x):
     """float32 of 16-bit numbers, in one instruction each."""
     if x.dtype == gl.bfloat16:
         x = gl.inline_asm_elementwise(

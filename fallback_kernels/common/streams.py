@@ -1,7 +1,7 @@
-"""Streams that chunks of the fused choice, and windows of the selection, alternate between.
+"""Streams that the chunks of a launch alternate between.
 
-The last programs of a launch leave most of the device idle. On two streams they run beside the
-next item's first ones, and what waits for memory beside what waits for arithmetic.
+The last CTAs of a launch leave most of the device idle. On two streams they run beside the next
+chunk's first ones, and memory-bound kernels beside compute-bound ones.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import TypeVar
 
 import torch
 
-Item = TypeVar("Item")
-Room = TypeVar("Room")
+Chunk = TypeVar("Chunk")
+Workspace = TypeVar("Workspace")
 
 
-def in_turn(
+def round_robin(
     device: torch.device,
-    items: Iterable[Item],
-    rooms: Sequence[Room],
-    launch: Callable[[Item, Room], None],
+    chunks: Iterable[Chunk],
+    workspaces: Sequence[Workspace],
+    launch: Callable[[Chunk, Workspace], None],
 ) -> None:
-    """`launch` of every item, the rooms taking turns, each on a stream of its own.
+    """`launch` of every chunk, round-robin over the workspaces, each with a stream of its own.
 
     The streams start after what the current one was given before; what it is given afterwards
     waits for all of them, so that memory may be freed as if there had been one stream.
     """
-    with _streams(device, len(rooms)) as streams:
-        for index, item in enumerate(items):
-            turn = index % len(rooms)
-            with streams[turn]:
-                launch(item, rooms[turn])
+    with _streams(device, len(workspaces)) as streams:
+        for index, chunk in enumerate(chunks):
+            number = index % len(workspaces)
+            with streams[number]:
+                launch(chunk, workspaces[number])
 
 
 @contextmanager

@@ -19,17 +19,23 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def natural(tensor: Tensor) -> Tensor:
+def to_bshd(tensor: Tensor) -> Tensor:
     """`tensor` (B, H, S, D) with dense memory (B, S, H, D), copied only if it has another."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def natural_rows(tensor: Tensor) -> bool:
+def is_bsh(tensor: Tensor) -> bool:
     """Whether (B, H, S) has dense memory (B, S, H), as the backward's kernels read it."""
     return tensor.transpose(1, 2).is_contiguous()
 
 
-def empty_natural(like: Tensor, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """New (B, heads, tokens, width) tensor whose memory is (B, tokens, heads, width)."""
-    shape = (like.shape[0], tokens, heads, width)
+def empty_bshd(like: Tensor, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """New (B, heads, tokens, dim) tensor whose memory is (B, tokens, heads, dim)."""
+    shape = (like.shape[0], tokens, heads, dim)
     return torch.empty(shape, dtype=dtype, device=like.device).transpose(1, 2)
+
+
+def has_tma_strides(tensor: Tensor) -> bool:
+    """Whether TMA can copy tiles of a 4D tensor: 16-byte strides, the last dimension dense."""
+    aligned = all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:3])
+    return aligned and tensor.data_ptr() % 16 == 0 and tensor.stride(3) == 1

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.strides import natural
+from nsa_flex.fallback_kernels.common.strides import to_bshd
 
 # The backward's sum of `grad * out` counts elements in 32 bits and reads those behind from
 # elsewhere (cuDNN 9.19 under torch 2.11, H200: wrong gradients, no error).
@@ -28,7 +28,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Ten
         query: (B, H, N, D); key: (B, Hkv, N, D); value: (B, Hkv, N, Dv).
 
     Returns:
-        (B, H, N, Dv), and the natural log-sum-exp, float32 (B, H, N).
+        (B, H, N, Dv), and the to_bshd log-sum-exp, float32 (B, H, N).
     """
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, True, False, scale=scale
@@ -65,11 +65,11 @@ def causal_gradients(
     total = Gradients(torch.empty_like(query), *(x.new_empty(x.shape) for x in (key, value)))
     for heads, of_keys in _pieces(problem):
         piece = Problem(
-            natural(grad[heads]),
-            natural(query[heads]),
+            to_bshd(grad[heads]),
+            to_bshd(query[heads]),
             key[of_keys],
             value[of_keys],
-            natural(out[heads]),
+            to_bshd(out[heads]),
             lse[heads].contiguous(),
         )
         share = _gradients(piece, scale)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.decode.config import padded
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -151,6 +151,6 @@ def check_query(
 def _four(tensor: Tensor, name: str) -> torch.Size:
     if tensor.dim() != 4:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected four dimensions")
-    if padded(tensor.shape[3]) < tensor.shape[3] or not tensor.shape[1]:
+    if tile_width(tensor.shape[3]) < tensor.shape[3] or not tensor.shape[1]:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected at least one head")
     return tensor.shape

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.selected.config import padded
+from nsa_flex.fallback_kernels.common.arch import supports_pdl
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 
 PROGRAMS = 264  # two on each of an H200's multiprocessors hide memory's latency
 MOST_PROGRAMS = 396  # three are the most that fit
@@ -24,12 +25,6 @@ SHARED_BYTES = 96 * 1024  # of one program, so that two fit a multiprocessor
 def power_of_two(size: int) -> int:
     """Least power of two that is not below size."""
     return 1 << max(0, size - 1).bit_length()
-
-
-@functools.cache
-def can_start_early(device: torch.device) -> bool:
-    """Whether a kernel may take its place on the device before the one before it has finished."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
@@ -121,7 +116,7 @@ class DecodePlan:
             slots_per_part=1,
             tiles_per_part=1,
             stages=3,
-            early=can_start_early(query.device),
+            early=supports_pdl(query.device),
         )
         return plan.tuned()
 
@@ -171,11 +166,11 @@ class DecodePlan:
 
     @property
     def head_columns(self) -> int:
-        return padded(self.head_dim)
+        return tile_width(self.head_dim)
 
     @property
     def value_columns(self) -> int:
-        return padded(self.value_dim)
+        return tile_width(self.value_dim)
 
     @property
     def wide(self) -> bool:
@@ -214,7 +209,7 @@ class DecodePlan:
     @property
     def tile_tokens(self) -> int:
         """Tokens of a tile of the selected and the sliding branch."""
-        return min(32 if self.wide else 64, padded(self.config.select_block_size))
+        return min(32 if self.wide else 64, tile_width(self.config.select_block_size))
 
     @property
     def tiles_per_block(self) -> int:

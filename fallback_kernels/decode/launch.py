@@ -9,17 +9,12 @@ import triton
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.decode.append_kv import append_kernel
 from nsa_flex.fallback_kernels.decode.combine import combine_kernel
-from nsa_flex.fallback_kernels.decode.config import (
-    COUNTED,
-    DecodePlan,
-    Scratch,
-    padded,
-    power_of_two,
-)
+from nsa_flex.fallback_kernels.decode.config import COUNTED, DecodePlan, Scratch, power_of_two
 from nsa_flex.fallback_kernels.decode.split_kv_compressed import compressed_kernel
 from nsa_flex.fallback_kernels.decode.split_kv_selected import attend_kernel
 from nsa_flex.fallback_kernels.decode.topk import choice_kernel
@@ -89,9 +84,9 @@ def launch_append(
             cache.compressed_key.shape[2],
             kv_heads,
             HEAD_DIM=head_dim,
-            HEAD_COLUMNS=padded(head_dim),
+            HEAD_COLUMNS=tile_width(head_dim),
             VALUE_DIM=value_dim,
-            VALUE_COLUMNS=padded(value_dim),
+            VALUE_COLUMNS=tile_width(value_dim),
             COMPRESS=config.compress_block_size,
             STRIDE=config.compress_stride,
             COMPRESS_ROWS=power_of_two(config.compress_block_size),
@@ -143,12 +138,12 @@ def launch_compressed(
         plan.kv_heads,
         plan.splits,
         plan.parts,
-        scale * LOG2E,
+        base2_scale(scale),
         **plan.constants(),
-        ROWS=padded(plan.group),
+        ROWS=tile_width(plan.group),
         KEYS=plan.tile_keys,
         BLOCK_COLUMNS=plan.block_columns,
-        POOL_COLUMNS=padded(plan.tile_blocks + 1),
+        POOL_COLUMNS=tile_width(plan.tile_blocks + 1),
         COMPRESS_ROWS=power_of_two(config.compress_block_size),
         PRECISION=plan.precision,
         STAGES=plan.stages,
@@ -249,7 +244,7 @@ def launch_attend(
         plan.forced_per_part,
         plan.slots_per_part,
         plan.tiles_per_part,
-        scale * LOG2E,
+        base2_scale(scale),
         **plan.constants(),
         NUM_SLOTS=plan.config.num_selected_blocks,
         INITIAL=plan.config.num_initial_blocks,
@@ -258,7 +253,7 @@ def launch_attend(
         SLOT_COLUMNS=plan.slot_columns,
         BLOCK_COLUMNS=plan.block_columns,
         WINDOW=plan.config.window_size,
-        ROWS=padded(plan.group),
+        ROWS=tile_width(plan.group),
         KEYS=plan.tile_tokens,
         PRECISION=plan.precision,
         STAGES=plan.attend_stages,

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.common.strides import empty_natural, rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.fused.bwd_dq import Forced, Rows, first_local_key
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_of_size
-from nsa_flex.fallback_kernels.selected.config import padded
 from nsa_flex.fallback_kernels.sliding.config import (
     SlidingPlan,
     descriptor,
@@ -61,8 +61,8 @@ def key_gradients(
     query, grad = (x.transpose(1, 2) for x in (rows.query, rows.grad))
     plan = SlidingPlan.of(query, key, value)
     tiles = plan.key_gradient_tiles()
-    grad_key = empty_natural(key, plan.kv_heads, plan.tokens, plan.head_dim, key.dtype)
-    grad_value = empty_natural(value, plan.kv_heads, plan.tokens, plan.value_dim, value.dtype)
+    grad_key = empty_bshd(key, plan.kv_heads, plan.tokens, plan.head_dim, key.dtype)
+    grad_value = empty_bshd(value, plan.kv_heads, plan.tokens, plan.value_dim, value.dtype)
     numbers = _numbers(rows, gates)
     near_rows = max(16, tiles.rows // 2)
     core_key_kernel[(plan.key_programs(tiles),)](
@@ -92,7 +92,7 @@ def key_gradients(
         plan.reach(window_size),
         plan.kv_heads,
         scale,
-        scale * LOG2E,
+        base2_scale(scale),
         BLOCK_SIZE=forced.block_size,
         LOCAL=forced.num_local,
         NEAR_ROWS=near_rows,
@@ -121,7 +121,7 @@ def _numbers(rows: Rows, gates: Tensor) -> Tensor:
         tokens,
         heads,
         TOKENS=NUMBER_TOKENS,
-        HEADS=min(32, padded(heads)),
+        HEADS=min(32, tile_width(heads)),
     )
     return numbers
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_of_size
@@ -110,7 +110,7 @@ def query_gradients(
         plan.reach(window_size),
         plan.kv_heads,
         scale,
-        scale * LOG2E,
+        base2_scale(scale),
         *bounds_of(fold.parts),
         fold.reach,
         STRIDE=fold.stride,

@@ -19,21 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.arch import runs_gluon
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
+from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason, supports_tma
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import strides
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, Window, padded
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan, Window
 from nsa_flex.fallback_kernels.selected.fwd_combine import add_partials, join_partials
 from nsa_flex.fallback_kernels.selected.fwd_partial import each_window
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
 from nsa_flex.fallback_kernels.selected.prepare import Selection
-from nsa_flex.fallback_kernels.sliding.config import (
-    SPARE_BYTES,
-    descriptor,
-    has_copy_engine,
-)
+from nsa_flex.fallback_kernels.sliding.config import SPARE_BYTES, descriptor
 from nsa_flex.fallback_kernels.sliding.fwd import add_values, attend
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
@@ -76,21 +73,21 @@ def serves(
         window: of the sliding branch, in keys.
         save: whether the branches' own outputs are wanted.
     """
-    columns = padded(plan.head_dim) + padded(plan.value_dim)
-    elements = plan.merge_rows * padded(plan.head_dim) + STAGES * plan.block_size * columns
+    columns = tile_width(plan.head_dim) + tile_width(plan.value_dim)
+    elements = plan.merge_rows * tile_width(plan.head_dim) + STAGES * plan.block_size * columns
     return (
         all(_same(x, y) for x, y in zip(keys, sliding, strict=True))
         and plan.block_size in BLOCK_SIZES
         and plan.num_local * plan.block_size <= window
         and plan.merge_tokens * plan.group == plan.tile_rows
         and elements * plan.element_size + SPARE_BYTES <= plan.shared_memory
-        and has_copy_engine(keys[0].device)
+        and supports_tma(keys[0].device)
         and (not save or _on_hopper(plan, query, *keys))
     )
 
 
 def _on_hopper(plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if not runs_gluon(query.device):
+    if gluon_unsupported_reason(query.device) is not None:
         return False
     # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
     from nsa_flex.fallback_kernels.fused.fwd_epilogue_sm90 import takes
@@ -153,7 +150,7 @@ def end_of_forward(
             plan.num_queries,
             min(window, plan.num_queries),
             plan.kv_heads,
-            selection.scale * LOG2E,
+            base2_scale(selection.scale),
             *bounds_of(fold.parts),
             fold.reach,
         )
@@ -187,7 +184,7 @@ def _launch(
         *numbers,
         STRIDE=stride,
         **plan.constants(),
-        SLOT_COLUMNS=padded(plan.num_slots),
+        SLOT_COLUMNS=tile_width(plan.num_slots),
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
         TOKENS=plan.merge_tokens,

@@ -22,10 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nsa_flex.fallback_kernels.common.gluon import thread_barrier, widened
+from nsa_flex.fallback_kernels.common.gluon import thread_barrier, to_float32
+from nsa_flex.fallback_kernels.common.strides import has_tma_strides
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.compressed import fold as fold_parts
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, padded
-from nsa_flex.fallback_kernels.selected.fwd_union import by_copy_engine
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_union_sm90 import (
     add_sums,
     add_values,
@@ -105,7 +106,7 @@ def add_partials(
     share = gl.exp2(weights - branch[0]) * branch[1]
     weights = load_weights(rows, slot + 1)
     mbarrier.wait(arrived[PLACE], slot // len(buffers) & 1)
-    part = widened(buffers[PLACE].load(acc.type.layout))
+    part = to_float32(buffers[PLACE].load(acc.type.layout))
     fetch_partials(partials, slot + len(buffers), arrived[PLACE], buffers[PLACE])
     if SOME:
         known = gl.convert_layout(slot < rows[2], gl.SliceLayout(1, acc.type.layout))
@@ -207,7 +208,7 @@ def start_compressed(
 @gluon.jit
 def add_rows(acc, buffer, factor):
     """`acc` and the rows in a buffer, each by its factor."""
-    return acc + times(widened(buffer.load(acc.type.layout)), factor)
+    return acc + times(to_float32(buffer.load(acc.type.layout)), factor)
 
 
 @gluon.jit(
@@ -423,9 +424,9 @@ def takes(plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor) -> bool
         and plan.block_size == BLOCK.value
         and plan.merge_rows == ROWS.value
         and plan.num_initial <= 1
-        and by_copy_engine(query)
-        and by_copy_engine(key)
-        and by_copy_engine(value)
+        and has_tma_strides(query)
+        and has_tma_strides(key)
+        and has_tma_strides(value)
     )
 
 
@@ -471,7 +472,7 @@ def launch(
         NUM_SLOTS=plan.num_slots,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
-        SLOT_COLUMNS=padded(plan.num_slots),
+        SLOT_COLUMNS=tile_width(plan.num_slots),
         num_warps=4,
         maxnreg=REGISTERS,
     )

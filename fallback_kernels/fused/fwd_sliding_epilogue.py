@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, of_part, part_place
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, descriptor
@@ -105,7 +105,7 @@ def slide_and_sum(
         plan.tokens,
         plan.reach(window_size),
         plan.kv_heads,
-        scale * LOG2E,
+        base2_scale(scale),
         *bounds_of(fold.parts),
         fold.reach,
         STRIDE=fold.stride,

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, padded
+from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import split_choices
 
 # Tiles of so few queries at most sort their choices. Longer ones look for one block after the
@@ -192,6 +193,6 @@ def build_unions(plan: SelectedPlan, blocks: Tensor) -> UnionLists:
         WORDS=words,
         LIMIT=plan.union_limit,
         SORTED=by_sort,
-        num_warps=max(1, min(4, plan.merge_tokens * padded(plan.num_slots) // 1024)),
+        num_warps=max(1, min(4, plan.merge_tokens * tile_width(plan.num_slots) // 1024)),
     )
     return unions

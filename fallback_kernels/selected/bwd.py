@@ -15,10 +15,11 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.bwd_preprocess import row_numbers
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.common.streams import in_turn
-from nsa_flex.fallback_kernels.common.strides import empty_natural, natural_rows, strides
+from nsa_flex.fallback_kernels.common.bwd_preprocess import softmax_stats
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.streams import round_robin
+from nsa_flex.fallback_kernels.common.strides import empty_bshd, is_bsh, strides
+from nsa_flex.fallback_kernels.common.tiles import round_up
 from nsa_flex.fallback_kernels.selected.block_union import build_unions
 from nsa_flex.fallback_kernels.selected.bwd_dkdv import (
     ADD,
@@ -26,13 +27,8 @@ from nsa_flex.fallback_kernels.selected.bwd_dkdv import (
     dense_gradient_kernel,
     list_gradient_kernel,
 )
-from nsa_flex.fallback_kernels.selected.config import (
-    INITIAL_CHUNK_TOKENS,
-    SelectedPlan,
-    Window,
-    round_up,
-)
-from nsa_flex.fallback_kernels.selected.fwd_combine import query_gradient_kernel
+from nsa_flex.fallback_kernels.selected.bwd_dq import query_gradient_kernel
+from nsa_flex.fallback_kernels.selected.config import INITIAL_CHUNK_TOKENS, SelectedPlan, Window
 from nsa_flex.fallback_kernels.selected.inverted_index import (
     SelectedIndex,
     build_index,
@@ -55,8 +51,8 @@ class _Backward:
         scale: float,
         deterministic: bool,
     ) -> None:
-        assert natural_rows(lse)
-        assert natural_rows(delta)
+        assert is_bsh(lse)
+        assert is_bsh(delta)
         # Without float atomics a list is one program, initial blocks are lists as well, and
         # windows add to the same gradients one after the other.
         if deterministic:
@@ -67,7 +63,7 @@ class _Backward:
         self.query, self.key, self.value, self.grad_out = query, key, value, grad_out
         self.lse, self.delta = lse, delta
         self.scale = scale
-        self.numbers = row_numbers(lse, delta)
+        self.numbers = softmax_stats(lse, delta)
         # Whole blocks, so that no program needs a mask where it adds its block's gradient.
         tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
         self.grad_key, self.grad_value = (
@@ -104,7 +100,7 @@ class _Backward:
             self.grad_key.shape[1],
             plan.kv_heads,
             self.scale,
-            self.scale * LOG2E,
+            base2_scale(self.scale),
             **plan.constants(),
             INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
@@ -138,7 +134,7 @@ class _Backward:
             plan.num_blocks,
             plan.kv_heads,
             self.scale,
-            self.scale * LOG2E,
+            base2_scale(self.scale),
             **plan.constants(),
             ROWS=plan.tile_rows,
             STAGES=plan.list_gradient_stages,
@@ -175,7 +171,7 @@ class _Backward:
             plan.num_keys,
             plan.kv_heads,
             self.scale,
-            self.scale * LOG2E,
+            base2_scale(self.scale),
             **plan.constants(),
             FORCED=forced,
             ADDED=added,
@@ -221,7 +217,7 @@ class _Backward:
                 window, parts.summary, partial, grad_query, forced=forced, added=added
             )
 
-        in_turn(self.query.device, plan.windows(self.chunk), rooms, launch)
+        round_robin(self.query.device, plan.windows(self.chunk), rooms, launch)
 
 
 def backward(
@@ -256,9 +252,7 @@ def backward(
         index: what the forward wrote into `storage`; None builds it anew.
     """
     run = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
-    grad_query = empty_natural(
-        query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype
-    )
+    grad_query = empty_bshd(query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype)
     run.everything(blocks, index, grad_query, forced=True, added=False)
     grad_key = run.grad_key[:, : key.shape[2]].to(key.dtype).contiguous()
     grad_value = run.grad_value[:, : key.shape[2]].to(value.dtype).contiguous()

@@ -5,14 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.selected.tiles import (
-    first_entry,
-    group_rows,
-    item_of,
-    load_block,
-    load_rows,
-    store_rows,
-)
+from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows
+from nsa_flex.fallback_kernels.selected.tiles import first_entry, item_of, load_block
 
 # How a program hands its dK and dV over.
 STORE = tl.constexpr(0)

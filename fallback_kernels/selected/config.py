@@ -7,7 +7,11 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
+
+from nsa_flex.fallback_kernels.common.arch import SM90_SHARED_MEMORY, shared_memory_bytes
+from nsa_flex.fallback_kernels.common.tiles import round_up, tile_width
 
 PARTIAL_BYTES = 1 << 30  # partial results in memory at once, twice as much for many queries
 WINDOW_LANES = 2  # windows in memory at once, each on a stream; one for groups of few heads
@@ -22,9 +26,6 @@ MAX_PHASES = 16
 MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's summary
 CHUNK_ROWS = 4096  # query rows one program streams past one KV block
 INITIAL_CHUNK_TOKENS = 256  # queries per program that reduce into one initial block
-HOPPER_SHARED_MEMORY = 227 << 10
-
-
 ITEM_WORDS = 4  # see `SelectedIndex`
 # A tile walks the union of its free choices where that has at most so many quarters of a block
 # for every free choice of a query: 42 blocks at 13 free choices. 0: none ever does.
@@ -47,15 +48,6 @@ class Window(NamedTuple):
     start: int  # position of the first query, a multiple of the block size
     first_list: int  # of the lists (window, KV head, block)
     max_items: int  # upper bound of the programs; those beyond the true count leave at once
-
-
-def padded(size: int) -> int:
-    """Width of the tile that holds `size` columns; tl.dot wants 16 at least."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
 
 
 def affordable_queries(
@@ -127,7 +119,7 @@ class SelectedPlan:
     num_local: int
     query_offset: int
     element_size: int
-    shared_memory: int = HOPPER_SHARED_MEMORY  # bytes that one program may have
+    shared_memory: int = SM90_SHARED_MEMORY  # bytes that one program may have
     in_series: bool = False  # windows one after the other, on one stream
     differentiable: bool = True  # the lists are a backward's, too
 
@@ -161,7 +153,7 @@ class SelectedPlan:
             num_local=min(num_local_blocks, MAX_DENSE_BLOCKS),
             query_offset=query_offset,
             element_size=query.element_size(),
-            shared_memory=shared_memory_of(query.device),
+            shared_memory=shared_memory_bytes(query.device),
             differentiable=differentiable,
         )
         plan = _kept(plan)
@@ -184,7 +176,7 @@ class SelectedPlan:
 
     @cached_property
     def num_blocks(self) -> int:
-        return -(-self.num_keys // self.block_size)
+        return triton.cdiv(self.num_keys, self.block_size)
 
     @cached_property
     def base(self) -> int:
@@ -223,22 +215,22 @@ class SelectedPlan:
         """Positions of one window: the whole span or equal parts of it."""
         rows = WINDOW_ROWS if self.differentiable else FORWARD_WINDOW_ROWS
         longest = longest_window(self.group, self._affordable_queries, rows)
-        count = -(-self.span // longest)
-        return round_up(-(-self.span // count), self.block_size)
+        count = triton.cdiv(self.span, longest)
+        return round_up(triton.cdiv(self.span, count), self.block_size)
 
     @cached_property
     def window_heads(self) -> int:
         """KV heads of one window: as many as fit the buffer."""
         fitting = max(1, self._affordable_queries // self.window_tokens)
-        return -(-self.all_heads // -(-self.all_heads // fitting))
+        return triton.cdiv(self.all_heads, triton.cdiv(self.all_heads, fitting))
 
     @cached_property
     def windows_per_head(self) -> int:
-        return -(-self.span // self.window_tokens)
+        return triton.cdiv(self.span, self.window_tokens)
 
     @cached_property
     def num_windows(self) -> int:
-        return -(-self.all_heads // self.window_heads) * self.windows_per_head
+        return triton.cdiv(self.all_heads, self.window_heads) * self.windows_per_head
 
     @cached_property
     def lists_per_window(self) -> int:
@@ -272,7 +264,7 @@ class SelectedPlan:
         """Sum of ceil(list length / chunk) over the lists of a window, at most."""
         stop = min(start + self.window_tokens, self.query_offset + self.num_queries)
         entries = heads * (stop - max(start, self.query_offset)) * self.num_slots
-        lists = heads * min(self.num_blocks, -(-stop // self.block_size))
+        lists = heads * min(self.num_blocks, triton.cdiv(stop, self.block_size))
         return min(entries, lists + entries // chunk)
 
     def items_per_window(self, chunk: int) -> int:
@@ -285,13 +277,13 @@ class SelectedPlan:
 
     def shared_bytes(self, rows: int, stages: int) -> int:
         """Shared memory of the widest kernel, the gradient's: a block and tiles of queries."""
-        columns = padded(self.head_dim) + padded(self.value_dim)
+        columns = tile_width(self.head_dim) + tile_width(self.value_dim)
         tiles = (self.block_size + rows * stages) * columns
         return (tiles + rows * self.block_size) * self.element_size + 1024
 
     @cached_property
     def least_rows(self) -> int:
-        return max(16, padded(self.group))
+        return max(16, tile_width(self.group))
 
     @cached_property
     def tile_rows(self) -> int:
@@ -309,7 +301,7 @@ class SelectedPlan:
 
     @cached_property
     def merge_rows(self) -> int:
-        return padded(self.merge_tokens * self.group)
+        return tile_width(self.merge_tokens * self.group)
 
     @cached_property
     def union_limit(self) -> int:
@@ -345,7 +337,7 @@ class SelectedPlan:
 
     def merge_stages(self, width: int) -> int:
         """Partial results in flight in the merges of rows of `width` columns."""
-        tile_bytes = self.merge_rows * padded(width) * self.element_size
+        tile_bytes = self.merge_rows * tile_width(width) * self.element_size
         return 5 if tile_bytes <= 1 << 14 else 3
 
     @cached_property
@@ -371,7 +363,7 @@ class SelectedPlan:
         """Compile-time arguments that every kernel over the choices takes."""
         return {
             "NUM_SLOTS": self.num_slots,
-            "SLOT_COLUMNS": padded(self.num_slots),
+            "SLOT_COLUMNS": tile_width(self.num_slots),
             "BLOCK_SIZE": self.block_size,
             "INITIAL": self.num_initial,
             "LOCAL": self.num_local,
@@ -384,9 +376,9 @@ class SelectedPlan:
             "NUM_SLOTS": self.num_slots,
             "BLOCK_SIZE": self.block_size,
             "HEAD_DIM": self.head_dim,
-            "HEAD_COLUMNS": padded(self.head_dim),
+            "HEAD_COLUMNS": tile_width(self.head_dim),
             "VALUE_DIM": self.value_dim,
-            "VALUE_COLUMNS": padded(self.value_dim),
+            "VALUE_COLUMNS": tile_width(self.value_dim),
             "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "WIDE": self.wide,
         }
@@ -418,12 +410,3 @@ def _windows(plan: SelectedPlan, chunk: int) -> tuple[Window, ...]:
         )
         windows.append(window)
     return tuple(windows)
-
-
-@lru_cache
-def shared_memory_of(device: torch.device) -> int:
-    """Bytes that one program may have on `device`."""
-    if device.type != "cuda":
-        return HOPPER_SHARED_MEMORY  # the interpreter has no limit; plan as on Hopper
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
-    return properties.shared_memory_per_block_optin

@@ -16,22 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.arch import runs_gluon
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.common.streams import in_turn
-from nsa_flex.fallback_kernels.common.strides import empty_natural, strides
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, Window, padded
+from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.streams import round_robin
+from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
+from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan, Window
 from nsa_flex.fallback_kernels.selected.fwd_combine import merge_kernel
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
 from nsa_flex.fallback_kernels.selected.prepare import Selection, prepare
-from nsa_flex.fallback_kernels.selected.tiles import (
-    first_entry,
-    group_rows,
-    item_of,
-    load_block,
-    load_rows,
-    store_rows,
-)
+from nsa_flex.fallback_kernels.selected.tiles import first_entry, item_of, load_block
 
 
 @triton.jit(do_not_specialize=["first_item", "first_head", "first_list", "window_shift"])
@@ -145,18 +139,18 @@ def each_window(selection: Selection, finish: Callable[[Window, Tensor, Tensor],
             launch_partial(plan, window.max_items, _arguments(selection, window, *room))
         finish(window, *room)
 
-    in_turn(query.device, plan.windows(plan.chunk_tokens), rooms, launch)
+    round_robin(query.device, plan.windows(plan.chunk_tokens), rooms, launch)
 
 
 def _launcher(
     plan: SelectedPlan, query: Tensor
 ) -> Callable[[SelectedPlan, int, tuple[Any, ...]], None]:
     """What launches the kernel of a call's windows: that for Hopper where it takes the call."""
-    if runs_gluon(query.device):
+    if gluon_unsupported_reason(query.device) is None:
         # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
         from nsa_flex.fallback_kernels.selected import fwd_partial_sm90 as hopper
 
-        if hopper.takes(plan, query):
+        if hopper.unsupported_reason(plan, query) is None:
             return hopper.launch
     return _launch
 
@@ -185,7 +179,7 @@ def _arguments(
         plan.num_keys,
         plan.num_blocks,
         plan.kv_heads,
-        scale * LOG2E,
+        base2_scale(scale),
     )
 
 
@@ -231,9 +225,9 @@ def _launch_merge(
         plan.num_queries,
         plan.num_keys,
         plan.kv_heads,
-        scale * LOG2E,
+        base2_scale(scale),
         **plan.constants(),
-        SLOT_COLUMNS=padded(plan.num_slots),
+        SLOT_COLUMNS=tile_width(plan.num_slots),
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
         TOKENS=plan.merge_tokens,
@@ -268,8 +262,8 @@ def forward(
             entries are listed only where the forward reads them.
     """
     selection = prepare(plan, query, key, value, blocks, scale, storage=storage)
-    out = empty_natural(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
-    lse = empty_natural(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
+    out = empty_bshd(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
+    lse = empty_bshd(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
 
     def merge(window: Window, partial: Tensor, partial_lse: Tensor) -> None:
         _launch_merge(selection, window, partial, partial_lse, out, lse)

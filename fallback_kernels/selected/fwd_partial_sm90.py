@@ -25,14 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_flex.fallback_kernels.common.gluon import logarithm, reciprocal, thread_barrier
+from nsa_flex.fallback_kernels.common import tiles
+from nsa_flex.fallback_kernels.common.gluon import fast_log2, fast_reciprocal, thread_barrier
+from nsa_flex.fallback_kernels.common.strides import has_tma_strides
 from nsa_flex.fallback_kernels.selected import tiles as selected_tiles
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
-from nsa_flex.fallback_kernels.selected.fwd_union import by_copy_engine
 
 item_of = gluon.jit(selected_tiles.item_of.fn)
 first_entry = gluon.jit(selected_tiles.first_entry.fn)
-group_rows = gluon.jit(selected_tiles.group_rows.fn)
+group_rows = gluon.jit(tiles.group_rows.fn)
 
 WIDTH = gl.constexpr(128)  # of queries, keys and values
 BLOCK = gl.constexpr(64)  # keys
@@ -176,12 +177,12 @@ def hopper_partial_kernel(
         top = gl.max(scores, 1) * scale_log2
         p = gl.exp2(scores * scale_log2 - gl.expand_dims(top, 1))
         total = gl.sum(p, 1)
-        p *= gl.expand_dims(reciprocal(total), 1)
+        p *= gl.expand_dims(fast_reciprocal(total), 1)
         p = gl.convert_layout(p.to(dtype), WEIGHTS)
         out = warpgroup_mma(p, values, none, use_acc=False, is_async=True)
         place = (first + entry) * GROUP + member
         row_ok = (token < TOKENS) & (tile + token < stop)
-        lse = gl.convert_layout(top + logarithm(total), LINE)
+        lse = gl.convert_layout(top + fast_log2(total), LINE)
         gl.store(partial_lse_ptr + place, lse, mask=row_ok)
         out = warpgroup_mma_wait(0, [out])
         out = gl.convert_layout(turned(out.to(dtype), RESULT_PAIRS, 4), LINES)
@@ -192,15 +193,19 @@ def hopper_partial_kernel(
         ahead = further
 
 
-def takes(plan: SelectedPlan, query: Tensor) -> bool:
-    """Whether `launch` takes a call, from shapes, dtypes and where the queries begin."""
-    return (
-        query.dtype in (torch.float16, torch.bfloat16)
-        and plan.head_dim == plan.value_dim == WIDTH.value
-        and plan.block_size == BLOCK.value
-        and plan.tile_rows == ROWS.value
-        and by_copy_engine(query)  # it loads vectors of 16 bytes
-    )
+def unsupported_reason(plan: SelectedPlan, query: Tensor) -> str | None:
+    """Why `launch` does not take a call, from shapes, dtypes and strides; None if it does."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"query is {query.dtype}; float16 or bfloat16 is needed"
+    if not plan.head_dim == plan.value_dim == WIDTH.value:
+        return f"head dims are {plan.head_dim} and {plan.value_dim}; {WIDTH.value} is needed"
+    if plan.block_size != BLOCK.value:
+        return f"block_size is {plan.block_size}; {BLOCK.value} is needed"
+    if plan.tile_rows != ROWS.value:
+        return f"tiles have {plan.tile_rows} rows; {ROWS.value} are needed"
+    if not has_tma_strides(query):
+        return "query's rows do not begin at multiples of 16 bytes"  # which the loads want
+    return None
 
 
 def launch(plan: SelectedPlan, programs: int, arguments: tuple[Any, ...]) -> None:

@@ -7,22 +7,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_flex.fallback_kernels.common.arch import runs_gluon
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.common.strides import strides
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, padded
-from nsa_flex.fallback_kernels.selected.fwd_combine import (
-    attend_candidates,
-    finite,
-    merge_rows_of,
-)
-from nsa_flex.fallback_kernels.selected.prepare import Selection
-from nsa_flex.fallback_kernels.selected.tiles import (
+from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
+from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale, online_softmax_update
+from nsa_flex.fallback_kernels.common.strides import has_tma_strides, strides
+from nsa_flex.fallback_kernels.common.tiles import (
     group_rows,
-    load_block,
-    load_some_rows,
+    load_masked_rows,
     store_rows,
+    tile_width,
 )
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan
+from nsa_flex.fallback_kernels.selected.fwd_combine import attend_candidates, merge_rows_of
+from nsa_flex.fallback_kernels.selected.prepare import Selection
+from nsa_flex.fallback_kernels.selected.tiles import load_block
 
 
 @triton.jit(do_not_specialize=["base"])
@@ -57,7 +54,7 @@ def union_kernel(
     summary_ptr += (b * kv_heads + h) * num_queries
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
-    q = load_some_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
+    q = load_masked_rows(query_ptr, line, row_ok, WIDE, HEAD_DIM, HEAD_COLUMNS)
     summary = tl.load(summary_ptr + query, mask=row_ok, other=0)
     top, total, out = attend_candidates(
         q, summary & 1, position, (base + tl.program_id(0) * TOKENS) // BLOCK_SIZE, key_ptr,
@@ -89,19 +86,14 @@ def union_kernel(
                 value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS,
                 True,
             )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        new_top = tl.where(chosen, tl.maximum(top, tl.max(scores, 1) * scale_log2), top)
-        shift = finite(new_top)
-        p = tl.exp2(scores * scale_log2 - tl.where(chosen, shift, float("inf"))[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(p, 1)
-        out = tl.dot(p.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
-        top = new_top
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        out, top, total = online_softmax_update(
+            out, top, total, logits, v, scale_log2, chosen, True, PRECISION
+        )
 
     empty = total == 0.0
     out *= tl.where(empty, 0.0, 1.0 / total)[:, None]
     store_rows(out_ptr, line, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS)
-    LN2: tl.constexpr = 0.6931471805599453
     lse = tl.where(empty, float("-inf"), top + tl.log2(total)) * LN2
     tl.store(lse_ptr + line, lse, mask=row_ok)
 
@@ -114,8 +106,8 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         lse: float32 (B, Hq, Sq), memory (B, Sq, Hq).
     """
     plan, lists, unions, query, key, value, scale = selection
-    copied = all(by_copy_engine(x) for x in (key, value))
-    if copied and plan.num_warps == 4 and plan.merge_rows == 64 and runs_gluon(query.device):
+    copied = all(has_tma_strides(x) for x in (key, value))
+    if sm90_unsupported_reason(plan, query, key, value) is None:
         # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
         from nsa_flex.fallback_kernels.selected.fwd_union_sm90 import walk
 
@@ -138,7 +130,7 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         plan.num_queries,
         plan.num_keys,
         plan.kv_heads,
-        scale * LOG2E,
+        base2_scale(scale),
         **plan.constants(),
         TOKENS=plan.merge_tokens,
         ROWS=plan.merge_rows,
@@ -151,12 +143,20 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
     )
 
 
-def by_copy_engine(x: Tensor) -> bool:
-    """Whether the copy engine takes a tensor: 16-byte strides, the last dimension dense."""
-    aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
-    return aligned and x.data_ptr() % 16 == 0 and x.stride(3) == 1
+def sm90_unsupported_reason(
+    plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor
+) -> str | None:
+    """Why `union_kernel` takes the tiles and not the one for Hopper; None if that does."""
+    reason = gluon_unsupported_reason(query.device)
+    if reason is not None:
+        return reason
+    if not (has_tma_strides(key) and has_tma_strides(value)):
+        return "TMA cannot copy keys or values: their strides are not multiples of 16 bytes"
+    if plan.num_warps != 4 or plan.merge_rows != 64:
+        return f"tiles have {plan.merge_rows} rows and {plan.num_warps} warps; 64 and 4 are needed"
+    return None
 
 
 def _tiles(plan: SelectedPlan, x: Tensor) -> TensorDescriptor:
     """Descriptor of keys or values (B, Hkv, Sk, D) by blocks."""
-    return TensorDescriptor.from_tensor(x, [1, 1, plan.block_size, padded(x.shape[3])])
+    return TensorDescriptor.from_tensor(x, [1, 1, plan.block_size, tile_width(x.shape[3])])

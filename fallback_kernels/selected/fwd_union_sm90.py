@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, padded
+from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
+from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.prepare import Selection
 
 REGISTERS = 168  # three programs a multiprocessor
@@ -253,7 +254,6 @@ def walk_kernel(
 
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
     empty = total == 0.0
-    LN2: gl.constexpr = 0.6931471805599453
     lse = gl.where(empty, float("-inf"), top + gl.log2(total)) * LN2
     gl.store(lse_ptr + group + query * query_heads + member, lse, mask=row_ok)
     rounded = times(out, gl.where(empty, 0.0, 1.0 / total)).to(dtype)
@@ -278,7 +278,7 @@ def walk(selection: Selection, out: Tensor, lse: Tensor) -> None:
         plan.query_offset,
         plan.num_queries,
         plan.kv_heads,
-        scale * LOG2E,
+        base2_scale(scale),
         **constants,
         TOKENS=plan.merge_tokens,
         ROWS=plan.merge_rows,
@@ -294,7 +294,7 @@ def tiles_of(plan: SelectedPlan, x: Tensor) -> TensorDescriptor:
 
     What lies past the last key that a query sees is read as 0: it may hold anything.
     """
-    shape = [1, 1, plan.block_size, padded(x.shape[3])]
+    shape = [1, 1, plan.block_size, tile_width(x.shape[3])]
     dtype = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
     return TensorDescriptor.from_tensor(x[:, :, : plan.num_keys], shape, layout)

@@ -8,15 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
-from nsa_flex.fallback_kernels.common.strides import empty_natural, natural, rows_contiguous
+from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, to_bshd
 from nsa_flex.fallback_kernels.selected.bwd import backward
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
 from nsa_flex.fallback_kernels.selected.fwd_partial import forward
-from nsa_flex.fallback_kernels.selected.inverted_index import count_kernel
 
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,7 +23,6 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 MAX_SLOTS = 64
 MAX_GRID = 65535  # CUDA's limit of the second grid dimension
-INTERPRETED = not isinstance(count_kernel, triton.JITFunction)
 
 
 def selected_attention(
@@ -61,7 +59,7 @@ def selected_attention(
             `torch.are_deterministic_algorithms_enabled()` says. The forward always is.
 
     Returns:
-        Output (B, Hq, Sq, Dv) in query's dtype and natural log-sum-exp (B, Hq, Sq) in float32;
+        Output (B, Hq, Sq, Dv) in query's dtype and to_bshd log-sum-exp (B, Hq, Sq) in float32;
         0 and -inf for a query without blocks. Scores, softmax and sums are float32; partial
         results are kept in query's dtype. Both outputs are differentiable, once. Strides are
         free; the memory of results is (B, S, H, D), and a query of other memory is copied.
@@ -140,7 +138,7 @@ def selected_forward(
     with torch.cuda.device_of(query):
         out, lse = forward(
             plan,
-            natural(query),
+            to_bshd(query),
             rows_contiguous(key),
             rows_contiguous(value),
             blocks.contiguous(),
@@ -194,15 +192,15 @@ def selected_backward(
         grad_query, grad_key, grad_value = _empty_gradients(query, key, value)
         return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
     with torch.cuda.device_of(query):
-        grad_out = natural(grad_out)
+        grad_out = to_bshd(grad_out)
         return backward(
             plan,
-            natural(query),
+            to_bshd(query),
             rows_contiguous(key),
             rows_contiguous(value),
             blocks.contiguous(),
-            natural(lse[..., None])[..., 0],
-            row_deltas(natural(out), grad_out, grad_lse, wide=plan.wide),
+            to_bshd(lse[..., None])[..., 0],
+            row_deltas(to_bshd(out), grad_out, grad_lse, int64_offsets=plan.wide),
             grad_out,
             scale,
             deterministic=deterministic,
@@ -217,8 +215,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor,
 
 def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     _, heads, tokens, _ = query.shape
-    out = empty_natural(query, heads, tokens, value.shape[3], query.dtype)
-    lse = empty_natural(query, heads, tokens, 1, torch.float32)[..., 0]
+    out = empty_bshd(query, heads, tokens, value.shape[3], query.dtype)
+    lse = empty_bshd(query, heads, tokens, 1, torch.float32)[..., 0]
     return out, lse
 
 
@@ -236,7 +234,7 @@ def _empty_index(
 
 def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query_, key_, value_ = (
-        empty_natural(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
+        empty_bshd(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
     )
     return query_, key_, value_
 
@@ -301,8 +299,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor) ->
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have 4 dimensions")
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
-    if query.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(f"the Triton kernels need CUDA tensors, got {query.device}")
+    reason = triton_unsupported_reason(query.device)
+    if reason is not None:
+        raise ValueError(reason)
     if query.dtype not in DTYPES:
         raise ValueError(f"query is {query.dtype}; the Triton kernels take {DTYPES}")
     for name, tensor in (("key", key), ("value", value)):

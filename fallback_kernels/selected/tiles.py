@@ -24,90 +24,9 @@ def item_of(items_ptr, item, first_head, first_list, kv_heads, num_blocks, LISTE
 
 
 @triton.jit
-def group_rows(
-    base_ptr, batch, head, num_queries, kv_heads, GROUP: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Where the rows of a KV head's group start in a dense (B, Sq, Hq, WIDTH) tensor."""
-    return base_ptr + (batch * num_queries * kv_heads + head) * GROUP * WIDTH
-
-
-@triton.jit
 def first_entry(within, window_tokens, window_shift, NUM_SLOTS: tl.constexpr):
     """Place in the partial buffer of the entry 0 of a KV head, counted within the window."""
     return (within * window_tokens + window_shift) * NUM_SLOTS
-
-
-@triton.jit
-def load_rows(
-    base_ptr,
-    row,
-    WIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OFTEN: tl.constexpr = False,
-):
-    """Rows of a dense (rows, WIDTH) matrix, all of them real; columns past WIDTH are 0.
-
-    WIDE computes offsets in 64 bits, which costs registers. OFTEN: they should stay in the cache.
-    """
-    if WIDE:
-        row = row.to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    pointer = base_ptr + (row * WIDTH)[:, None] + column[None, :]
-    policy: tl.constexpr = "evict_last" if OFTEN else ""
-    if WIDTH == COLUMNS:
-        tile = tl.load(pointer, eviction_policy=policy)
-    else:
-        mask = (column < WIDTH)[None, :]
-        tile = tl.load(pointer, mask=mask, other=0.0, eviction_policy=policy)
-    return tile
-
-
-@triton.jit
-def load_some_rows(
-    base_ptr,
-    row,
-    row_ok,
-    WIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ONCE: tl.constexpr = False,
-):
-    """`load_rows`, with 0 for the rows that are not there.
-
-    ONCE: not read again, as partial results are not; they should leave the cache first.
-    """
-    if WIDE:
-        row = row.to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    pointer = base_ptr + (row * WIDTH)[:, None] + column[None, :]
-    mask = row_ok[:, None]
-    if WIDTH != COLUMNS:
-        mask = mask & (column < WIDTH)[None, :]
-    return tl.load(pointer, mask=mask, other=0.0, eviction_policy="evict_first" if ONCE else "")
-
-
-@triton.jit
-def store_rows(
-    base_ptr,
-    row,
-    tile,
-    row_ok,
-    WIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ONCE: tl.constexpr = False,
-):
-    """Inverse of `load_some_rows`."""
-    if WIDE:
-        row = row.to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    pointer = base_ptr + (row * WIDTH)[:, None] + column[None, :]
-    mask = row_ok[:, None]
-    if WIDTH != COLUMNS:
-        mask = mask & (column < WIDTH)[None, :]
-    tile = tile.to(base_ptr.dtype.element_ty)
-    tl.store(pointer, tile, mask=mask, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
@@ -134,14 +53,6 @@ def load_block(
         mask = (position < num_keys)[:, None] & (column < WIDTH)[None, :]
         tile = tl.load(pointer, mask=mask, other=0.0)
     return tile
-
-
-@triton.jit
-def row_lse_log2(lse_ptr, line, row_ok):
-    """Base-2 log-sum-exp of rows, +inf for those not there or without keys: no probability."""
-    lse = tl.load(lse_ptr + line, mask=row_ok, other=float("-inf"))
-    LOG2E_: tl.constexpr = 1.4426950408889634
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E_)
 
 
 @triton.jit

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.common.strides import empty_natural, rows_contiguous, strides
-from nsa_flex.fallback_kernels.selected.config import padded
+from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
+from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.sliding.config import (
     SlidingPlan,
     Tiles,
@@ -269,13 +269,13 @@ class _Backward:
             self.window,
             plan.kv_heads,
             self.scale,
-            self.scale * LOG2E,
+            base2_scale(self.scale),
             **plan.query_constants(tiles),
         )
 
     def keys(self, tiles: Tiles, grad_key: Tensor, grad_value: Tensor) -> None:
         plan = self.plan
-        lse = self.along_tokens(self.lse, LOG2E)
+        lse = self.along_tokens(self.lse, LOG2E.value)
         delta = self.along_tokens(self.delta, 1.0)
         sliding_key_kernel[(plan.key_programs(tiles),)](
             self.query,
@@ -301,7 +301,7 @@ class _Backward:
             self.window,
             plan.kv_heads,
             self.scale,
-            self.scale * LOG2E,
+            base2_scale(self.scale),
             **plan.constants(tiles),
         )
 
@@ -319,7 +319,7 @@ class _Backward:
             plan.query_heads,
             factor,
             TOKENS=NUMBER_TOKENS,
-            HEADS=min(32, padded(plan.query_heads)),
+            HEADS=min(32, tile_width(plan.query_heads)),
         )
         return rows
 
@@ -344,9 +344,9 @@ def sliding_gradients(
     """
     query, key, value, grad_out = (rows_contiguous(x) for x in (query, key, value, grad_out))
     plan = SlidingPlan.of(query, key, value)
-    grad_query = empty_natural(query, plan.query_heads, plan.tokens, plan.head_dim, query.dtype)
-    grad_key = empty_natural(key, plan.kv_heads, plan.tokens, plan.head_dim, key.dtype)
-    grad_value = empty_natural(value, plan.kv_heads, plan.tokens, plan.value_dim, value.dtype)
+    grad_query = empty_bshd(query, plan.query_heads, plan.tokens, plan.head_dim, query.dtype)
+    grad_key = empty_bshd(key, plan.kv_heads, plan.tokens, plan.head_dim, key.dtype)
+    grad_value = empty_bshd(value, plan.kv_heads, plan.tokens, plan.value_dim, value.dtype)
     run = _Backward(
         plan,
         query,

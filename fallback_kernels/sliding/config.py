@@ -11,12 +11,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_flex.fallback_kernels.selected.config import (
-    HOPPER_SHARED_MEMORY,
-    padded,
-    round_up,
-    shared_memory_of,
+from nsa_flex.fallback_kernels.common.arch import (
+    SM90_SHARED_MEMORY,
+    shared_memory_bytes,
+    supports_tma,
 )
+from nsa_flex.fallback_kernels.common.tiles import round_up, tile_width
 
 SPARE_BYTES = 2048  # of shared memory, for barriers and what there is one of a row
 
@@ -41,7 +41,7 @@ class SlidingPlan:
     head_dim: int
     value_dim: int
     element_size: int
-    shared_memory: int = HOPPER_SHARED_MEMORY  # bytes that one program may have
+    shared_memory: int = SM90_SHARED_MEMORY  # bytes that one program may have
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor) -> SlidingPlan:
@@ -54,7 +54,7 @@ class SlidingPlan:
             head_dim=head_dim,
             value_dim=value.shape[3],
             element_size=query.element_size(),
-            shared_memory=shared_memory_of(query.device),
+            shared_memory=shared_memory_bytes(query.device),
         )
 
     @property
@@ -65,7 +65,7 @@ class SlidingPlan:
     @property
     def columns(self) -> int:
         """Columns of a key and its value, or of a query and its gradient."""
-        return padded(self.head_dim) + padded(self.value_dim)
+        return tile_width(self.head_dim) + tile_width(self.value_dim)
 
     def reach(self, window_size: int) -> int:
         """The window, no larger than it matters: 32 bits hold it."""
@@ -75,7 +75,7 @@ class SlidingPlan:
         """Of the forward; queries stay, keys and values stream."""
         wanted = [Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)]
         return self._first_fitting(
-            wanted, lambda t: t.rows * padded(self.head_dim) + t.stages * t.keys * self.columns
+            wanted, lambda t: t.rows * tile_width(self.head_dim) + t.stages * t.keys * self.columns
         )
 
     def query_gradient_tiles(self) -> Tiles:
@@ -119,7 +119,7 @@ class SlidingPlan:
 
     def edge_keys(self, tiles: Tiles) -> int:
         """Keys of the masked tiles at the left end of a window."""
-        return min(tiles.keys, 64, padded(self.tokens_per_tile(tiles)))
+        return min(tiles.keys, 64, tile_width(self.tokens_per_tile(tiles)))
 
     def constants(self, tiles: Tiles) -> dict[str, Any]:
         """Compile-time arguments that all kernels take."""
@@ -128,9 +128,9 @@ class SlidingPlan:
             "ROWS": tiles.rows,
             "KEYS": tiles.keys,
             "HEAD_DIM": self.head_dim,
-            "HEAD_COLUMNS": padded(self.head_dim),
+            "HEAD_COLUMNS": tile_width(self.head_dim),
             "VALUE_DIM": self.value_dim,
-            "VALUE_COLUMNS": padded(self.value_dim),
+            "VALUE_COLUMNS": tile_width(self.value_dim),
             "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "STAGES": tiles.stages,
             "num_warps": tiles.warps,
@@ -152,18 +152,18 @@ def descriptor(tensor: Tensor, tokens: int) -> TensorDescriptor | None:
     None where that engine is missing or cannot step by the tensor's strides: bytes in multiples
     of 16, none zero. The kernel then computes addresses.
     """
-    if not has_copy_engine(tensor.device):
+    if not supports_tma(tensor.device):
         return None
     width, element = tensor.shape[3], tensor.element_size()
     # The stride of a dimension of one element is never stepped by, yet it is checked.
-    spare = padded(width)
+    spare = tile_width(width)
     steps = [
         spare if size == 1 else step
         for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     ]
     if element != 2 or tensor.data_ptr() % 16 or any(s <= 0 or s * element % 16 for s in steps):
         return None
-    block = [1, 1, tokens, padded(width)]
+    block = [1, 1, tokens, tile_width(width)]
     return TensorDescriptor(tensor, list(tensor.shape), [*steps, 1], block)
 
 
@@ -175,10 +175,6 @@ def empty_numbers(batch: int, heads: int, tokens: int, device: torch.device) -> 
 
 def number_descriptor(numbers: Tensor, tokens: int) -> TensorDescriptor | None:
     """Pieces (1, 1, tokens) of what `empty_numbers` made; None without the copy engine."""
-    if not has_copy_engine(numbers.device):
+    if not supports_tma(numbers.device):
         return None
     return TensorDescriptor(numbers, list(numbers.shape), list(numbers.stride()), [1, 1, tokens])
-
-
-def has_copy_engine(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.common.strides import empty_natural, rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, Tiles, descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
@@ -139,8 +139,8 @@ def sliding_forward(
     query, key, value = (rows_contiguous(x) for x in (query, key, value))
     plan = SlidingPlan.of(query, key, value)
     tiles = plan.forward_tiles()
-    out = empty_natural(query, plan.query_heads, plan.tokens, plan.value_dim, query.dtype)
-    lse = empty_natural(query, plan.query_heads, plan.tokens, 1, torch.float32)[..., 0]
+    out = empty_bshd(query, plan.query_heads, plan.tokens, plan.value_dim, query.dtype)
+    lse = empty_bshd(query, plan.query_heads, plan.tokens, 1, torch.float32)[..., 0]
     launch_forward(plan, tiles, query, key, value, out, lse, window_size, scale)
     return out, lse
 
@@ -170,6 +170,6 @@ def launch_forward(
         plan.tokens,
         plan.reach(window_size),
         plan.kv_heads,
-        scale * LOG2E,
+        base2_scale(scale),
         **plan.query_constants(tiles),
     )

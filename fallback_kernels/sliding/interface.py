@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
-from nsa_flex.fallback_kernels.common.strides import empty_natural, natural
+from nsa_flex.fallback_kernels.common.strides import empty_bshd, to_bshd
 from nsa_flex.fallback_kernels.sliding import bwd as sliding_backward
 from nsa_flex.fallback_kernels.sliding import fwd as sliding_forward
 
@@ -34,7 +34,7 @@ def sliding_attention(
         scale: factor of the logits, positive.
 
     Returns:
-        Output (B, Hq, S, Dv) in query's dtype and natural log-sum-exp (B, Hq, S) in float32.
+        Output (B, Hq, S, Dv) in query's dtype and to_bshd log-sum-exp (B, Hq, S) in float32.
         Scores, softmax and sums are float32, weights are rounded to query's dtype for the
         product with the values. Both outputs are differentiable, once. Strides are free; the
         memory of results is (B, S, H, D). Nothing is added by atomics: equal inputs give equal
@@ -84,7 +84,7 @@ def backward(
         return _empty_gradients(query, key, value)
     with torch.cuda.device_of(query):
         wide = out[0].numel() >= 2**31
-        delta = row_deltas(natural(out), natural(grad_out), grad_lse, wide=wide)
+        delta = row_deltas(to_bshd(out), to_bshd(grad_out), grad_lse, int64_offsets=wide)
         return sliding_backward.sliding_gradients(
             query, key, value, grad_out, lse, delta, window_size, scale
         )
@@ -97,14 +97,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor,
 
 def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     _, heads, tokens, _ = query.shape
-    out = empty_natural(query, heads, tokens, value.shape[3], query.dtype)
-    lse = empty_natural(query, heads, tokens, 1, torch.float32)[..., 0]
+    out = empty_bshd(query, heads, tokens, value.shape[3], query.dtype)
+    lse = empty_bshd(query, heads, tokens, 1, torch.float32)[..., 0]
     return out, lse
 
 
 def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query_, key_, value_ = (
-        empty_natural(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
+        empty_bshd(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
     )
     return query_, key_, value_
 

@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected.config import padded
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 
 SCORE_BYTES = 1 << 28  # scores of a chunk
 PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
@@ -18,13 +19,12 @@ BAND = 16  # scores that share a maximum: `choose_top.BAND`
 BANDED_WIDTHS = (2048, 16384)  # rows of scores whose maxima `top_kernel` starts from, if written
 FEW_SLOTS = 16  # blocks of a query that are taken one by one: `choose_distinct.MOST`
 FEW_BANDED = 512  # rows of so many scores, and up to as many as above, then start from maxima
-NARROW = 2048  # widest rows of scores of which a program takes several
 HOPPER_PROGRAMS = 192  # chunks of fewer programs go to the kernel that splits along the keys
 
 
 def row_width(num_blocks: int) -> int:
     """Scores of a row in memory: at least a vector for each of 32 threads."""
-    return max(128, padded(num_blocks))
+    return max(128, tile_width(num_blocks))
 
 
 class Chunk(NamedTuple):
@@ -62,11 +62,6 @@ class Chunk(NamedTuple):
         return self._few_slots and self.lanes == 32
 
     @property
-    def narrow(self) -> bool:
-        """Whether `top_of_bands_kernel` takes the rows."""
-        return self.banded and self.few and self.width <= NARROW
-
-    @property
     def lanes(self) -> int:
         """Threads that share a row of scores."""
         return 32 if self.banded else max(32, self.width // 32)
@@ -100,7 +95,7 @@ class ChoicePlan:
     @cached_property
     def members(self) -> int:
         """G, rounded up to a power of two."""
-        return 1 << (self.group - 1).bit_length()
+        return triton.next_power_of_2(self.group)
 
     @cached_property
     def head_columns(self) -> tuple[int, int]:
@@ -108,7 +103,7 @@ class ChoicePlan:
         main = 1 << (self.head_dim.bit_length() - 1)
         if main < 16:
             return 16, 0
-        return main, padded(self.head_dim - main) if self.head_dim > main else 0
+        return main, tile_width(self.head_dim - main) if self.head_dim > main else 0
 
     @cached_property
     def tile_columns(self) -> int:
@@ -120,7 +115,7 @@ class ChoicePlan:
     @cached_property
     def tile_tokens(self) -> int:
         most = self.tile_columns // self.members
-        return max(16 // self.members, min(most, 1 << (self.num_queries - 1).bit_length()), 1)
+        return max(16 // self.members, min(most, triton.next_power_of_2(self.num_queries)), 1)
 
     @cached_property
     def hopper_tokens(self) -> int:
@@ -150,7 +145,7 @@ class ChoicePlan:
     @cached_property
     def candidates(self) -> int:
         """Places for blocks of a row among which the choice is finished."""
-        return max(32, 2 << (self.num_slots - 1).bit_length())
+        return max(32, 2 * triton.next_power_of_2(self.num_slots))
 
     @cached_property
     def past(self) -> int:
@@ -184,7 +179,7 @@ class ChoicePlan:
         return best
 
     def _hopper_takes(self, num_queries: int) -> bool:
-        tiles = -(-num_queries // self.hopper_tokens)
+        tiles = triton.cdiv(num_queries, self.hopper_tokens)
         return self.hopper and tiles * self.batch * self.kv_heads >= HOPPER_PROGRAMS
 
     def empty_scores(self, device: torch.device) -> Tensor:
@@ -195,8 +190,8 @@ class ChoicePlan:
 
     def splits(self, num_queries: int, num_tiles: int) -> int:
         """Programs that share the `num_tiles` tiles of keys of one tile of queries."""
-        programs = -(-num_queries // self.tile_tokens) * self.batch * self.kv_heads
-        return max(1, min(-(-PROGRAMS // programs), num_tiles))
+        programs = triton.cdiv(num_queries, self.tile_tokens) * self.batch * self.kv_heads
+        return max(1, min(triton.cdiv(PROGRAMS, programs), num_tiles))
 
     def tile_constants(self) -> dict[str, Any]:
         """Compile-time arguments that kernels over queries and keys take."""

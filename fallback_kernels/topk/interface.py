@@ -5,7 +5,6 @@ Needs triton; import it only where it is to run.
 
 from __future__ import annotations
 
-import functools
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,11 +14,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.common.streams import in_turn
+from nsa_flex.fallback_kernels.common.arch import (
+    INTERPRETED,
+    gluon_unsupported_reason,
+    supports_tma,
+    triton_unsupported_reason,
+)
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.topk import launch_sm90 as choose_hopper
-from nsa_flex.fallback_kernels.topk.bands import top_of_bands_kernel
 from nsa_flex.fallback_kernels.topk.config import ChoicePlan, Chunk
 from nsa_flex.fallback_kernels.topk.lse import lse_kernel
 from nsa_flex.fallback_kernels.topk.scores import score_kernel
@@ -33,13 +36,13 @@ MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest program
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
 KEY_TILE_DIMS = (16, 32, 64, 128, 256)  # head dims that a tensor copy brings
 KEY_TILE_ROWS = 64  # `ChoicePlan.tile_rows` of 2-byte dtypes
-ROWS = 2  # queries of a program of `top_of_bands_kernel`
-LANES = 2  # chunks in memory at once, each on a stream
-INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
+NUM_STREAMS = 2  # chunks in memory at once, each on a stream
 
 
-def obstacle(query: Tensor, compressed_key: Tensor, config: NSAConfig, num_blocks: int) -> str:
-    """Why the kernels do not take these inputs; empty if they do. Looks at no values."""
+def unsupported_reason(
+    query: Tensor, compressed_key: Tensor, config: NSAConfig, num_blocks: int
+) -> str | None:
+    """Why the kernels do not take these inputs; None if they do. Looks at no values."""
     heads, dim = query.shape[1], query.shape[3]
     batch, kv_heads = compressed_key.shape[:2]
     limits = (
@@ -49,14 +52,34 @@ def obstacle(query: Tensor, compressed_key: Tensor, config: NSAConfig, num_block
         (num_blocks, MAX_BLOCKS, "blocks can be chosen"),
         (batch * kv_heads, MAX_HEADS, "KV heads in all batch rows"),
     )
-    if query.device.type != "cuda" and not INTERPRETED:
-        return f"the Triton kernels need CUDA tensors, got {query.device}"
+    reason = triton_unsupported_reason(query.device)
+    if reason is not None:
+        return reason
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the Triton kernels take {DTYPES}"
     for value, most, meaning in limits:
         if value > most:
             return f"{value} {meaning}; the Triton kernels take at most {most}"
-    return ""
+    return None
+
+
+def sm90_unsupported_reason(
+    query: Tensor, key_tiles: TensorDescriptor | None, config: NSAConfig
+) -> str | None:
+    """Why `score_kernel` computes the scores and not `banded_score_kernel`; None if that does."""
+    reason = gluon_unsupported_reason(query.device)
+    if reason is not None:
+        return reason
+    # Imported here: other versions of Gluon may lack the names.
+    from nsa_flex.fallback_kernels.topk import scores_sm90
+
+    return scores_sm90.unsupported_reason(
+        query,
+        key_tiles,
+        compress=config.compress_block_size,
+        stride=config.compress_stride,
+        select=config.select_block_size,
+    )
 
 
 # Shapes repeat from layer to layer and step to step.
@@ -93,9 +116,9 @@ def choose_blocks(
     Raises:
         ValueError: a shape, dtype or device that the kernels do not take.
     """
-    problem = obstacle(query, compressed_key, config, num_blocks)
-    if problem:
-        raise ValueError(problem)
+    reason = unsupported_reason(query, compressed_key, config, num_blocks)
+    if reason is not None:
+        raise ValueError(reason)
     if lse is not None and (lse.shape != query.shape[:3] or lse.dtype != torch.float32):
         got = f"{lse.dtype} {tuple(lse.shape)}"
         raise ValueError(f"lse must be torch.float32 {tuple(query.shape[:3])}, got {got}")
@@ -143,7 +166,7 @@ def run_choice(
         num_slots=config.num_selected_blocks,
         select_block_size=config.select_block_size,
         element_size=query.element_size(),
-        hopper=choose_hopper.takes(query, key_tiles, **compress, **select),
+        hopper=sm90_unsupported_reason(query, key_tiles, config) is None,
     )
     shape = (batch, plan.kv_heads, num_queries, config.num_selected_blocks)
     blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
@@ -152,7 +175,7 @@ def run_choice(
         if lse is None:
             lse = _log_sum_exp(plan, query, key, places, scale, **compress)
         chunks = tuple(plan.chunks())
-        rooms = [plan.empty_scores(query.device) for _ in range(min(LANES, len(chunks)))]
+        rooms = [plan.empty_scores(query.device) for _ in range(min(NUM_STREAMS, len(chunks)))]
 
         def launch(chunk: Chunk, scores: Tensor) -> None:
             _launch_scores(
@@ -170,7 +193,7 @@ def run_choice(
             )
             _launch_top(plan, chunk, scores, blocks, places, **select)
 
-        in_turn(query.device, chunks, rooms, launch)
+        round_robin(query.device, chunks, rooms, launch)
     return blocks
 
 
@@ -213,8 +236,8 @@ def _log_sum_exp(
     scale: float,
     **constants: int,
 ) -> Tensor:
-    tiles = -(-plan.num_queries // plan.tile_tokens)
-    splits = plan.splits(plan.num_queries, -(-key.shape[2] // plan.tile_rows))
+    tiles = triton.cdiv(plan.num_queries, plan.tile_tokens)
+    splits = plan.splits(plan.num_queries, triton.cdiv(key.shape[2], plan.tile_rows))
     shape = (splits, plan.batch, plan.query_heads, plan.num_queries)
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     lse_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
@@ -230,7 +253,7 @@ def _log_sum_exp(
         plan.num_queries,
         key.shape[2],
         plan.kv_heads,
-        scale * LOG2E,
+        base2_scale(scale),
         DOCUMENTS=places.documents,
         **plan.tile_constants(),
         **constants,
@@ -250,7 +273,7 @@ def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:
     )
     batch, heads, num_keys, dim = key.shape
     if (
-        not _copies_tensors(key.device)
+        not supports_tma(key.device)
         or constants["INITIAL"] < lent
         or constants["LOCAL"] < 1 + lent
         or dim not in KEY_TILE_DIMS
@@ -269,11 +292,6 @@ def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:
     )
 
 
-@functools.cache
-def _copies_tensors(device: torch.device) -> bool:
-    return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def _launch_scores(
     plan: ChoicePlan,
     chunk: Chunk,
@@ -289,13 +307,16 @@ def _launch_scores(
     if chunk.hopper:
         assert key_tiles is not None
         where = (places.positions, places.starts, places.position_stride, places.start_stride)
-        choose_hopper.launch_scores(
-            plan, chunk, query, key_tiles, lse, where, scores, scale * LOG2E,
+        # Imported here: other versions of Gluon may lack the names.
+        from nsa_flex.fallback_kernels.topk import scores_sm90
+
+        scores_sm90.launch_scores(
+            plan, chunk, query, key_tiles, lse, where, scores, base2_scale(scale),
             DOCUMENTS=places.documents, **constants,
         )  # fmt: skip
         return
-    tiles = -(-chunk.size // plan.tile_tokens)
-    splits = plan.splits(chunk.size, -(-chunk.width // (plan.tile_rows - 1)))
+    tiles = triton.cdiv(chunk.size, plan.tile_tokens)
+    splits = plan.splits(chunk.size, triton.cdiv(chunk.width, plan.tile_rows - 1))
     score_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
         query,
         key,
@@ -315,7 +336,7 @@ def _launch_scores(
         plan.kv_heads,
         chunk.width,
         chunk.pitch,
-        scale * LOG2E,
+        base2_scale(scale),
         DOCUMENTS=places.documents,
         COPIES=key_tiles is not None,
         COMPILED=not INTERPRETED,
@@ -347,19 +368,13 @@ def _launch_top(
         chunk.pitch,
     )
     constants |= {
-        "SLOT_COLUMNS": 1 << (plan.num_slots - 1).bit_length(),
+        "SLOT_COLUMNS": triton.next_power_of_2(plan.num_slots),
         "CANDIDATES": chunk.candidates,
         "LANES": chunk.lanes,
         "DEPTH": chunk.depth,
         "DOCUMENTS": places.documents,
     }
     options = {"num_warps": chunk.lanes // 32, "maxnreg": 64}
-    if chunk.narrow and plan.num_slots > constants["INITIAL"] + constants["LOCAL"]:
-        programs = -(-chunk.size // ROWS)
-        top_of_bands_kernel[(programs, plan.kv_heads, plan.batch)](
-            *arguments, **constants, ROWS=ROWS, **options
-        )
-        return
     top_kernel[(chunk.size, plan.kv_heads, plan.batch)](
         *arguments, **constants, BANDED=chunk.banded, FEW=chunk.few, **options
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.topk.scores import load_keys, load_queries
 
 
@@ -41,7 +42,6 @@ def lse_kernel(
     STAGES: tl.constexpr,
 ):
     """Natural log-sum-exp (splits, B, Hq, Sq) of every num_splits-th tile of keys."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     head = (tl.program_id(1) % kv_heads).to(tl.int64)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.topk.select import VECTOR
 
 
@@ -214,7 +215,6 @@ def score_kernel(
 
     Written are the vectors with a free block of some query of the tile, -1 for what is not free.
     """
-    LOG2E: tl.constexpr = 1.4426950408889634
     PER: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     LENT: tl.constexpr = 1 if LEFT > 0 else 0

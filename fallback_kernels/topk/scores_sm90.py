@@ -14,6 +14,11 @@ of each tile. More heads lie in neighbouring lanes and are summed once a tile of
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,11 +28,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor as HostDescriptor
 
-from nsa_flex.fallback_kernels.common.gluon import exponential, thread_barrier
+from nsa_flex.fallback_kernels.common.gluon import fast_exp2, thread_barrier
+from nsa_flex.fallback_kernels.common.softmax import LOG2E
+from nsa_flex.fallback_kernels.common.strides import strides
+from nsa_flex.fallback_kernels.topk.config import ChoicePlan, Chunk
 
 COLUMNS = gl.constexpr(64)  # blocks of a tile
-BAND = gl.constexpr(16)  # blocks that share a maximum; `choose_top.BAND`
+BAND = gl.constexpr(16)  # blocks that share a maximum; `select.BAND`
+
+HEAD_DIM = 128
+GROUPS = (1, 4, 8, 16, 32)  # heads of a group, rounded up: registers suffice
+RESIDUES = 4  # l'/d
 
 
 @gluon.jit
@@ -102,7 +116,6 @@ def load_lse(
     LAYOUT: gl.constexpr,
 ):
     """Binary log-sum-exp of a tile's rows; inf for heads past the group: their p are 0."""
-    LOG2E: gl.constexpr = 1.4426950408889634
     row = gl.arange(0, 16 * gl.num_warps(), layout=gl.SliceLayout(1, LAYOUT))
     token, head = token_and_head(row, TILE, MEMBERS)
     lse_ptr += place_of(token, head, first_token, last_token, stride_h, stride_s)
@@ -113,7 +126,7 @@ def load_lse(
 def probabilities(logits, lse, scale_log2, MEMBERS: gl.constexpr):
     """p of a tile, the rows of a thread summed where they are heads of one token."""
     ROWS: gl.constexpr = logits.shape[0]
-    p = exponential(logits * scale_log2 - lse[:, None])
+    p = fast_exp2(logits * scale_log2 - lse[:, None])
     if MEMBERS >= 4:
         p = gl.permute(gl.reshape(p, [ROWS // 16, 2, 8, COLUMNS]), [0, 2, 3, 1])
         upper, lower = gl.split(p)
@@ -407,3 +420,80 @@ def banded_score_kernel(
             )
     for m in gl.static_range(PER):
         mbarrier.invalidate(arrived[m])
+
+
+def unsupported_reason(
+    query: Tensor, key_tiles: HostDescriptor | None, *, compress: int, stride: int, select: int
+) -> str | None:
+    """Why `banded_score_kernel` does not take a call, from shapes and dtypes; None if it does.
+
+    Args:
+        query: (B, Hq, Sq, D).
+        key_tiles: the compressed keys for TMA; None where some would have to be masked.
+        compress, stride, select: l, d and l'.
+    """
+    if key_tiles is None:
+        return "TMA cannot copy the compressed keys, or some would have to be masked"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"query is {query.dtype}; float16 or bfloat16 is needed"
+    if query.shape[3] != HEAD_DIM:
+        return f"the head dim is {query.shape[3]}; {HEAD_DIM} is needed"
+    group = query.shape[1] // key_tiles.shape[1]
+    if triton.next_power_of_2(group) not in GROUPS:
+        return f"{group} query heads share a KV head; registers suffice for {GROUPS}, rounded up"
+    if select != RESIDUES * stride or compress > 2 * stride:
+        return f"l={compress}, d={stride}, l'={select}; l' = {RESIDUES} d and l <= 2 d are needed"
+    return None
+
+
+def launch_scores(
+    plan: ChoicePlan,
+    chunk: Chunk,
+    query: Tensor,
+    key_tiles: HostDescriptor,
+    lse: Tensor,
+    positions: tuple[Tensor, Tensor, int, int],
+    scores: Tensor,
+    scale_log2: float,
+    **constants: Any,
+) -> None:
+    """Scores of a chunk, with the maxima of bands behind each row if it is `banded`.
+
+    `positions`: positions and document starts of the queries, and the strides of a batch row.
+    """
+    shape = key_tiles.block_shape
+    element = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
+    keys = TensorDescriptor(
+        key_tiles.base,
+        key_tiles.shape,
+        key_tiles.strides,
+        shape,
+        gl.NVMMASharedLayout.get_default_for(shape, element),
+    )
+    tiles = triton.cdiv(chunk.size, plan.hopper_tokens)
+    banded_score_kernel[(tiles, plan.batch * plan.kv_heads)](
+        query,
+        keys,
+        lse,
+        positions[0],
+        positions[1],
+        scores,
+        *strides(query),
+        *lse.stride(),
+        positions[2],
+        positions[3],
+        chunk.start,
+        chunk.size,
+        plan.kv_heads,
+        chunk.width,
+        chunk.pitch,
+        chunk.width + chunk.candidates,
+        scale_log2,
+        GROUP=plan.group,
+        MEMBERS=plan.members,
+        HEAD_DIM=plan.head_dim,
+        BANDED=chunk.banded or plan.members > 1,  # without, ptxas serialises those products
+        **constants,
+        num_warps=4,
+        maxnreg=plan.hopper_registers,
+    )

@@ -424,7 +424,8 @@ def test_selection_goes_to_flex_where_no_tile_fits(
 )
 def test_shared_memory_is_that_of_the_plan(sizes):
     pytest.importorskip("triton")
-    from nsa_flex.fallback_kernels.selected.config import HOPPER_SHARED_MEMORY, SelectedPlan
+    from nsa_flex.fallback_kernels.common.arch import SM90_SHARED_MEMORY
+    from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 
     group, head_dim, value_dim, block_size, element_size = sizes
     counts = {"batch": 1, "num_queries": 64, "num_keys": 64, "num_slots": 16, "num_initial": 1}
@@ -450,4 +451,4 @@ def test_shared_memory_is_that_of_the_plan(sizes):
     )
     needed = unsupported.selected_shared_bytes(facts)
     assert needed == plan.shared_bytes(plan.least_rows, 1)
-    assert tuning.HOPPER_SHARED_MEMORY == HOPPER_SHARED_MEMORY
+    assert tuning.HOPPER_SHARED_MEMORY == SM90_SHARED_MEMORY

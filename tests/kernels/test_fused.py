@@ -17,7 +17,7 @@ from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the
 from reference.played_cudnn import causal, causal_gradients
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.common.arch import runs_gluon
+from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
 from nsa_flex.fallback_kernels.compressed.fold import fold_of, part_rows_view
 from nsa_flex.fallback_kernels.fused import fwd_epilogue as core_end
@@ -351,7 +351,11 @@ def test_one_kernel_at_the_end_or_two(
         (out, aux), kernels = ends_of(inputs, config)
         again = nsa_attention(*inputs, config=config)
     # Groups of three leave rows of a tile empty: the two kernels have others.
-    hopper = heads != 6 and dim == value_dim == 128 and runs_gluon(inputs[0].device)
+    hopper = (
+        heads != 6
+        and dim == value_dim == 128
+        and gluon_unsupported_reason(inputs[0].device) is None
+    )
     assert saving_kernels == {"hopper_end_kernel" if hopper else "_finish_kernel"}
     one = "hopper_end_kernel" if hopper else "end_kernel"
     assert kernels == {"_finish_kernel" if heads == 6 else one}

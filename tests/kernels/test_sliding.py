@@ -152,7 +152,7 @@ def test_dtypes(dtype: torch.dtype, group: int) -> None:
 
 @kernels
 def test_without_the_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliding_plan, "has_copy_engine", lambda device: False)
+    monkeypatch.setattr(sliding_plan, "supports_tma", lambda device: False)
     check(Case(group=1, length=90, window=70, kv_heads=2, head_dim=24))
 
 
