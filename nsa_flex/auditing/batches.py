@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +21,31 @@ class Batch:
         make: returns a tuple of positional or a mapping of keyword arguments.
         label: sizes of its tensors, `input_ids [2, 64]`.
         small: places, as (path, dimension), whose size is 0 or 1: torch takes these for constants.
+        requires_grad: whether one of its tensors does.
     """
 
     make: Callable[[], Values]
     label: str
     small: frozenset[tuple[str, int]]
+    requires_grad: bool
 
-    def call(self, fn: Callable) -> Any:
-        """`fn` of the arguments, made anew."""
-        values = self.make()
-        return fn(**values) if isinstance(values, Mapping) else fn(*values)
+    def bind(self, fn: Callable) -> Callable[[], Any]:
+        """The call of `fn` with the arguments, made anew: what makes them is not watched."""
+        args, kwargs = split(self.make())
+        return functools.partial(fn, *args, **kwargs)
+
+
+class InputError(Exception):
+    """A function that makes a batch has failed; the cause is its exception."""
+
+
+def split(values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments.
+
+    >>> split({"x": 1})
+    ((), {'x': 1})
+    """
+    return ((), dict(values)) if isinstance(values, Mapping) else (values, {})
 
 
 def batches_of(inputs: Any) -> list[Batch]:
@@ -44,6 +60,7 @@ def batches_of(inputs: Any) -> list[Batch]:
     Raises:
         TypeError: a batch is none of these.
         ValueError: there is no batch.
+        InputError: a function that makes a batch raised.
 
     >>> [batch.label for batch in batches_of([(torch.ones(2, 8),), {"x": torch.ones(2, 9)}])]
     ['[2, 8]', 'x [2, 9]']
@@ -58,13 +75,20 @@ def batches_of(inputs: Any) -> list[Batch]:
 
 
 def _batch(given: Any) -> Batch:
-    make = given if callable(given) else lambda: given
-    values = _values(make())
-    leaves = _tensors(values)
+    make = functools.partial(_made, given) if callable(given) else lambda: given
+    leaves = _tensors(_values(make()))
     small = {
         (path, dim) for path, x in leaves for dim, size in enumerate(x.shape) if size in (0, 1)
     }
-    return Batch(lambda: _values(make()), _label(leaves), frozenset(small))
+    requires_grad = any(x.requires_grad for _, x in leaves)
+    return Batch(lambda: _values(make()), _label(leaves), frozenset(small), requires_grad)
+
+
+def _made(factory: Callable[[], Any]) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise InputError from error
 
 
 def _values(given: Any) -> Values:

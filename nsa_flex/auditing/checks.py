@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from nsa_flex.auditing.batches import Batch
+from nsa_flex.auditing.batches import Batch, InputError, split
 from nsa_flex.auditing.excerpts import place_of
 from nsa_flex.auditing.guards import original_name
 from nsa_flex.auditing.measuring import measure, peak_bytes
 from nsa_flex.auditing.mends import mend_of
 from nsa_flex.auditing.nsa_branches import branches_of
-from nsa_flex.auditing.report import AuditFinding, BranchRun, Phase
+from nsa_flex.auditing.phases import AuditFinding, BranchRun, Phase
 from nsa_flex.auditing.sweep import Swept, sweep
-from nsa_flex.hot_path import Finding, ForwardBackward, find_syncs, find_value_reads
+from nsa_flex.hot_path import Finding, ForwardBackward, NoGradientError, find_value_reads
+from nsa_flex.hot_path.findings import error_location
+from nsa_flex.hot_path.syncs import find_syncs_of
 
 # On the meta device a read of a value raises one of these; anything else is a missing kernel.
 _VALUE_READS = (
@@ -47,10 +50,37 @@ class Checks:
         self.findings += [replace(f, phases=f.phases or phases) for f in findings]
 
     def phase(self, name: str, batches: list[Batch], *, train: bool) -> None:
-        """All checks of one phase."""
+        """All checks of one phase; what the audited function raises ends it, as a finding."""
+        try:
+            self._phase(name, batches, train)
+        except NoGradientError:
+            self.notes.append(
+                f"{name}: no output requires a gradient, so that there is no backward to audit; "
+                "return the loss, or what it is computed from, without detach() or no_grad()"
+            )
+        except Exception as error:
+            self.add([error_finding(error)], name)
+
+    def _phase(self, name: str, batches: list[Batch], train: bool) -> None:
         eager = self._syncs(name, batches, train)
         reads = self._value_reads(name, batches[0], train)
-        swept = sweep(
+        try:
+            swept = self._sweep(name, batches, train)
+        except Exception:
+            self.add(map(_finding, eager), name)
+            self.add(reads, name)
+            raise
+        phase = swept.phase
+        self._add_syncs(eager, swept, name)
+        self.add((f for f in reads if place_of(f.location)[:2] not in self._eager_only), name)
+        self.add(swept.findings, name)
+        self._note_recompiles(phase)
+        self.phases.append(phase)
+        if self.measured:
+            self.phases[-1] = self._measure(phase, batches[0], train)
+
+    def _sweep(self, name: str, batches: list[Batch], train: bool) -> Swept:
+        return sweep(
             self.fn,
             batches,
             name=name,
@@ -59,14 +89,6 @@ class Checks:
             backend=self.backend or ("aot_eager" if train else "eager"),
             tell=self.tell,
         )
-        phase = swept.phase
-        self._add_syncs(eager, swept, name)
-        self.add((f for f in reads if place_of(f.location)[:2] not in self._eager_only), name)
-        self.add(swept.findings, name)
-        self._note_recompiles(phase)
-        if self.measured:
-            phase = self._measure(phase, batches[0], train)
-        self.phases.append(phase)
 
     def _add_syncs(self, eager: list[Finding], swept: Swept, name: str) -> None:
         """Findings of eager and compiled code; what compiled code does not do is a note."""
@@ -88,13 +110,12 @@ class Checks:
             step = ForwardBackward(self.fn) if train else self.fn
             for batch in batches:
                 self.tell(f"{name}: looking for syncs, {batch.label}")
-                found += find_syncs(lambda batch=batch: batch.call(step))
+                found += find_syncs_of(functools.partial(batch.bind, step))
         return found
 
     def _value_reads(self, name: str, batch: Batch, train: bool) -> list[AuditFinding]:
         self.tell(f"{name}: running without data")
-        values = batch.make()
-        args, kwargs = ((), dict(values)) if isinstance(values, Mapping) else (values, {})
+        args, kwargs = split(batch.make())
         with torch.set_grad_enabled(train):
             step = ForwardBackward(self.fn) if train else self.fn
             try:
@@ -151,11 +172,14 @@ class Checks:
         )
 
     def branches(self, batch: Batch, train: bool) -> tuple[BranchRun, ...]:
-        """Of `nsa_attention`, if the callable reaches it."""
+        """Of `nsa_attention`, if the callable reaches it; none where it raises."""
+        if not self.phases:
+            return ()
+        train = train and any(phase.name == "training" for phase in self.phases)
         self.tell("looking for branches of nsa_attention")
         step = ForwardBackward(self.fn) if train else self.fn
         with torch.set_grad_enabled(train):
-            return branches_of(lambda: batch.call(step))
+            return branches_of(functools.partial(batch.bind, step))
 
 
 def _keys(found: Finding) -> set[tuple[str, int | str]]:
@@ -173,6 +197,14 @@ def _finding(found: Finding) -> AuditFinding:
     return AuditFinding(
         found.kind, found.detail, found.location, mend_of(found.kind, found.detail)
     )
+
+
+def error_finding(error: Exception) -> AuditFinding:
+    """What the audited function, or one that makes its inputs, has raised."""
+    if isinstance(error, InputError) and isinstance(error.__cause__, Exception):
+        made = error_finding(error.__cause__)
+        return replace(made, message=f"{made.message} (while an input was made)")
+    return AuditFinding("error", _first_line(error), error_location(error), mend_of("error", ""))
 
 
 def _first_line(error: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from nsa_flex.auditing.report import Phase
+from nsa_flex.auditing.phases import Phase
 
 COLUMN, ROW = 92, 34  # of one batch, of one graph
 LEFT, TOP, BOTTOM = 240, 28, 74

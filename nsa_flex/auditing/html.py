@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from html import escape
+from typing import TYPE_CHECKING
 
 from nsa_flex.auditing.drawings import kernel_bars, sweep_drawing
 from nsa_flex.auditing.excerpts import excerpt, place_of, shortened
 from nsa_flex.auditing.page_style import SCRIPT, STYLE
-from nsa_flex.auditing.report import AuditFinding, AuditReport, Phase, Recompile
+from nsa_flex.auditing.phases import AuditFinding, Phase, Recompile
 from nsa_flex.auditing.text import seconds, size
+
+if TYPE_CHECKING:
+    from nsa_flex.auditing.report import AuditReport
 
 
 def page(*reports: AuditReport) -> str:

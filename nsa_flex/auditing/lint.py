@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
+from nsa_flex.auditing.definition import unwrapped
 from nsa_flex.auditing.mends import mend_of
-from nsa_flex.auditing.report import AuditFinding
-from nsa_flex.hot_path import ForwardBackward
+from nsa_flex.auditing.phases import AuditFinding
 
 Scope = Literal["own", "all", "none"]
 
@@ -53,7 +53,7 @@ def _reachable(fn: Any, scope: Scope) -> Iterator[types.FunctionType]:
     seen: set[int] = set()
     while waiting:
         each, owner = waiting.pop()
-        each, owner = _unwrapped(each, owner)
+        each, owner = unwrapped(each, owner)
         if id(each) in seen:
             continue
         seen.add(id(each))
@@ -62,23 +62,6 @@ def _reachable(fn: Any, scope: Scope) -> Iterator[types.FunctionType]:
         elif isinstance(each, types.FunctionType) and _in_scope(each, scope):
             yield each
             waiting += _callees(each, owner)
-
-
-def _unwrapped(value: Any, owner: type | None) -> tuple[Any, type | None]:
-    """Through compiled wrappers, partials, decorators and bound methods."""
-    while True:
-        if isinstance(value, ForwardBackward):
-            value = value.fn
-        elif isinstance(value, functools.partial):
-            value = value.func
-        elif isinstance(value, types.MethodType):
-            value, owner = value.__func__, type(value.__self__)
-        elif not isinstance(value, torch.nn.Module) and hasattr(value, "__wrapped__"):
-            value = value.__wrapped__
-        elif hasattr(value, "_orig_mod"):
-            value = value._orig_mod
-        else:
-            return value, owner
 
 
 def _in_scope(function: types.FunctionType, scope: Scope) -> bool:

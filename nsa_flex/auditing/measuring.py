@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_flex.auditing.batches import Batch
+from nsa_flex.auditing.batches import Batch, split
 from nsa_flex.auditing.parameters import parameters_of
 from nsa_flex.hot_path import Finding, ForwardBackward, SyncDetector
 from nsa_flex.hot_path.syncs import cuda_sync_warnings
@@ -51,8 +51,8 @@ def measure(
         step = torch.compile(fn, dynamic=dynamic, mode=mode)
         return lambda: run(ForwardBackward(step) if train else step)
 
-    values = batch.make()
-    leaves = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.is_leaf]
+    args, kwargs = split(batch.make())
+    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_leaf]
 
     def run(step: Callable) -> None:
         if cuda:
@@ -60,7 +60,7 @@ def measure(
         # As zero_grad does: gradients lie in memory that the next replay writes to.
         for x in (*parameters_of(fn), *leaves):
             x.grad = None
-        step(**values) if isinstance(values, Mapping) else step(*values)
+        step(*args, **kwargs)
 
     with fresh_cache(), torch.set_grad_enabled(train):
         with fresh_compiler(), cudagraph_skips() as skips:
@@ -89,10 +89,10 @@ def peak_bytes(fn: Callable, batch: Batch, *, train: bool) -> float:
     with torch.set_grad_enabled(train):
         step = ForwardBackward(fn) if train else fn
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            return _cuda_peak(lambda: batch.call(step))
-        values = batch.make()
+            return _cuda_peak(batch.bind(step))
+        call = batch.bind(step)
         with _LiveBytes() as live:
-            Batch(lambda: values, "", frozenset()).call(step)
+            call()
         return live.peak
 
 

@@ -37,6 +37,7 @@ _MENDS = (
 
 _OF_KIND = {
     "host-sync": _STAY,
+    "error": "call it yourself with this batch, then audit again",
     "data-dependent": _PAD,
     "device-copy": "make the tensor where it is used",
     "cuda-sync": "look at the line with torch.cuda.set_sync_debug_mode('error')",

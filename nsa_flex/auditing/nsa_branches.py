@@ -13,20 +13,21 @@ import nsa_flex.attention
 import nsa_flex.backends.fused
 import nsa_flex.dispatch
 from nsa_flex import backends
-from nsa_flex.auditing.report import BranchRun
+from nsa_flex.auditing.phases import BranchRun
 
 _MARK = "nsa_flex branch "
 _TOGETHER = "all three"
 _LISTED = 12
 
 
-def branches_of(call: Callable[[], Any]) -> tuple[BranchRun, ...]:
-    """Run `call` eagerly; one entry for each branch, backend and reason that differ.
+def branches_of(prepare: Callable[[], Callable[[], Any]]) -> tuple[BranchRun, ...]:
+    """Run what `prepare` returns eagerly; one entry for each branch, backend and reason.
 
     Kernels are names from the profiler: CUDA kernels where there are any, else operators that
     took time on the CPU, the longest first. Empty where `nsa_attention` is not called.
     """
     chosen: list[Any] = []
+    call = prepare()
     with _watched(chosen):
         call()
     if not chosen:
@@ -34,6 +35,7 @@ def branches_of(call: Callable[[], Any]) -> tuple[BranchRun, ...]:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
+    call = prepare()
     with _watched([]), profile(activities=activities, acc_events=True) as profiler:
         call()
     kernels = _kernels(profiler.events() or [])

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from nsa_flex.auditing.baseline import read_baseline
-from nsa_flex.auditing.batches import Batch, batches_of
-from nsa_flex.auditing.checks import Checks
+from nsa_flex.auditing.batches import Batch, InputError, batches_of
+from nsa_flex.auditing.checks import Checks, error_finding
 from nsa_flex.auditing.excerpts import is_allowed, place_of
 from nsa_flex.auditing.lint import Scope, lint
 from nsa_flex.auditing.parameters import gradients_kept, parameters_of
@@ -45,7 +44,8 @@ def audit(
     of graphs, recompilations with the guard that failed, host syncs and data-dependent operators
     (run eagerly), reads of values (run on the meta device), reads in the sources (`lint`); on
     CUDA also skipped CUDA graphs and what CUDA reports as synchronising. The callable runs a
-    dozen times; parameters keep their values and their `.grad`.
+    dozen times; parameters keep their values and their `.grad`. What it raises is a finding of
+    kind `error`, with its line; that phase ends there, the others are reported.
 
     A recompilation is a finding if the code causes it. What torch.compile does with any code is a
     note: a second graph when a size changes for the first time (`dynamic=None`), and one of its
@@ -58,6 +58,7 @@ def audit(
             of keyword arguments, or a function that makes one. Give several lengths and batch
             sizes: recompilations show between batches.
         train: whether to run the backward as well; None: if parameters or inputs require grad.
+            Where no output requires a gradient a note says so.
         decode: batches of single decoding steps, run under `torch.no_grad()` as a sweep of their
             own; functions that make them, where a cache is changed by each call, with room for
             a dozen steps if `measured`.
@@ -72,26 +73,26 @@ def audit(
         tell: called with a line of progress now and then.
 
     Raises:
-        TypeError, ValueError: inputs that are no batches, or a bad baseline file. What the
-            callable raises on its first batch is raised too.
+        TypeError, ValueError: inputs that are no batches, or a bad baseline file.
 
     >>> report = audit(lambda x: x * x.max().item(), torch.ones(3), measured=False)
     >>> sorted({finding.kind for finding in report.findings})
     ['graph-break', 'host-sync']
     """
-    batches = batches_of(inputs)
-    steps = [] if decode is None else batches_of(decode)
-    if train is None:
-        train = _requires_grad(model_or_fn, batches)
     work = Checks(model_or_fn, dynamic, backend, measured, tell)
     with gradients_kept(model_or_fn), _quiet():
-        work.phase("inference", batches, train=False)
-        if train:
+        batches = _made(work, inputs, "inference")
+        steps = [] if decode is None else _made(work, decode, "decode")
+        if train is None:
+            train = _requires_grad(model_or_fn, batches)
+        if batches:
+            work.phase("inference", batches, train=False)
+        if batches and train:
             work.phase("training", batches, train=True)
         if steps:
             work.phase("decode", steps, train=False)
         work.add(lint(model_or_fn, lint_scope))
-        branches = work.branches(batches[-1], train)
+        branches = work.branches(batches[-1], train) if batches else ()
     found = _merged(work.findings)
     if max_graphs is not None:
         found += _too_many(work.phases, max_graphs)
@@ -105,6 +106,15 @@ def audit(
         environment=_environment(),
     )
     return report if baseline is None else report.against(_fingerprints(baseline))
+
+
+def _made(work: Checks, inputs: Any, phase: str) -> list[Batch]:
+    """The batches; none where a function that makes one raises, which is a finding."""
+    try:
+        return batches_of(inputs)
+    except InputError as error:
+        work.add([error_finding(error)], phase)
+        return []
 
 
 def _merged(findings: list[AuditFinding]) -> list[AuditFinding]:
@@ -140,8 +150,7 @@ def _too_many(phases: list[Phase], most: int) -> list[AuditFinding]:
 def _requires_grad(fn: Any, batches: list[Batch]) -> bool:
     if any(p.requires_grad for p in parameters_of(fn)):
         return True
-    leaves = (x for batch in batches for x in tree_leaves(batch.make()))
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+    return any(batch.requires_grad for batch in batches)
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from nsa_flex.auditing.batches import Batch
+from nsa_flex.auditing.batches import Batch, split
+from nsa_flex.auditing.definition import definition_of
 from nsa_flex.auditing.guards import GuardReader, original_name
 from nsa_flex.auditing.mends import mend_of
-from nsa_flex.auditing.report import AuditFinding, Graph, Phase, Recompile
+from nsa_flex.auditing.phases import AuditFinding, Graph, Phase, Recompile
 from nsa_flex.hot_path import Finding, ForwardBackward, SyncDetector
-from nsa_flex.hot_path.findings import summary_location
+from nsa_flex.hot_path.findings import is_machinery, summary_location
 from nsa_flex.hot_path.graphs import fullgraph_error, headline
 from nsa_flex.hot_path.torch_internals import fresh_compiler, lookup_backend, optimize
 
@@ -28,18 +29,26 @@ class _Recorder:
     """A torch.compile backend that notes each graph, each run of one, and each failed guard."""
 
     backend: str
+    function: str  # where the audited function is defined
     graphs: list[Graph] = field(default_factory=list)
     runs: list[list[int]] = field(default_factory=list)
     recompiles: list[Recompile] = field(default_factory=list)
     _reader: GuardReader = field(default_factory=GuardReader)
     _batch: Batch | None = None
     _failed: list[tuple[str, Any]] = field(default_factory=list)
+    _stopped: bool = False
+
+    def stop(self) -> None:
+        """Note nothing more: what is called from now on is no batch of the sweep."""
+        self._stopped = True
 
     def start(self, batch: Batch) -> None:
         self._batch = batch
         self.runs.append([])
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Any) -> Callable:
+        if self._stopped:
+            return lookup_backend(self.backend)(module, example_inputs)
         number, batch = len(self.graphs), len(self.runs) - 1
         self._note_recompile(batch)
         operations = sum(node.op.startswith("call_") for node in module.graph.nodes)
@@ -62,6 +71,7 @@ class _Recorder:
             return
         code = failed[0][1]
         where = f"{code.co_filename}:{code.co_firstlineno} in {original_name(code.co_name)}"
+        where = self.function if is_machinery(code.co_filename) else where
         guards = [reason for reason, other in failed if other is code]
         cause = self._reader.read(guards, self._batch, where)
         self.recompiles.append(
@@ -106,18 +116,24 @@ def sweep(
         backend: what runs the graphs.
         tell: called with a line before each batch.
     """
-    recorder = _Recorder(backend)
+    recorder = _Recorder(backend, definition_of(fn))
+    breaks: list[AuditFinding] = []
     with fresh_compiler() as reasons, torch.set_grad_enabled(train):
         compiled = optimize(fn, recorder, recorder.guard_failed, dynamic)
         call = ForwardBackward(compiled) if train else compiled
         for batch in batches:
             tell(f"{name}: compiling for {batch.label}")
             recorder.start(batch)
-            batch.call(call)
-        breaks = _breaks(list(reasons))
+            bound = batch.bind(call)
+            del reasons[:]  # those of the code that makes the batch
+            bound()
+            breaks += _breaks(reasons)
+        recorder.stop()
         tell(f"{name}: looking for syncs in compiled code")
-        with SyncDetector() as detector:
-            batches[-1].call(call)
+        bound = batches[-1].bind(call)
+        with SyncDetector(compiled=True) as detector:
+            bound()
+    breaks = list(dict.fromkeys(breaks))
     if not recorder.graphs and not breaks:
         breaks = _skipped_whole(fn, batches[0], train)
     causes = [r for r in recorder.recompiles if r.cause == "code"]
@@ -134,7 +150,7 @@ def sweep(
 
 
 def _breaks(reasons: list[Any]) -> list[AuditFinding]:
-    found = [
+    return [
         AuditFinding(
             "graph-break",
             headline(r.reason),
@@ -144,13 +160,10 @@ def _breaks(reasons: list[Any]) -> list[AuditFinding]:
         for r in reasons
         if r.graph_break
     ]
-    return list(dict.fromkeys(found))
 
 
 def _skipped_whole(fn: Callable, batch: Batch, train: bool) -> list[AuditFinding]:
     """Torch may skip a function without a word; it says why when it must not."""
     with fresh_compiler(), torch.set_grad_enabled(train):
-        values = batch.make()
-        args, kwargs = (values, {}) if isinstance(values, tuple) else ((), dict(values))
-        found = fullgraph_error(fn, args, kwargs)
+        found = fullgraph_error(fn, *split(batch.make()))
     return [AuditFinding(f.kind, f.detail, f.location, mend_of(f.kind, f.detail)) for f in found]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nsa_flex.auditing.excerpts import shortened
-from nsa_flex.auditing.report import AuditReport, Phase
+from nsa_flex.auditing.phases import Phase
+
+if TYPE_CHECKING:
+    from nsa_flex.auditing.report import AuditReport
 
 _RULE = "─"
 

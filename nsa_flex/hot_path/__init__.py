@@ -9,7 +9,7 @@ They work on any function or module, NSA or not:
 - `ForwardBackward(fn)` makes any of them include the backward.
 """
 
-from nsa_flex.hot_path.backward import ForwardBackward
+from nsa_flex.hot_path.backward import ForwardBackward, NoGradientError
 from nsa_flex.hot_path.check import assert_clean, check
 from nsa_flex.hot_path.findings import Finding, FindingKind, Report
 from nsa_flex.hot_path.graphs import count_graphs, find_graph_breaks
@@ -20,6 +20,7 @@ __all__ = [
     "Finding",
     "FindingKind",
     "ForwardBackward",
+    "NoGradientError",
     "Report",
     "SyncDetector",
     "assert_clean",

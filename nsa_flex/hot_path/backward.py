@@ -10,6 +10,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 
+class NoGradientError(ValueError):
+    """A backward was asked for, and no output requires a gradient."""
+
+
 @dataclass(frozen=True)
 class ForwardBackward:
     """Call `fn`, then backpropagate ones from every output that requires a gradient.
@@ -17,7 +21,7 @@ class ForwardBackward:
     Gradients accumulate in `.grad`, as in any training step. The outputs are returned.
 
     Raises:
-        ValueError: no output of `fn` requires a gradient.
+        NoGradientError: a ValueError; no output of `fn` requires a gradient.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> _ = ForwardBackward(lambda w: w * 3)(weight)
@@ -33,7 +37,7 @@ class ForwardBackward:
             t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad
         ]
         if not roots:
-            raise ValueError(
+            raise NoGradientError(
                 "no output requires a gradient; pass inputs or parameters that require one"
             )
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

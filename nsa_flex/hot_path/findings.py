@@ -104,6 +104,19 @@ def summary_location(innermost_first: Iterable[traceback.FrameSummary]) -> str:
     return _innermost((entry.filename, entry.lineno or 0, entry.name) for entry in innermost_first)
 
 
+def error_location(error: BaseException) -> str:
+    """Innermost user frame of an exception, one that the compiler raised included."""
+    stack = getattr(error, "real_stack", None)  # torch._dynamo's own
+    if stack:
+        return summary_location(reversed(stack))
+    return traceback_location(error.__traceback__)
+
+
+def is_machinery(filename: str) -> bool:
+    """Whether the file is torch's or a detector's, whose lines no user wants to read."""
+    return filename.startswith(_MACHINERY)
+
+
 def _frames_above(frame: FrameType | None) -> Iterable[tuple[str, int, str]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -112,6 +125,6 @@ def _frames_above(frame: FrameType | None) -> Iterable[tuple[str, int, str]]:
 
 def _innermost(frames: Iterable[tuple[str, int, str]]) -> str:
     for filename, line, name in frames:
-        if not filename.startswith(_MACHINERY):
+        if not is_machinery(filename):
             return f"{filename}:{line} in {name}"
     return _UNKNOWN

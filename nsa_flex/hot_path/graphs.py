@@ -15,8 +15,8 @@ from nsa_flex.hot_path.backward import ForwardBackward
 from nsa_flex.hot_path.findings import (
     Finding,
     Report,
+    error_location,
     summary_location,
-    traceback_location,
     unique,
 )
 from nsa_flex.hot_path.torch_internals import (
@@ -118,11 +118,7 @@ def fullgraph_error(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> list[F
     try:
         torch.compile(fn, backend="eager", fullgraph=True)(*args, **kwargs)
     except (TorchDynamoException, RuntimeError) as error:
-        stack = getattr(error, "real_stack", None)
-        where = (
-            summary_location(reversed(stack)) if stack else traceback_location(error.__traceback__)
-        )
-        return [Finding("graph-break", headline(str(error)), where)]
+        return [Finding("graph-break", headline(str(error)), error_location(error))]
     return []
 
 

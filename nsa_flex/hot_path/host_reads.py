@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    import nsa_flex.hot_path.syncs as syncs  # by name: the two modules import each other
+from nsa_flex.hot_path.recording import Recording
 
 HOST_READS = {
     "item": "Tensor.item()",
@@ -36,19 +35,27 @@ MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 @contextlib.contextmanager
-def watch_host_reads(detector: syncs.SyncDetector) -> Iterator[None]:
-    """Within this context, record calls of the methods in `HOST_READS`, from any thread."""
+def watch_host_reads(recording: Recording, *, compiled: bool = False) -> Iterator[None]:
+    """Within this context, record calls of the methods in `HOST_READS`, from any thread.
+
+    Args:
+        recording: takes the findings.
+        compiled: the code inside runs compiled. Its guards compare `one_hot` of
+            `torch.nn.functional` with what was compiled, so that one stays; graphs call torch's
+            own.
+    """
+    one_hot = torch._C._nn if compiled else torch.nn.functional
     with contextlib.ExitStack() as stack:
         for name, detail in HOST_READS.items():
             original = getattr(torch.Tensor, name)
             stack.enter_context(
-                _replaced(torch.Tensor, name, _watched(original, detail, detector))
+                _replaced(torch.Tensor, name, _watched(original, detail, recording))
             )
         for owner, name, wrap in (
             (torch.Tensor, "__setitem__", _watched_setitem),
-            (torch.nn.functional, "one_hot", _silenced_one_hot),
+            (one_hot, "one_hot", _silenced_one_hot),
         ):
-            stack.enter_context(_replaced(owner, name, wrap(getattr(owner, name), detector)))
+            stack.enter_context(_replaced(owner, name, wrap(getattr(owner, name), recording)))
         yield
 
 
@@ -58,19 +65,19 @@ def has_mask(index: Any) -> bool:
     return any(isinstance(e, torch.Tensor) and e.dtype in MASK_DTYPES for e in entries)
 
 
-def _watched(original: Callable, detail: str, detector: syncs.SyncDetector) -> Callable:
+def _watched(original: Callable, detail: str, recording: Recording) -> Callable:
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        detector.record("host-sync", detail)
-        with detector.silenced():
+        recording.record("host-sync", detail)
+        with recording.silenced():
             return original(*args, **kwargs)
 
     return method
 
 
-def _watched_setitem(original: Callable, detector: syncs.SyncDetector) -> Callable:
+def _watched_setitem(original: Callable, recording: Recording) -> Callable:
     # The operator sees a Python scalar and a 0-d CPU tensor alike; only the first is a fill.
-    write = _watched(original, "writing a tensor through a mask", detector)
+    write = _watched(original, "writing a tensor through a mask", recording)
 
     @functools.wraps(original)
     def setitem(self: torch.Tensor, index: Any, value: Any) -> None:
@@ -80,14 +87,13 @@ def _watched_setitem(original: Callable, detector: syncs.SyncDetector) -> Callab
     return setitem
 
 
-def _silenced_one_hot(original: Callable, detector: syncs.SyncDetector) -> Callable:
+def _silenced_one_hot(original: Callable, recording: Recording) -> Callable:
     # With a stated number of classes it reads its input, to check the range, on the CPU alone.
     @functools.wraps(original)
-    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-        if num_classes < 0:
-            return original(tensor, num_classes)
-        with detector.silenced():
-            return original(tensor, num_classes)
+    def one_hot(*args: Any, **kwargs: Any) -> torch.Tensor:
+        num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        with recording.silenced() if num_classes >= 0 else contextlib.nullcontext():
+            return original(*args, **kwargs)
 
     return one_hot
 

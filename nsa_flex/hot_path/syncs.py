@@ -10,6 +10,7 @@ adds what happens below the operators.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,20 +19,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-from nsa_flex.hot_path.findings import Finding, FindingKind, current_location, unique
+from nsa_flex.hot_path.findings import Finding, FindingKind
 from nsa_flex.hot_path.host_reads import has_mask, watch_host_reads
-from nsa_flex.hot_path.torch_internals import (
-    backward_node_name,
-    custom_op_kernel,
-    is_being_compiled,
-)
+from nsa_flex.hot_path.recording import Recording
+from nsa_flex.hot_path.torch_internals import backward_node_name, custom_op_kernel
 
 aten = torch.ops.aten
 
 _CUDA_SYNC_TEXT = "called a synchronizing CUDA operation"
 
 
-class SyncDetector:
+class SyncDetector(Recording):
     """Context manager that records host syncs and data-dependent operators of the code inside.
 
     It changes no result. Found, forward and backward: reads of a value by Python (`.item()`,
@@ -45,43 +43,27 @@ class SyncDetector:
     caller's modes over. There a location is known where the formula is Python code. While a
     detector is active, what other threads read is recorded with the rest.
 
+    Args:
+        compiled: all the code inside is compiled already, and has to stay as it is.
+
     >>> with SyncDetector() as detector:
     ...     _ = torch.ones(3).sum().item()
     >>> detector.findings[0].detail
     'Tensor.item()'
     """
 
-    def __init__(self) -> None:
-        self._found: list[Finding] = []
-        self._silenced = False
+    def __init__(self, *, compiled: bool = False) -> None:
+        super().__init__()
+        self._compiled = compiled
         self._stack = contextlib.ExitStack()
 
-    @property
-    def findings(self) -> list[Finding]:
-        """What was found so far, each place once."""
-        return unique(self._found)
-
     def __enter__(self) -> Self:
-        self._stack.enter_context(watch_host_reads(self))
+        self._stack.enter_context(watch_host_reads(self, compiled=self._compiled))
         self._stack.enter_context(_DispatchMode(self))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
-
-    def record(self, kind: FindingKind, detail: str) -> None:
-        """Add a finding at the innermost user frame, unless silenced or while code is compiled."""
-        if not self._silenced and not is_being_compiled():
-            self._found.append(Finding(kind, detail, current_location()))
-
-    @contextlib.contextmanager
-    def silenced(self) -> Iterator[None]:
-        """Record nothing inside: what a recorded call does in turn is no finding of its own."""
-        before, self._silenced = self._silenced, True
-        try:
-            yield
-        finally:
-            self._silenced = before
 
 
 def find_syncs(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
@@ -95,12 +77,25 @@ def find_syncs(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
     >>> find_syncs(lambda x: x[x > 0], torch.ones(3))[0].detail
     'aten.index.Tensor with a mask'
     """
-    fn(*args, **kwargs)
+    return find_syncs_of(lambda: functools.partial(fn, *args, **kwargs))
+
+
+def find_syncs_of(prepare: Callable[[], Callable[[], Any]]) -> list[Finding]:
+    """As `find_syncs`, of the calls that `prepare` returns; `prepare` itself is not watched.
+
+    For calls that use their inputs up, such as caches: it makes new ones for each call.
+
+    >>> find_syncs_of(lambda: functools.partial(torch.sin, torch.ones(torch.ones(1).numel())))
+    []
+    """
+    prepare()()
+    call = prepare()
     with SyncDetector() as detector:
-        fn(*args, **kwargs)
+        call()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
+        call = prepare()
         with cuda_sync_warnings(detector):
-            fn(*args, **kwargs)
+            call()
     return _without_echoes(detector.findings)
 
 
