@@ -63,7 +63,12 @@ class LayerCache(CacheState):
             ValueError: there is no room, or the batch has another size. Nothing changed.
         """
         self.columns.check_room(arrival.num_tokens)
+        self.begin(arrival)
+
+    def begin(self, arrival: Arrival) -> None:
+        """`expect`, where the room has been checked."""
         self.arrival = arrival
+        self.handed_out = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -78,9 +83,14 @@ class LayerCache(CacheState):
             keys and values of all tokens so far, those of a row from slot 0 on.
 
         Raises:
-            ValueError: they do not fit what is cached, there is no room, or gradients are being
-                recorded. The cache is then as it was.
+            ValueError: they do not fit what is cached, there is no room, gradients are being
+                recorded, or keys of the expected tokens came before. The cache is then as it was.
         """
+        if self.handed_out is not None:
+            raise ValueError(
+                "this layer of the cache was given keys twice in one forward: a module that is "
+                "used several times needs a layer of the cache for each use"
+            )
         key_states = key_states.to(value_states.dtype)
         problem = misfit(self, key_states, value_states)
         if problem is not None:
@@ -107,7 +117,32 @@ class LayerCache(CacheState):
             key, value = self.buffers.key[:, :, :end], self.buffers.value[:, :, :end]
         if self.arrival is None:
             advance([self], arrival)
+        else:
+            self.handed_out = (key, value)
         return key, value
+
+    def check_handed_back(self, name: str, key: Tensor, value: Tensor) -> None:
+        """That attention gets what `update` returned, the very tensors, and gets it once.
+
+        Args:
+            name: whose attention it is, for the message.
+
+        Raises:
+            ValueError: it gets other keys or values, which the compressed ones are not of.
+        """
+        handed_out, self.handed_out = self.handed_out, ()
+        if handed_out is None:
+            problem = "attends keys that it did not put into its layer of the cache"
+        elif not handed_out:
+            problem = "attends twice over what it put into the cache once"
+        elif key is not handed_out[0] or value is not handed_out[1]:
+            problem = "attends other keys or values than it put into the cache"
+        else:
+            return
+        raise ValueError(
+            f"{name} {problem}, and NSA's compressed ones are made of those in the cache: leave "
+            "such layers out with filter_fn, or call with use_cache=False"
+        )
 
     def _store_first(self, key: Tensor, value: Tensor) -> None:
         """The first tokens: no place is to be computed, and all compressed rows are new."""
@@ -217,6 +252,6 @@ def advance(layers: list[LayerCache], arrival: Arrival) -> None:
             each.add_(arrival.num_real.to(each.device))
     count([layer.columns for layer in layers], arrival.num_tokens)
     for layer in layers:
-        layer.arrival = None
+        layer.arrival = layer.handed_out = None
         if arrival.num_real is not None:
             layer.columns.even = False

@@ -27,6 +27,8 @@ class CacheState:
         lengths: int32 (B,), real tokens of each row; likewise.
         columns: the number of columns of the batch that came in, padding included.
         arrival: what comes in, between `expect` and `advance`.
+        handed_out: keys and values that `update` returned since `expect`; empty once
+            `check_handed_back` has seen them, None before `update`.
     """
 
     is_sliding = False
@@ -45,6 +47,7 @@ class CacheState:
         self.num_sets = num_sets
         self.is_initialized = False
         self.arrival: Arrival | None = None
+        self.handed_out: tuple[Tensor, ...] | None = None
 
     def __repr__(self) -> str:
         size = "growing" if self.max_length is None else f"max_length={self.max_length}"
@@ -163,7 +166,7 @@ class CacheState:
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
-        self.arrival = None
+        self.arrival = self.handed_out = None
         self.columns.reset()
         if self.is_initialized:
             self.lengths.zero_()
@@ -205,7 +208,7 @@ class CacheState:
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheState:
         """A copy of the tokens, with the same φ: to go on from one prefix in several ways."""
         twin = copy.copy(self)
-        twin.arrival = None
+        twin.arrival = twin.handed_out = None
         twin.columns = copy.deepcopy(self.columns, memo)
         if self.is_initialized:
             twin.buffers = copy.deepcopy(self.buffers, memo)

@@ -67,19 +67,20 @@ def patch(
     if _is_patched_so(model, sites, arguments):
         return model
     groups = _by_decoder(sites)
-    for decoder, group in groups.items():
-        _transformers_decoder().check_decoder(decoder, {site.module for site in group})
+    for decoder, modules in groups.items():
+        _transformers_decoder().check_decoder(decoder, set(modules))
     layers = [
         NSALayer(site.shape(), **arguments, **site.tensor_options()).train(site.module.training)
         for site in sites
     ]
+    configs = _transformers_config().own_configs(model) if groups else None
     # Everything that can fail has passed: the model changes from here on.
     for site, layer in zip(sites, layers, strict=True):
         site.module.add_module("nsa", layer)
         if site.adapter is not None:
             adapters.install(site.module)
-    for decoder, group in groups.items():
-        _transformers_decoder().install(decoder, [site.module for site in group])
+    if groups:
+        _transformers_decoder().install(model, groups, configs)
     return model
 
 
@@ -93,8 +94,9 @@ def unpatch(model: ModelT) -> ModelT:
     for site in sites:
         if site.decoder is None:
             adapters.remove(site.module)
-    for decoder, group in _by_decoder(sites).items():
-        _transformers_decoder().remove(decoder, [site.module for site in group])
+    groups = _by_decoder(sites)
+    if groups:
+        _transformers_decoder().remove(model, groups)
     for site in sites:
         del site.module.nsa
     return model
@@ -140,17 +142,24 @@ def _is_patched_so(model: nn.Module, sites: list[Site], arguments: dict[str, Any
     return bool(found)
 
 
-def _by_decoder(sites: list[Site]) -> dict[nn.Module, list[Site]]:
-    groups: dict[nn.Module, list[Site]] = {}
+def _by_decoder(sites: list[Site]) -> dict[nn.Module, list[nn.Module]]:
+    groups: dict[nn.Module, list[nn.Module]] = {}
     for site in sites:
         if site.decoder is not None:
-            groups.setdefault(site.decoder, []).append(site)
+            groups.setdefault(site.decoder, []).append(site.module)
     return groups
 
 
 def _plain(backend: Backend) -> Backend:
     """A backend that equal ones compare equal to, and that JSON takes."""
     return backend if isinstance(backend, str) else dict(backend)
+
+
+def _transformers_config() -> ModuleType:
+    """What copies the configs of transformers' models."""
+    from nsa_flex.patching import hf_config
+
+    return hf_config
 
 
 def _transformers_decoder() -> ModuleType:

@@ -36,7 +36,7 @@ def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> Non
         if first.is_initialized and not torch.compiler.is_compiling():
             _assert_same_past(mask, first, num_tokens)
     for cache in caches:
-        cache.arrival = arrival
+        cache.begin(arrival)
 
 
 def real_past(mask: Tensor | None, num_cached: int) -> Tensor | None:

@@ -6,7 +6,6 @@ module registers it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +13,16 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from nsa_flex.patching.call_context import CallContext, LayerInput
 from nsa_flex.patching.hf_layers import IMPLEMENTATION, Attention
-from nsa_flex.patching.rows import Rows
+from nsa_flex.patching.hf_refusals import check_arguments, check_mask, check_tokens, check_window
 
-# Keyword arguments of attention functions that ask for more than softmax(scale * q k) v.
-_REFUSED_ARGUMENTS = {
-    "softcap": "logit soft-capping (softcap)",
-    "s_aux": "attention sinks (s_aux)",
-    "sinks": "attention sinks (sinks)",
-    "position_bias": "a position bias (position_bias)",
-    "cache": "continuous batching (a paged cache)",
-}
+_NOT_PATCHED = (
+    "the config of this model names nsa_flex as its attention, as that of a patched model does, "
+    "but {what}: call nsa_flex.patch(model) for fresh NSA layers, nsa_flex.load(path) for those "
+    "of a checkpoint, or model.set_attn_implementation('sdpa') for dense attention"
+)
 
 
 def attention_forward(
@@ -38,57 +34,45 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    nsa_hidden_states: Tensor | None = None,
-    nsa_rows: Rows | None = None,
+    nsa_input: LayerInput | None = None,
+    nsa_call: CallContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers' attention modules call: query (B, Hq, Sq, D), key (B, Hkv, Sk, D).
 
     Returns:
-        (B, Sq, Hq, Dv), and None in the place of attention weights.
+        (B, Sq, Hq, Dv), contiguous, and None in the place of attention weights.
 
     Raises:
-        ValueError: the call asks for dropout, soft-capping, sinks or another thing that NSA does
-            not compute.
+        ValueError: the module is not patched; or the call asks for dropout, soft-capping, sinks, a
+            mask of the layer's own or another thing that NSA does not compute; or keys and values
+            are not those that the cache of the layer gave.
+        RuntimeError: the module was called outside its decoder.
     """
     layer = getattr(module, "nsa", None)
     if layer is None:
-        attend = _former_attention(module)
-        return attend(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    _refuse(dropout, kwargs)
-    if nsa_hidden_states is None or nsa_rows is None:
+        what = f"its {type(module).__name__} is not patched"
+        raise ValueError(_NOT_PATCHED.format(what=what))
+    name = type(module).__name__
+    if nsa_input is None or nsa_call is None:
         raise RuntimeError(
-            f"{type(module).__name__} was not told of padding and packed documents: it was called "
-            "outside its decoder, or its decoder layer does not hand keyword arguments down; call "
-            "the decoder, or unpatch the model"
+            f"{name} was not told of padding and packed documents: it was called outside its "
+            "decoder, or its decoder layer does not hand keyword arguments down; call the "
+            "decoder, or unpatch the model"
         )
-    if nsa_rows.cache is None:
-        output = layer(nsa_hidden_states, query, key, value, scale=scaling, rows=nsa_rows)
+    check_arguments(name, dropout, kwargs, nsa_call)
+    check_window(name, kwargs.get("sliding_window"), module.config)
+    check_mask(name, attention_mask, nsa_input.attention_mask, full=nsa_call.full_masks)
+    if nsa_call.cache is None:
+        check_tokens(name, query, key, nsa_call.rows)
+        output = layer(
+            nsa_input.hidden_states, query, key, value, scale=scaling, rows=nsa_call.rows
+        )
     else:
-        cache = nsa_rows.cache.layers[module.layer_idx]
-        output = layer.attend_cached(nsa_hidden_states, query, key, value, cache, scaling)
-    return output.transpose(1, 2), None
-
-
-def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
-    if dropout:
-        raise ValueError(
-            f"attention dropout is not supported, got {dropout}: set attention_dropout of the "
-            "attention modules (and of the config) to 0, or call model.eval()"
-        )
-    if kwargs.get("is_causal") is False:
-        raise ValueError("is_causal=False is not supported: NSA is causal attention")
-    for name, feature in _REFUSED_ARGUMENTS.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{feature} is not something that NSA computes")
-
-
-def _former_attention(module: Attention) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    name = module.config.nsa_flex["attn_implementation"]
-    return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+        cache = nsa_call.cache.layers[module.layer_idx]
+        cache.check_handed_back(name, key, value)
+        output = layer.attend_cached(nsa_input.hidden_states, query, key, value, cache, scaling)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def mask_for_attention(
@@ -107,8 +91,17 @@ def mask_for_attention(
     the padding mask goes through as it is, so that masks which `generate` prepares ahead of a
     static cache still tell the padding.
     """
-    record = kwargs["config"].nsa_flex
-    if ("full" if kwargs.get("local_size") is None else "local") in record["kept_masks"]:
+    record = getattr(kwargs["config"], "nsa_flex", None)
+    if record is None:
+        raise ValueError(_NOT_PATCHED.format(what="it has no record of a patch"))
+    kind = "full" if kwargs.get("local_size") is None else "local"
+    custom = kwargs.get("use_vmap") or getattr(mask_function, "__name__", "") == "or_mask"
+    if kind == "full" and custom:
+        raise ValueError(
+            "a custom mask function (bidirectional image or prefix tokens, for example) is not "
+            "supported: NSA is causal attention"
+        )
+    if kind in record["kept_masks"]:
         former = ALL_MASK_ATTENTION_FUNCTIONS[record["attn_implementation"]]
         return former(
             batch_size=batch_size,
@@ -119,11 +112,6 @@ def mask_for_attention(
             mask_function=mask_function,
             attention_mask=attention_mask,
             **kwargs,
-        )
-    if kwargs.get("use_vmap") or getattr(mask_function, "__name__", "") == "or_mask":
-        raise ValueError(
-            "a custom mask function (bidirectional image or prefix tokens, for example) is not "
-            "supported: NSA is causal attention"
         )
     if attention_mask is not None and attention_mask.shape[1] < kv_length:
         missing = kv_length - attention_mask.shape[1]

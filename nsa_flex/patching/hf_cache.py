@@ -110,6 +110,6 @@ def _move(former: Any, layer: LayerCache, real: Tensor | None) -> None:
     if real is not None:
         real = real.to(key.device)
         arrival = Arrival(length, gather_real(real), real.sum(1, dtype=torch.int32))
-    layer.arrival = arrival
+    layer.begin(arrival)
     layer.update(key, value)
     advance([layer], arrival)

@@ -1,7 +1,7 @@
 """What the caller of a patched transformers decoder passed: padding, documents, cache.
 
 Read before transformers turns it into a mask, from shapes alone, and handed down to attention as
-the keyword argument `nsa_rows`.
+the keyword argument `nsa_call`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import align_packed, align_positions
+from nsa_flex.patching.call_context import CallContext
 from nsa_flex.patching.hf_arrival import expect, real_past
 from nsa_flex.patching.hf_cache import adopt, holds_nsa
 from nsa_flex.patching.hf_layers import IMPLEMENTATION, Decoder
@@ -28,7 +29,7 @@ _MIXED_DOCUMENTS = (
 
 
 @dataclass(frozen=True)
-class RowsHook:
+class CallHook:
     """Forward pre-hook of a decoder: reads padding, documents and cache from the call.
 
     Of its own it takes `nsa_max_documents`, the bound on packed documents of `align_positions`.
@@ -37,7 +38,7 @@ class RowsHook:
         arguments: names of the decoder's parameters in order.
         layer_indices: patched layers; the cache of the first tells how many tokens came before.
         config: for the block size that documents are aligned to.
-        keeps_masks: whether some attention modules stay unpatched.
+        kept_masks: kinds of mask, "full" and "local", that unpatched attention modules read.
         recurrent: whether some layers carry a state from token to token, over the bounds of packed
             documents too.
     """
@@ -45,7 +46,7 @@ class RowsHook:
     arguments: tuple[str, ...]
     layer_indices: tuple[int, ...]
     config: NSAConfig
-    keeps_masks: bool
+    kept_masks: tuple[str, ...]
     recurrent: bool
 
     def __call__(
@@ -61,12 +62,13 @@ class RowsHook:
                 "unpatch the model to look at them"
             )
         max_documents = call.pop("nsa_max_documents", None)
+        context = CallContext(passed=tuple(call), full_masks="full" in self.kept_masks)
         caches = self._caches(decoder, call)
         if caches:
             self._expect(caches, call)
-            call["nsa_rows"] = Rows(cache=call["past_key_values"])
+            call["nsa_call"] = context._replace(cache=call["past_key_values"])
             return (), call
-        call["nsa_rows"] = self._rows(decoder, call, max_documents)
+        call["nsa_call"] = context._replace(rows=self._rows(decoder, call, max_documents))
         if self._would_search_documents(decoder, call):
             # Documents are known by now. Without a mask transformers would look for them itself,
             # which reads position_ids on the host.
@@ -116,7 +118,7 @@ class RowsHook:
         mask = call.get("attention_mask")
         if isinstance(mask, dict):
             mask = mask.get("full_attention")
-        prepared = self.keeps_masks and isinstance(mask, Tensor) and mask.dim() == 4
+        prepared = self.kept_masks and isinstance(mask, Tensor) and mask.dim() == 4
         return mask if prepared else _padding_mask(mask)
 
     def _expect(self, caches: list[LayerCache], call: dict[str, Any]) -> None:
@@ -174,7 +176,7 @@ class RowsHook:
             raise ValueError(f"cu_seq_lens_q describes one row of tokens, got a batch of {batch}")
         if keys is not None and keys.shape != call["cu_seq_lens_q"].shape:
             raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q; expected self-attention")
-        if self.keeps_masks and call.get("position_ids") is None:
+        if self.kept_masks and call.get("position_ids") is None:
             raise ValueError(
                 "cu_seq_lens_q without position_ids: the unpatched attention layers would mix "
                 "the documents; pass position_ids that restart at each of them too"
@@ -182,7 +184,7 @@ class RowsHook:
 
     def _would_search_documents(self, decoder: Decoder, call: dict[str, Any]) -> bool:
         no_mask = call.get("attention_mask") is None
-        return no_mask and not self.keeps_masks and not _uses_cache(decoder, call)
+        return no_mask and not self.kept_masks and not _uses_cache(decoder, call)
 
 
 def count_tokens(
@@ -192,10 +194,10 @@ def count_tokens(
 
     After the last of them, so that a call that fails on the way leaves the cache as it was.
     """
-    rows = kwargs.get("nsa_rows")
-    if rows is None or rows.cache is None:
+    context = kwargs.get("nsa_call")
+    if context is None or context.cache is None:
         return
-    layers = [layer for layer in rows.cache.layers if isinstance(layer, LayerCache)]
+    layers = [layer for layer in context.cache.layers if isinstance(layer, LayerCache)]
     arrival = layers[0].arrival
     assert arrival is not None
     advance(layers, arrival)

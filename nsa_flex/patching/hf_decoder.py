@@ -2,89 +2,129 @@
 
 The attention modules of a patched decoder call `hf_attention.attention_forward` with queries,
 keys and values after position embedding and cache update. What that call lacks comes by forward
-pre-hooks, in the keyword arguments that decoders hand down to their attention: the layer's input,
-for the gates, and what the caller of the decoder said of padding, documents and cache
-(`hf_calls.RowsHook`). Attention modules that stay unpatched get the implementation that the
-decoder had before, and its masks.
+pre-hooks, in the keyword arguments that decoders hand down to their attention: the module's own
+input (`LayerInput`), and what the caller of the decoder said of padding, documents and cache
+(`CallContext`, read by `hf_calls.CallHook`). Attention modules that stay unpatched hold a config
+that names the implementation the decoder had before, and get its masks.
 
 Checked against transformers 5.17 and 5.23.
 """
 
 from __future__ import annotations
 
-import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from nsa_flex.patching import hf_attention, hf_init  # noqa: F401 -- registers the implementation
-from nsa_flex.patching.hf_calls import RowsHook, count_tokens
+from nsa_flex.patching.call_context import LayerInput
+from nsa_flex.patching.hf_calls import CallHook, count_tokens
+from nsa_flex.patching.hf_config import (
+    Config,
+    OwnConfigs,
+    former_implementation,
+    write_record,
+)
 from nsa_flex.patching.hf_layers import (
-    IMPLEMENTATION,
     Attention,
     Decoder,
     is_attention,
     is_recurrent,
     local_attention,
+    parameter_names,
 )
 
+Groups = dict[Decoder, list[Attention]]
 
-def install(decoder: Decoder, modules: list[Attention]) -> None:
-    """Route attention `modules` of `decoder`, which have their `nsa`, through NSA.
 
-    The decoder's config gets a record of it, plain JSON, which `save_pretrained` writes.
+@dataclass
+class Installed:
+    """What undoes the patch of a decoder; its attribute `nsa_installed`."""
+
+    config: Config
+    hooks: list[RemovableHandle]
+    configs: OwnConfigs
+
+
+def install(model: nn.Module, groups: Groups, configs: OwnConfigs) -> None:
+    """Route attention modules, which have their `nsa`, through NSA.
+
+    The config of each decoder, a copy from now on, gets a record of it: plain JSON, which
+    `save_pretrained` writes.
+
+    Args:
+        model: what `patch` was called with.
+        groups: attention modules by decoder.
+        configs: `own_configs(model)`.
     """
+    configs.give_to(model)
+    for decoder, modules in groups.items():
+        _install(decoder, modules, configs)
+
+
+def _install(decoder: Decoder, modules: list[Attention], configs: OwnConfigs) -> None:
     config, layer = decoder.config, modules[0].nsa
-    kept = kept_masks(decoder, set(modules))
-    for module in modules:
-        module.nsa.hook = module.register_forward_pre_hook(_pass_hidden_states, with_kwargs=True)
-    hook = RowsHook(
-        arguments=tuple(inspect.signature(decoder.forward).parameters),
+    former = former_implementation(config)
+    kept = kept_modules(decoder, set(modules))
+    masks = kept_masks(kept)
+    hook = CallHook(
+        arguments=parameter_names(decoder),
         layer_indices=tuple(module.layer_idx for module in modules),
         config=layer.config,
-        keeps_masks=bool(kept),
+        kept_masks=tuple(masks),
         recurrent=is_recurrent(decoder),
     )
-    decoder.nsa_hook = decoder.register_forward_pre_hook(hook, with_kwargs=True)
-    decoder.nsa_after = decoder.register_forward_hook(count_tokens, with_kwargs=True)
-    config.nsa_flex = {
+    decoder.nsa_installed = Installed(
+        config,
+        [
+            *(_hook_attention(module) for module in modules),
+            decoder.register_forward_pre_hook(hook, with_kwargs=True),
+            decoder.register_forward_hook(count_tokens, with_kwargs=True),
+        ],
+        configs,
+    )
+    configs.keep_apart(kept, config, former)
+    configs.in_use.append(config)
+    record = {
         "config": layer.config.to_dict(),
         "init": layer.init,
         "backend": layer.backend,
         "layers": [name for name, module in decoder.named_modules() if module in modules],
-        "attn_implementation": config._attn_implementation,
-        "kept_masks": kept,
+        "attn_implementation": former,
+        "kept_masks": masks,
     }
-    config._attn_implementation_internal = IMPLEMENTATION
+    write_record(decoder, record)
     hf_init.install(decoder)
 
 
-def remove(decoder: Decoder, modules: list[Attention]) -> None:
-    """Undo `install`."""
-    hf_init.remove(decoder)
-    for module in modules:
-        module.nsa.hook.remove()
-    decoder.nsa_hook.remove()
-    decoder.nsa_after.remove()
-    del decoder.nsa_hook, decoder.nsa_after
-    decoder.config._attn_implementation_internal = decoder.config.nsa_flex["attn_implementation"]
-    del decoder.config.nsa_flex
+def remove(model: nn.Module, groups: Groups) -> None:
+    """Undo `install` for the decoders in `groups`."""
+    for decoder in groups:
+        hf_init.remove(decoder)
+        for hook in decoder.nsa_installed.hooks:
+            hook.remove()
+        decoder.nsa_installed.configs.release(decoder.nsa_installed.config)
+    for decoder in groups:
+        decoder.nsa_installed.configs.give_back(model)
+        del decoder.nsa_installed
 
 
-def kept_masks(decoder: Decoder, patched: set[nn.Module]) -> list[str]:
-    """Kinds of mask, of "full" and "local", that the unpatched attention modules read."""
-    kinds = {
-        "full" if local_attention(module) is None else "local"
-        for module in decoder.modules()
-        if is_attention(module) and module not in patched
-    }
-    return sorted(kinds)
+def kept_modules(decoder: Decoder, patched: set[nn.Module]) -> list[Attention]:
+    """The attention modules that stay unpatched."""
+    return [m for m in decoder.modules() if is_attention(m) and m not in patched]
+
+
+def kept_masks(kept: list[Attention]) -> list[str]:
+    """Kinds of mask, of "full" and "local", that attention modules read."""
+    return sorted({"full" if local_attention(module) is None else "local" for module in kept})
 
 
 def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
     """ValueError if the unpatched attention modules of `decoder` could not run beside NSA."""
-    implementation = decoder.config._attn_implementation
-    if not kept_masks(decoder, patched) or implementation in ("eager", "sdpa"):
+    implementation = former_implementation(decoder.config)
+    if not kept_modules(decoder, patched) or implementation in ("eager", "sdpa"):
         return
     raise ValueError(
         f"some attention layers stay unpatched, and {implementation!r} cannot run beside NSA: "
@@ -92,8 +132,25 @@ def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
     )
 
 
-def _pass_hidden_states(
-    module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return args, {**kwargs, "nsa_hidden_states": hidden_states}
+@dataclass(frozen=True)
+class InputHook:
+    """Forward pre-hook of a patched attention module: what it was called with, handed on.
+
+    Args:
+        arguments: names of the module's parameters in order.
+    """
+
+    arguments: tuple[str, ...]
+
+    def __call__(
+        self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        hidden_states = call["hidden_states" if "hidden_states" in call else self.arguments[0]]
+        got = LayerInput(hidden_states, call.get("attention_mask"))
+        return args, {**kwargs, "nsa_input": got}
+
+
+def _hook_attention(module: Attention) -> RemovableHandle:
+    hook = InputHook(parameter_names(module))
+    return module.register_forward_pre_hook(hook, with_kwargs=True)

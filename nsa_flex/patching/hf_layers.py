@@ -107,6 +107,11 @@ def _hands_down_arguments(module: Attention, decoder: Decoder) -> bool:
     )
 
 
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module's forward, in order."""
+    return tuple(inspect.signature(module.forward).parameters)
+
+
 def _takes_any_argument(module: Attention) -> bool:
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

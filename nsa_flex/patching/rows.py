@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +17,11 @@ class Rows(NamedTuple):
     keys: layout of keys and values; None leaves them where they are.
     query_offset: key index of query 0 after the move: an int, an int tensor (B,), or None for
         "the queries are the last tokens of the keys".
-    cache: transformers cache whose `LayerCache`s have the keys and were told of the padding; then
-        nothing is moved here.
     """
 
     queries: DocumentLayout | None = None
     keys: DocumentLayout | None = None
     query_offset: int | Tensor | None = None
-    cache: Any = None
 
 
 def packed_rows(layout: DocumentLayout) -> Rows:

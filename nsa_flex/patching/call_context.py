@@ -1,0 +1,37 @@
+"""What attention must know of the call that it is part of, handed down in keyword arguments."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nsa_flex.patching.rows import Rows
+
+
+class CallContext(NamedTuple):
+    """One call of a patched decoder: the keyword argument `nsa_call`.
+
+    rows: padding, packed documents or cached keys, where keys and values come whole.
+    cache: transformers cache whose `LayerCache`s have the keys and were told of the padding, or
+        None; then `rows` moves nothing.
+    passed: names of the arguments that the caller of the decoder passed.
+    full_masks: whether masks of the former implementation are made for full attention, because
+        some layers with full attention are unpatched.
+    """
+
+    rows: Rows = Rows()
+    cache: Any = None
+    passed: tuple[str, ...] = ()
+    full_masks: bool = False
+
+
+class LayerInput(NamedTuple):
+    """What a patched attention module was called with: the keyword argument `nsa_input`.
+
+    hidden_states: (B, S, E), from which the gates come.
+    attention_mask: as the module got it.
+    """
+
+    hidden_states: Tensor
+    attention_mask: Any

@@ -1,0 +1,136 @@
+"""What a transformers layer passes to attention and NSA would ignore: refused by name.
+
+A patched layer computes causal attention over the keys and values of its documents, and nothing
+else. Checked at every call, from names, shapes and identity of objects: no tensor is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from nsa_flex.patching.call_context import CallContext
+from nsa_flex.patching.rows import Rows
+
+# Whoever passes them, they ask for more than softmax(scale * q k) v over all earlier keys.
+_REFUSED = {
+    "softcap": "logit soft-capping",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "alibi": "a position bias",
+    "score_mod": "a score modification",
+    "block_mask": "a mask of its own",
+    "indices": "keys chosen by an indexer",
+    "topk_indices": "keys chosen by an indexer",
+    "block_indices": "keys chosen by an indexer",
+    "cache": "continuous batching with a paged cache",
+}
+
+# What layers add to the arguments of their decoder, and attention functions need not look at.
+_HARMLESS = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "is_causal",
+    "max_length_k",
+    "max_length_q",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
+
+
+def check_arguments(
+    name: str, dropout: float, arguments: dict[str, Any], context: CallContext
+) -> None:
+    """Keyword arguments of an attention function.
+
+    What the caller of the decoder passed goes down to attention whatever it is, and is harmless
+    unless known to be refused. What layers add must be known to be harmless.
+
+    Raises:
+        ValueError: dropout is not 0, or an argument would change what attention computes.
+    """
+    if dropout:
+        raise ValueError(
+            f"attention dropout is not supported, got {dropout}: set attention_dropout of the "
+            "attention modules (and of the config) to 0, or call model.eval()"
+        )
+    if arguments.get("is_causal") is False:
+        raise ValueError("is_causal=False is not supported: NSA is causal attention")
+    for argument, value in arguments.items():
+        if value is None:
+            continue
+        if argument in _REFUSED:
+            raise ValueError(
+                f"{_REFUSED[argument]} ({argument}) is not something that NSA computes"
+            )
+        if argument not in _HARMLESS and argument not in context.passed:
+            raise ValueError(
+                f"{name} passes {argument} to its attention, which NSA would ignore: leave such "
+                "layers out with filter_fn, or register an adapter (nsa_flex.register_adapter)"
+            )
+
+
+def check_mask(name: str, mask: Any, given: Any, *, full: bool) -> None:
+    """The mask that attention got, against the one that the module was given.
+
+    Args:
+        mask: what the module passes to attention.
+        given: what it was called with; padding (B, keys) or None, as `mask_for_attention` makes it
+            for patched layers.
+        full: whether masks are those of the former implementation: (B or 1, 1, queries, keys).
+
+    Raises:
+        ValueError: the module or its decoder changed the mask, so that it may say more than
+            causality and padding.
+    """
+    if mask is not given:
+        raise ValueError(
+            f"{name} makes an attention mask of its own, which NSA would ignore: leave such "
+            "layers out with filter_fn"
+        )
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return
+    if full and isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == 1:
+        return
+    raise ValueError(
+        f"{name} was given an attention mask of shape {tuple(getattr(mask, 'shape', ()))}; "
+        "expected padding (batch, keys): a mask that its decoder adds to is something that NSA "
+        "would ignore"
+    )
+
+
+def check_window(name: str, window: int | None, config: Any) -> None:
+    """ValueError if the layer limits its context and its config did not tell `patch` so."""
+    if window is None or window >= getattr(config, "max_position_embeddings", float("inf")):
+        return
+    raise ValueError(
+        f"{name} sees a limited context (sliding_window={window}), which NSA would widen: leave "
+        "such layers out with filter_fn"
+    )
+
+
+def check_tokens(name: str, query: Tensor, key: Tensor, rows: Rows) -> None:
+    """Queries and keys against the layout of padding or documents that the decoder's call has.
+
+    Raises:
+        ValueError: the layer attends other tokens than its decoder got.
+    """
+    for kind, layout, x in (("queries", rows.queries, query), ("keys", rows.keys, key)):
+        if layout is None:
+            continue
+        expected, found = tuple(layout.target.shape), (x.shape[0], x.shape[2])
+        if expected != found:
+            raise ValueError(
+                f"{name} attends {kind} (batch, tokens) {found}, but the call of its decoder has "
+                f"{expected}: NSA cannot tell padding and documents among others"
+            )
