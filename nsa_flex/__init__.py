@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from nsa_flex.attention import Explanation, NSAAux, explain, nsa_attention
+from nsa_flex.attention import NSAAux, nsa_attention
 from nsa_flex.cache import LayerCache
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, align_positions
+from nsa_flex.explaining import Explanation, explain
 from nsa_flex.gates import Gates
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import Adapter, AttentionShape, load, patch, register_adapter, unpatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
@@ -13,11 +12,9 @@ from nsa_flex.backends import fused
 from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import (
-    BRANCHES,
     IMPLEMENTATIONS,
     Backend,
     BranchName,
-    Choice,
     choose_backends,
     is_fused,
 )
@@ -224,58 +221,3 @@ def _positions(
     else:
         offset = torch.full((query.shape[0],), query_offset, device=query.device)
     return offset, rows + offset[:, None]
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which backend takes each branch and why; prints as a table."""
-
-    choices: dict[BranchName, Choice]
-
-    def __getitem__(self, branch: BranchName) -> Choice:
-        return self.choices[branch]
-
-    def __str__(self) -> str:
-        return "\n".join(str(self.choices[branch]) for branch in BRANCHES)
-
-    def to_dict(self) -> dict[str, dict[str, str]]:
-        """JSON-able: branch -> backend and reason."""
-        return {n: {"backend": c.backend, "reason": c.reason} for n, c in self.choices.items()}
-
-
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None = None,
-    *,
-    config: NSAConfig | None = None,
-    backend: Backend = "auto",
-    device: torch.device | str | None = None,
-    query_offset: int | Tensor | None = None,
-    document_start: Tensor | None = None,
-    needs_grad: bool | None = None,
-) -> Explanation:
-    """Says which backend `nsa_attention` would run for each branch, without running it.
-
-    Args:
-        query, key, value: as for `nsa_attention`; meta tensors will do.
-        config: as for `nsa_attention`; the paper's by default.
-        device: pretend that the tensors are there.
-        needs_grad: pretend that a backward pass follows; by default as the tensors say.
-
-    >>> q, k = torch.empty(1, 8, 64, 64, device="meta"), torch.empty(1, 2, 64, 64, device="meta")
-    >>> print(explain(q, k, device="cpu")["sliding"].backend)
-    dense
-    """
-    value = key if value is None else value
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be 4-D (B, H, S, D), got {tuple(x.shape)}")
-    inputs = Inputs(query, key, value, key, value, key, value, gates=query)
-    facts = inputs.facts(config or NSAConfig(), query_offset, document_start)
-    changes: dict[str, object] = {}
-    if device is not None:
-        changes["device_type"] = torch.device(device).type
-    if needs_grad is not None:
-        changes["needs_grad"] = needs_grad
-    return Explanation(choose_backends(replace(facts, **changes), backend))  # type: ignore[arg-type]

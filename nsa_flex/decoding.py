@@ -7,7 +7,7 @@ ones. Triton kernels where they take the inputs, else PyTorch operations.
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,21 +38,18 @@ def store_fused(
 
     There is one for at most `MAX_STEP` tokens on CUDA and for φ of the kinds mean and weighted.
     """
-    config = compress_key.config
-    kernels = _kernels(new_key, key, value, config)
-    kinds = {compress_key.kind, compress_value.kind}
-    if kernels is None or key.shape[1] != compressed_key.shape[1] or len(kinds) > 1:
+    phi = (compress_key, compress_value)
+    if store_unsupported_reason(new_key, key, value, compressed_key, *phi) is not None:
         return False
-    if kinds == {"mean"}:
-        weights = {}
-    elif kinds == {"weighted"}:
+    weights = {}
+    if compress_key.kind == "weighted":
         weights = {
             "key_weights": compress_key.logits.float().softmax(-1),
             "value_weights": compress_value.logits.float().softmax(-1),
         }
-    else:
-        return False
-    kernels.append_and_compress(
+    from nsa_flex.fallback_kernels.decode import interface as decode
+
+    decode.append_and_compress(
         new_key,
         new_value,
         key,
@@ -60,7 +57,7 @@ def store_fused(
         compressed_key,
         compressed_value,
         lengths,
-        config,
+        compress_key.config,
         **weights,
     )
     return True
@@ -158,9 +155,10 @@ def decode_attention(
         (B, Hq, T, Dv) in the query's dtype, and an `NSAAux` if asked.
     """
     config.specialize()
-    kernels = _kernels(query, key, value, config)
-    if kernels is not None:
-        result = kernels.decode_attention(
+    if unsupported_reason(query, key, value, config) is None:
+        from nsa_flex.fallback_kernels.decode import interface as decode
+
+        result: Any = decode.decode_attention(
             query,
             key,
             value,
@@ -203,13 +201,34 @@ def decode_attention(
     return out, NSAAux(blocks, BranchLSE(compressed[1], selected[1], sliding[1]))
 
 
-def _kernels(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> ModuleType | None:
-    """The Triton kernels if they take such inputs."""
-    if query.device.type != "cuda" or not HAS_TRITON:
-        return None
+def unsupported_reason(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> str | None:
+    """Why the Triton kernels do not take a step of such shapes and dtypes; None if they do."""
+    if query.device.type != "cuda":
+        return f"the decode kernels need a CUDA device, got {query.device.type}"
+    if not HAS_TRITON:
+        return "triton is not installed"
     from nsa_flex.fallback_kernels.decode import interface as decode
 
-    return None if decode.obstacle(query, key, value, config) else decode
+    return decode.obstacle(query, key, value, config)
+
+
+def store_unsupported_reason(
+    new_key: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor,
+    compress_key: Compression,
+    compress_value: Compression,
+) -> str | None:
+    """Why no one kernel appends and compresses; None if there is one."""
+    if new_key.shape[2] > MAX_STEP:
+        return f"at most {MAX_STEP} tokens are stored by one kernel, got {new_key.shape[2]}"
+    if key.shape[1] != compressed_key.shape[1]:
+        return "each branch has keys of its own, of which one kernel compresses no part"
+    kinds = (compress_key.kind, compress_value.kind)
+    if kinds not in (("mean", "mean"), ("weighted", "weighted")):
+        return f"one kernel stores for φ of the kinds mean and weighted, got {' and '.join(kinds)}"
+    return unsupported_reason(new_key, key, value, compress_key.config)
 
 
 def _compressed(

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_flex.attention import explain
 from nsa_flex.bench.cases.case import DTYPES, Case
 from nsa_flex.bench.cases.registry import compiled_without_scores, grid
 from nsa_flex.bench.report.rows import Row
 from nsa_flex.dispatch import BRANCHES
+from nsa_flex.explaining import explain
 from nsa_flex.tuning import Entry, versions
 
 # What is faster by less keeps its place: two runs of one program differ by as much.

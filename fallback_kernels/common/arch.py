@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,6 +13,19 @@ import triton
 # Gluon is experimental: other versions of Triton may spell it differently.
 GLUON_VERSIONS = ("3.6.", "3.7.")
 SM90_SHARED_MEMORY = 227 << 10  # bytes that one CTA may have on compute capability 9.0
+
+
+class Device(NamedTuple):
+    """What is asked of a CUDA device.
+
+    capability: its compute capability. shared_memory: bytes that one CTA may have.
+    """
+
+    capability: tuple[int, int]
+    shared_memory: int
+
+
+SM90 = Device((9, 0), SM90_SHARED_MEMORY)
 
 INTERPRETED: bool = triton.knobs.runtime.interpret  # kernels run in Triton's CPU interpreter
 
@@ -32,7 +47,7 @@ def gluon_unsupported_reason(device: torch.device) -> str | None:
         return f"the Gluon kernels are written for Triton {known}, got {triton.__version__}"
     if device.type != "cuda":
         return f"the Gluon kernels need CUDA tensors, got {device}"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = device_properties(device).capability
     if major != 9:
         return f"the Gluon kernels need compute capability 9.x, got {major}.{minor}"
     return None
@@ -41,13 +56,13 @@ def gluon_unsupported_reason(device: torch.device) -> str | None:
 @lru_cache
 def supports_tma(device: torch.device) -> bool:
     """Whether `device` has tensor copies; the interpreter plays them on the CPU."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type != "cuda" or device_properties(device).capability >= (9, 0)
 
 
 @lru_cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel may start before the one before it has finished (programmatic launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and device_properties(device).capability >= (9, 0)
 
 
 @lru_cache
@@ -55,5 +70,41 @@ def shared_memory_bytes(device: torch.device) -> int:
     """Bytes of shared memory that one CTA may have on `device`."""
     if device.type != "cuda":
         return SM90_SHARED_MEMORY  # the interpreter has no limit; plan as on Hopper
+    return device_properties(device).shared_memory
+
+
+def device_properties(device: torch.device) -> Device:
+    """What a CUDA device says of itself, or what `imagining` says of it."""
+    if device in _imagined:
+        return _imagined[device]
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
-    return properties.shared_memory_per_block_optin
+    capability = (properties.major, properties.minor)
+    return Device(capability, properties.shared_memory_per_block_optin)
+
+
+@contextmanager
+def imagining(device: torch.device, properties: Device) -> Iterator[None]:
+    """Within, `device`, which need not be there, has these properties: for `explain` and tests."""
+    before = _imagined.get(device)
+    _imagined[device] = properties
+    _forget_answers()
+    try:
+        yield
+    finally:
+        del _imagined[device]
+        if before is not None:
+            _imagined[device] = before
+        _forget_answers()
+
+
+def is_imagined(device: torch.device) -> bool:
+    """Whether `imagining` says what `device` is."""
+    return device in _imagined
+
+
+_imagined: dict[torch.device, Device] = {}
+
+
+def _forget_answers() -> None:
+    for answer in (gluon_unsupported_reason, supports_tma, supports_pdl, shared_memory_bytes):
+        answer.cache_clear()

@@ -38,7 +38,7 @@ def round_robin(
 @contextmanager
 def _streams(device: torch.device, number: int) -> Iterator[list[AbstractContextManager[object]]]:
     """Contexts of the current stream and of others."""
-    if device.type != "cuda" or number == 1:
+    if device.type != "cuda" or number == 1 or not torch.cuda.is_initialized():
         yield [nullcontext() for _ in range(number)]
         return
     current = torch.cuda.current_stream(device)

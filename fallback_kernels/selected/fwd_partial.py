@@ -146,13 +146,22 @@ def _launcher(
     plan: SelectedPlan, query: Tensor
 ) -> Callable[[SelectedPlan, int, tuple[Any, ...]], None]:
     """What launches the kernel of a call's windows: that for Hopper where it takes the call."""
-    if gluon_unsupported_reason(query.device) is None:
-        # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
-        from nsa_flex.fallback_kernels.selected import fwd_partial_sm90 as hopper
+    if sm90_unsupported_reason(plan, query) is not None:
+        return _launch
+    from nsa_flex.fallback_kernels.selected import fwd_partial_sm90
 
-        if hopper.unsupported_reason(plan, query) is None:
-            return hopper.launch
-    return _launch
+    return fwd_partial_sm90.launch
+
+
+def sm90_unsupported_reason(plan: SelectedPlan, query: Tensor) -> str | None:
+    """Why `partial_kernel` takes a call and not the one for Hopper; None if that does."""
+    reason = gluon_unsupported_reason(query.device)
+    if reason is not None:
+        return reason
+    # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
+    from nsa_flex.fallback_kernels.selected import fwd_partial_sm90
+
+    return fwd_partial_sm90.unsupported_reason(plan, query)
 
 
 def _arguments(

@@ -195,10 +195,20 @@ def _run(function: Callable[[Branch], Output], branch: Branch) -> Output:
     if torch.compiler.is_compiling() or branch.query.device.type != "cuda":
         return function(branch)
     tensors = (branch.query, branch.key, branch.value)
+    if branch.query.is_meta:
+        return _shapes_alone(branch)
     facts = (branch.config, branch.scale, branch.needs_grad, branch.need_lse)
     shapes = tuple((x.dtype, x.shape[1], x.shape[3]) for x in tensors)
     optional = (branch.offset is None, branch.document_start is None)
     return _compiled(function, (*facts, shapes, optional))(branch)
+
+
+def _shapes_alone(branch: Branch) -> Output:
+    """Of tensors that hold nothing and only say they are on CUDA, as `rehearsal` passes them."""
+    query, value = branch.query, branch.value
+    ties = query.sum() + branch.key.sum() + value.sum()  # what gradients flow to
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if branch.need_lse else None
+    return ties.expand(*query.shape[:3], value.shape[3]).contiguous(), lse
 
 
 @functools.cache

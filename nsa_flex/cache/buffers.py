@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,10 @@ class Buffers:
             new[:, :, : x.shape[2]] = x
             larger.append(new)
         return Buffers(*larger)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Buffers:
+        """All four changed."""
+        return Buffers(*(change(x) for x in self.tensors))
 
     def selected(self, rows: Tensor) -> Buffers:
         """The given rows of the batch, in memory of their own."""

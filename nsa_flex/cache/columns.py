@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +85,13 @@ class Columns:
         self.even = True
         if self.on_device is not None:
             self.on_device.zero_()
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Columns:
+        """The same count, which the host knows, with its tensor changed. Waits for the device."""
+        twin = copy.copy(self)
+        twin._on_host, twin._after = self.number(), None
+        twin.on_device = None if self.on_device is None else change(self.on_device)
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Columns:
         twin = copy.copy(self)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa_flex.attention import NSAAux, nsa_attention
 from nsa_flex.cache.arrival import Arrival
@@ -160,9 +161,7 @@ class LayerCache(CacheState):
         num_tokens, buffers = key.shape[2], self.buffers
         compressed = (buffers.compressed_key, buffers.compressed_value)
         phi = (self.compress_key, self.compress_value)
-        if num_tokens <= MAX_STEP and store_fused(
-            key, value, buffers.key, buffers.value, *compressed, self.lengths, *phi
-        ):
+        if store_fused(key, value, buffers.key, buffers.value, *compressed, self.lengths, *phi):
             return
         if start is not None and self.columns.even:
             buffers.key[:, :, start : start + num_tokens] = key
@@ -204,14 +203,14 @@ class LayerCache(CacheState):
         arrival, num_tokens = self.arrival, query.shape[2]
         query, gates = arrival.align(query.to(self.dtype)), arrival.align(gates)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if num_tokens <= MAX_STEP and backend == "auto":
+        if self.is_step(num_tokens, backend):
             key, value = self.buffers.key, self.buffers.value
             attention: Callable[..., Any] = decode_attention
             rows = self.buffers.compressed_key.shape[2]
             options: dict[str, Any] = {"lengths": self.lengths}
         else:
             attention, rows = nsa_attention, num_rows(self.config, key.shape[2])
-            options = {"query_offset": self._offset(), "backend": backend}
+            options = {"query_offset": self.query_offset(), "backend": backend}
         if self.num_sets == 3:
             options["sliding_key"] = self._branch(key, 2)
             options["sliding_value"] = self._branch(value, 2)
@@ -230,7 +229,28 @@ class LayerCache(CacheState):
         out, aux = result if isinstance(result, tuple) else (result, None)
         return arrival.restore(out), aux
 
-    def _offset(self) -> int | Tensor:
+    @staticmethod
+    def is_step(num_tokens: int, backend: Backend) -> bool:
+        """Whether `attend` runs a decode step (`decode_attention`), else `nsa_attention`."""
+        return num_tokens <= MAX_STEP and backend == "auto"
+
+    def twin(self, device: torch.device, change: Callable[[Tensor], Tensor]) -> LayerCache:
+        """A cache with as many tokens on `device`, its tensors and those of φ changed.
+
+        For `rehearsal`, whose tensors hold nothing. Waits for the device after compiled steps.
+        """
+        twin = copy.copy(self)
+        twin.arrival = None
+        twin.compress_key = _changed(self.compress_key, change)
+        twin.compress_value = _changed(self.compress_value, change)
+        twin.columns = self.columns.mapped(change)
+        if self.is_initialized:
+            twin.buffers, twin.lengths = self.buffers.mapped(change), change(self.lengths)
+            twin.device = device
+        return twin
+
+    def query_offset(self) -> int | Tensor:
+        """Position of the first of the tokens that `update` stored last: one, or one a row."""
         known = self.known_length
         even = self.columns.even or known == 0
         return known if known is not None and even else self.lengths.long()
@@ -238,6 +258,12 @@ class LayerCache(CacheState):
     def _branch(self, x: Tensor, which: int) -> Tensor:
         """Heads of the compressed (0), selected (1) or sliding (2) branch."""
         return x if self.num_sets == 1 else x.chunk(self.num_sets, dim=1)[which]
+
+
+def _changed(phi: Compression, change: Callable[[Tensor], Tensor]) -> Compression:
+    """A copy of φ whose parameters are changed, and none of them copied."""
+    memo = {id(x): nn.Parameter(change(x.detach()), x.requires_grad) for x in phi.parameters()}
+    return copy.deepcopy(phi, memo)
 
 
 def advance(layers: list[LayerCache], arrival: Arrival) -> None:

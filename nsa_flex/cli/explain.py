@@ -1,4 +1,4 @@
-"""`nsa-flex explain`: which backend would take each branch of a given attention, and why."""
+"""`nsa-flex explain`: which backends and kernels a given attention would run, and why."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 import nsa_flex
 from nsa_flex.cli.dtypes import dtype_name
+from nsa_flex.config import CompressionKind
 from nsa_flex.dispatch import BRANCHES
 
 DTYPES = {
@@ -30,8 +31,14 @@ def explain(
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens, S.")] = 65536,
     queries: Annotated[
         int | None,
-        typer.Option(min=1, help="Only the last so many tokens ask, without a cache of NSA's."),
+        typer.Option(min=1, help="Only the last so many tokens ask."),
     ] = None,
+    cached: Annotated[
+        bool, typer.Option(help="The tokens before them are in a static cache of NSA's.")
+    ] = False,
+    compression: Annotated[
+        CompressionKind, typer.Option(help="φ, where it stores into the cache.")
+    ] = "mean",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
     device: Annotated[str, typer.Option(help="cpu, cuda, …; need not be there.")] = "cuda",
     train: Annotated[bool, typer.Option(help="Whether a backward follows.")] = False,
@@ -40,13 +47,15 @@ def explain(
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Say which backend takes each branch and why, without running anything.
+    """Say which backend takes each branch, which kernels run and why, without running anything.
 
     Exits with 1 if the backend that was asked for cannot do it; the message says why.
 
     Example: `nsa-flex explain --heads 32/8 --head-dim 128 --seq-len 65536 --dtype bf16 --train`
 
     Example: `nsa-flex explain --device cpu --dtype fp32 --backend selected=flex --json`
+
+    Example: `nsa-flex explain --seq-len 65536 --queries 1 --cached --compression mlp`
     """
     query_heads, kv_heads = pair_of(heads, "--heads")
     dim, value_dim = pair_of(head_dim, "--head-dim")
@@ -57,21 +66,23 @@ def explain(
         )
     if queries is not None and queries > seq_len:
         raise typer.BadParameter(f"{queries} of {seq_len} tokens", param_hint="--queries")
+    if cached and train:
+        raise typer.BadParameter("a cache carries no gradients", param_hint="--cached --train")
 
     kind = DTYPES[dtype_name(dtype, DTYPES)]
 
     def tensor(num_heads: int, length: int, width: int) -> torch.Tensor:
         return torch.empty(1, num_heads, length, width, device="meta", dtype=kind)
 
+    query = tensor(query_heads, seq_len if queries is None else queries, dim)
+    key, value = (tensor(kv_heads, seq_len, width) for width in (dim, value_dim))
+    options: dict[str, Any] = {"backend": _backend(backend), "device": _device(device)}
     try:
-        explanation = nsa_flex.explain(
-            tensor(query_heads, seq_len if queries is None else queries, dim),
-            tensor(kv_heads, seq_len, dim),
-            tensor(kv_heads, seq_len, value_dim),
-            backend=_backend(backend),
-            device=_device(device),
-            needs_grad=train,
-        )
+        if cached:
+            cache = _cache(key, value, query.shape[2], compression)
+            explanation = nsa_flex.explain(query, cache=cache, **options)
+        else:
+            explanation = nsa_flex.explain(query, key, value, needs_grad=train, **options)
     except ValueError as error:
         typer.echo(f"nsa-flex explain: {error}", err=True)
         raise typer.Exit(1) from error
@@ -83,6 +94,7 @@ def explain(
             choice = explanation[branch]
             table.add_row(branch, choice.backend, choice.reason)
         Console().print(table)
+        typer.echo(str(explanation.kernels))
 
 
 def pair_of(text: str, option: str) -> tuple[int, int]:
@@ -94,6 +106,22 @@ def pair_of(text: str, option: str) -> tuple[int, int]:
             f"got {text!r}; expected one number or two, such as 32/8", param_hint=option
         )
     return numbers[0], numbers[1]
+
+
+def _cache(
+    key: torch.Tensor, value: torch.Tensor, new: int, kind: CompressionKind
+) -> nsa_flex.LayerCache:
+    """A static cache of meta tensors, full but for `new` tokens."""
+    config, (_, heads, length, _) = nsa_flex.NSAConfig(), key.shape
+    phi = (
+        nsa_flex.Compression(config, heads, x.shape[3], kind, device="meta", dtype=x.dtype)
+        for x in (key, value)
+    )
+    cache = nsa_flex.LayerCache(*phi, max_length=length)
+    if new < length:
+        with torch.no_grad():
+            cache.update(key[:, :, new:], value[:, :, new:])
+    return cache
 
 
 def _device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["explain", *arguments], prog_name="nsa-flex")
 
 
-def as_json(*arguments: str) -> dict[str, dict[str, str]]:
+def as_json(*arguments: str) -> dict[str, Any]:
     result = invoke("--json", *arguments)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -33,7 +34,9 @@ def test_says_what_explain_says(train, device):
 
 def test_table_names_each_branch_with_its_backend_and_reason():
     text = invoke("--device", "cpu", "--train").output
-    for branch, choice in as_json("--device", "cpu", "--train").items():
+    told = as_json("--device", "cpu", "--train")
+    for branch in ("compressed", "selected", "sliding"):
+        choice = told[branch]
         assert any(
             f"{branch} " in line and choice["backend"] in line and choice["reason"] in line
             for line in text.splitlines()
@@ -46,6 +49,26 @@ def test_key_and_value_head_dims_may_differ():
 
 def test_few_queries_against_a_longer_past():
     assert as_json("--queries", "1") != as_json()
+
+
+def test_kernels_are_listed_with_their_launches():
+    told, text = as_json("--train"), invoke("--train").output
+    assert told["forward"]
+    assert told["backward"]
+    for run in told["forward"] + told["backward"]:
+        assert f"{run['name']} x{run['launches']}" in text
+
+
+def test_a_decode_step_over_a_cache():
+    step = ["--seq-len", "4096", "--queries", "1", "--cached"]
+    told = as_json(*step)
+    assert {told[branch]["backend"] for branch in ("compressed", "selected", "sliding")} == {
+        "triton"
+    }
+    assert {run["stage"] for run in told["forward"]} == {"decode"}
+    mlp = as_json(*step, "--compression", "mlp")
+    assert len(mlp["forward"]) == len(told["forward"]) - 1
+    assert any("one kernel stores" in line for line in mlp["passed_over"])
 
 
 def test_dtypes_have_a_short_and_a_long_name():
@@ -85,6 +108,8 @@ def test_a_backend_that_cannot_exits_with_1(backend, text):
         ["--seq-len", "0"],
         ["--seq-len", "8", "--queries", "9"],
         ["--dtype", "int8"],
+        ["--cached", "--train"],
+        ["--compression", "nonsense"],
         ["--device", "nonsense"],
     ],
 )

@@ -1,0 +1,79 @@
+"""`explain`: which backends and kernels a call runs, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nsa_flex.cache.layer import LayerCache
+from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import Backend, choose_backends
+from nsa_flex.explaining.calls import AttentionCall, kernels_of, rehearse_cached
+from nsa_flex.explaining.explanation import Explanation
+from nsa_flex.explaining.rehearsal import with_index
+from nsa_flex.inputs import Inputs
+
+
+def explain(
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    config: NSAConfig | None = None,
+    cache: LayerCache | None = None,
+    backend: Backend = "auto",
+    device: torch.device | str | None = None,
+    sliding_key: Tensor | None = None,
+    sliding_value: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+    document_start: Tensor | None = None,
+    needs_grad: bool | None = None,
+) -> Explanation:
+    """Says what `nsa_attention`, or a step over a cache, would run, without running it.
+
+    The names of kernels are those that profilers show. They are found by going through the call
+    with tensors that hold nothing, so that they are the ones that the same call launches.
+
+    Args:
+        query, key, value: as for `nsa_attention`; meta tensors will do.
+        config: as for `nsa_attention`; the paper's by default.
+        cache: in place of key, value and config: the layer's cache before the tokens of `query`
+            are stored in it. Told is what storing and attending them would run; it stays as it is.
+        device: pretend that the tensors are there. Where there is no CUDA device, one of compute
+            capability 9.0 is meant.
+        sliding_key, sliding_value, query_offset, document_start: as for `nsa_attention`.
+        needs_grad: pretend that a backward pass follows; by default as the tensors say.
+
+    Raises:
+        ValueError: a tensor that is not 4-D, a backend that cannot compute what was asked of it,
+            or not one of key and cache.
+
+    >>> q, k = torch.empty(1, 8, 64, 64, device="meta"), torch.empty(1, 2, 64, 64, device="meta")
+    >>> print(explain(q, k, device="cpu")["sliding"].backend)
+    dense
+    """
+    where = with_index(query.device if device is None else torch.device(device))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x is not None and x.dim() != 4:
+            raise ValueError(f"{name} must be 4-D (B, H, S, D), got {tuple(x.shape)}")
+    if cache is not None:
+        if key is not None or value is not None:
+            raise ValueError("key and cache were both given: the cache knows its keys")
+        choices, kernels = rehearse_cached(query, cache, backend, where)
+        return Explanation(choices, lambda: kernels)
+    if key is None:
+        raise ValueError("neither key nor cache was given: pass the keys, or a layer's cache")
+    value = key if value is None else value
+    config = config or NSAConfig()
+    inputs = Inputs(query, key, value, key, value, key, value, gates=query)
+    facts = replace(inputs.facts(config, query_offset, document_start), device_type=where.type)
+    if needs_grad is not None:
+        facts = replace(facts, needs_grad=needs_grad)
+    choices = choose_backends(facts, backend)
+    own = None if sliding_key is None or sliding_value is None else (sliding_key, sliding_value)
+    call = AttentionCall(
+        (query, key, value), own, config, backend, query_offset, document_start, facts.needs_grad
+    )
+    return Explanation(choices, lambda: kernels_of(call, where))

@@ -1,0 +1,78 @@
+"""What `explain` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from nsa_flex.dispatch import BRANCHES, BranchName, Choice
+
+
+class KernelRun(NamedTuple):
+    """A Triton kernel of nsa_flex, and how many times one call launches it.
+
+    name: as profilers show it. stage: its folder in `fallback_kernels`.
+    """
+
+    name: str
+    stage: str
+    launches: int
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The Triton kernels of nsa_flex that a call launches, each where it first does.
+
+    Kernels of cuDNN, FlexAttention and PyTorch run besides: the backends of the branches say so.
+
+    passed_over: what was asked and could not run, and why: "topk: the Gluon kernels need ...".
+    """
+
+    forward: tuple[KernelRun, ...] = ()
+    backward: tuple[KernelRun, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of forward and backward."""
+        return frozenset(run.name for run in (*self.forward, *self.backward))
+
+    def __str__(self) -> str:
+        lines = []
+        for phase, runs in (("forward", self.forward), ("backward", self.backward)):
+            lines += [f"kernels of the {phase}:"] if runs else []
+            lines += [f"  {run.stage:<10} {run.name} x{run.launches}" for run in runs]
+        lines += ["passed over:"] if self.passed_over else []
+        return "\n".join([*lines, *(f"  {line}" for line in self.passed_over)])
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend takes each branch and why, and the kernels; prints as a table."""
+
+    choices: dict[BranchName, Choice]
+    find_kernels: Callable[[], Kernels] = field(default=Kernels, repr=False, compare=False)
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """Looked for when first asked for, which takes a second or so; none but on CUDA."""
+        return self.find_kernels()
+
+    def __getitem__(self, branch: BranchName) -> Choice:
+        return self.choices[branch]
+
+    def __str__(self) -> str:
+        lines = [str(self.choices[branch]) for branch in BRANCHES]
+        return "\n".join([*lines, *filter(None, [str(self.kernels)])])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able: branch -> backend and reason; kernels of each phase; what was passed over."""
+        kernels = self.kernels
+        return {
+            **{n: {"backend": c.backend, "reason": c.reason} for n, c in self.choices.items()},
+            "forward": [run._asdict() for run in kernels.forward],
+            "backward": [run._asdict() for run in kernels.backward],
+            "passed_over": list(kernels.passed_over),
+        }

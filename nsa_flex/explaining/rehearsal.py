@@ -1,0 +1,195 @@
+"""What a call would launch on a CUDA device: the call itself, on tensors that hold nothing.
+
+Nothing here knows which kernel follows which. Tensors are on the meta device and say that they are
+on another one, nsa_flex's operators run their bodies, and Triton kernels are noted where they
+would be launched: what is told comes from the code that launches, and cannot drift from it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa_flex.installed import HAS_TRITON
+
+_META = torch.device("meta")
+_KERNELS = "nsa_flex.fallback_kernels."
+_patching = threading.Lock()
+
+
+class Launch(NamedTuple):
+    """A Triton kernel that would run.
+
+    kernel: its name, as profilers show it. stage: the folder of `fallback_kernels` it is in.
+    """
+
+    kernel: str
+    stage: str
+
+
+@dataclass
+class Told:
+    """What a rehearsal found, in order.
+
+    launches: of all kernels. reasons: what `unsupported_reason` answered, with the stage it was
+    asked of: "selected: the Gluon kernels need ...", each once.
+    """
+
+    launches: list[Launch] = field(default_factory=list)
+    reasons: dict[str, None] = field(default_factory=dict)
+
+
+def twin(x: Tensor) -> Tensor:
+    """A tensor like `x` in shape, strides and dtype, on the meta device."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)
+
+
+@contextmanager
+def rehearsing(device: torch.device) -> Iterator[Told]:
+    """Within, meta tensors say they are on `device`, and this thread notes launches and reasons.
+
+    A CUDA device need not be there; it has an index.
+    """
+    told, devices = Told(), _Devices(device)
+    with ExitStack() as stack:
+        if HAS_TRITON:
+            stack.enter_context(_on_a_device(device))
+            stack.enter_context(_noting_launches(told))
+        stack.enter_context(_noting_reasons(told))
+        stack.enter_context(_Bodies(devices))
+        stack.enter_context(devices)
+        yield told
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device as a tensor on it names it."""
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device() if _has_cuda() else 0)
+    return device
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+@contextmanager
+def _on_a_device(device: torch.device) -> Iterator[None]:
+    """Within, a CUDA device is one of compute capability 9.0 where there is none to ask."""
+    from nsa_flex.fallback_kernels.common import arch
+
+    if device.type != "cuda" or _has_cuda() or arch.is_imagined(device):
+        yield
+        return
+    with arch.imagining(device, arch.SM90):
+        yield
+
+
+class _Devices(TorchFunctionMode):
+    """Meta tensors say they are on `device`, and what would be made there is on meta."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.asks_device = Tensor.device.__get__
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == self.asks_device:
+            found = func(*args)
+            return self.device if found.type == "meta" else found
+        if func == Tensor.data_ptr and args[0].is_meta:
+            # On meta all are 0; which tensors share memory is asked.
+            x = args[0]
+            return 256 * x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
+        kwargs = {name: self._held(value) for name, value in (kwargs or {}).items()}
+        return func(*(self._held(value) for value in args), **kwargs)
+
+    def _held(self, value: Any) -> Any:
+        return _META if isinstance(value, torch.device) and value == self.device else value
+
+
+class _Bodies(TorchDispatchMode):
+    """Operators of nsa_flex run what they run on a device, and then what they run on meta."""
+
+    def __init__(self, devices: _Devices) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "nsa_flex":
+            # No public way leads from an operator to the function that it was made of.
+            from torch._library.custom_ops import OPDEFS
+
+            with self, self.devices, torch.no_grad():
+                OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _noting_launches(told: Told) -> Iterator[None]:
+    """Within, launches of this thread are noted instead of done; others go on."""
+    from triton.runtime.jit import KernelInterface
+
+    launch, thread = KernelInterface.__getitem__, threading.get_ident()
+
+    def note_or_launch(kernel: Any, grid: Any) -> Callable[..., Any]:
+        if threading.get_ident() != thread:
+            return launch(kernel, grid)
+        noted = Launch(kernel.fn.__name__, _stage(kernel.fn.__module__))
+        return lambda *args, **kwargs: told.launches.append(noted)
+
+    with _patching:
+        KernelInterface.__getitem__ = note_or_launch
+        try:
+            yield
+        finally:
+            KernelInterface.__getitem__ = launch
+
+
+@contextmanager
+def _noting_reasons(told: Told) -> Iterator[None]:
+    """Within, why a kernel could not run, whoever asks `unsupported_reason`: the one spelling.
+
+    Python tells of every return in this thread, so that nothing is noted where kernels launch.
+    """
+
+    def note(frame: Any, event: str, result: Any) -> None:
+        if event == "return" and isinstance(result, str) and _is_asked_of_a_kernel(frame):
+            told.reasons.setdefault(f"{_stage(frame.f_globals['__name__'])}: {result}")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def _is_asked_of_a_kernel(frame: Any) -> bool:
+    """Not of a backend, which the choices tell, nor of the device, which kernels ask about."""
+    module = frame.f_globals.get("__name__", "")
+    return (
+        frame.f_code.co_name.endswith("unsupported_reason")
+        and module.startswith("nsa_flex.")
+        and not module.startswith(("nsa_flex.dispatch.", _KERNELS + "common."))
+    )
+
+
+def _stage(module: str) -> str:
+    """The folder in `fallback_kernels`; of modules elsewhere the name."""
+    if module.startswith(_KERNELS):
+        return module.removeprefix(_KERNELS).partition(".")[0]
+    return module.rpartition(".")[2]

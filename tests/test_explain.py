@@ -1,0 +1,290 @@
+"""The kernels that `explain` tells are those that run, with the reasons why not others."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_flex import Compression, LayerCache, NSAConfig, explain, fallback_kernels, nsa_attention
+from nsa_flex.installed import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="the kernels are Triton's")
+if HAS_TRITON:
+    from triton.runtime.jit import JITFunction, KernelInterface
+
+    from nsa_flex.fallback_kernels.common import arch
+
+GPU = torch.device("cuda:0")
+A100 = ((8, 0), 166912)
+
+
+@cache
+def kernels_of(suffix: str = "") -> frozenset[str]:
+    """Names of all Triton functions in modules whose name ends so."""
+    found = set()
+    for module in pkgutil.walk_packages(
+        fallback_kernels.__path__, fallback_kernels.__name__ + "."
+    ):
+        if module.name.endswith(suffix):
+            members = vars(importlib.import_module(module.name)).values()
+            found |= {
+                each.fn.__name__
+                for each in members
+                if isinstance(each, JITFunction) and each.fn.__module__ == module.name
+            }
+    return frozenset(found)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """(B, H, S, D) in memory (B, S, H, D)."""
+    batch, heads, tokens, dim = shape
+    return torch.empty(batch, tokens, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
+
+
+def pair(dtype: torch.dtype = torch.bfloat16, tokens: int = 16384) -> tuple[torch.Tensor, ...]:
+    return meta(1, 64, tokens, 128, dtype=dtype), meta(1, 4, tokens, 128, dtype=dtype)
+
+
+def filled_cache(kind: Any, tokens: int = 4096, max_length: int = 8192) -> LayerCache:
+    phi = [
+        Compression(NSAConfig(), 4, 128, kind, device="meta", dtype=torch.bfloat16)
+        for _ in range(2)
+    ]
+    cache = LayerCache(*phi, max_length=max_length)
+    with torch.no_grad():
+        cache.update(meta(1, 4, tokens, 128), meta(1, 4, tokens, 128))
+    return cache
+
+
+@pytest.fixture
+def imagine() -> Any:
+    """Gives the imaginary device GPU other properties for the rest of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *facts: stack.enter_context(arch.imagining(GPU, arch.Device(*facts)))
+
+
+def test_training_runs_the_sm90_kernels_on_hopper(imagine: Callable[..., None]) -> None:
+    imagine(*arch.SM90)
+    kernels = explain(*pair(), device=GPU, needs_grad=True).kernels
+    assert {run.stage for run in kernels.forward if run.name in kernels_of("_sm90")} == {
+        "topk",
+        "selected",
+        "fused",
+    }
+    assert {run.stage for run in kernels.backward} >= {"fused", "selected", "compressed"}
+    assert kernels.names <= kernels_of()
+    assert kernels.passed_over == ()
+    assert explain(*pair(), device=GPU, needs_grad=False).kernels.backward == ()
+
+
+def test_the_device_is_why_gluon_does_not_run(imagine: Callable[..., None]) -> None:
+    imagine(*A100)
+    kernels = explain(*pair(), device=GPU, needs_grad=True).kernels
+    assert kernels.names
+    assert not kernels.names & kernels_of("_sm90")
+    reason = "the Gluon kernels need compute capability 9.x, got 8.0"
+    assert {f"{stage}: {reason}" for stage in ("topk", "selected")} <= set(kernels.passed_over)
+
+
+def test_the_version_of_triton_is_why_gluon_does_not_run(
+    imagine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", "3.9.1")
+    imagine(*arch.SM90)
+    kernels = explain(*pair(), device=GPU, needs_grad=True).kernels
+    assert not kernels.names & kernels_of("_sm90")
+    assert any(
+        line.endswith("written for Triton 3.6.x and 3.7.x, got 3.9.1")
+        for line in kernels.passed_over
+    )
+
+
+def test_float32_says_why_not(imagine: Callable[..., None]) -> None:
+    imagine(*arch.SM90)
+    told = explain(*pair(torch.float32), device=GPU, needs_grad=True)
+    assert not told.kernels.names & kernels_of("_sm90")
+    assert {"sliding", "selected", "topk"} <= {run.stage for run in told.kernels.forward}
+    assert "query is torch.float32" in str(told)
+
+
+def test_keys_of_its_own_keep_the_sliding_branch_out_of_the_epilogue(
+    imagine: Callable[..., None],
+) -> None:
+    imagine(*arch.SM90)
+    query, key = pair()
+    shared = explain(query, key, device=GPU).kernels
+    own = explain(query, key, device=GPU, sliding_key=meta(*key.shape), sliding_value=key).kernels
+    assert {run.stage for run in own.forward} == {run.stage for run in shared.forward}
+    assert own.names != shared.names
+
+
+def test_a_decode_step_runs_on_triton() -> None:
+    told = explain(meta(1, 64, 1, 128), cache=filled_cache("mean"), device=GPU)
+    assert {choice.backend for choice in told.choices.values()} == {"triton"}
+    assert {run.stage for run in told.kernels.forward} == {"decode"}
+    assert all(run.launches == 1 for run in told.kernels.forward)
+
+
+def test_phi_without_a_kernel_is_told() -> None:
+    query = meta(1, 64, 1, 128)
+    mean, mlp = (explain(query, cache=filled_cache(kind), device=GPU) for kind in ("mean", "mlp"))
+    assert mlp.kernels.names < mean.kernels.names
+    assert any("got mlp and mlp" in line for line in mlp.kernels.passed_over)
+    assert not any("one kernel stores" in line for line in mean.kernels.passed_over)
+
+
+def test_a_step_that_no_kernel_takes_is_dense() -> None:
+    cache = filled_cache("mean")
+    on_cpu = explain(meta(1, 64, 1, 128), cache=cache, device="cpu")
+    assert on_cpu["selected"].backend == "dense"
+    assert "need a CUDA device, got cpu" in on_cpu["selected"].reason
+    assert on_cpu.kernels.names == frozenset()
+    grouped = explain(meta(1, 512, 1, 128), cache=cache, device=GPU)
+    assert grouped["selected"].backend == "dense"
+    assert "128 query heads share a KV head" in grouped["selected"].reason
+
+
+def test_a_prefill_with_a_cache_follows_the_table() -> None:
+    empty = filled_cache("mean", tokens=64)
+    empty.reset()
+    first = explain(meta(1, 64, 4096, 128), cache=empty, device=GPU)
+    assert first["sliding"].backend == "triton"
+    later = explain(meta(1, 64, 64, 128), cache=filled_cache("mean"), device=GPU)
+    assert later["sliding"].backend == "flex"
+    assert "needs the queries to be all the tokens" in later["sliding"].reason
+
+
+def test_the_cache_stays_as_it_is() -> None:
+    cache = LayerCache(*(Compression(NSAConfig(), 2, 16) for _ in range(2)))
+    with torch.no_grad():
+        cache.update(torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16))
+    before = [x.clone() for x in (*cache.buffers.tensors, cache.lengths)]
+    held = cache.buffers.tensors
+    for tokens in (1, 40, 400):
+        explain(torch.randn(2, 4, tokens, 16), cache=cache, device=GPU)
+    assert cache.get_seq_length() == 100
+    assert cache.arrival is None
+    assert all(x is y for x, y in zip(held, cache.buffers.tensors, strict=True))
+    for x, y in zip(before, (*cache.buffers.tensors, cache.lengths), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_launching_is_as_it_was_afterwards() -> None:
+    launch = KernelInterface.__getitem__
+    assert explain(*pair(), device=GPU).kernels.names
+    assert KernelInterface.__getitem__ is launch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "neither key nor cache was given"),
+        ({"key": True, "cache": True}, "key and cache were both given"),
+    ],
+)
+def test_one_of_key_and_cache(arguments: dict[str, bool], message: str) -> None:
+    given = {"key": meta(1, 4, 64, 128), "cache": filled_cache("mean")}
+    with pytest.raises(ValueError, match=message):
+        explain(meta(1, 64, 1, 128), **{name: given[name] for name in arguments})
+
+
+# On a device: what the profiler sees.
+
+
+def seen(call: Callable[[], Any]) -> frozenset[str]:
+    """Names of nsa_flex's kernels that run in a call, which has run once before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return frozenset(event.name for event in profiler.events()) & kernels_of()
+
+
+def random(*shape: int, dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
+    batch, heads, tokens, dim = shape
+    x = torch.randn(batch, tokens, heads, dim, dtype=dtype, device="cuda")
+    return x.transpose(1, 2).requires_grad_(grad)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "core": {},
+    "core, training": {"grad": True},
+    "core, keys of its own": {"grad": True, "own": True},
+    "few tokens": {"tokens": 640},
+    "float32": {"dtype": torch.float32, "grad": True},
+    "documents": {"documents": True, "grad": True},
+    "selected and sliding alone": {"backend": {"compressed": "dense"}, "grad": True},
+    "selected alone": {"backend": {"compressed": "dense", "sliding": "dense"}, "grad": True},
+    "sliding alone": {"backend": {"compressed": "dense", "selected": "dense"}, "grad": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_the_profiler_sees_the_kernels_of_a_call(name: str) -> None:
+    case = {"dtype": torch.bfloat16, "grad": False, "tokens": 2048, "backend": "auto"}
+    case |= CALLS[name]
+    dtype, grad, tokens = case["dtype"], case["grad"], case["tokens"]
+    num_blocks = NSAConfig().num_compressed_blocks(tokens)
+    lengths = {"query": (64, tokens), "key": (4, tokens), "value": (4, tokens)}
+    lengths |= {"compressed_key": (4, num_blocks), "compressed_value": (4, num_blocks)}
+    if case.get("own"):
+        lengths |= {"sliding_key": (4, tokens), "sliding_value": (4, tokens)}
+    inputs = {
+        each: random(1, heads, length, 128, dtype=dtype, grad=grad)
+        for each, (heads, length) in lengths.items()
+    }
+    gates = torch.rand(1, 64, tokens, 3, dtype=dtype, device="cuda", requires_grad=grad)
+    options: dict[str, Any] = {"backend": case["backend"]}
+    if case.get("documents"):
+        places = torch.arange(tokens, device="cuda")[None]
+        options["document_start"] = places // 1024 * 1024
+
+    def call() -> None:
+        out = nsa_attention(**inputs, gates=gates, config=NSAConfig(), **options)
+        if grad:
+            out.backward(torch.ones_like(out))
+
+    told_of = {each: x for each, x in inputs.items() if not each.startswith("compressed")}
+    told = explain(**told_of, **options)
+    assert seen(call) == told.kernels.names
+    assert told.kernels.names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mean", "weighted", "mlp"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_profiler_sees_the_kernels_of_a_decode_step(kind: Any, tokens: int) -> None:
+    phi = [
+        Compression(NSAConfig(), 4, 128, kind, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    ]
+    cache = LayerCache(*phi, max_length=4096)
+    options = {"dtype": torch.bfloat16}
+
+    def step(num_new: int = tokens) -> None:
+        from nsa_flex.cache.arrival import Arrival
+        from nsa_flex.cache.layer import advance
+
+        cache.expect(Arrival(num_new))
+        key, value = (random(1, 4, num_new, 128, **options) for _ in range(2))
+        keys, values = cache.update(key, value)
+        gates = torch.rand(1, 64, num_new, 3, device="cuda", **options)
+        cache.attend(random(1, 64, num_new, 128, **options), keys, values, gates)
+        advance([cache], Arrival(num_new))
+
+    with torch.no_grad():
+        step(2048)
+        told = explain(random(1, 64, tokens, 128, **options), cache=cache)
+        assert {choice.backend for choice in told.choices.values()} == {"triton"}
+        assert seen(step) == told.kernels.names
