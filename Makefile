@@ -21,7 +21,7 @@ help:
 	@echo "make bench       measure NSA against dense attention; ARGS='--preset headline'"
 	@echo "make audit       nsa-flex audit of nsa_flex itself: graphs, breaks, recompilations, syncs"
 	@echo "make test        lint, type check and every test this machine can run"
-	@echo "make lint        ruff and mypy"
+	@echo "make lint        ruff, mypy and the import contracts"
 	@echo "make format      let ruff rewrite what it can"
 	@echo "make unit        the CPU tests alone; ARGS='-k causal --seed 7' narrows them"
 	@echo "make wheel-test  build sdist and wheel, compare them with the tree, import them"
@@ -60,6 +60,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
