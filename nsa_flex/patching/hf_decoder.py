@@ -27,6 +27,8 @@ from nsa_flex.patching.hf_config import (
     former_implementation,
     write_record,
 )
+from nsa_flex.patching.hf_falcon import OwnForward, own_forwards
+from nsa_flex.patching.hf_handover import hand_over
 from nsa_flex.patching.hf_layers import (
     Attention,
     Decoder,
@@ -44,7 +46,7 @@ class Installed:
     """What undoes the patch of a decoder; its attribute `nsa_installed`."""
 
     config: Config
-    hooks: list[RemovableHandle]
+    hooks: list[RemovableHandle | OwnForward]
     configs: OwnConfigs
 
 
@@ -81,6 +83,8 @@ def _install(decoder: Decoder, modules: list[Attention], configs: OwnConfigs) ->
         [
             *(_hook_attention(module) for module in modules),
             decoder.register_forward_pre_hook(hook, with_kwargs=True),
+            *hand_over(decoder, modules),
+            *own_forwards(modules),
             decoder.register_forward_hook(count_tokens, with_kwargs=True),
         ],
         configs,

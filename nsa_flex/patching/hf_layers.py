@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from nsa_flex.patching.hf_projections import projections_of, read_shape
+from nsa_flex.patching.hf_families import family_of, read_shape
 from nsa_flex.patching.layer import AttentionShape
 
 # The attention implementation of a patched decoder, as its config names it.
@@ -23,7 +23,7 @@ Decoder: TypeAlias = Any
 
 def is_attention(module: nn.Module) -> bool:
     """Whether `module` looks like the self-attention of a decoder layer."""
-    is_attention = type(module).__name__.endswith("Attention")
+    is_attention = any(base.__name__.endswith("Attention") for base in type(module).__mro__)
     return is_attention and hasattr(module, "layer_idx") and hasattr(module, "config")
 
 
@@ -74,6 +74,11 @@ def attention_shape(module: Attention, decoder: Decoder) -> AttentionShape:
             f"{type(module).__name__} has {feature}, which NSA does not compute: leave such "
             "layers out with filter_fn"
         )
+    if not family_of(module).calls_interface and "forward" in vars(module):
+        raise ValueError(
+            f"{type(module).__name__} has a forward of its own on the instance, which patch would "
+            "hide: patch the model before other tools wrap it"
+        )
     return read_shape(module)
 
 
@@ -84,6 +89,8 @@ def _unsupported_feature(module: Attention, decoder: Decoder) -> str | None:
         return f"logit soft-capping (attn_logit_softcapping={softcap})"
     if getattr(module, "sinks", None) is not None:
         return "attention sinks (sinks)"
+    if getattr(config, "alibi", False):
+        return "a position bias (alibi=True)"
     if getattr(config, "add_cross_attention", False):
         return "cross-attention beside it (add_cross_attention=True)"
     if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
@@ -101,7 +108,7 @@ def _hands_down_arguments(module: Attention, decoder: Decoder) -> bool:
     """Whether what the hooks add reaches the attention function."""
     wanted = {"attention_mask", "position_ids", "past_key_values"}
     return (
-        (decoder._supports_attention_backend or projections_of(module).calls_interface)
+        (decoder._supports_attention_backend or not family_of(module).declares_interface)
         and wanted <= set(inspect.signature(decoder.forward).parameters)
         and all(_takes_any_argument(part) for part in (decoder, module))
     )

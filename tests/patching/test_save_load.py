@@ -35,7 +35,18 @@ def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "phi3", "gpt2", "gpt-neox", "qwen3-next", "qwen3.5"]
+    "family",
+    [
+        "llama",
+        "gemma3",
+        "phi3",
+        "gpt2",
+        "gpt-neox",
+        "falcon-40b",
+        "stablelm",
+        "qwen3-next",
+        "qwen3.5",
+    ],
 )
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 def test_a_saved_model_is_loaded_with_identical_logits(

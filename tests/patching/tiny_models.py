@@ -112,6 +112,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "nemotron": ("Nemotron", {}),
+    "falcon-7b": ("Falcon", {}),
+    "falcon-40b": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 2},
+    ),
+    "falcon-sequential": (
+        "Falcon",
+        {"multi_query": False, "parallel_attn": False, "bias": True},
+    ),
     "qwen3-next": ("Qwen3Next", {**_LINEAR, **_EXPERTS, "head_dim": 16}),
     "qwen3.5": ("Qwen3_5Text", {**_LINEAR, "head_dim": 16}),
     "qwen3.5-moe": ("Qwen3_5MoeText", {**_LINEAR, **_EXPERTS, "head_dim": 16}),
