@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_flex.attention import BranchLSE, NSAAux, nsa_attention
-from nsa_flex.cache.arrival import Arrival, arrival_of
+from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
@@ -193,12 +193,14 @@ class NSAAttention(nn.Module):
         cache: LayerCache,
         return_aux: bool,
     ) -> tuple[Tensor, NSAAux | None]:
-        arrival = Arrival(x.shape[1]) if attention_mask is None else arrival_of(attention_mask)
+        incoming = (
+            IncomingBatch(x.shape[1]) if attention_mask is None else incoming_batch(attention_mask)
+        )
         if cache.is_initialized and x.shape[0] != cache.batch_size:
             raise ValueError(f"x has {x.shape[0]} rows, the cache holds {cache.batch_size}")
         if cache.is_initialized and x.device != cache.device:
             raise ValueError(f"x is on {x.device}, the cache on {cache.device}: move one")
-        cache.expect(arrival)
+        cache.expect(incoming)
         if positions is None:
             positions = self._next_positions(x, attention_mask, cache)
         query, keys, values = self._project(x, positions)
@@ -207,9 +209,9 @@ class NSAAttention(nn.Module):
         out, aux = cache.attend(
             query, keys, values, gates, backend=self.backend, return_aux=return_aux
         )
-        advance([cache], arrival)
-        if aux is not None and arrival.layout is not None:
-            aux = _restore_aux(aux, arrival.layout, self.config)
+        advance([cache], incoming)
+        if aux is not None and incoming.layout is not None:
+            aux = _restore_aux(aux, incoming.layout, self.config)
         out = self.o_proj(out.transpose(1, 2).flatten(2))
         if attention_mask is not None:
             out = out.masked_fill((attention_mask == 0)[:, :, None], 0)

@@ -170,7 +170,7 @@ def test_the_cache_stays_as_it_is() -> None:
     for tokens in (1, 40, 400):
         explain(torch.randn(2, 4, tokens, 16), cache=cache, device=GPU)
     assert cache.get_seq_length() == 100
-    assert cache.arrival is None
+    assert cache.incoming is None
     assert all(x is y for x, y in zip(held, cache.buffers.tensors, strict=True))
     for x, y in zip(before, (*cache.buffers.tensors, cache.lengths), strict=True):
         assert torch.equal(x, y)
@@ -273,15 +273,15 @@ def test_the_profiler_sees_the_kernels_of_a_decode_step(kind: Any, tokens: int) 
     options = {"dtype": torch.bfloat16}
 
     def step(num_new: int = tokens) -> None:
-        from nsa_flex.cache.arrival import Arrival
+        from nsa_flex.cache.incoming import IncomingBatch
         from nsa_flex.cache.layer import advance
 
-        cache.expect(Arrival(num_new))
+        cache.expect(IncomingBatch(num_new))
         key, value = (random(1, 4, num_new, 128, **options) for _ in range(2))
         keys, values = cache.update(key, value)
         gates = torch.rand(1, 64, num_new, 3, device="cuda", **options)
         cache.attend(random(1, 64, num_new, 128, **options), keys, values, gates)
-        advance([cache], Arrival(num_new))
+        advance([cache], IncomingBatch(num_new))
 
     with torch.no_grad():
         step(2048)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nsa_flex.bench.cases.decode_inputs import CONFIG, HEAD_DIM
 from nsa_flex.bench.measure.timing import Call, Times, measure
-from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 
@@ -34,11 +34,11 @@ def prefill(cache: LayerCache, tokens: tuple[Tensor, ...], chunk: int) -> Tensor
     cache.reset()
     out = []
     for query, key, value, gates in zip(*(x.split(chunk, dim=2) for x in tokens), strict=True):
-        arrival = Arrival(query.shape[2])
-        cache.expect(arrival)
+        incoming = IncomingBatch(query.shape[2])
+        cache.expect(incoming)
         keys, values = cache.update(key, value)
         out.append(cache.attend(query, keys, values, gates)[0])
-        advance([cache], arrival)
+        advance([cache], incoming)
     return torch.cat(out, 2) if len(out) > 1 else out[0]
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from nsa_flex.attention import NSAAux, nsa_attention
-from nsa_flex.cache.arrival import Arrival
 from nsa_flex.cache.buffers import num_rows
 from nsa_flex.cache.columns import count
 from nsa_flex.cache.fit import misfit
+from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.state import CacheState
 from nsa_flex.compression import Compression
 from nsa_flex.decoding import (
@@ -57,18 +57,18 @@ class LayerCache(CacheState):
         self.compress_key = compress_key
         self.compress_value = compress_value
 
-    def expect(self, arrival: Arrival) -> None:
+    def expect(self, incoming: IncomingBatch) -> None:
         """Say what the next `update` brings; `advance` must follow once it has been attended.
 
         Raises:
             ValueError: there is no room, or the batch has another size. Nothing changed.
         """
-        self.columns.check_room(arrival.num_tokens)
-        self.begin(arrival)
+        self.columns.check_room(incoming.num_tokens)
+        self.begin(incoming)
 
-    def begin(self, arrival: Arrival) -> None:
+    def begin(self, incoming: IncomingBatch) -> None:
         """`expect`, where the room has been checked."""
-        self.arrival = arrival
+        self.incoming = incoming
         self.handed_out = None
 
     def update(
@@ -95,15 +95,15 @@ class LayerCache(CacheState):
         key_states = key_states.to(value_states.dtype)
         problem = misfit(self, key_states, value_states)
         if problem is not None:
-            self.arrival = None
+            self.incoming = None
             raise ValueError(problem)
         num_tokens = key_states.shape[2]
-        if self.arrival is None:
+        if self.incoming is None:
             self.columns.check_room(num_tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        arrival = Arrival(num_tokens) if self.arrival is None else self.arrival
-        key, value = arrival.align(key_states), arrival.align(value_states)
+        incoming = IncomingBatch(num_tokens) if self.incoming is None else self.incoming
+        key, value = incoming.align(key_states), incoming.align(value_states)
         start = self.known_length
         self._reserve(num_tokens)
         if start == 0:
@@ -116,8 +116,8 @@ class LayerCache(CacheState):
             else:
                 end = start + num_tokens
             key, value = self.buffers.key[:, :, :end], self.buffers.value[:, :, :end]
-        if self.arrival is None:
-            advance([self], arrival)
+        if self.incoming is None:
+            advance([self], incoming)
         else:
             self.handed_out = (key, value)
         return key, value
@@ -199,9 +199,9 @@ class LayerCache(CacheState):
         Returns:
             (B, Hq, T, Dv), where padding tokens get anything, and the `NSAAux` if asked.
         """
-        assert self.arrival is not None
-        arrival, num_tokens = self.arrival, query.shape[2]
-        query, gates = arrival.align(query.to(self.dtype)), arrival.align(gates)
+        assert self.incoming is not None
+        incoming, num_tokens = self.incoming, query.shape[2]
+        query, gates = incoming.align(query.to(self.dtype)), incoming.align(gates)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if self.is_step(num_tokens, backend):
             key, value = self.buffers.key, self.buffers.value
@@ -227,7 +227,7 @@ class LayerCache(CacheState):
             **options,
         )
         out, aux = result if isinstance(result, tuple) else (result, None)
-        return arrival.restore(out), aux
+        return incoming.restore(out), aux
 
     @staticmethod
     def is_step(num_tokens: int, backend: Backend) -> bool:
@@ -240,7 +240,7 @@ class LayerCache(CacheState):
         For `rehearsal`, whose tensors hold nothing. Waits for the device after compiled steps.
         """
         twin = copy.copy(self)
-        twin.arrival = None
+        twin.incoming = twin.handed_out = None
         twin.compress_key = _changed(self.compress_key, change)
         twin.compress_value = _changed(self.compress_value, change)
         twin.columns = self.columns.mapped(change)
@@ -266,18 +266,18 @@ def _changed(phi: Compression, change: Callable[[Tensor], Tensor]) -> Compressio
     return copy.deepcopy(phi, memo)
 
 
-def advance(layers: list[LayerCache], arrival: Arrival) -> None:
+def advance(layers: list[LayerCache], incoming: IncomingBatch) -> None:
     """Count the tokens that were stored, in all layers of a model at once."""
     if not layers:
         return
     lengths = [layer.lengths for layer in layers]
-    if arrival.num_real is None:
-        torch._foreach_add_(lengths, arrival.num_tokens)
+    if incoming.num_real is None:
+        torch._foreach_add_(lengths, incoming.num_tokens)
     else:
         for each in lengths:
-            each.add_(arrival.num_real.to(each.device))
-    count([layer.columns for layer in layers], arrival.num_tokens)
+            each.add_(incoming.num_real.to(each.device))
+    count([layer.columns for layer in layers], incoming.num_tokens)
     for layer in layers:
-        layer.arrival = layer.handed_out = None
-        if arrival.num_real is not None:
+        layer.incoming = layer.handed_out = None
+        if incoming.num_real is not None:
             layer.columns.even = False

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex.cache.arrival import Arrival
 from nsa_flex.cache.buffers import Buffers, allocate, mark_static, roomy
 from nsa_flex.cache.columns import Columns
+from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.memory import Memory, num_bytes
 from nsa_flex.config import NSAConfig
 
@@ -26,7 +26,7 @@ class CacheState:
         buffers: the tensors; there are none before the first tokens.
         lengths: int32 (B,), real tokens of each row; likewise.
         columns: the number of columns of the batch that came in, padding included.
-        arrival: what comes in, between `expect` and `advance`.
+        incoming: what comes in, between `expect` and `advance`.
         handed_out: keys and values that `update` returned since `expect`; empty once
             `check_handed_back` has seen them, None before `update`.
     """
@@ -46,7 +46,7 @@ class CacheState:
         self.columns = Columns(max_length)
         self.num_sets = num_sets
         self.is_initialized = False
-        self.arrival: Arrival | None = None
+        self.incoming: IncomingBatch | None = None
         self.handed_out: tuple[Tensor, ...] | None = None
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ class CacheState:
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
-        self.arrival = self.handed_out = None
+        self.incoming = self.handed_out = None
         self.columns.reset()
         if self.is_initialized:
             self.lengths.zero_()
@@ -208,7 +208,7 @@ class CacheState:
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheState:
         """A copy of the tokens, with the same φ: to go on from one prefix in several ways."""
         twin = copy.copy(self)
-        twin.arrival = twin.handed_out = None
+        twin.incoming = twin.handed_out = None
         twin.columns = copy.deepcopy(self.columns, memo)
         if self.is_initialized:
             twin.buffers = copy.deepcopy(self.buffers, memo)

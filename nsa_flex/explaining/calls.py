@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_flex import decoding
 from nsa_flex.attention import nsa_attention
-from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import BRANCHES, Backend, BranchName, Choice, choose_backends
@@ -84,7 +84,7 @@ def rehearse_cached(
     """Backends and kernels of storing and attending as many new tokens as there are queries."""
     with torch.no_grad(), rehearsing(device) as told:
         layer, query = cache.twin(device, twin), twin(query)
-        layer.expect(Arrival(query.shape[2]))
+        layer.expect(IncomingBatch(query.shape[2]))
         key, value = (
             query.new_empty(
                 (query.shape[0], layer.num_sets * phi.num_kv_heads, query.shape[2], phi.head_dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from nsa_flex.cache import LayerCache
-from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import advance
 from nsa_flex.documents import gather_real
 from nsa_flex.patching.hf_layers import Attention, Decoder
@@ -106,10 +106,10 @@ def _move(former: Any, layer: LayerCache, real: Tensor | None) -> None:
             f"a sliding cache kept {key.shape[2]} of {length} tokens, and NSA needs all: use a "
             "new cache, made without the config"
         )
-    arrival = Arrival(length)
+    incoming = IncomingBatch(length)
     if real is not None:
         real = real.to(key.device)
-        arrival = Arrival(length, gather_real(real), real.sum(1, dtype=torch.int32))
-    layer.begin(arrival)
+        incoming = IncomingBatch(length, gather_real(real), real.sum(1, dtype=torch.int32))
+    layer.begin(incoming)
     layer.update(key, value)
-    advance([layer], arrival)
+    advance([layer], incoming)

@@ -16,8 +16,8 @@ from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import align_packed, align_positions
 from nsa_flex.patching.call_context import CallContext
-from nsa_flex.patching.hf_arrival import expect, real_past
 from nsa_flex.patching.hf_cache import adopt, holds_nsa
+from nsa_flex.patching.hf_incoming import expect, real_past
 from nsa_flex.patching.hf_layers import IMPLEMENTATION, Decoder
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
@@ -198,9 +198,9 @@ def count_tokens(
     if context is None or context.cache is None:
         return
     layers = [layer for layer in context.cache.layers if isinstance(layer, LayerCache)]
-    arrival = layers[0].arrival
-    assert arrival is not None
-    advance(layers, arrival)
+    incoming = layers[0].incoming
+    assert incoming is not None
+    advance(layers, incoming)
 
 
 def _tokens(call: dict[str, Any]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_flex.attention import nsa_attention
-from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
@@ -122,12 +122,12 @@ class NSALayer(nn.Module):
         if cache is not None:
             if rows is not None:
                 raise ValueError("rows and cache were both given: tell the cache of padding")
-            if cache.arrival is None:
-                cache.expect(Arrival(query.shape[2]))
-            assert cache.arrival is not None
+            if cache.incoming is None:
+                cache.expect(IncomingBatch(query.shape[2]))
+            assert cache.incoming is not None
             key, value = cache.update(key, value)
             output = self.attend_cached(hidden_states, query, key, value, cache, scale)
-            advance([cache], cache.arrival)
+            advance([cache], cache.incoming)
             return output
         rows = Rows() if rows is None else rows
         gates = self.gates(hidden_states)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nsa_flex
-from nsa_flex.cache.arrival import Arrival
+from nsa_flex.cache.incoming import IncomingBatch
 from patching.tiny_models import NSA, tiny_model, tokens
 
 IDS = tokens(2, 40)
@@ -168,12 +168,12 @@ def test_a_layer_cache_hands_out_once() -> None:
     layer = nsa_flex.patch(tiny_model(), NSA).model.layers[0].self_attn.nsa
     cache, key = layer.new_cache(), torch.randn(1, 2, 5, 8)
     with torch.no_grad():
-        cache.expect(Arrival(5))
+        cache.expect(IncomingBatch(5))
         stored = cache.update(key, key)
         with pytest.raises(ValueError, match="given keys twice in one forward"):
             cache.update(key, key)
         cache.check_handed_back("Layer", *stored)
-        cache.expect(Arrival(5))
+        cache.expect(IncomingBatch(5))
         cache.update(key, key)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa_flex.documents import DocumentLayout, gather_real
 
 
-class Arrival(NamedTuple):
+class IncomingBatch(NamedTuple):
     """New tokens of a batch.
 
     num_tokens: T, columns of the batch, padding included.
@@ -31,8 +31,8 @@ class Arrival(NamedTuple):
         return x if self.layout is None else self.layout.restore(x)
 
 
-def arrival_of(real: Tensor) -> Arrival:
-    """The arrival of (B, T) tokens, nonzero where they are real."""
+def incoming_batch(real: Tensor) -> IncomingBatch:
+    """The batch of (B, T) tokens, nonzero where they are real."""
     real = real != 0
     layout = gather_real(real) if real.shape[1] > 1 else None
-    return Arrival(real.shape[1], layout, real.sum(1, dtype=torch.int32))
+    return IncomingBatch(real.shape[1], layout, real.sum(1, dtype=torch.int32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_flex.cache.arrival import Arrival, arrival_of
+from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import LayerCache
 
 
@@ -29,14 +29,14 @@ def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> Non
             "or batch_select_indices or batch_repeat_interleave"
         )
     first.columns.check_room(num_tokens)  # all of them have the same
-    arrival = Arrival(num_tokens)
+    incoming = IncomingBatch(num_tokens)
     if mask is not None:
         _check_width(mask, first, num_tokens)
-        arrival = arrival_of(_new_tokens(mask, first, num_tokens).expand(batch, num_tokens))
+        incoming = incoming_batch(_new_tokens(mask, first, num_tokens).expand(batch, num_tokens))
         if first.is_initialized and not torch.compiler.is_compiling():
             _assert_same_past(mask, first, num_tokens)
     for cache in caches:
-        cache.begin(arrival)
+        cache.begin(incoming)
 
 
 def real_past(mask: Tensor | None, num_cached: int) -> Tensor | None:
