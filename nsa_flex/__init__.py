@@ -1,5 +1,6 @@
 """Native Sparse Attention for torch.compile and FlexAttention."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from nsa_flex.attention import NSAAux, nsa_attention
@@ -52,4 +53,6 @@ def __getattr__(name: str) -> Any:
         from nsa_flex import auditing
 
         return getattr(auditing, name)
+    if name == "testing":
+        return importlib.import_module("nsa_flex.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,6 +31,7 @@ PUBLIC = {
         "register_adapter",
         "unpatch",
     ],
+    "nsa_flex.testing": ["CHECKS", "Check", "ConformanceReport", "check_model"],
     "nsa_flex.auditing": [
         "AuditFinding",
         "AuditReport",

@@ -19,9 +19,9 @@ from nsa_flex.auditing.tiny_decoders import (
     FAMILIES,
     decoding_batches,
     logits,
-    tiny_decoder,
     token_batches,
 )
+from nsa_flex.testing.tiny_decoders import tiny_decoder
 
 OUT = Path(__file__).parents[1] / "results" / "audit_families.json"
 LENGTHS, BATCH_SIZES = [48, 100, 17], [2, 3]

@@ -74,12 +74,8 @@ def _family(
     dtype: torch.dtype = torch.float32,
     **sizes: int,
 ) -> Target:
-    from nsa_flex.auditing.tiny_decoders import (
-        decoding_batches,
-        logits,
-        tiny_decoder,
-        token_batches,
-    )
+    from nsa_flex.auditing.tiny_decoders import decoding_batches, logits, token_batches
+    from nsa_flex.testing.tiny_decoders import tiny_decoder
 
     model = tiny_decoder(model_type, **sizes).to(device, dtype)
     if patched:

@@ -1,4 +1,4 @@
-"""Decoders of transformers with random weights, a few thousand of them, named by model type."""
+"""Batches and steps for the tiny random decoders of transformers that the audit is shown on."""
 
 from __future__ import annotations
 
@@ -9,34 +9,9 @@ import torch
 from torch import nn
 
 from nsa_flex.auditing.measuring import MOST_CALLS
+from nsa_flex.testing.tiny_configs import ORDINARY_TOKENS
 
-VOCABULARY = 96
 CACHED_TOKENS = 40
-
-# Set where a family's config has such an attribute; anything else keeps its default.
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-    "sliding_window": 16,
-    "query_pre_attn_scalar": 16,
-}
-_MIXED = ["sliding_attention", "full_attention"]
-_OF_TYPE: dict[str, dict[str, Any]] = {
-    "gemma2": {"layer_types": _MIXED},
-    "gemma3_text": {"layer_types": _MIXED},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "phi3": {"sliding_window": None},
-}
 
 # The ten whose audit is in the documentation.
 FAMILIES = (
@@ -51,32 +26,6 @@ FAMILIES = (
     "granite",
     "smollm3",
 )
-
-
-def tiny_decoder(model_type: str, **changes: Any) -> Any:
-    """A random causal language model of transformers, in eval mode.
-
-    Args:
-        model_type: as in a config's `model_type`: llama, qwen3, gemma2, …
-        changes: go to the config.
-
-    Raises:
-        ValueError: transformers has no causal language model of that type.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(
-            f"transformers has no causal language model of type {model_type!r}; "
-            f"some that it has: {', '.join(FAMILIES)}"
-        )
-    config_class = CONFIG_MAPPING[model_type]
-    known = set(config_class().to_dict()) | set(getattr(config_class, "attribute_map", {}))
-    sizes = {name: value for name, value in _SIZES.items() if name in known}
-    config = config_class(**{**sizes, **_OF_TYPE.get(model_type, {}), **changes})
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def token_batches(
@@ -121,4 +70,4 @@ def logits(model: nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def _tokens(batch: int, length: int, device: torch.device | str) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), device=device)
+    return torch.randint(*ORDINARY_TOKENS, (batch, length), device=device)
