@@ -9,6 +9,7 @@ import typer
 import nsa_flex
 from nsa_flex.cli.audit import audit
 from nsa_flex.cli.bench import bench
+from nsa_flex.cli.check import check
 from nsa_flex.cli.demo import demo
 from nsa_flex.cli.explain import explain
 from nsa_flex.cli.generate import generate
@@ -48,6 +49,7 @@ app.command()(info)
 app.command()(explain)
 app.command()(demo)
 app.command()(audit)
+app.command()(check)
 app.command()(bench)
 app.command()(tune)
 app.command()(generate)

@@ -1,0 +1,112 @@
+"""`nsa-flex check`: its report, its exit status, what it takes as a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from nsa_flex.cli.app import app
+from nsa_flex.testing import run
+from nsa_flex.testing.named_models import model_named
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["check", *arguments], prog_name="nsa-flex")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checks in the place of all."""
+    kept = ("patch", "causality", "dense start")
+    monkeypatch.setattr(run, "CHECKS", kept)
+    monkeypatch.setitem(run.check_model.__kwdefaults__, "checks", kept)
+
+
+def test_a_family_as_text_with_its_progress(quick: None) -> None:
+    result = invoke("llama")
+    assert result.exit_code == 0, result.output
+    head, *lines = result.stdout.splitlines()
+    assert head == "llama: right, 2 layers patched"
+    assert lines == ["  ok        patch", "  ok        causality", "  ok        dense start"]
+    assert "llama: causality" in result.stderr
+
+
+def test_json_for_machines(quick: None) -> None:
+    result = invoke("gemma2", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["model"], report["verdict"], report["ok"]) == ("gemma2", "refused", True)
+
+
+def test_a_directory(quick: None, tmp_path: Path) -> None:
+    model_named("qwen3", torch.float32).save_pretrained(tmp_path)
+    result = invoke(str(tmp_path), "--dtype", "fp32")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"{tmp_path}: right, 2 layers patched")
+
+
+MODULE = """
+import torch
+from nsa_flex.testing.tiny_decoders import tiny_decoder
+
+class Dreamer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = tiny_decoder("llama")
+        self.config = self.inner.config
+
+    def forward(self, ids, **inputs):
+        logits = self.inner(ids, **inputs).logits
+        patched = hasattr(self.inner.model.layers[0].self_attn, "nsa")
+        return logits + logits.mean(1, keepdim=True) if patched else logits
+
+def dreamer():
+    return Dreamer()
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "checked_models.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "checked_models"
+
+
+def test_a_model_that_is_wrong_once_patched(quick: None, module: str) -> None:
+    result = invoke(f"{module}:dreamer")
+    assert result.exit_code == 1
+    assert "wrong     causality  logits up to token 0 under other tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_family"], "transformers has no causal language model of type"),
+        (["gemma3n"], "gemma3n cannot be built alone"),
+        (["no_such_module:model"], "No module named 'no_such_module'"),
+        (["{module}:number"], "must return an nn.Module, got int"),
+        (["{module}:missing"], "has no attribute 'missing'"),
+        (["{empty}"], "config.json"),
+        (["llama", "--dtype", "bf16"], "none of fp32, fp64"),
+        (["llama", "--device", "nowhere"], "is no device"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    module: str, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = invoke(*(text.format(module=module, empty=empty) for text in arguments))
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_help_has_an_example() -> None:
+    assert "nsa-flex check llama" in invoke("--help").output
