@@ -107,9 +107,12 @@ def check_model(
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    >>> report = check_model(LlamaForCausalLM(LlamaConfig(vocab_size=99, **sizes)))
-    >>> report.verdict
-    'right'
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=99, **sizes))
+    >>> print(check_model(model, name="llama", checks=["causality", "left padding"]))
+    llama: right, 2 layers patched
+      ok        patch
+      ok        causality
+      ok        left padding
     """
     _check_arguments(model, checks)
     subject = Subject(SMALL if config is None else config, tokens or token_range(model), seed)
