@@ -99,6 +99,7 @@ class _Devices(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
+        self.names = (device, torch.device(device.type))
         self.asks_device = Tensor.device.__get__
 
     def __torch_function__(
@@ -115,7 +116,8 @@ class _Devices(TorchFunctionMode):
         return func(*(self._held(value) for value in args), **kwargs)
 
     def _held(self, value: Any) -> Any:
-        return _META if isinstance(value, torch.device) and value == self.device else value
+        is_device = isinstance(value, torch.device) and value in self.names
+        return _META if is_device else value
 
 
 class _Bodies(TorchDispatchMode):
