@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_flex.sharded import is_sharded
+
 
 def misfit(cache: Any, key: Tensor, value: Tensor) -> str | None:
     """Why a `LayerCache` cannot store such keys and values, or None. Looks at no values."""
@@ -23,7 +25,7 @@ def misfit(cache: Any, key: Tensor, value: Tensor) -> str | None:
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         return "NSA's cache carries no gradients: call under torch.no_grad(), or without a cache"
     if not cache.is_initialized:
-        return None
+        return _sharded_phi(cache)
     for name, got, want in (
         ("batch size", key.shape[0], cache.batch_size),
         ("device", value.device, cache.device),
@@ -34,4 +36,14 @@ def misfit(cache: Any, key: Tensor, value: Tensor) -> str | None:
                 f"the cache was filled with {name} {want}, the new tokens have {name} {got}: "
                 "use a new cache"
             )
+    return None
+
+
+def _sharded_phi(cache: Any) -> str | None:
+    phi = (cache.compress_key, cache.compress_value)
+    if any(is_sharded(x) for each in phi for x in each.parameters(recurse=False)):
+        return (
+            "φ is sharded by itself (fully_shard on the nsa module), and a cache compresses "
+            "outside of its forward: fully_shard the decoder layer, or pass use_cache=False"
+        )
     return None

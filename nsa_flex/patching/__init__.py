@@ -4,6 +4,7 @@ from nsa_flex.patching.adapters import Adapter, register_adapter
 from nsa_flex.patching.apply import patch, unpatch
 from nsa_flex.patching.checkpoint import load
 from nsa_flex.patching.layer import AttentionShape, NSALayer
+from nsa_flex.patching.on_import import when_imported
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
 __all__ = [
@@ -18,3 +19,19 @@ __all__ = [
     "register_adapter",
     "unpatch",
 ]
+
+
+def _register_config() -> None:
+    from nsa_flex.patching import hf_checkpoint_config
+
+    hf_checkpoint_config.register()
+
+
+def _register_models() -> None:
+    from nsa_flex.patching import hf_auto
+
+    hf_auto.register()
+
+
+when_imported("transformers.models.auto.configuration_auto", _register_config)
+when_imported("transformers.models.auto.modeling_auto", _register_models)

@@ -81,6 +81,7 @@ def patch(
             adapters.install(site.module)
     if groups:
         _transformers_decoder().install(model, groups, configs)
+        _transformers_saving().install(model, set(groups))
     return model
 
 
@@ -96,6 +97,7 @@ def unpatch(model: ModelT) -> ModelT:
             adapters.remove(site.module)
     groups = _by_decoder(sites)
     if groups:
+        _transformers_saving().remove(model, set(groups))
         _transformers_decoder().remove(model, groups)
     for site in sites:
         del site.module.nsa
@@ -167,3 +169,9 @@ def _transformers_decoder() -> ModuleType:
     from nsa_flex.patching import hf_decoder
 
     return hf_decoder
+
+
+def _transformers_saving() -> ModuleType:
+    from nsa_flex.patching import hf_saving
+
+    return hf_saving

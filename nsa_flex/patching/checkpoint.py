@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -26,6 +27,8 @@ _HUB_ARGUMENTS = (
     "subfolder",
     "token",
 )
+# Arguments of from_pretrained that are not for the config, though it has some by these names.
+_KEPT_ARGUMENTS = ("dtype", "quantization_config", "torch_dtype")
 
 
 def load(
@@ -39,7 +42,8 @@ def load(
 
     The model is built and loaded by transformers, patched as the record in its config says, and
     given the saved `...nsa.*` tensors, in the dtype they were saved in unless `dtype` is among
-    the arguments. Only safetensors files are read.
+    the arguments. Only safetensors files are read. `AutoModelForCausalLM.from_pretrained` does
+    the same with such a checkpoint once nsa_flex is imported.
 
     Args:
         path: directory or hub name.
@@ -47,14 +51,22 @@ def load(
         model_class: whose `from_pretrained` to call; AutoModelForCausalLM if None.
         kwargs: passed to `from_pretrained`.
 
+    Returns:
+        the model, in eval mode; with `output_loading_info=True` a pair with transformers' report.
+
     Raises:
         ValueError: the checkpoint is not of a patched model, or lacks tensors of it.
 
     >>> model = load("my-checkpoint", dtype=torch.bfloat16)  # doctest: +SKIP
     """
-    model = _load_unpatched(path, model_class, kwargs)
-    record = _pop_record(model, path)
+    from nsa_flex.patching import hf_saving
+
+    hub = {k: v for k, v in kwargs.items() if k in _HUB_ARGUMENTS}
+    wants_report = kwargs.pop("output_loading_info", False)
+    config, kwargs = _read_config(path, hub, kwargs)
+    record = _pop_record(config, path)
     names = record["layers"]
+    model, report = _load_unpatched(path, model_class, {**kwargs, "config": config})
     patch(
         model,
         NSAConfig.from_dict(record["config"]),
@@ -62,13 +74,42 @@ def load(
         backend=record["backend"] if backend is None else backend,
         filter_fn=lambda _, name: any(f".{name}".endswith(f".{known}") for known in names),
     )
-    saved = _read_added(path, {k: v for k, v in kwargs.items() if k in _HUB_ARGUMENTS})
-    _assign(model, saved, cast="dtype" in kwargs or "torch_dtype" in kwargs)
-    return model
+    _assign(model, _read_added(path, hub), cast="dtype" in kwargs or "torch_dtype" in kwargs)
+    hf_saving.name_checkpoint(model, path)
+    return (model, report) if wants_report else model
+
+
+def _read_config(
+    path: str | Path, hub: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The model's config with what `kwargs` says of it, and the rest of `kwargs`."""
+    from transformers import AutoConfig
+
+    from nsa_flex.patching.hf_checkpoint_config import NSACheckpointConfig
+
+    config = kwargs.pop("config", None)
+    if config is None:
+        kept = {k: v for k, v in kwargs.items() if k in _KEPT_ARGUMENTS or k in hub}
+        options = {**hub, **{k: v for k, v in kwargs.items() if k not in kept}}
+        config, kwargs = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
+        kwargs = {**kwargs, **kept}
+    base = config.base if isinstance(config, NSACheckpointConfig) else config
+    return copy.deepcopy(base), kwargs
+
+
+def _pop_record(config: Any, path: str | Path) -> dict[str, Any]:
+    """Take the record of the patch out of a config: the model is built without it."""
+    record = vars(config.get_text_config()).pop("nsa_flex", None)
+    if record is None:
+        raise ValueError(
+            f"{path} is not a checkpoint of a patched model (its config has no nsa_flex): load it "
+            "with transformers and call nsa_flex.patch"
+        )
+    return record
 
 
 def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) -> Any:
-    """The model without its NSA layers, whose tensors transformers does not expect."""
+    """The model without its NSA layers, whose tensors transformers does not expect, and a report."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -86,19 +127,7 @@ def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) 
     unexpected = sorted(key for key in report["unexpected_keys"] if not _is_added(key))
     if unexpected:
         warnings.warn(f"not in the model, left out: {', '.join(unexpected)}", stacklevel=3)
-    return model
-
-
-def _pop_record(model: Any, path: str | Path) -> dict[str, Any]:
-    """Take the record of the patch out of the config of a model that is not patched yet."""
-    config = model.config.get_text_config()
-    record = vars(config).pop("nsa_flex", None)
-    if record is None:
-        raise ValueError(
-            f"{path} is not a checkpoint of a patched model (its config has no nsa_flex): load it "
-            "with transformers and call nsa_flex.patch"
-        )
-    return record
+    return model, {**report, "unexpected_keys": set(unexpected)}
 
 
 def _read_added(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:

@@ -20,8 +20,9 @@ from nsa_flex.patching.hf_refusals import check_arguments, check_mask, check_tok
 
 _NOT_PATCHED = (
     "the config of this model names nsa_flex as its attention, as that of a patched model does, "
-    "but {what}: call nsa_flex.patch(model) for fresh NSA layers, nsa_flex.load(path) for those "
-    "of a checkpoint, or model.set_attn_implementation('sdpa') for dense attention"
+    "but {what}: call nsa_flex.load(path) for the NSA layers of a checkpoint, "
+    "nsa_flex.patch(model) for fresh ones (del model.config.nsa_flex first, if it has one), or "
+    "model.set_attn_implementation('sdpa') for dense attention"
 )
 
 
@@ -71,7 +72,9 @@ def attention_forward(
     else:
         cache = nsa_call.cache.layers[module.layer_idx]
         cache.check_handed_back(name, key, value)
-        output = layer.attend_cached(nsa_input.hidden_states, query, key, value, cache, scaling)
+        output = layer(
+            nsa_input.hidden_states, query, key, value, scale=scaling, cache=cache, stored=True
+        )
     return output.transpose(1, 2).contiguous(), None
 
 

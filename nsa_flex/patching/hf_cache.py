@@ -18,7 +18,7 @@ from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import advance
 from nsa_flex.documents import gather_real
 from nsa_flex.patching.hf_layers import Attention, Decoder
-from nsa_flex.patching.layer import NSALayer
+from nsa_flex.patching.layer import layer_of
 
 # transformers asks whether a layer is one of its own before it asks for lengths.
 CacheLayerMixin.register(LayerCache)
@@ -29,7 +29,7 @@ _STATIC = ("StaticLayer", "StaticSlidingWindowLayer")
 
 def patched_modules(decoder: Decoder) -> list[Attention]:
     """The patched attention modules of a decoder, in order."""
-    return [m for m in decoder.modules() if isinstance(getattr(m, "nsa", None), NSALayer)]
+    return [module for module in decoder.modules() if layer_of(module) is not None]
 
 
 def new_layers(decoder: Decoder, max_length: int | None) -> list[Any]:

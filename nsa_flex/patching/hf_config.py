@@ -123,12 +123,10 @@ def own_configs(model: nn.Module) -> OwnConfigs:
 def former_implementation(config: Config) -> str:
     """What attends, by the config of a decoder that is to be patched.
 
-    A model made from the config of a patched one has that config's record.
+    A model made from the config of a patched one names NSA; then "sdpa".
     """
     implementation = config._attn_implementation
-    if implementation != IMPLEMENTATION:
-        return implementation
-    return getattr(config, "nsa_flex", {}).get("attn_implementation", "sdpa")
+    return "sdpa" if implementation == IMPLEMENTATION else implementation
 
 
 def write_record(decoder: Decoder, record: dict[str, Any]) -> None:

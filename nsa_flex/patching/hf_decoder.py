@@ -126,7 +126,16 @@ def kept_masks(kept: list[Attention]) -> list[str]:
 
 
 def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
-    """ValueError if the unpatched attention modules of `decoder` could not run beside NSA."""
+    """ValueError if `decoder` lacks layers that its config records, or if its unpatched attention
+    modules could not run beside NSA.
+    """
+    if hasattr(decoder.config, "nsa_flex"):
+        raise ValueError(
+            f"the config of {type(decoder).__name__} records NSA layers (config.nsa_flex) that the "
+            "model does not have, as from_config leaves it, or a from_pretrained that dropped "
+            "them: call nsa_flex.load(path) for the trained ones; for fresh ones del "
+            "model.config.nsa_flex first"
+        )
     implementation = former_implementation(decoder.config)
     if not kept_modules(decoder, patched) or implementation in ("eager", "sdpa"):
         return

@@ -98,6 +98,7 @@ class NSALayer(nn.Module):
         scale: float | None = None,
         rows: Rows | None = None,
         cache: LayerCache | None = None,
+        stored: bool = False,
     ) -> Tensor:
         """NSA of queries against keys and values.
 
@@ -112,6 +113,8 @@ class NSALayer(nn.Module):
                 where each row is one document whose last Sq tokens are the queries.
             cache: of `new_cache`; keys and values are added to it. Of padding it is told by
                 `cache.expect`, not by `rows`.
+            stored: whether the caller called `cache.update`, gives what it returned as `key` and
+                `value`, and counts the tokens afterwards (`advance`).
 
         Returns:
             (B, Hq, Sq, Dv) in the dtype of `value`.
@@ -122,11 +125,13 @@ class NSALayer(nn.Module):
         if cache is not None:
             if rows is not None:
                 raise ValueError("rows and cache were both given: tell the cache of padding")
+            if stored:
+                return self._attend_cached(hidden_states, query, key, value, cache, scale)
             if cache.incoming is None:
                 cache.expect(IncomingBatch(query.shape[2]))
             assert cache.incoming is not None
             key, value = cache.update(key, value)
-            output = self.attend_cached(hidden_states, query, key, value, cache, scale)
+            output = self._attend_cached(hidden_states, query, key, value, cache, scale)
             advance([cache], cache.incoming)
             return output
         rows = Rows() if rows is None else rows
@@ -152,7 +157,7 @@ class NSALayer(nn.Module):
         )
         return output if rows.queries is None else rows.queries.restore(output)
 
-    def attend_cached(
+    def _attend_cached(
         self,
         hidden_states: Tensor,
         query: Tensor,
@@ -161,11 +166,7 @@ class NSALayer(nn.Module):
         cache: LayerCache,
         scale: float | None,
     ) -> Tensor:
-        """NSA of the tokens that `cache.update` took in last and gave `key` and `value` for.
-
-        Returns:
-            (B, Hq, Sq, Dv) in the dtype of `value`.
-        """
+        """NSA of the tokens that `cache.update` took in last and gave `key` and `value` for."""
         gates = self.gates(hidden_states)
         output, _ = cache.attend(query, key, value, gates, scale=scale, backend=self.backend)
         return output
@@ -177,3 +178,16 @@ class NSALayer(nn.Module):
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"init={self.init!r}, backend={self.backend!r}"
+
+
+def layer_of(module: nn.Module) -> NSALayer | None:
+    """The NSA layer of a patched attention module; None if it is not patched.
+
+    PEFT's `modules_to_save=["nsa"]` puts a wrapper in its place, with a copy for each adapter:
+    then this is the layer that was wrapped. Calls, and attributes that adapters change, go through
+    `module.nsa`, which is the copy in force.
+    """
+    layer = getattr(module, "nsa", None)
+    while layer is not None and not isinstance(layer, NSALayer):
+        layer = getattr(layer, "original_module", None)
+    return layer

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nsa_flex.patching.adapters import Adapter, find_adapter, has_own_forward, is_installed
-from nsa_flex.patching.layer import AttentionShape, NSALayer
+from nsa_flex.patching.layer import AttentionShape, layer_of
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -108,7 +108,7 @@ def choose_sites(model: nn.Module, filter_fn: Filter | None) -> list[Site]:
 def patched_sites(model: nn.Module) -> Iterator[Site]:
     """The patched attention modules, those that run through an adapter without a decoder."""
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "nsa", None), NSALayer):
+        if layer_of(module) is not None:
             by_adapter = is_installed(module)
             decoder = None if by_adapter else _transformers_layers().decoder_of(model, name)
             yield Site(name, module, decoder=decoder)

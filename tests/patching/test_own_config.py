@@ -190,7 +190,9 @@ def test_a_model_made_from_the_config_of_a_patched_one_does_not_attend(
     ids = tokens(1, 40)
     call = {"attention_mask": torch.ones_like(ids)} if masked else {}
     made = type(patched)(copy.deepcopy(patched.config)).eval()
-    with pytest.raises(ValueError, match=r"is not patched: call nsa_flex\.patch\(model\).*load"):
+    with pytest.raises(
+        ValueError, match=r"is not patched: call nsa_flex\.load\(path\).*nsa_flex\.patch\(model\)"
+    ):
         logits(made, ids, **call)
     made.set_attn_implementation("sdpa")
     logits(made, ids, **call)
@@ -199,6 +201,7 @@ def test_a_model_made_from_the_config_of_a_patched_one_does_not_attend(
 def test_a_model_made_from_the_config_of_a_patched_one_can_be_patched() -> None:
     patched = nsa_flex.patch(tiny_model(attn_implementation="sdpa"), NSA)
     made = type(patched)(copy.deepcopy(patched.config)).eval()
+    del made.config.nsa_flex
     nsa_flex.patch(made, NSA)
     made.load_state_dict(patched.state_dict())
     ids = tokens(1, 40)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import nsa_flex
+from nsa_flex.patching.saved_config import from_saved
 from patching.tiny_models import NSA, tiny_model, tokens
 
 
@@ -108,16 +112,127 @@ def test_a_loaded_model_can_be_unpatched(tmp_path: Path) -> None:
     assert not hasattr(loaded.config, "nsa_flex")
 
 
-def test_transformers_alone_loads_the_dense_part(tmp_path: Path) -> None:
-    dense = tiny_model()
-    ids = tokens(1, 40)
-    expected = logits(dense, ids)
-    nsa_flex.patch(dense, NSA).save_pretrained(tmp_path)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager"
+@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModel"])
+def test_auto_classes_read_a_patched_checkpoint(auto: str, tmp_path: Path) -> None:
+    model = trained(nsa_flex.patch(tiny_model(), NSA, init="dense"))
+    saved = model if auto == "AutoModelForCausalLM" else model.model
+    saved.save_pretrained(tmp_path)
+    loaded = getattr(transformers, auto).from_pretrained(tmp_path, attn_implementation="eager")
+    assert type(loaded) is type(saved)
+    ids = tokens(2, 50)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids)[0], saved(ids)[0])
+    assert loaded.config.model_type == "llama"
+    assert loaded.config.nsa_flex == saved.config.nsa_flex
+
+
+def test_auto_classes_take_the_arguments_of_from_pretrained(tmp_path: Path) -> None:
+    nsa_flex.patch(tiny_model(), NSA).save_pretrained(tmp_path)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, output_loading_info=True, eos_token_id=7
     )
-    assert torch.equal(logits(plain, ids), expected)
-    nsa_flex.patch(plain, NSA)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert loaded.config.eos_token_id == 7
+    assert not report["unexpected_keys"]
+    config = transformers.AutoConfig.from_pretrained(tmp_path, eos_token_id=7)
+    assert (config.eos_token_id, config.hidden_size, config.num_labels) == (7, 32, 2)
+    with pytest.raises(ValueError, match=r"call nsa_flex\.load\(path\)"):
+        transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_a_class_of_its_own_refuses_a_patched_checkpoint(tmp_path: Path) -> None:
+    nsa_flex.patch(tiny_model(), NSA).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r'attn_implementation="nsa_flex\.load"` is not supported'
+    ):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+WITHOUT_NSA_FLEX = """
+import sys, transformers
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+path = sys.argv[1]
+for loader, message in (AutoModelForCausalLM, "model type `nsa_flex`"), (LlamaForCausalLM, "nsa_flex.load"):
+    try:
+        loader.from_pretrained(path)
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        sys.exit(f"{loader} loaded a dense model")
+assert "nsa_flex" not in sys.modules
+import nsa_flex
+assert hasattr(AutoModelForCausalLM.from_pretrained(path).model.layers[0].self_attn, "nsa")
+"""
+
+
+def test_transformers_alone_refuses_a_patched_checkpoint(tmp_path: Path) -> None:
+    nsa_flex.patch(tiny_model(), NSA).save_pretrained(tmp_path)
+    code = [sys.executable, "-c", WITHOUT_NSA_FLEX, str(tmp_path)]
+    subprocess.run(code, check=True, capture_output=True, text=True)
+
+
+def test_a_checkpoint_with_the_dense_model_type_is_loaded(tmp_path: Path) -> None:
+    """As nsa_flex 0.1.0 wrote them: the record in the config, nothing else of NSA."""
+    model = trained(nsa_flex.patch(tiny_model(), NSA))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(from_saved(json.loads(file.read_text()))))
+    assert json.loads(file.read_text())["model_type"] == "llama"
+    loaded, ids = nsa_flex.load(tmp_path, attn_implementation="eager"), tokens(1, 40)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"records NSA layers .* call nsa_flex\.load\(path\)"):
+        nsa_flex.patch(dense, NSA)
+
+
+def test_a_model_made_from_the_config_of_a_patched_one_is_not_patched_anew() -> None:
+    model = nsa_flex.patch(tiny_model(), NSA)
+    fresh = type(model)(copy.deepcopy(model.config))
+    with pytest.raises(ValueError, match=r"records NSA layers .*del model\.config\.nsa_flex"):
+        nsa_flex.patch(fresh, NSA)
+    del fresh.config.nsa_flex
+    assert nsa_flex.patch(fresh, NSA) is fresh
+
+
+def test_the_model_in_memory_keeps_its_class_and_type(tmp_path: Path) -> None:
+    model = nsa_flex.patch(tiny_model(), NSA)
+    config = model.config
+    model.save_pretrained(tmp_path)
+    assert type(model) is transformers.LlamaForCausalLM
+    assert model.config is config
+    assert (config.model_type, config.architectures) == ("llama", ["LlamaForCausalLM"])
+    on_disk = json.loads((tmp_path / "config.json").read_text())
+    assert (on_disk["model_type"], on_disk["architectures"]) == (
+        "nsa_flex",
+        ["NSALlamaForCausalLM"],
+    )
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_saves_itself(how: str, tmp_path: Path) -> None:
+    model = nsa_flex.patch(tiny_model(), NSA)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    trained(twin).save_pretrained(tmp_path)
+    loaded, ids = nsa_flex.load(tmp_path, attn_implementation="eager"), tokens(1, 40)
+    assert torch.equal(logits(loaded, ids), logits(twin, ids))
+
+
+def test_a_patched_model_does_not_name_the_dense_checkpoint(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "dense")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    names = (model.name_or_path, model.config.name_or_path)
+    nsa_flex.patch(model, NSA)
+    assert model.name_or_path == model.config.name_or_path
+    with pytest.raises(
+        OSError, match=r"nsa_flex\.patch\(.*save_pretrained it, then nsa_flex\.load"
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(model.config.name_or_path)
+    model.save_pretrained(tmp_path / "sparse")
+    loaded = nsa_flex.load(tmp_path / "sparse")
+    assert loaded.name_or_path == loaded.config.name_or_path == str(tmp_path / "sparse")
+    nsa_flex.unpatch(model)
+    assert (model.name_or_path, model.config.name_or_path) == names
 
 
 def test_the_state_dict_goes_into_an_equally_patched_model(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""transformers' Auto classes read checkpoints of patched models, as `nsa_flex.load` does."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import transformers
+
+from nsa_flex.patching.checkpoint import load
+from nsa_flex.patching.hf_checkpoint_config import NSACheckpointConfig
+
+_AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+
+
+def register() -> None:
+    """Tell the Auto classes how to read the model type that patched models have on disk."""
+    for name in _AUTO_CLASSES:
+        auto = getattr(transformers, name)
+        reader = type(f"NSA{name}", (_Reader,), {"auto_class": auto})
+        auto.register(NSACheckpointConfig, reader, exist_ok=True)
+
+
+class _Reader:
+    """Stands in an Auto class's table, where the class of the patched model would."""
+
+    auto_class: ClassVar[Any]
+    config_class = NSACheckpointConfig
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *, config: Any, **kwargs: Any) -> Any:
+        return load(path, config=config, model_class=cls.auto_class, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "this is the config of a checkpoint of a patched model, which from_config would leave "
+            "without its NSA layers: call nsa_flex.load(path); for fresh layers build the dense "
+            "model from config.base, del its config.nsa_flex and call nsa_flex.patch"
+        )

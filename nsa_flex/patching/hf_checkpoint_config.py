@@ -1,0 +1,51 @@
+"""What AutoConfig reads from the checkpoint of a patched model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from nsa_flex.patching.saved_config import MODEL_TYPE, from_saved
+
+
+def register() -> None:
+    """Tell AutoConfig of the model type that patched models have on disk."""
+    AutoConfig.register(MODEL_TYPE, NSACheckpointConfig, exist_ok=True)
+
+
+class NSACheckpointConfig(PreTrainedConfig):
+    """The config of a patched model, with the model type that it has on disk.
+
+    `base` is the config that the model has in memory; all attributes of it are here too.
+    """
+
+    model_type = MODEL_TYPE
+    auto_map: ClassVar[dict[str, str]] = {}  # readers look into it
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As of PreTrainedConfig."""
+        return_unused = kwargs.pop("return_unused_kwargs", False)
+        base, unused = _base(from_saved(config_dict), kwargs)
+        config = cls()
+        vars(config).update(vars(base), base=base)
+        return (config, unused) if return_unused else config
+
+    def __getattr__(self, name: str) -> Any:
+        """What the class of `base` knows beyond the attributes."""
+        if name.startswith("__") or "base" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(vars(self)["base"], name)
+
+
+def _base(config_dict: dict[str, Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    model_type = config_dict["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"the checkpoint is of a patched model of type {model_type!r}, which this version of "
+            "transformers does not know: load it with the version that wrote it"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    return config_class.from_dict(config_dict, return_unused_kwargs=True, **kwargs)

@@ -1,0 +1,94 @@
+"""`save_pretrained` of a patched transformers model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
+
+from nsa_flex.patching.hf_layers import Decoder
+from nsa_flex.patching.layer import layer_of
+from nsa_flex.patching.saved_config import to_saved
+
+# In the place of a hub name, which it cannot be: what asks the hub for it shows this text.
+_UNSAVED = "nsa_flex.patch({former}), in memory only: save_pretrained it, then nsa_flex.load"
+
+
+def install(model: nn.Module, decoders: set[Decoder]) -> None:
+    """Let every transformers model in `model` that holds a patched decoder save as what it is.
+
+    Nor does it name the checkpoint it was made from any more, which is that of another model.
+    Trainers take a reference model or a tokenizer, and PEFT the base of an adapter, from there.
+    """
+    holders = _holders(model, decoders)
+    for holder in holders:
+        holder.save_pretrained = functools.partial(_save_pretrained, holder)
+        holder.nsa_former_names = (holder.name_or_path, holder.config.name_or_path)
+    for holder in holders:
+        former, _ = holder.nsa_former_names
+        _name(holder, _UNSAVED.format(former=former), _UNSAVED.format(former=former))
+
+
+def remove(model: nn.Module, decoders: set[Decoder]) -> None:
+    """Undo `install`."""
+    for holder in _holders(model, decoders):
+        if hasattr(holder, "nsa_former_names"):
+            _name(holder, *holder.nsa_former_names)
+            del holder.nsa_former_names, holder.save_pretrained
+
+
+def name_checkpoint(model: nn.Module, path: Any) -> None:
+    """Say that the patched `model` is the one saved at `path`."""
+    for holder in model.modules():
+        if hasattr(holder, "nsa_former_names"):
+            _name(holder, str(path), str(path))
+
+
+def _name(holder: Any, name: str, config_name: str) -> None:
+    holder.name_or_path = name
+    holder.config.name_or_path = config_name
+
+
+def _holders(model: nn.Module, decoders: set[Decoder]) -> list[Any]:
+    return [
+        each
+        for each in model.modules()
+        if isinstance(each, PreTrainedModel) and not decoders.isdisjoint(each.modules())
+    ]
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """As the class's own, which writes what `_SavedConfig` makes of the config."""
+    if all(layer_of(module) is None for module in model.modules()):
+        return type(model).save_pretrained(model, *args, **kwargs)  # a part was unpatched alone
+    config = model.config
+    model.config = _SavedConfig(config)
+    try:
+        return type(model).save_pretrained(model, *args, **kwargs)
+    finally:
+        model.config = config
+
+
+class _SavedConfig:
+    """A config in all but the file that it writes."""
+
+    def __init__(self, config: Any) -> None:
+        vars(self)["_config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_config"], name, value)
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write config.json, of a model type of its own."""
+        vars(self)["_config"].save_pretrained(save_directory, **kwargs)
+        path = Path(save_directory) / CONFIG_NAME
+        saved = to_saved(json.loads(path.read_text()))
+        path.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
