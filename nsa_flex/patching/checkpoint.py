@@ -109,7 +109,7 @@ def _pop_record(config: Any, path: str | Path) -> dict[str, Any]:
 
 
 def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) -> Any:
-    """The model without its NSA layers, whose tensors transformers does not expect, and a report."""
+    """The model without its NSA layers, which transformers does not know, and its report."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

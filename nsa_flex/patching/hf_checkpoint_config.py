@@ -30,7 +30,7 @@ class NSACheckpointConfig(PreTrainedConfig):
         return_unused = kwargs.pop("return_unused_kwargs", False)
         base, unused = _base(from_saved(config_dict), kwargs)
         config = cls()
-        vars(config).update(vars(base), base=base)
+        config.__dict__.update(vars(base), base=base)
         return (config, unused) if return_unused else config
 
     def __getattr__(self, name: str) -> Any:

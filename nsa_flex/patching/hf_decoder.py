@@ -131,9 +131,9 @@ def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
     """
     if hasattr(decoder.config, "nsa_flex"):
         raise ValueError(
-            f"the config of {type(decoder).__name__} records NSA layers (config.nsa_flex) that the "
-            "model does not have, as from_config leaves it, or a from_pretrained that dropped "
-            "them: call nsa_flex.load(path) for the trained ones; for fresh ones del "
+            f"the config of {type(decoder).__name__} records NSA layers (config.nsa_flex) that "
+            "the model does not have, as from_config leaves it, or a from_pretrained that "
+            "dropped them: call nsa_flex.load(path) for the trained ones; for fresh ones del "
             "model.config.nsa_flex first"
         )
     implementation = former_implementation(decoder.config)

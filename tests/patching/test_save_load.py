@@ -152,7 +152,8 @@ WITHOUT_NSA_FLEX = """
 import sys, transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 path = sys.argv[1]
-for loader, message in (AutoModelForCausalLM, "model type `nsa_flex`"), (LlamaForCausalLM, "nsa_flex.load"):
+messages = {AutoModelForCausalLM: "model type `nsa_flex`", LlamaForCausalLM: "nsa_flex.load"}
+for loader, message in messages.items():
     try:
         loader.from_pretrained(path)
     except ValueError as error:

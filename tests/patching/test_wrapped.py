@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +97,11 @@ def run_checks(rank: int, rendezvous: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    for check in (ddp_synchronises_what_patch_added, fsdp_starts_from_the_meta_device):
+    for check in (
+        ddp_synchronises_what_patch_added,
+        fsdp_starts_from_the_meta_device,
+        nsa_layers_sharded_by_themselves,
+    ):
         torch.manual_seed(rank)  # each rank has random weights of its own
         check()
     dist.destroy_process_group()
@@ -128,6 +133,22 @@ def fsdp_starts_from_the_meta_device() -> None:
     step(model)
     after = model.model.layers[0].self_attn.nsa.gates.linear.weight.full_tensor()
     assert not torch.equal(before, after)
+
+
+def nsa_layers_sharded_by_themselves() -> None:
+    torch.manual_seed(0)
+    model = nsa_flex.patch(tiny_model().train(), NSA)
+    twin = copy.deepcopy(model)
+    for layer in model.model.layers:
+        fully_shard(layer.self_attn.nsa, mesh=init_device_mesh("cpu", (2,)))
+    ids = tokens(2, 40)
+    for each in (model, twin):
+        each(ids, labels=ids, use_cache=False).loss.backward()
+    for (name, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        gradient = found.grad.full_tensor() if is_sharded(found) else found.grad
+        torch.testing.assert_close(gradient, expected.grad, msg=name)
+    with pytest.raises(ValueError, match=r"φ is sharded by itself.*fully_shard the decoder layer"):
+        model.eval().generate(ids, max_new_tokens=2)
 
 
 def step(model: nn.Module) -> None:
