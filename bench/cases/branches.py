@@ -42,7 +42,7 @@ class BranchTarget(Target):
         backends = [backend for backend, branch in IMPLEMENTATIONS if branch == self.name]
         return (*backends, *(f"{backend}-eager" for backend in backends))
 
-    def obstacle(self, case: Case, memory: int) -> str | None:
+    def unsupported_reason(self, case: Case, memory: int) -> str | None:
         return too_large(case, case.seq_len, memory) if backend_of(case) == "dense" else None
 
     def function(self, case: Case, task: Task, compiler: str) -> Function:
@@ -70,7 +70,7 @@ class Compressed(BranchTarget):
             tensors[name] = means.requires_grad_(case.train)
         return Task(tensors, facts=facts)
 
-    def obstacle(self, case: Case, memory: int) -> str | None:
+    def unsupported_reason(self, case: Case, memory: int) -> str | None:
         keys = case.config.num_compressed_blocks(case.seq_len)
         return too_large(case, keys, memory) if backend_of(case) == "dense" else None
 

@@ -55,7 +55,7 @@ class Core(Target):
         tensors, facts = query_key_value(case, device)
         return Task({**tensors, "gates": uniform_gates(case, device)}, facts=facts)
 
-    def obstacle(self, case: Case, memory: int) -> str | None:
+    def unsupported_reason(self, case: Case, memory: int) -> str | None:
         return too_large(case, case.seq_len, memory) if _keeps_scores(case) else None
 
     def function(self, case: Case, task: Task, compiler: str) -> Function:

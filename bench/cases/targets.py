@@ -58,7 +58,7 @@ class Target:
         """Inputs, drawn from torch's seeded generators."""
         raise NotImplementedError
 
-    def obstacle(self, case: Case, memory: int) -> str | None:
+    def unsupported_reason(self, case: Case, memory: int) -> str | None:
         """Why this case cannot be run with so many bytes, as far as can be said in advance."""
         return None
 
@@ -142,7 +142,7 @@ def scores_in_memory(case: Case, keys: int) -> int:
 
 
 def too_large(case: Case, keys: int, memory: int) -> str | None:
-    """The obstacle of implementations that keep all scores."""
+    """Why an implementation that keeps all scores cannot run, or None."""
     needed = scores_in_memory(case, keys)
     if needed <= 0.9 * memory:
         return None

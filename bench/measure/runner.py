@@ -135,9 +135,9 @@ def _measured(
 def _measured_attention(
     target: Target, case: Case, ceilings: dict[str, Any], options: Options
 ) -> dict[str, dict[str, Any]]:
-    obstacle = target.obstacle(case, _memory(options.device))
-    if obstacle is not None:
-        raise Skip(obstacle)
+    reason = target.unsupported_reason(case, _memory(options.device))
+    if reason is not None:
+        raise Skip(reason)
     task = target.prepare(case, options.device)
     function = target.function(case, task, options.compiler)
     with torch.set_grad_enabled(case.train):
