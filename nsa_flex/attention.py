@@ -200,7 +200,7 @@ def merge(outputs: list[Tensor], gates: Tensor) -> Tensor:
     if gates.device.type == "cuda" and HAS_TRITON and outputs[0].dtype != torch.float64:
         from nsa_flex.fallback_kernels.fused import gated_sum as fused
 
-        return fused.merge(outputs[0], outputs[1], outputs[2], gates)
+        return fused.gated_sum(outputs[0], outputs[1], outputs[2], gates)
     precision = torch.promote_types(outputs[0].dtype, torch.float32)
     gate = gates.to(precision)
     first, *rest = (out.to(precision) * gate[..., c, None] for c, out in enumerate(outputs))

@@ -209,7 +209,7 @@ def unsupported_reason(query: Tensor, key: Tensor, value: Tensor, config: NSACon
         return "triton is not installed"
     from nsa_flex.fallback_kernels.decode import interface as decode
 
-    return decode.obstacle(query, key, value, config)
+    return decode.unsupported_reason(query, key, value, config)
 
 
 def store_unsupported_reason(

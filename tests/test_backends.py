@@ -326,7 +326,7 @@ def test_operators_around_cudnn_pass_opcheck() -> None:
 def test_cudnn_and_the_gated_sum_in_a_cuda_graph() -> None:
     """What `auto` takes where the core is not one operator, with the backward."""
     pytest.importorskip("triton")
-    from nsa_flex.fallback_kernels.fused.gated_sum import merge
+    from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 
     q, selected, sliding = (leaf((1, 8, 500, 64), torch.bfloat16, "cuda") for _ in range(3))
     blocks = PAPER.num_compressed_blocks(500)
@@ -339,7 +339,7 @@ def test_cudnn_and_the_gated_sum_in_a_cuda_graph() -> None:
         out, lse = IMPLEMENTATIONS["sdpa", "compressed"](
             Branch(q, k, v, PAPER, 0.125, need_lse=True)
         )
-        total = merge(out, selected, sliding, gates)
+        total = gated_sum(out, selected, sliding, gates)
         assert lse is not None
         return [total, lse, *torch.autograd.grad(total, inputs, grad_out)]
 

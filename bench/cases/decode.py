@@ -99,18 +99,18 @@ def parts(inputs: Inputs) -> Iterator[tuple[str, Call]]:
     plan = DecodePlan.of(x.query, x.key, x.value, x.compressed_key, CONFIG)
     cache = launch.Cache(x.key, x.value, x.compressed_key, x.compressed_value, x.lengths)
     new = launch.NewTokens(x.new_key, x.new_value)
-    scratch = plan.scratch(x.query.device)
+    workspace = plan.workspace(x.query.device)
     out, _, lse = launch.run(plan, x.query, cache, x.gates, HEAD_DIM**-0.5, new=new)
     first = (plan, x.query, cache)
-    attend = (*first, (x.key, x.value), scratch, HEAD_DIM**-0.5, new)
+    attend = (*first, (x.key, x.value), workspace, HEAD_DIM**-0.5, new)
     yield (
         "compressed, append, compress",
-        lambda: launch.launch_compressed(*first, scratch, HEAD_DIM**-0.5, new),
+        lambda: launch.launch_compressed(*first, workspace, HEAD_DIM**-0.5, new),
     )
-    yield "choice", lambda: launch.launch_choice(plan, cache, scratch)
-    yield "selected", lambda: launch.launch_attend(*attend, sliding_window=False)
-    yield "sliding", lambda: launch.launch_attend(*attend, selected=False)
-    yield "merge", lambda: launch.launch_merge(plan, cache, scratch, x.gates, out, lse)
+    yield "choice", lambda: launch.launch_topk(plan, cache, workspace)
+    yield "selected", lambda: launch.launch_selected_sliding(*attend, sliding_window=False)
+    yield "sliding", lambda: launch.launch_selected_sliding(*attend, selected=False)
+    yield "merge", lambda: launch.launch_combine(plan, cache, workspace, x.gates, out, lse)
 
 
 def measurements(shape: Shape, clock: Clock) -> Iterator[Measured]:

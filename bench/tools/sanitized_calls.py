@@ -22,7 +22,7 @@ from torch import Tensor
 from nsa_flex import NSAConfig, nsa_attention
 from nsa_flex.compression import mean_of_blocks, split_segments
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
-from nsa_flex.fallback_kernels.fused.gated_sum import merge as merge_branches
+from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
 from nsa_flex.fallback_kernels.sliding.interface import sliding_attention
 from nsa_flex.fallback_kernels.topk.interface import choose_blocks
@@ -194,7 +194,7 @@ def merge() -> Calls:
 
 def differentiate_merge() -> None:
     a, b, c, gates = (normal(2, 3, 37, width, HALF) for width in (24, 24, 24, 3))
-    differentiate((merge_branches(a, b, c, gates),), (a, b, c, gates))
+    differentiate((gated_sum(a, b, c, gates),), (a, b, c, gates))
 
 
 def decode() -> Calls:

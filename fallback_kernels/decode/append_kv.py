@@ -16,53 +16,55 @@ def completed_block(position, COMPRESS: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def load_row(pointer, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """One row [COLUMNS], zeros behind DIM."""
-    dim = tl.arange(0, COLUMNS)
+def load_row(pointer, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One row [BLOCK_D], zeros past DIM."""
+    dim = tl.arange(0, BLOCK_D)
     return tl.load(pointer + dim, mask=dim < DIM, other=0.0)
 
 
 @triton.jit
-def store_row(pointer, row, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """`row` in the type of the memory."""
-    dim = tl.arange(0, COLUMNS)
+def store_row(pointer, row, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores `row` [BLOCK_D] in the dtype of the memory."""
+    dim = tl.arange(0, BLOCK_D)
     tl.store(pointer + dim, row.to(pointer.dtype.element_ty), mask=dim < DIM)
 
 
 @triton.jit
 def load_tokens(
     cache_ptr, new_ptr, first, first_new, cache_stride_s, new_stride_s,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, COMPRESS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPRESS: tl.constexpr,
+    PADDED_COMPRESS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens first ... first + l - 1 in float32 [ROWS, COLUMNS], zeros behind them.
+    """Tokens first ... first + l - 1 in float32 [PADDED_COMPRESS, BLOCK_D], zeros past them.
 
-    Tokens from `first_new` on are read where the caller has them: another program may still be
-    writing them into the cache. They are rounded to the cache's type all the same.
+    Tokens from `first_new` on are read where the caller has them: another CTA may still be
+    writing them into the cache. They are rounded to the cache's dtype all the same.
     """
-    row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    token = first + row
-    inside = (row < COMPRESS)[:, None] & (dim < DIM)[None, :]
+    row, dim = tl.arange(0, PADDED_COMPRESS), tl.arange(0, BLOCK_D)
+    token = first + row  # [PADDED_COMPRESS]
+    mask = (row < COMPRESS)[:, None] & (dim < DIM)[None, :]  # [PADDED_COMPRESS, BLOCK_D]
     old = tl.load(
         cache_ptr + token.to(tl.int64)[:, None] * cache_stride_s + dim[None, :],
-        mask=inside & (token < first_new)[:, None],
+        mask=mask & (token < first_new)[:, None],
         other=0.0,
-    )
+    )  # [PADDED_COMPRESS, BLOCK_D]
     new = tl.load(
         new_ptr + (token - first_new)[:, None] * new_stride_s + dim[None, :],
-        mask=inside & (token >= first_new)[:, None],
+        mask=mask & (token >= first_new)[:, None],
         other=0.0,
-    )
+    )  # [PADDED_COMPRESS, BLOCK_D]
     return old.to(tl.float32) + new.to(cache_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def summary(
-    tokens, weight_ptr, COMPRESS: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr
-):
-    """Mean of a block's tokens [ROWS, COLUMNS], or their weighted sum."""
+def compress_tokens(
+    tokens, weight_ptr, COMPRESS: tl.constexpr, PADDED_COMPRESS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Mean of a block's tokens [PADDED_COMPRESS, BLOCK_D], or their weighted sum: [BLOCK_D]."""
     if WEIGHTED:
-        row = tl.arange(0, ROWS)
-        weight = tl.load(weight_ptr + row, mask=row < COMPRESS, other=0.0)
+        row = tl.arange(0, PADDED_COMPRESS)
+        weight = tl.load(weight_ptr + row, mask=row < COMPRESS, other=0.0)  # [PADDED_COMPRESS]
         return tl.sum(tokens * weight[:, None], 0)
     return tl.sum(tokens, 0) / COMPRESS
 
@@ -70,26 +72,26 @@ def summary(
 @triton.jit
 def append_token(
     new_key_ptr, new_value_ptr, key_ptr, value_ptr, key_stride_s, value_stride_s, position,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Copies one key and value into their slot; the cache's pointers are at its first row."""
     slot = position.to(tl.int64)
-    k = load_row(new_key_ptr, HEAD_DIM, HEAD_COLUMNS)
-    v = load_row(new_value_ptr, VALUE_DIM, VALUE_COLUMNS)
-    store_row(key_ptr + slot * key_stride_s, k, HEAD_DIM, HEAD_COLUMNS)
-    store_row(value_ptr + slot * value_stride_s, v, VALUE_DIM, VALUE_COLUMNS)
+    k = load_row(new_key_ptr, HEAD_DIM, BLOCK_D)  # [BLOCK_D]
+    v = load_row(new_value_ptr, VALUE_DIM, BLOCK_DV)  # [BLOCK_DV]
+    store_row(key_ptr + slot * key_stride_s, k, HEAD_DIM, BLOCK_D)
+    store_row(value_ptr + slot * value_stride_s, v, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
-def emit_block(
+def store_completed_block(
     new_key_ptr, new_value_ptr, new_key_stride_s, new_value_stride_s,
     key_ptr, value_ptr, key_stride_s, value_stride_s,
     compressed_key_ptr, compressed_value_ptr, compressed_key_stride_s, compressed_value_stride_s,
     key_weight_ptr, value_weight_ptr, position, first_new, num_compressed,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COMPRESS_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, PADDED_COMPRESS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Writes the compressed key and value that the token at `position` completes, if any."""
@@ -98,22 +100,22 @@ def emit_block(
         first, slot = block * STRIDE, block.to(tl.int64)
         k = load_tokens(
             key_ptr, new_key_ptr, first, first_new, key_stride_s, new_key_stride_s,
-            HEAD_DIM, HEAD_COLUMNS, COMPRESS, COMPRESS_ROWS,
-        )  # fmt: skip
+            HEAD_DIM, BLOCK_D, COMPRESS, PADDED_COMPRESS,
+        )  # fmt: skip  # [PADDED_COMPRESS, BLOCK_D]
         v = load_tokens(
             value_ptr, new_value_ptr, first, first_new, value_stride_s, new_value_stride_s,
-            VALUE_DIM, VALUE_COLUMNS, COMPRESS, COMPRESS_ROWS,
-        )  # fmt: skip
-        k = summary(k, key_weight_ptr, COMPRESS, COMPRESS_ROWS, WEIGHTED)
-        v = summary(v, value_weight_ptr, COMPRESS, COMPRESS_ROWS, WEIGHTED)
-        place = compressed_key_ptr + slot * compressed_key_stride_s
-        store_row(place, k, HEAD_DIM, HEAD_COLUMNS)
-        place = compressed_value_ptr + slot * compressed_value_stride_s
-        store_row(place, v, VALUE_DIM, VALUE_COLUMNS)
+            VALUE_DIM, BLOCK_DV, COMPRESS, PADDED_COMPRESS,
+        )  # fmt: skip  # [PADDED_COMPRESS, BLOCK_DV]
+        k = compress_tokens(k, key_weight_ptr, COMPRESS, PADDED_COMPRESS, WEIGHTED)  # [BLOCK_D]
+        v = compress_tokens(v, value_weight_ptr, COMPRESS, PADDED_COMPRESS, WEIGHTED)  # [BLOCK_DV]
+        row_ptr = compressed_key_ptr + slot * compressed_key_stride_s
+        store_row(row_ptr, k, HEAD_DIM, BLOCK_D)
+        row_ptr = compressed_value_ptr + slot * compressed_value_stride_s
+        store_row(row_ptr, v, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
-def append_kernel(
+def decode_append_kernel(
     new_key_ptr, new_value_ptr, key_ptr, value_ptr, compressed_key_ptr, compressed_value_ptr,
     key_weight_ptr, value_weight_ptr, lengths_ptr,
     new_key_stride_b, new_key_stride_h, new_key_stride_s,
@@ -123,17 +125,18 @@ def append_kernel(
     compressed_key_stride_b, compressed_key_stride_h, compressed_key_stride_s,
     compressed_value_stride_b, compressed_value_stride_h, compressed_value_stride_s,
     capacity, num_compressed, kv_heads,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COMPRESS_ROWS: tl.constexpr,
-    APPEND: tl.constexpr, EMIT: tl.constexpr, WEIGHTED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, PADDED_COMPRESS: tl.constexpr,
+    APPEND: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, KV head of a batch row): stores the token, emits the block it completes.
+    """CTA (token, KV head of a batch row): stores the token and the block that it completes.
 
-    Without APPEND the tokens are in the cache already; without EMIT no block is emitted.
+    Without APPEND the tokens are in the cache already; without WRITE_COMPRESSED no block is
+    written.
     """
-    token, pair = tl.program_id(0), tl.program_id(1)
-    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    token, batch_head = tl.program_id(0), tl.program_id(1)
+    batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
     length = tl.load(lengths_ptr + batch)
     position = length + token
     if position >= capacity:
@@ -147,10 +150,10 @@ def append_kernel(
         append_token(
             new_key_ptr + token * new_key_stride_s, new_value_ptr + token * new_value_stride_s,
             key_ptr, value_ptr, key_stride_s, value_stride_s, position,
-            HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
         )  # fmt: skip
-    if EMIT:
-        emit_block(
+    if WRITE_COMPRESSED:
+        store_completed_block(
             new_key_ptr, new_value_ptr, new_key_stride_s, new_value_stride_s,
             key_ptr, value_ptr, key_stride_s, value_stride_s,
             compressed_key_ptr + batch * compressed_key_stride_b + head * compressed_key_stride_h,
@@ -159,6 +162,6 @@ def append_kernel(
             compressed_key_stride_s, compressed_value_stride_s,
             key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
             position, first_new, num_compressed,
-            HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
-            COMPRESS, STRIDE, COMPRESS_ROWS, WEIGHTED,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
+            COMPRESS, STRIDE, PADDED_COMPRESS, WEIGHTED,
         )  # fmt: skip

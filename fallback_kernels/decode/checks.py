@@ -1,4 +1,4 @@
-"""What the decode kernels take: looks at shapes, dtypes and devices, never at values."""
+"""What the decode kernels take, by shapes, dtypes and devices; values are never read."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 MAX_SLOTS = 64
 MAX_TOKENS = 16
-MAX_BLOCKS = 1 << 14  # ranks in the registers of one program
+MAX_BLOCKS = 1 << 14  # ranks in the registers of one CTA
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
 
 
-def obstacle(
-    query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, *, interpreted: bool
-) -> str | None:
-    """Why the kernels do not take these shapes, or None."""
+def unsupported_reason(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> str | None:
+    """Why the decode kernels do not take these shapes, dtypes or devices; None if they do."""
     tokens, dim = query.shape[2], max(query.shape[3], value.shape[3])
     per_block = config.select_block_size // config.compress_stride
     limits = (
         (query.shape[1] // key.shape[1], MAX_GROUP, "query heads share a KV head"),
         (dim, MAX_HEAD_DIM, "is the largest head dim"),
         (tokens, MAX_TOKENS, "new tokens"),
-        (config.num_selected_blocks, MAX_SLOTS, "blocks are to be chosen"),
-        (config.num_select_blocks(key.shape[2]), MAX_BLOCKS, "blocks can be chosen"),
+        (config.num_selected_blocks, MAX_SLOTS, "selected blocks"),
+        (config.num_select_blocks(key.shape[2]), MAX_BLOCKS, "selectable blocks"),
         (per_block, 64, "compressed keys start in a block"),
         (query.shape[0] * key.shape[1], MAX_HEADS, "KV heads in all batch rows"),
     )
-    if query.device.type != "cuda" and not interpreted:
-        return f"the decode kernels need CUDA tensors, got {query.device}"
+    reason = triton_unsupported_reason(query.device)
+    if reason is not None:
+        return reason
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the decode kernels take {DTYPES}"
     for number, most, meaning in limits:
@@ -95,6 +94,22 @@ def check_compressed(compressed_key: Tensor, key: Tensor, config: NSAConfig) -> 
         )
 
 
+def check_sliding(
+    sliding_key: Tensor | None,
+    sliding_value: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+) -> None:
+    """Raises ValueError unless both are None, or of the shapes of key and value."""
+    if sliding_key is not None and sliding_value is not None:
+        check_cache(sliding_key, sliding_value, sliding_key, sliding_value, lengths)
+        check_like("sliding_key", sliding_key, tuple(key.shape), key)
+        check_like("sliding_value", sliding_value, tuple(value.shape), key)
+    elif sliding_key is not None or sliding_value is not None:
+        raise ValueError("sliding_key and sliding_value must be given together")
+
+
 def check_new(new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises ValueError unless the new tokens fit the cache's heads; any float dtype."""
     tokens = _four(new_key, "new_key")[2]
@@ -126,7 +141,7 @@ def check_weights(
 
 
 def check_query(
-    query: Tensor, key: Tensor, value: Tensor, gates: Tensor, config: NSAConfig, interpreted: bool
+    query: Tensor, key: Tensor, value: Tensor, gates: Tensor, config: NSAConfig
 ) -> None:
     """Raises ValueError unless query and gates fit the cache and the kernels take them."""
     batch, heads, tokens, dim = _four(query, "query")
@@ -143,14 +158,14 @@ def check_query(
             f"gates has shape {tuple(gates.shape)} on {gates.device}; expected "
             f"{(batch, heads, tokens, 3)} on {key.device}"
         )
-    problem = obstacle(query, key, value, config, interpreted=interpreted)
-    if problem or not tokens:
-        raise ValueError(problem or "query has no tokens")
+    reason = unsupported_reason(query, key, value, config)
+    if reason is not None or not tokens:
+        raise ValueError(reason or "query has no tokens")
 
 
 def _four(tensor: Tensor, name: str) -> torch.Size:
     if tensor.dim() != 4:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected four dimensions")
-    if tile_width(tensor.shape[3]) < tensor.shape[3] or not tensor.shape[1]:
+    if not tensor.shape[1]:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected at least one head")
     return tensor.shape

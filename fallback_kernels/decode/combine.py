@@ -1,4 +1,4 @@
-"""Partial results of a decode step become its output: softmax weights and gates in one sum."""
+"""Split outputs of a decode step become its output: softmax weights and gates in one sum."""
 
 from __future__ import annotations
 
@@ -6,98 +6,98 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.decode.tiles import (
-    share_of_split,
-    visible_blocks,
-    wait_for_the_kernel_before,
+    count_slots,
+    count_visible_blocks,
+    pdl_wait,
+    tiles_of_split,
 )
-from nsa_flex.fallback_kernels.decode.topk import slots_used
 
 
 @triton.jit
-def branch_weights(top, total, there):
-    """Factor of each part so that their sum is the branch's output, and its base-2 log-sum-exp.
+def branch_weights(row_max, row_sum, mask):
+    """Weights [PADDED_SPLITS] that sum a branch's splits to its output, and its base-2 LSE.
 
-    Factors are 0 where not `there`; without any the log-sum-exp is -inf.
+    Weights are 0 outside of `mask`; without any split the log-sum-exp is -inf.
     """
-    highest = tl.max(tl.where(there, top, float("-inf")), 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    factor = tl.where(there, tl.exp2(top - highest), 0.0)
-    norm = tl.sum(tl.where(there, factor * total, 0.0), 0)
-    return factor / tl.where(norm == 0.0, 1.0, norm), highest + tl.log2(norm)
+    branch_max = tl.max(tl.where(mask, row_max, float("-inf")), 0)
+    branch_max = tl.where(branch_max == float("-inf"), 0.0, branch_max)
+    alpha = tl.where(mask, tl.exp2(row_max - branch_max), 0.0)  # [PADDED_SPLITS]
+    branch_sum = tl.sum(tl.where(mask, alpha * row_sum, 0.0), 0)
+    return alpha / tl.where(branch_sum == 0.0, 1.0, branch_sum), branch_max + tl.log2(branch_sum)
 
 
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
+        "num_compressed_splits",
         "num_splits",
-        "num_parts",
-        "window_parts",
-        "forced_parts",
-        "forced_per_part",
-        "slots_per_part",
-        "tiles_per_part",
+        "window_splits",
+        "initial_local_splits",
+        "initial_local_per_split",
+        "topk_per_split",
+        "tiles_per_split",
     ]
 )
-def combine_kernel(
-    partial_ptr, top_ptr, total_ptr, gate_ptr, lengths_ptr, out_ptr, lse_ptr,
+def decode_combine_kernel(
+    partial_ptr, row_max_ptr, row_sum_ptr, gate_ptr, lengths_ptr, out_ptr, lse_ptr,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
-    capacity, num_compressed, kv_heads, num_tokens, num_splits, num_parts, window_parts,
-    forced_parts, forced_per_part, slots_per_part, tiles_per_part,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    capacity, num_compressed, kv_heads, num_tokens, num_compressed_splits, num_splits,
+    window_splits, initial_local_splits, initial_local_per_split, topk_per_split, tiles_per_split,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, WINDOW: tl.constexpr,
-    COMPRESSED_KEYS: tl.constexpr, KEYS: tl.constexpr, PART_COLUMNS: tl.constexpr,
-    COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    COMPRESSED_BLOCK_N: tl.constexpr, BLOCK_N: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, query head of a group, unit): out (B, T, Hq, Dv), lse (B, Hq, T, 3)."""
+    """CTA (slice of Dv, head in group, unit): out (B, T, Hq, Dv), lse (B, Hq, T, 3)."""
     LN2: tl.constexpr = 0.6931471805599453
-    member, unit = tl.program_id(1), tl.program_id(2)
-    token, pair = unit % num_tokens, unit // num_tokens
-    batch, head = (pair // kv_heads).to(tl.int64), pair % kv_heads * GROUP + member
+    head_in_group, unit = tl.program_id(1), tl.program_id(2)
+    token, batch_head = unit % num_tokens, unit // num_tokens
+    batch = (batch_head // kv_heads).to(tl.int64)
+    head = batch_head % kv_heads * GROUP + head_in_group
     position = tl.load(lengths_ptr + batch) + token
     gate_ptr += batch * gate_stride_b + head * gate_stride_h + token * gate_stride_s
     compressed_gate = tl.load(gate_ptr).to(tl.float32)
     selected_gate = tl.load(gate_ptr + gate_stride_c).to(tl.float32)
     sliding_gate = tl.load(gate_ptr + 2 * gate_stride_c).to(tl.float32)
-    wait_for_the_kernel_before(EARLY)
-    stored = position < capacity
-    seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
-    _, splits = share_of_split(seen, num_splits, COMPRESSED_KEYS)
-    FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
-    forced, free = slots_used(position, SELECT, NUM_SLOTS, FREE, INITIAL)
-    tiles = tl.cdiv(tl.minimum(position + 1, WINDOW), KEYS)
+    pdl_wait(PDL)
+    is_stored = position < capacity
+    num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)
+    _, num_used = tiles_of_split(num_visible, num_compressed_splits, COMPRESSED_BLOCK_N)
+    TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL)
+    tiles = tl.cdiv(tl.minimum(position + 1, WINDOW), BLOCK_N)
 
-    part = tl.arange(0, PART_COLUMNS)
-    compressed = stored & (part < splits)
-    own = part - num_splits
-    sliding = stored & (own >= 0) & (own < tl.cdiv(tiles, tiles_per_part))
-    own -= window_parts
-    selected = (own >= 0) & (own < tl.cdiv(forced, forced_per_part))
-    own -= forced_parts
-    selected |= (own >= 0) & (own < tl.cdiv(free, slots_per_part))
-    selected &= stored
-    there = compressed | selected | sliding
-    line = (unit.to(tl.int64) * GROUP + member) * num_parts + part
-    top = tl.load(top_ptr + line, mask=there, other=float("-inf"))
-    total = tl.load(total_ptr + line, mask=there, other=0.0)
-    dim = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    x = tl.load(
-        partial_ptr + line[:, None] * VALUE_DIM + dim[None, :],
-        mask=there[:, None] & (dim < VALUE_DIM)[None, :],
+    # Splits of a unit: compressed, window, initial and local blocks, top-k blocks.
+    split = tl.arange(0, PADDED_SPLITS)
+    compressed = is_stored & (split < num_used)  # [PADDED_SPLITS], as the next two
+    in_kind = split - num_compressed_splits
+    sliding = is_stored & (in_kind >= 0) & (in_kind < tl.cdiv(tiles, tiles_per_split))
+    in_kind -= window_splits
+    selected = (in_kind >= 0) & (in_kind < tl.cdiv(num_initial_local, initial_local_per_split))
+    in_kind -= initial_local_splits
+    selected |= (in_kind >= 0) & (in_kind < tl.cdiv(num_topk, topk_per_split))
+    selected &= is_stored
+    mask = compressed | selected | sliding
+    slot = (unit.to(tl.int64) * GROUP + head_in_group) * num_splits + split
+    row_max = tl.load(row_max_ptr + slot, mask=mask, other=float("-inf"))  # [PADDED_SPLITS]
+    row_sum = tl.load(row_sum_ptr + slot, mask=mask, other=0.0)  # [PADDED_SPLITS]
+    dim = tl.program_id(0) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    partial = tl.load(
+        partial_ptr + slot[:, None] * VALUE_DIM + dim[None, :],
+        mask=mask[:, None] & (dim < VALUE_DIM)[None, :],
         other=0.0,
-    )
+    )  # [PADDED_SPLITS, BLOCK_DV]
     lse_ptr += ((batch * kv_heads * GROUP + head) * num_tokens + token) * 3
-    weight, lse = branch_weights(top, total, compressed)
-    weights = weight * compressed_gate
+    weight, lse = branch_weights(row_max, row_sum, compressed)
+    weights = weight * compressed_gate  # [PADDED_SPLITS]
     tl.store(lse_ptr, lse * LN2)
-    weight, lse = branch_weights(top, total, selected)
+    weight, lse = branch_weights(row_max, row_sum, selected)
     weights += weight * selected_gate
     tl.store(lse_ptr + 1, lse * LN2)
-    weight, lse = branch_weights(top, total, sliding)
+    weight, lse = branch_weights(row_max, row_sum, sliding)
     weights += weight * sliding_gate
     tl.store(lse_ptr + 2, lse * LN2)
-    out = tl.sum(x * weights[:, None], 0)
-    place = ((batch * num_tokens + token) * (kv_heads * GROUP) + head) * VALUE_DIM
-    tl.store(out_ptr + place + dim, out.to(out_ptr.dtype.element_ty), mask=dim < VALUE_DIM)
+    out = tl.sum(partial * weights[:, None], 0)  # [BLOCK_DV]
+    offset = ((batch * num_tokens + token) * (kv_heads * GROUP) + head) * VALUE_DIM
+    tl.store(out_ptr + offset + dim, out.to(out_ptr.dtype.element_ty), mask=dim < VALUE_DIM)

@@ -1,9 +1,9 @@
-"""What shapes and dtypes decide about a decode step: tiles, splits, room for partial results."""
+"""What shapes and dtypes decide about a decode step: tiles, splits, memory for split outputs."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,56 +13,58 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import supports_pdl
 from nsa_flex.fallback_kernels.common.tiles import tile_width
 
-PROGRAMS = 264  # two on each of an H200's multiprocessors hide memory's latency
-MOST_PROGRAMS = 396  # three are the most that fit
+TARGET_CTAS = 264  # two on each of an H200's SMs hide memory latency
+MAX_CTAS = 396  # at most three fit an SM
 MAX_SPLITS = 32
-CANDIDATES = 128  # of a unit, at most, among which a reader of chosen blocks finds them
-CHUNK = 128  # blocks, at least, of a program of the choice
-COUNTED = 256  # blocks, at most, that are ranked by counting
-SHARED_BYTES = 96 * 1024  # of one program, so that two fit a multiprocessor
+MAX_CANDIDATES = 128  # of a unit, that a CTA reading top-k blocks merges in registers
+MIN_CHUNK_BLOCKS = 128  # of one CTA of the top-k kernel
+MAX_COUNTED = 256  # blocks of a chunk that are ranked by counting; larger ones one by one
+SHARED_BYTES = 96 * 1024  # of one CTA, so that two fit an SM
 
 
-def power_of_two(size: int) -> int:
-    """Least power of two that is not below size."""
-    return 1 << max(0, size - 1).bit_length()
-
-
-@functools.cache
-def splits_of(units: int, tiles: int, programs: int, most_programs: int) -> int:
-    """Programs that share a unit's tiles: the fewest that use the device about as well as any do.
-
-    Up to `programs` equal programs run side by side, more come in waves of `most_programs`: the
-    share of the device that is used counts with a full cache.
-    """
-
-    def used(number: int) -> float:
-        if number <= programs:
-            return number / programs
-        return number / most_programs / ceil_div(number, most_programs)
-
-    splits = range(1, min(MAX_SPLITS, tiles) + 1)
-    shares = [used(units * ceil_div(tiles, ceil_div(tiles, n))) for n in splits]
-    return 1 + next(i for i, share in enumerate(shares) if share >= 0.96 * max(shares))
-
-
-def ceil_div(a: int, b: int) -> int:
+def cdiv(a: int, b: int) -> int:
+    """`triton.cdiv`, without the microseconds that its checks for constexprs take."""
     return -(-a // b)
 
 
-class Scratch(NamedTuple):
+def next_power_of_2(size: int) -> int:
+    """`triton.next_power_of_2`, likewise."""
+    return 1 << (size - 1).bit_length()
+
+
+@cache
+def choose_num_splits(units: int, tiles: int, target_ctas: int, max_ctas: int) -> int:
+    """CTAs that share a unit's tiles: the fewest that fill the device about as well as any do.
+
+    Up to `target_ctas` equal CTAs run side by side, more run in waves of `max_ctas`. Occupancy is
+    taken for a full cache.
+    """
+
+    def occupancy(ctas: int) -> float:
+        if ctas <= target_ctas:
+            return ctas / target_ctas
+        return ctas / max_ctas / cdiv(ctas, max_ctas)
+
+    candidates = range(1, min(MAX_SPLITS, tiles) + 1)
+    found = [occupancy(units * cdiv(tiles, cdiv(tiles, n))) for n in candidates]
+    return 1 + next(i for i, share in enumerate(found) if share >= 0.96 * max(found))
+
+
+class Workspace(NamedTuple):
     """Memory of one step between its kernels; a unit is a (batch row, KV head, new token).
 
-    partial: float32 (units, G, parts, Dv), not yet normalised outputs.
-    top, total: float32 (units, G, parts), highest base-2 logit and sum of exp2(logit - top).
-    score: float32 (units, G, block_columns + tiles), log2 of what each head adds to a block's
-        score, not yet normalised, then of what each tile of keys adds to the block behind it.
-    candidates: int64 (units, chunks, slot_columns), the best free blocks of each chunk, as ranks.
-    blocks: int32 (B, Hkv, T, n), the choice: initial blocks, free ones best first, local ones.
+    partial: float32 (units, G, splits, Dv), split outputs before normalisation.
+    row_max, row_sum: float32 (units, G, splits), highest base-2 logit and sum of
+        exp2(logit - row_max).
+    score: float32 (units, G, padded_blocks + tiles), log2 of what each head adds to a block's
+        score before normalisation, then of what each tile of keys adds to the next tile's first.
+    candidates: int64 (units, chunks, padded_slots), the top-k blocks of each chunk, as ranks.
+    blocks: int32 (B, Hkv, T, n): initial blocks, top-k blocks best first, local blocks.
     """
 
     partial: Tensor
-    top: Tensor
-    total: Tensor
+    row_max: Tensor
+    row_sum: Tensor
     score: Tensor
     candidates: Tensor
     blocks: Tensor
@@ -72,9 +74,9 @@ class Scratch(NamedTuple):
 class DecodePlan:
     """Sizes of the kernels of one step. None depends on how many tokens are stored.
 
-    `splits` programs share the compressed keys of a unit, `chunks` the choice, `select_parts` its
-    chosen blocks and `window_parts` its window; a part is a partial result in memory. Of chosen
-    blocks, forced ones have parts of their own: only the free ones wait for the choice.
+    `compressed_splits` CTAs share the compressed keys of a unit, `chunks` its top-k selection,
+    `selected_splits` its selected blocks and `window_splits` its window. Initial and local blocks
+    have splits of their own: only those of the top-k blocks wait for the top-k kernel.
     """
 
     batch: int
@@ -87,19 +89,19 @@ class DecodePlan:
     num_compressed: int
     element_size: int
     config: NSAConfig
-    splits: int
-    slots_per_part: int
-    tiles_per_part: int
+    compressed_splits: int
+    topk_per_split: int
+    tiles_per_split: int
     stages: int
     chunks: int = 1
     warps: int = 4
-    early: bool = False
+    pdl: bool = False
 
     @classmethod
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, compressed_key: Tensor, config: NSAConfig
     ) -> DecodePlan:
-        """The plan for these shapes; see `decode.decode_attention`."""
+        """The plan for these shapes; see `interface.decode_attention`."""
         batch, query_heads, tokens, head_dim = query.shape
         plan = cls(
             batch=batch,
@@ -112,216 +114,227 @@ class DecodePlan:
             num_compressed=compressed_key.shape[2],
             element_size=query.element_size(),
             config=config,
-            splits=1,
-            slots_per_part=1,
-            tiles_per_part=1,
+            compressed_splits=1,
+            topk_per_split=1,
+            tiles_per_split=1,
             stages=3,
-            early=supports_pdl(query.device),
+            pdl=supports_pdl(query.device),
         )
         return plan.tuned()
 
     def tuned(self) -> DecodePlan:
-        """Enough programs to fill the device, no more partial results than that takes."""
-        tiles = ceil_div(self.num_compressed, self.tile_keys)
-        splits = splits_of(self.units, tiles, PROGRAMS, MOST_PROGRAMS)
+        """Enough CTAs to fill the device, and no more split outputs than that takes."""
+        tiles = cdiv(self.num_compressed, self.compressed_block_n)
+        splits = choose_num_splits(self.units, tiles, TARGET_CTAS, MAX_CTAS)
         num_tiles = self.config.num_selected_blocks * self.tiles_per_block + self.window_tiles
-        share = max(1, min(4, self.units * num_tiles // PROGRAMS))
+        share = max(1, min(4, self.units * num_tiles // TARGET_CTAS))
         chunks = self._chunks()
-        # Of one chunk the winners are in memory; of several they are in registers, at most two.
-        slots = ceil_div(self.units * self.free_slots, PROGRAMS) if chunks > 1 else share
+        # Of one chunk the top-k blocks are in memory; of several they are in registers, at most
+        # two of them.
+        slots = cdiv(self.units * self.num_topk, TARGET_CTAS) if chunks > 1 else share
         return replace(
             self,
-            splits=splits,
+            compressed_splits=splits,
             chunks=chunks,
-            slots_per_part=min(slots, self.config.num_selected_blocks),
-            tiles_per_part=min(share, self.window_tiles),
+            topk_per_split=min(slots, self.config.num_selected_blocks),
+            tiles_per_split=min(share, self.window_tiles),
             stages=self._stages(),
         )
 
     def _chunks(self) -> int:
-        """Several programs choose for a unit where there are few units."""
-        if not 0 < self.units * self.free_slots <= 2 * PROGRAMS:
+        """CTAs of the top-k kernel per unit: several where there are few units."""
+        if not 0 < self.units * self.num_topk <= 2 * TARGET_CTAS:
             return 1
-        most = max(1, CANDIDATES // self.slot_columns)
-        return max(1, min(most, self.block_columns // max(CHUNK, self.tile_blocks)))
+        most = max(1, MAX_CANDIDATES // self.padded_slots)
+        return max(1, min(most, self.padded_blocks // max(MIN_CHUNK_BLOCKS, self.tile_blocks)))
 
     def _stages(self) -> int:
-        tile = self.tile_keys * (self.head_columns + self.value_columns) * self.element_size
+        tile = self.compressed_block_n * (self.block_d + self.block_dv) * self.element_size
         return max(1, min(3, 2 * SHARED_BYTES // tile))
 
-    @property
+    @cached_property
     def units(self) -> int:
         """(batch row, KV head, new token) triples."""
         return self.batch * self.kv_heads * self.tokens
 
-    @property
+    @cached_property
     def group(self) -> int:
         """G, query heads per KV head."""
         return self.query_heads // self.kv_heads
 
-    @property
-    def members(self) -> int:
+    @cached_property
+    def padded_group(self) -> int:
         """G, rounded up to a power of two."""
-        return power_of_two(self.group)
+        return next_power_of_2(self.group)
 
-    @property
-    def head_columns(self) -> int:
+    @cached_property
+    def block_m(self) -> int:
+        """Rows of a query tile, the heads of a group."""
+        return tile_width(self.group)
+
+    @cached_property
+    def block_d(self) -> int:
         return tile_width(self.head_dim)
 
-    @property
-    def value_columns(self) -> int:
+    @cached_property
+    def block_dv(self) -> int:
         return tile_width(self.value_dim)
 
-    @property
-    def wide(self) -> bool:
+    @cached_property
+    def halves_tiles(self) -> bool:
         """Whether tiles are halved to fit shared memory."""
         return self.element_size == 4 or max(self.head_dim, self.value_dim) > 128
 
-    @property
+    @cached_property
     def keys_per_block(self) -> int:
         """l'/d, compressed keys that start in one selectable block."""
         return self.config.select_block_size // self.config.compress_stride
 
-    @property
-    def late(self) -> bool:
-        """Whether the window is kept from memory until the compressed keys are read.
+    @cached_property
+    def launches_after_wait(self) -> bool:
+        """Whether the window is kept off memory until the compressed keys are read.
 
-        That is shorter where few units share them, unless they are soon done with.
+        That is faster where few units share the bandwidth, unless they are soon done.
         """
-        tiles = ceil_div(self.num_compressed, self.tile_keys)
-        return 4 * self.units <= PROGRAMS and tiles > self.splits
+        tiles = cdiv(self.num_compressed, self.compressed_block_n)
+        return 4 * self.units <= TARGET_CTAS and tiles > self.compressed_splits
 
-    @property
-    def attend_stages(self) -> int:
-        """No more of them than there are tiles in a program."""
-        return min(self.stages, max(2, self.slots_per_part * self.tiles_per_block))
+    @cached_property
+    def selected_stages(self) -> int:
+        """No more of them than there are tiles in a CTA."""
+        return min(self.stages, max(2, self.topk_per_split * self.tiles_per_block))
 
-    @property
-    def tile_keys(self) -> int:
+    @cached_property
+    def compressed_block_n(self) -> int:
         """Compressed keys of a tile: whole selectable blocks."""
-        return max(32 if self.wide else 64, self.keys_per_block)
+        return max(32 if self.halves_tiles else 64, self.keys_per_block)
 
-    @property
+    @cached_property
     def tile_blocks(self) -> int:
         """Selectable blocks of a tile of compressed keys."""
-        return self.tile_keys // self.keys_per_block
+        return self.compressed_block_n // self.keys_per_block
 
-    @property
-    def tile_tokens(self) -> int:
-        """Tokens of a tile of the selected and the sliding branch."""
-        return min(32 if self.wide else 64, tile_width(self.config.select_block_size))
+    @cached_property
+    def block_n(self) -> int:
+        """Keys of a tile of the selected and the sliding branch."""
+        return min(32 if self.halves_tiles else 64, tile_width(self.config.select_block_size))
 
-    @property
+    @cached_property
     def tiles_per_block(self) -> int:
-        return ceil_div(self.config.select_block_size, self.tile_tokens)
+        return cdiv(self.config.select_block_size, self.block_n)
 
-    @property
+    @cached_property
     def window_tiles(self) -> int:
-        return ceil_div(min(self.config.window_size, self.capacity), self.tile_tokens)
+        return cdiv(min(self.config.window_size, self.capacity), self.block_n)
 
-    @property
-    def free_slots(self) -> int:
-        """Blocks of a choice that its scores decide."""
+    @cached_property
+    def num_topk(self) -> int:
+        """Selected blocks that the scores decide: n less initial and local blocks."""
         config = self.config
-        forced = config.num_initial_blocks + config.num_local_blocks
-        return config.num_selected_blocks - forced
+        initial_local = config.num_initial_blocks + config.num_local_blocks
+        return config.num_selected_blocks - initial_local
 
-    @property
-    def slot_columns(self) -> int:
-        return power_of_two(self.config.num_selected_blocks)
+    @cached_property
+    def padded_slots(self) -> int:
+        return next_power_of_2(self.config.num_selected_blocks)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
-        """Blocks of a program of the choice."""
-        return self.block_columns // self.chunks
+        """Blocks of one CTA of the top-k kernel."""
+        return self.padded_blocks // self.chunks
 
-    @property
-    def forced_parts(self) -> int:
-        forced = self.config.num_selected_blocks - self.free_slots
-        return ceil_div(forced, self.forced_per_part)
+    @cached_property
+    def initial_local_splits(self) -> int:
+        initial_local = self.config.num_selected_blocks - self.num_topk
+        return cdiv(initial_local, self.initial_local_per_split)
 
-    @property
-    def forced_per_part(self) -> int:
-        """More than of the free ones: there is time."""
-        return max(4, self.slots_per_part)
+    @cached_property
+    def initial_local_per_split(self) -> int:
+        """More than top-k blocks: these splits run while the top-k kernel does."""
+        return max(4, self.topk_per_split)
 
-    @property
-    def select_parts(self) -> int:
-        return self.forced_parts + ceil_div(self.free_slots, self.slots_per_part)
+    @cached_property
+    def selected_splits(self) -> int:
+        return self.initial_local_splits + cdiv(self.num_topk, self.topk_per_split)
 
-    @property
-    def window_parts(self) -> int:
-        return ceil_div(self.window_tiles, self.tiles_per_part)
+    @cached_property
+    def window_splits(self) -> int:
+        return cdiv(self.window_tiles, self.tiles_per_split)
 
-    @property
-    def parts(self) -> int:
-        """Partial results of a unit: compressed, sliding, selected."""
-        return self.splits + self.window_parts + self.select_parts
+    @cached_property
+    def num_splits(self) -> int:
+        """Split outputs of a unit: compressed, sliding, selected."""
+        return self.compressed_splits + self.window_splits + self.selected_splits
 
-    @property
-    def split_columns(self) -> int:
-        """Splits, rounded up to a power of two; few different ones, since each is a kernel."""
-        return max(16, power_of_two(self.splits))
+    @cached_property
+    def padded_compressed_splits(self) -> int:
+        """Rounded up to a power of two; few different ones, since each compiles a kernel."""
+        return max(16, next_power_of_2(self.compressed_splits))
 
-    @property
-    def part_columns(self) -> int:
-        """Parts, rounded up likewise."""
-        return max(16, power_of_two(self.parts))
+    @cached_property
+    def padded_splits(self) -> int:
+        """All splits, rounded up likewise."""
+        return max(16, next_power_of_2(self.num_splits))
 
-    @property
-    def choice_warps(self) -> int:
-        """Warps of a program of the choice: a block in each thread, four of many."""
-        each = 32 if self.chunk <= COUNTED else 128
+    @cached_property
+    def topk_warps(self) -> int:
+        """Warps of the top-k kernel: one block a thread, four in large chunks."""
+        each = 32 if self.chunk <= MAX_COUNTED else 128
         return max(1, min(16, self.chunk // each))
 
-    @property
-    def choice_heads(self) -> int:
+    @cached_property
+    def topk_heads(self) -> int:
         """Heads whose scores are in registers at once: 64 of each thread."""
-        per_thread = max(1, self.chunk // (32 * self.choice_warps))
-        return max(1, min(self.members, 64 // per_thread))
+        per_thread = max(1, self.chunk // (32 * self.topk_warps))
+        return max(1, min(self.padded_group, 64 // per_thread))
 
-    @property
-    def merge_columns(self) -> int:
-        """Value columns of a program of the merge: 64 numbers in each thread of a warp."""
-        return max(16, min(self.value_columns, 2048 // self.part_columns))
+    @cached_property
+    def combine_block_dv(self) -> int:
+        """Slice of Dv of a CTA of the combine kernel: 64 elements in each thread of a warp."""
+        return max(16, min(self.block_dv, 2048 // self.padded_splits))
 
-    @property
-    def block_columns(self) -> int:
+    @cached_property
+    def padded_blocks(self) -> int:
         """Blocks of a full cache, rounded up to a power of two: four for each thread of a warp."""
-        return max(128, power_of_two(self.config.num_select_blocks(self.capacity)))
+        return max(128, next_power_of_2(self.config.num_select_blocks(self.capacity)))
 
-    def scratch(self, device: torch.device) -> Scratch:
+    def workspace(self, device: torch.device) -> Workspace:
         """New memory; nothing in it is read before it is written."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        units, parts, group = self.units, self.parts, self.group
+        units, splits, group = self.units, self.num_splits, self.group
         slots = self.config.num_selected_blocks
-        return Scratch(
-            partial=empty(units, group, parts, self.value_dim),
-            top=empty(units, group, parts),
-            total=empty(units, group, parts),
-            score=empty(units, group, self.block_columns + self.block_columns // self.tile_blocks),
-            candidates=empty(units, self.chunks, self.slot_columns, dtype=torch.int64),
+        tiles = self.padded_blocks // self.tile_blocks
+        return Workspace(
+            partial=empty(units, group, splits, self.value_dim),
+            row_max=empty(units, group, splits),
+            row_sum=empty(units, group, splits),
+            score=empty(units, group, self.padded_blocks + tiles),
+            candidates=empty(units, self.chunks, self.padded_slots, dtype=torch.int64),
             blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
         )
 
-    def constants(self) -> dict[str, Any]:
-        """Compile-time arguments that every kernel of the step takes: no count of programs."""
+    def attention_constants(self) -> dict[str, Any]:
+        """Compile-time arguments of the two attention kernels."""
         config = self.config
         return {
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
-            "HEAD_COLUMNS": self.head_columns,
+            "BLOCK_D": self.block_d,
             "VALUE_DIM": self.value_dim,
-            "VALUE_COLUMNS": self.value_columns,
+            "BLOCK_DV": self.block_dv,
+            "BLOCK_M": self.block_m,
             "COMPRESS": config.compress_block_size,
             "STRIDE": config.compress_stride,
             "SELECT": config.select_block_size,
+            "PADDED_BLOCKS": self.padded_blocks,
+            "PRECISION": self.precision,
+            "PDL": self.pdl,
         }
 
-    @property
+    @cached_property
     def precision(self) -> str:
-        """Of the matrix products: float32 is multiplied as such."""
+        """Of tl.dot: float32 is multiplied as such."""
         return "ieee" if self.element_size == 4 else "tf32"

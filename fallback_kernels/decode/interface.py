@@ -1,7 +1,7 @@
-"""One decode step on CUDA: append, compress, score, choose, attend, gate, as custom operators.
+"""One decode step on CUDA: append, compress, score, select top-k blocks, attend, combine.
 
-Everything a step depends on that changes from step to step is in `lengths`, on the device: grids
-and shapes are constant, nothing waits for the host, and a step can be captured in a CUDA graph.
+All that changes from step to step is in `lengths`, on the device: grids and shapes are constant,
+nothing synchronises with the host, and a step can be captured in a CUDA graph.
 `lengths` counts each row's tokens before the new ones; new token i of row b has position
 lengths[b] + i. No function changes it.
 
@@ -10,30 +10,21 @@ Needs triton; import it only where it is to run.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.decode import checks
+from nsa_flex.fallback_kernels.decode import checks, operators
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
-from nsa_flex.fallback_kernels.decode.launch import (
-    COMPILED,
-    Cache,
-    NewTokens,
-    launch_append,
-    run,
-)
-
-INTERPRETED = not COMPILED
-CACHE = ("key", "value", "compressed_key", "compressed_value")
+from nsa_flex.fallback_kernels.decode.launch import Cache, run
 
 
 class DecodeAux(NamedTuple):
     """What `return_aux=True` adds.
 
-    blocks: int32 (B, Hkv, T, n), chosen blocks, ascending, -1 behind the last.
+    blocks: int32 (B, Hkv, T, n), selected blocks, ascending, -1 past the last.
     lse: float32 (B, Hq, T, 3), natural log-sum-exp of the compressed, selected, sliding branch;
         -inf where nothing is seen.
     """
@@ -42,9 +33,7 @@ class DecodeAux(NamedTuple):
     lse: Tensor
 
 
-def obstacle(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> str | None:
-    """Why `decode_attention` does not take these shapes, dtypes or devices; None if it does."""
-    return checks.obstacle(query, key, value, config, interpreted=INTERPRETED)
+unsupported_reason = checks.unsupported_reason
 
 
 def append(
@@ -63,20 +52,7 @@ def append(
     """
     checks.check_cache(key, value, key, value, lengths)
     checks.check_new(new_key, new_value, key, value)
-    _append(new_key, new_value, key, value, lengths)
-
-
-@torch.library.custom_op("nsa_flex::decode_append", mutates_args=("key", "value"))
-def _append(
-    new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, lengths: Tensor
-) -> None:
-    cache = Cache(key, value, key, value, lengths)
-    launch_append(NewTokens(new_key, new_value), cache, NSAConfig(), append=True, emit=False)
-
-
-@_append.register_fake
-def _(*tensors: Any) -> None:
-    return None
+    operators.append(new_key, new_value, key, value, lengths)
 
 
 def compress_completed(
@@ -104,7 +80,7 @@ def compress_completed(
     checks.check_compressed(compressed_key, key, config)
     checks.check_weights(key_weights, value_weights, key, config)
     checks.check_new(key[:, :, :num_new], value[:, :, :num_new], key, value)
-    _compress_completed(
+    operators.compress_completed(
         key,
         value,
         compressed_key,
@@ -116,33 +92,6 @@ def compress_completed(
         config.compress_block_size,
         config.compress_stride,
     )
-
-
-@torch.library.custom_op(
-    "nsa_flex::decode_compress", mutates_args=("compressed_key", "compressed_value")
-)
-def _compress_completed(
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    lengths: Tensor,
-    key_weights: Tensor | None,
-    value_weights: Tensor | None,
-    num_new: int,
-    compress_block_size: int,
-    compress_stride: int,
-) -> None:
-    config = NSAConfig(compress_block_size, compress_stride, compress_block_size)
-    cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    # No token is read from these: they stand for their number.
-    new = NewTokens(key[:, :, :num_new], value[:, :, :num_new], key_weights, value_weights)
-    launch_append(new, cache, config, append=False, emit=True)
-
-
-@_compress_completed.register_fake
-def _(*arguments: Any) -> None:
-    return None
 
 
 def append_and_compress(
@@ -163,7 +112,7 @@ def append_and_compress(
     checks.check_compressed(compressed_key, key, config)
     checks.check_new(new_key, new_value, key, value)
     checks.check_weights(key_weights, value_weights, key, config)
-    _append_and_compress(
+    operators.append_and_compress(
         new_key,
         new_value,
         key,
@@ -176,31 +125,6 @@ def append_and_compress(
         config.compress_block_size,
         config.compress_stride,
     )
-
-
-@torch.library.custom_op("nsa_flex::decode_append_and_compress", mutates_args=CACHE)
-def _append_and_compress(
-    new_key: Tensor,
-    new_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    lengths: Tensor,
-    key_weights: Tensor | None,
-    value_weights: Tensor | None,
-    compress_block_size: int,
-    compress_stride: int,
-) -> None:
-    config = NSAConfig(compress_block_size, compress_stride, compress_block_size)
-    cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    new = NewTokens(new_key, new_value, key_weights, value_weights)
-    launch_append(new, cache, config, append=True, emit=True)
-
-
-@_append_and_compress.register_fake
-def _(*arguments: Any) -> None:
-    return None
 
 
 def decode_attention(
@@ -245,14 +169,11 @@ def decode_attention(
     Raises:
         ValueError: a shape, dtype, device or option that the kernels do not take.
     """
-    _check_call(query, key, value, compressed_key, compressed_value, gates, lengths, config)
-    if sliding_key is not None and sliding_value is not None:
-        checks.check_cache(sliding_key, sliding_value, sliding_key, sliding_value, lengths)
-        checks.check_like("sliding_key", sliding_key, tuple(key.shape), key)
-        checks.check_like("sliding_value", sliding_value, tuple(value.shape), key)
-    elif sliding_key is not None or sliding_value is not None:
-        raise ValueError("sliding_key and sliding_value must be given together")
-    result = _attention(
+    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
+    checks.check_compressed(compressed_key, key, config)
+    checks.check_query(query, key, value, gates, config)
+    checks.check_sliding(sliding_key, sliding_value, key, value, lengths)
+    result = operators.attention(
         query,
         key,
         value,
@@ -266,34 +187,6 @@ def decode_attention(
         config.counts,
     )
     return _result(result, return_aux)
-
-
-@torch.library.custom_op("nsa_flex::decode_attention", mutates_args=())
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    gates: Tensor,
-    lengths: Tensor,
-    sliding_key: Tensor | None,
-    sliding_value: Tensor | None,
-    scale: float,
-    counts: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    config = NSAConfig.of_counts(counts)
-    cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    plan = DecodePlan.of(query, key, value, compressed_key, config)
-    sliding = None
-    if sliding_key is not None and sliding_value is not None:
-        sliding = sliding_key, sliding_value
-    return run(plan, query, cache, gates, scale, sliding)
-
-
-@_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_result(query, key, value, others[-1])
 
 
 def step(
@@ -318,12 +211,14 @@ def step(
     Raises:
         ValueError: as they do; nothing is written then.
     """
-    _check_call(query, key, value, compressed_key, compressed_value, gates, lengths, config)
+    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
+    checks.check_compressed(compressed_key, key, config)
+    checks.check_query(query, key, value, gates, config)
     checks.check_new(new_key, new_value, key, value)
     checks.check_weights(key_weights, value_weights, key, config)
     if new_key.shape[2] != query.shape[2]:
         raise ValueError(f"new_key has {new_key.shape[2]} tokens; query has {query.shape[2]}")
-    result = _step(
+    result = operators.step(
         query,
         new_key,
         new_value,
@@ -341,36 +236,6 @@ def step(
     return _result(result, return_aux)
 
 
-@torch.library.custom_op("nsa_flex::decode_step", mutates_args=CACHE)
-def _step(
-    query: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    gates: Tensor,
-    lengths: Tensor,
-    key_weights: Tensor | None,
-    value_weights: Tensor | None,
-    scale: float,
-    counts: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    config = NSAConfig.of_counts(counts)
-    cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    new = NewTokens(new_key, new_value, key_weights, value_weights)
-    plan = DecodePlan.of(query, key, value, compressed_key, config)
-    return run(plan, query, cache, gates, scale, new=new)
-
-
-@_step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_result(query, key, value, others[-1])
-
-
 def count_rows(
     query: Tensor,
     key: Tensor,
@@ -385,31 +250,18 @@ def count_rows(
     """Rows of keys that `decode_attention` loads, counted by its kernels from their load masks:
     int32 (B, Hkv, T, 3), compressed, selected and sliding. As many rows of values are loaded.
     """
-    _check_call(query, key, value, compressed_key, compressed_value, gates, lengths, config)
+    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
+    checks.check_compressed(compressed_key, key, config)
+    checks.check_query(query, key, value, gates, config)
     plan = DecodePlan.of(query, key, value, compressed_key, config)
-    rows = torch.zeros((plan.units, plan.parts), dtype=torch.int32, device=query.device)
+    rows = torch.zeros((plan.units, plan.num_splits), dtype=torch.int32, device=query.device)
     cache = Cache(key, value, compressed_key, compressed_value, lengths)
     run(plan, query, cache, gates, query.shape[3] ** -0.5, rows_read=rows)
     compressed, sliding, selected = rows.split(
-        (plan.splits, plan.window_parts, plan.select_parts), 1
+        (plan.compressed_splits, plan.window_splits, plan.selected_splits), 1
     )
-    total = torch.stack([x.sum(1) for x in (compressed, selected, sliding)], 1).int()
-    return total.view(plan.batch, plan.kv_heads, plan.tokens, 3)
-
-
-def _check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    gates: Tensor,
-    lengths: Tensor,
-    config: NSAConfig,
-) -> None:
-    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
-    checks.check_compressed(compressed_key, key, config)
-    checks.check_query(query, key, value, gates, config, INTERPRETED)
+    counts = torch.stack([x.sum(1) for x in (compressed, selected, sliding)], 1).int()
+    return counts.view(plan.batch, plan.kv_heads, plan.tokens, 3)
 
 
 def _result(
@@ -422,15 +274,3 @@ def _result(
     largest = torch.iinfo(torch.int32).max
     ascending = torch.where(blocks < 0, largest, blocks).sort(-1).values
     return out, DecodeAux(torch.where(ascending == largest, -1, ascending), lse)
-
-
-def _fake_result(
-    query: Tensor, key: Tensor, value: Tensor, counts: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, tokens, _ = query.shape
-    num_selected = NSAConfig.of_counts(counts).num_selected_blocks
-    return (
-        query.new_empty((batch, tokens, heads, value.shape[3])),
-        query.new_empty((batch, key.shape[1], tokens, num_selected), dtype=torch.int32),
-        query.new_empty((batch, heads, tokens, 3), dtype=torch.float32),
-    )

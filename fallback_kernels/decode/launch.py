@@ -9,17 +9,16 @@ import triton
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.arch import INTERPRETED
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
-from nsa_flex.fallback_kernels.decode.append_kv import append_kernel
-from nsa_flex.fallback_kernels.decode.combine import combine_kernel
-from nsa_flex.fallback_kernels.decode.config import COUNTED, DecodePlan, Scratch, power_of_two
-from nsa_flex.fallback_kernels.decode.split_kv_compressed import compressed_kernel
-from nsa_flex.fallback_kernels.decode.split_kv_selected import attend_kernel
-from nsa_flex.fallback_kernels.decode.topk import choice_kernel
-
-COMPILED = isinstance(combine_kernel, triton.JITFunction)  # else Triton's interpreter runs them
+from nsa_flex.fallback_kernels.decode.append_kv import decode_append_kernel
+from nsa_flex.fallback_kernels.decode.combine import decode_combine_kernel
+from nsa_flex.fallback_kernels.decode.config import MAX_COUNTED, DecodePlan, Workspace
+from nsa_flex.fallback_kernels.decode.split_kv_compressed import decode_compressed_kernel
+from nsa_flex.fallback_kernels.decode.split_kv_selected import decode_selected_sliding_kernel
+from nsa_flex.fallback_kernels.decode.topk import decode_topk_kernel
 
 
 @dataclass(frozen=True)
@@ -50,21 +49,49 @@ class NewTokens:
     value_weights: Tensor | None = None
 
 
-def early_start(plan: DecodePlan) -> dict[str, bool]:
-    """Launch option of a kernel that waits for the one before by itself."""
-    return {"launch_pdl": True} if plan.early else {}
+def run(
+    plan: DecodePlan,
+    query: Tensor,
+    cache: Cache,
+    gates: Tensor,
+    scale: float,
+    sliding: tuple[Tensor, Tensor] | None = None,
+    new: NewTokens | None = None,
+    rows_read: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the order of their slots, lse."""
+    shape = (plan.batch, plan.tokens, plan.query_heads, plan.value_dim)
+    out = torch.empty(shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(
+        (plan.batch, plan.query_heads, plan.tokens, 3), dtype=torch.float32, device=query.device
+    )
+    query = rows_contiguous(query)
+    sliding = (cache.key, cache.value) if sliding is None else sliding
+    if new is not None:
+        key, value = (rows_contiguous(x.to(cache.key.dtype)) for x in (new.key, new.value))
+        new = replace(new, key=key, value=value)
+        if plan.tokens > 1:
+            launch_append(new, cache, plan.config, append=True, write_compressed=True)
+            new = None
+    workspace = plan.workspace(query.device)
+    with torch.cuda.device_of(query):
+        launch_compressed(plan, query, cache, workspace, scale, new, rows_read)
+        launch_topk(plan, cache, workspace)
+        launch_selected_sliding(plan, query, cache, sliding, workspace, scale, new, rows_read)
+        launch_combine(plan, cache, workspace, gates, out, lse)
+    return out, workspace.blocks, lse
 
 
 def launch_append(
-    new: NewTokens, cache: Cache, config: NSAConfig, *, append: bool, emit: bool
+    new: NewTokens, cache: Cache, config: NSAConfig, *, append: bool, write_compressed: bool
 ) -> None:
-    """Stores the new tokens and emits the blocks they complete, or one of both."""
+    """Stores the new tokens, the compressed blocks that they complete, or both."""
     batch, kv_heads, tokens, head_dim = new.key.shape
     value_dim = new.value.shape[3]
     new_key, new_value = rows_contiguous(new.key), rows_contiguous(new.value)
     weighted = new.key_weights is not None
     with torch.cuda.device_of(cache.key):
-        append_kernel[(tokens, batch * kv_heads)](
+        decode_append_kernel[(tokens, batch * kv_heads)](
             new_key,
             new_value,
             cache.key,
@@ -84,14 +111,14 @@ def launch_append(
             cache.compressed_key.shape[2],
             kv_heads,
             HEAD_DIM=head_dim,
-            HEAD_COLUMNS=tile_width(head_dim),
+            BLOCK_D=tile_width(head_dim),
             VALUE_DIM=value_dim,
-            VALUE_COLUMNS=tile_width(value_dim),
+            BLOCK_DV=tile_width(value_dim),
             COMPRESS=config.compress_block_size,
             STRIDE=config.compress_stride,
-            COMPRESS_ROWS=power_of_two(config.compress_block_size),
+            PADDED_COMPRESS=triton.next_power_of_2(config.compress_block_size),
             APPEND=append,
-            EMIT=emit,
+            WRITE_COMPRESSED=write_compressed,
             WEIGHTED=weighted,
             num_warps=4,
         )
@@ -101,25 +128,24 @@ def launch_compressed(
     plan: DecodePlan,
     query: Tensor,
     cache: Cache,
-    scratch: Scratch,
+    workspace: Workspace,
     scale: float,
     new: NewTokens | None = None,
     rows_read: Tensor | None = None,
 ) -> None:
     """Compressed branch; stores the one new token of each row first if `new`."""
-    config = plan.config
     weighted = new is not None and new.key_weights is not None
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
-    compressed_kernel[(plan.splits, plan.tokens, plan.batch * plan.kv_heads)](
+    decode_compressed_kernel[(plan.compressed_splits, plan.tokens, plan.batch * plan.kv_heads)](
         query,
         cache.compressed_key,
         cache.compressed_value,
         cache.lengths,
-        scratch.partial,
-        scratch.top,
-        scratch.total,
-        scratch.score,
-        scratch.top if rows_read is None else rows_read,
+        workspace.partial,
+        workspace.row_max,
+        workspace.row_sum,
+        workspace.score,
+        workspace.row_max if rows_read is None else rows_read,
         new_key,
         new_value,
         cache.key,
@@ -136,70 +162,66 @@ def launch_compressed(
         plan.capacity,
         plan.num_compressed,
         plan.kv_heads,
-        plan.splits,
-        plan.parts,
+        plan.compressed_splits,
+        plan.num_splits,
         base2_scale(scale),
-        **plan.constants(),
-        ROWS=tile_width(plan.group),
-        KEYS=plan.tile_keys,
-        BLOCK_COLUMNS=plan.block_columns,
-        POOL_COLUMNS=tile_width(plan.tile_blocks + 1),
-        COMPRESS_ROWS=power_of_two(config.compress_block_size),
-        PRECISION=plan.precision,
+        **plan.attention_constants(),
+        BLOCK_N=plan.compressed_block_n,
+        BLOCK_POOL=tile_width(plan.tile_blocks + 1),
+        PADDED_COMPRESS=triton.next_power_of_2(plan.config.compress_block_size),
         STAGES=plan.stages,
-        STEP=new is not None,
+        HAS_NEW_TOKEN=new is not None,
         WEIGHTED=weighted,
-        COMPILED=COMPILED,
-        COUNT=rows_read is not None,
-        EARLY=plan.early,
+        COMPILED=not INTERPRETED,
+        COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,
-        **early_start(plan),
+        **_pdl_option(plan),
     )
 
 
-def launch_choice(plan: DecodePlan, cache: Cache, scratch: Scratch) -> None:
-    """The best free blocks of each chunk."""
+def launch_topk(plan: DecodePlan, cache: Cache, workspace: Workspace) -> None:
+    """The top-k blocks of each chunk."""
     config = plan.config
-    choice_kernel[(plan.chunks, plan.tokens, plan.batch * plan.kv_heads)](
+    decode_topk_kernel[(plan.chunks, plan.tokens, plan.batch * plan.kv_heads)](
         cache.lengths,
-        scratch.score,
-        scratch.top,
-        scratch.total,
-        scratch.candidates,
-        scratch.blocks,
+        workspace.score,
+        workspace.row_max,
+        workspace.row_sum,
+        workspace.candidates,
+        workspace.blocks,
         plan.capacity,
         plan.num_compressed,
         plan.kv_heads,
-        plan.splits,
-        plan.parts,
+        plan.compressed_splits,
+        plan.num_splits,
         GROUP=plan.group,
         COMPRESS=config.compress_block_size,
         STRIDE=config.compress_stride,
         SELECT=config.select_block_size,
         NUM_SLOTS=config.num_selected_blocks,
-        MEMBERS=plan.members,
-        HEADS=plan.choice_heads,
-        SPLIT_COLUMNS=plan.split_columns,
-        BLOCK_COLUMNS=plan.block_columns,
+        PADDED_GROUP=plan.padded_group,
+        HEADS=plan.topk_heads,
+        PADDED_COMPRESSED_SPLITS=plan.padded_compressed_splits,
+        PADDED_BLOCKS=plan.padded_blocks,
         CHUNK=plan.chunk,
-        COUNTED=COUNTED,
-        KEYS=plan.tile_keys,
-        SLOT_COLUMNS=plan.slot_columns,
+        MAX_COUNTED=MAX_COUNTED,
+        BLOCK_N=plan.compressed_block_n,
+        PADDED_SLOTS=plan.padded_slots,
         INITIAL=config.num_initial_blocks,
         LOCAL=config.num_local_blocks,
-        EARLY=plan.early,
-        LATE=plan.late,
-        num_warps=plan.choice_warps,
-        **early_start(plan),
+        PDL=plan.pdl,
+        LAUNCH_AFTER_WAIT=plan.launches_after_wait,
+        num_warps=plan.topk_warps,
+        **_pdl_option(plan),
     )
 
 
-def launch_attend(
+def launch_selected_sliding(
     plan: DecodePlan,
     query: Tensor,
     cache: Cache,
     sliding: tuple[Tensor, Tensor],
-    scratch: Scratch,
+    workspace: Workspace,
     scale: float,
     new: NewTokens | None = None,
     rows_read: Tensor | None = None,
@@ -208,12 +230,11 @@ def launch_attend(
     sliding_window: bool = True,
 ) -> None:
     """Selected and sliding branch, or, to be timed, one of them; `new` as above."""
-    window_parts = plan.window_parts if sliding_window else 0
-    parts = window_parts + (plan.select_parts if selected else 0)
-    late_part = window_parts + (plan.forced_parts if plan.free_slots else 0)
-    grid = (plan.batch * plan.kv_heads, plan.tokens, parts)
+    window_splits = plan.window_splits if sliding_window else 0
+    splits = window_splits + (plan.selected_splits if selected else 0)
+    first_dependent_split = window_splits + (plan.initial_local_splits if plan.num_topk else 0)
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
-    attend_kernel[grid](
+    decode_selected_sliding_kernel[(plan.batch * plan.kv_heads, plan.tokens, splits)](
         query,
         cache.key,
         cache.value,
@@ -221,12 +242,12 @@ def launch_attend(
         new_key,
         new_value,
         cache.lengths,
-        scratch.candidates,
-        scratch.blocks,
-        scratch.partial,
-        scratch.top,
-        scratch.total,
-        scratch.blocks if rows_read is None else rows_read,
+        workspace.candidates,
+        workspace.blocks,
+        workspace.partial,
+        workspace.row_max,
+        workspace.row_sum,
+        workspace.blocks if rows_read is None else rows_read,
         *strides(query),
         *strides(cache.key),
         *strides(cache.value),
@@ -236,45 +257,41 @@ def launch_attend(
         *strides(new_value)[:2],
         plan.capacity,
         plan.kv_heads,
-        plan.splits,
-        plan.parts,
-        window_parts,
-        plan.forced_parts,
-        late_part,
-        plan.forced_per_part,
-        plan.slots_per_part,
-        plan.tiles_per_part,
+        plan.compressed_splits,
+        plan.num_splits,
+        window_splits,
+        plan.initial_local_splits,
+        first_dependent_split,
+        plan.initial_local_per_split,
+        plan.topk_per_split,
+        plan.tiles_per_split,
         base2_scale(scale),
-        **plan.constants(),
+        **plan.attention_constants(),
         NUM_SLOTS=plan.config.num_selected_blocks,
         INITIAL=plan.config.num_initial_blocks,
         LOCAL=plan.config.num_local_blocks,
         CHUNKS=plan.chunks,
-        SLOT_COLUMNS=plan.slot_columns,
-        BLOCK_COLUMNS=plan.block_columns,
+        PADDED_SLOTS=plan.padded_slots,
         WINDOW=plan.config.window_size,
-        ROWS=tile_width(plan.group),
-        KEYS=plan.tile_tokens,
-        PRECISION=plan.precision,
-        STAGES=plan.attend_stages,
-        STEP=new is not None,
-        COUNT=rows_read is not None,
-        EARLY=plan.early,
+        BLOCK_N=plan.block_n,
+        STAGES=plan.selected_stages,
+        HAS_NEW_TOKEN=new is not None,
+        COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,
-        **early_start(plan),
+        **_pdl_option(plan),
     )
 
 
-def launch_merge(
-    plan: DecodePlan, cache: Cache, scratch: Scratch, gates: Tensor, out: Tensor, lse: Tensor
+def launch_combine(
+    plan: DecodePlan, cache: Cache, workspace: Workspace, gates: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     """The gated sum: out (B, T, Hq, Dv) in its dtype, lse float32 (B, Hq, T, 3)."""
-    columns = plan.merge_columns
-    grid = (plan.value_columns // columns, plan.group, plan.units)
-    combine_kernel[grid](
-        scratch.partial,
-        scratch.top,
-        scratch.total,
+    config = plan.config
+    block_dv = plan.combine_block_dv
+    decode_combine_kernel[(plan.block_dv // block_dv, plan.group, plan.units)](
+        workspace.partial,
+        workspace.row_max,
+        workspace.row_sum,
         gates,
         cache.lengths,
         out,
@@ -284,56 +301,32 @@ def launch_merge(
         plan.num_compressed,
         plan.kv_heads,
         plan.tokens,
-        plan.splits,
-        plan.parts,
-        plan.window_parts,
-        plan.forced_parts,
-        plan.forced_per_part,
-        plan.slots_per_part,
-        plan.tiles_per_part,
-        **plan.constants(),
-        NUM_SLOTS=plan.config.num_selected_blocks,
-        INITIAL=plan.config.num_initial_blocks,
-        LOCAL=plan.config.num_local_blocks,
-        WINDOW=plan.config.window_size,
-        COMPRESSED_KEYS=plan.tile_keys,
-        KEYS=plan.tile_tokens,
-        PART_COLUMNS=plan.part_columns,
-        COLUMNS=columns,
-        EARLY=plan.early,
+        plan.compressed_splits,
+        plan.num_splits,
+        plan.window_splits,
+        plan.initial_local_splits,
+        plan.initial_local_per_split,
+        plan.topk_per_split,
+        plan.tiles_per_split,
+        GROUP=plan.group,
+        VALUE_DIM=plan.value_dim,
+        BLOCK_DV=block_dv,
+        COMPRESS=config.compress_block_size,
+        STRIDE=config.compress_stride,
+        SELECT=config.select_block_size,
+        NUM_SLOTS=config.num_selected_blocks,
+        INITIAL=config.num_initial_blocks,
+        LOCAL=config.num_local_blocks,
+        WINDOW=config.window_size,
+        COMPRESSED_BLOCK_N=plan.compressed_block_n,
+        BLOCK_N=plan.block_n,
+        PADDED_SPLITS=plan.padded_splits,
+        PDL=plan.pdl,
         num_warps=1,
-        **early_start(plan),
+        **_pdl_option(plan),
     )
 
 
-def run(
-    plan: DecodePlan,
-    query: Tensor,
-    cache: Cache,
-    gates: Tensor,
-    scale: float,
-    sliding: tuple[Tensor, Tensor] | None = None,
-    new: NewTokens | None = None,
-    rows_read: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the kernels' order, lse."""
-    shape = (plan.batch, plan.tokens, plan.query_heads, plan.value_dim)
-    out = torch.empty(shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(
-        (plan.batch, plan.query_heads, plan.tokens, 3), dtype=torch.float32, device=query.device
-    )
-    query = rows_contiguous(query)
-    sliding = (cache.key, cache.value) if sliding is None else sliding
-    if new is not None:
-        key, value = (rows_contiguous(x.to(cache.key.dtype)) for x in (new.key, new.value))
-        new = replace(new, key=key, value=value)
-        if plan.tokens > 1:
-            launch_append(new, cache, plan.config, append=True, emit=True)
-            new = None
-    scratch = plan.scratch(query.device)
-    with torch.cuda.device_of(query):
-        launch_compressed(plan, query, cache, scratch, scale, new, rows_read)
-        launch_choice(plan, cache, scratch)
-        launch_attend(plan, query, cache, sliding, scratch, scale, new, rows_read)
-        launch_merge(plan, cache, scratch, gates, out, lse)
-    return out, scratch.blocks, lse
+def _pdl_option(plan: DecodePlan) -> dict[str, bool]:
+    """Launch option of a kernel that waits for the one before by itself."""
+    return {"launch_pdl": True} if plan.pdl else {}

@@ -1,8 +1,8 @@
 """Compressed branch of a decode step, split over keys.
 
-A program attends some tiles of compressed keys for all query heads of a group, so that each key
-and value is read once a KV head. On the way it pools the probabilities into blocks (Eq. 9): what a
-head adds to a block's score is written as log2(sum of exp2(logit)), which needs no other split.
+A CTA attends some tiles of compressed keys for all query heads of a group, so that each key and
+value is read once per KV head. It also pools the probabilities into blocks (Eq. 9): what a head
+adds to a block's score is written as log2(sum of exp2(logit)), which depends on no other split.
 """
 
 from __future__ import annotations
@@ -10,40 +10,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.decode.append_kv import append_token, emit_block
+from nsa_flex.fallback_kernels.decode.append_kv import append_token, store_completed_block
 from nsa_flex.fallback_kernels.decode.tiles import (
-    let_the_next_kernel_start,
-    load_members,
+    count_visible_blocks,
+    load_query_group,
     load_tile,
-    share_of_split,
-    store_part,
+    pdl_launch_dependents,
+    pdl_wait,
+    softmax_step,
+    store_partial,
     tile_pointers,
-    tile_weights,
-    visible_blocks,
-    wait_for_the_kernel_before,
+    tiles_of_split,
 )
 
 
 @triton.jit
 def pooling_matrix(
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER: tl.constexpr, LEFT: tl.constexpr
+    BLOCK_N: tl.constexpr, BLOCK_POOL: tl.constexpr, PER_BLOCK: tl.constexpr, LEFT: tl.constexpr
 ):
-    """Eq. 9 within a tile as float32 [KEYS, COLUMNS]: how often a block counts each key.
+    """Eq. 9 within a tile as float32 [BLOCK_N, BLOCK_POOL]: how often a block counts each key.
 
-    Key r places into a block (l'/d of them) is hit by as many pairs (m, n) as satisfy m - n = r.
-    Column KEYS / PER is the first block of the next tile, which the last keys reach into.
+    The r-th key of a block, l'/d of them to a block, is counted by as many pairs (m, n) as satisfy
+    m - n = r. Column BLOCK_N / PER_BLOCK is the next tile's first block, which the last keys
+    overlap.
     """
-    r = tl.arange(0, KEYS)[:, None] - PER * tl.arange(0, COLUMNS)[None, :]
-    inside = tl.where(r < PER, tl.minimum(LEFT, PER - 1 - r) + 1, 0)
-    return tl.where(r >= 0, inside, tl.maximum(LEFT + 1 + r, 0)).to(tl.float32)
+    r = tl.arange(0, BLOCK_N)[:, None] - PER_BLOCK * tl.arange(0, BLOCK_POOL)[None, :]
+    count = tl.where(r < PER_BLOCK, tl.minimum(LEFT, PER_BLOCK - 1 - r) + 1, 0)
+    return tl.where(r >= 0, count, tl.maximum(LEFT + 1 + r, 0)).to(tl.float32)
 
 
 @triton.jit
 def pool(p, pooling, COMPILED: tl.constexpr):
-    """p [rows, KEYS] times the pooling matrix, to float32 accuracy.
+    """p [BLOCK_M, BLOCK_N] times the pooling matrix [BLOCK_N, BLOCK_POOL], to float32 accuracy.
 
     Three bfloat16 pieces hold all of a float32, range included, and the matrix' small integers
-    are exact in one: the matrix units multiply at half precision's rate without loss.
+    are exact in one: tensor cores multiply at half precision's rate without loss.
     """
     if COMPILED:
         high = p.to(tl.bfloat16)
@@ -57,9 +58,9 @@ def pool(p, pooling, COMPILED: tl.constexpr):
     return pooled
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_parts"])
-def compressed_kernel(
-    query_ptr, key_ptr, value_ptr, lengths_ptr, partial_ptr, top_ptr, total_ptr, score_ptr,
+@triton.jit(do_not_specialize=["num_compressed_splits", "num_splits"])
+def decode_compressed_kernel(
+    query_ptr, key_ptr, value_ptr, lengths_ptr, partial_ptr, row_max_ptr, row_sum_ptr, score_ptr,
     rows_read_ptr, new_key_ptr, new_value_ptr, cache_key_ptr, cache_value_ptr,
     key_weight_ptr, value_weight_ptr,
     query_stride_b, query_stride_h, query_stride_s,
@@ -69,91 +70,99 @@ def compressed_kernel(
     new_value_stride_b, new_value_stride_h,
     cache_key_stride_b, cache_key_stride_h, cache_key_stride_s,
     cache_value_stride_b, cache_value_stride_h, cache_value_stride_s,
-    capacity, num_compressed, kv_heads, num_splits, num_parts, scale_log2,
+    capacity, num_compressed, kv_heads, num_compressed_splits, num_splits, scale_log2,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, POOL_COLUMNS: tl.constexpr,
-    COMPRESS_ROWS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
-    WEIGHTED: tl.constexpr, COMPILED: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK_POOL: tl.constexpr,
+    PADDED_COMPRESS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_NEW_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, COMPILED: tl.constexpr,
+    COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, new token, KV head of a batch row). STEP also stores the one new token."""
-    PER: tl.constexpr = SELECT // STRIDE
+    """CTA (split, new token, KV head of a batch row).
+
+    HAS_NEW_TOKEN also stores the one new token of each row.
+    """
+    PER_BLOCK: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
-    BLOCKS: tl.constexpr = KEYS // PER
-    SCORE_WIDTH: tl.constexpr = BLOCK_COLUMNS + BLOCK_COLUMNS // BLOCKS
-    # In this order: nothing that starts early finds what came before this step unfinished.
-    wait_for_the_kernel_before(EARLY)
-    let_the_next_kernel_start(EARLY)
-    split, token, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    unit = pair * tl.num_programs(1) + token
+    TILE_BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
+    SCORE_STRIDE: tl.constexpr = PADDED_BLOCKS + PADDED_BLOCKS // TILE_BLOCKS
+    # In this order: no kernel launched early finds work from before this step unfinished.
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    split, token, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
+    unit = batch_head * tl.num_programs(1) + token
     query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
-    q = load_members(query_ptr, query_stride_h, GROUP, ROWS, HEAD_DIM, HEAD_COLUMNS)
+    q = load_query_group(
+        query_ptr, query_stride_h, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
+    )  # [BLOCK_M, BLOCK_D]
     length = tl.load(lengths_ptr + batch)
     position = length + token
     if position >= capacity:
         return
-    seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
-    share, active = share_of_split(seen, num_splits, KEYS)
-    programs = tl.maximum(active, 1)  # the last one stores the new token
-    if split >= programs:
+    num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)
+    tiles_per_split, num_used = tiles_of_split(num_visible, num_compressed_splits, BLOCK_N)
+    num_ctas = tl.maximum(num_used, 1)  # the last one stores the new token
+    if split >= num_ctas:
         return
     key_ptr += batch * key_stride_b + head * key_stride_h
     value_ptr += batch * value_stride_b + head * value_stride_h
 
-    if STEP:  # noqa: SIM102  # known to the compiler, what follows is not
-        if split == programs - 1:
+    if HAS_NEW_TOKEN:  # noqa: SIM102  # known to the compiler, what follows is not
+        if split == num_ctas - 1:
             new_keys = new_key_ptr + batch * new_key_stride_b + head * new_key_stride_h
             new_values = new_value_ptr + batch * new_value_stride_b + head * new_value_stride_h
             keys = cache_key_ptr + batch * cache_key_stride_b + head * cache_key_stride_h
             values = cache_value_ptr + batch * cache_value_stride_b + head * cache_value_stride_h
             append_token(
                 new_keys, new_values, keys, values, cache_key_stride_s, cache_value_stride_s,
-                position, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+                position, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
             )  # fmt: skip
-            emit_block(
+            store_completed_block(
                 new_keys, new_values, 0, 0, keys, values, cache_key_stride_s, cache_value_stride_s,
                 key_ptr, value_ptr, key_stride_s, value_stride_s,
                 key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
                 position, length, num_compressed,
-                HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
-                COMPRESS, STRIDE, COMPRESS_ROWS, WEIGHTED,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
+                COMPRESS, STRIDE, PADDED_COMPRESS, WEIGHTED,
             )  # fmt: skip
             tl.debug_barrier()  # the loop below reads what other threads wrote here
 
-    row, column = tl.arange(0, ROWS), tl.arange(0, POOL_COLUMNS)
-    score_ptr += unit.to(tl.int64) * (GROUP * SCORE_WIDTH)
-    pooling = pooling_matrix(KEYS, POOL_COLUMNS, PER, LEFT)
-    first, last = split * share, tl.minimum((split + 1) * share, tl.cdiv(seen, KEYS))
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    totals = tl.zeros((ROWS, KEYS), tl.float32)
-    out = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
+    head_in_group, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_POOL)
+    score_ptr += unit.to(tl.int64) * (GROUP * SCORE_STRIDE)
+    pooling = pooling_matrix(BLOCK_N, BLOCK_POOL, PER_BLOCK, LEFT)  # [BLOCK_N, BLOCK_POOL]
+    first = split * tiles_per_split
+    last = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(num_visible, BLOCK_N))
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # Summed over keys once behind the loop, not in every step.
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     rows_read = split * 0
     for tile in tl.range(first, last, num_stages=STAGES):
-        there = tile * KEYS + tl.arange(0, KEYS) < seen
-        pointers = tile_pointers(key_ptr, key_stride_s, tile * KEYS, KEYS, HEAD_COLUMNS)
-        k = load_tile(pointers, there, HEAD_DIM, HEAD_COLUMNS)
-        p, top, shrink = tile_weights(q, k, there, top, scale_log2, PRECISION)
-        pooled = tl.log2(pool(p, pooling, COMPILED)) + top[:, None]
-        place = tl.where(column < BLOCKS, tile * BLOCKS + column, BLOCK_COLUMNS + tile)
+        key_mask = tile * BLOCK_N + tl.arange(0, BLOCK_N) < num_visible  # [BLOCK_N]
+        pointers = tile_pointers(key_ptr, key_stride_s, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+        k = load_tile(pointers, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        p, row_max, alpha = softmax_step(q, k, key_mask, row_max, scale_log2, PRECISION)
+        pooled = tl.log2(pool(p, pooling, COMPILED)) + row_max[:, None]  # [BLOCK_M, BLOCK_POOL]
+        slot = tl.where(column < TILE_BLOCKS, tile * TILE_BLOCKS + column, PADDED_BLOCKS + tile)
         tl.store(
-            score_ptr + row[:, None] * SCORE_WIDTH + place[None, :],
+            score_ptr + head_in_group[:, None] * SCORE_STRIDE + slot[None, :],
             pooled,
-            mask=(row < GROUP)[:, None] & (column <= BLOCKS)[None, :],
+            mask=(head_in_group < GROUP)[:, None] & (column <= TILE_BLOCKS)[None, :],
         )
-        totals = totals * shrink[:, None] + p
-        pointers = tile_pointers(value_ptr, value_stride_s, tile * KEYS, KEYS, VALUE_COLUMNS)
-        v = load_tile(pointers, there, VALUE_DIM, VALUE_COLUMNS)
-        out = out * shrink[:, None]
-        out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
-        if COUNT:
-            rows_read += tl.sum(there.to(tl.int32))
-    if active > 0:
-        store_part(
-            partial_ptr, top_ptr, total_ptr, unit, split, num_parts,
-            out, top, tl.sum(totals, 1), GROUP, ROWS, VALUE_DIM, VALUE_COLUMNS,
+        sums = sums * alpha[:, None] + p  # [BLOCK_M, BLOCK_N]
+        pointers = tile_pointers(value_ptr, value_stride_s, tile * BLOCK_N, BLOCK_N, BLOCK_DV)
+        v = load_tile(pointers, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+        if COUNT_ROWS:
+            rows_read += tl.sum(key_mask.to(tl.int32))
+    if num_used > 0:
+        store_partial(
+            partial_ptr, row_max_ptr, row_sum_ptr, unit, split, num_splits,
+            acc, row_max, tl.sum(sums, 1), GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV,
         )  # fmt: skip
-    if COUNT:
-        tl.store(rows_read_ptr + unit * num_parts + split, rows_read)
+    if COUNT_ROWS:
+        tl.store(rows_read_ptr + unit * num_splits + split, rows_read)

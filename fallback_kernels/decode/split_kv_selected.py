@@ -1,7 +1,7 @@
-"""Selected and sliding branch of a decode step: partial attention of some blocks or some window.
+"""Selected and sliding branch of a decode step, split over blocks and over the window.
 
-A program attends the tokens for all query heads of a group, so that each key and value is read
-once a KV head and branch.
+A CTA attends its tokens for all query heads of a group, so that each key and value is read once
+per KV head and branch.
 """
 
 from __future__ import annotations
@@ -10,32 +10,33 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.decode.tiles import (
-    let_the_next_kernel_start,
-    load_members,
+    count_slots,
+    load_query_group,
     load_tile,
-    store_part,
+    pdl_launch_dependents,
+    pdl_wait,
+    softmax_step,
+    store_partial,
     tile_pointers,
-    tile_weights,
-    wait_for_the_kernel_before,
 )
-from nsa_flex.fallback_kernels.decode.topk import best_of_chunks, slots_used
+from nsa_flex.fallback_kernels.decode.topk import best_of_chunks
 
 
 @triton.jit(
     do_not_specialize=[
+        "num_compressed_splits",
         "num_splits",
-        "num_parts",
-        "window_parts",
-        "forced_parts",
-        "late_part",
-        "forced_per_part",
-        "slots_per_part",
-        "tiles_per_part",
+        "window_splits",
+        "initial_local_splits",
+        "first_dependent_split",
+        "initial_local_per_split",
+        "topk_per_split",
+        "tiles_per_split",
     ]
 )
-def attend_kernel(
+def decode_selected_sliding_kernel(
     query_ptr, key_ptr, value_ptr, sliding_key_ptr, sliding_value_ptr, new_key_ptr, new_value_ptr,
-    lengths_ptr, candidate_ptr, block_ptr, partial_ptr, top_ptr, total_ptr, rows_read_ptr,
+    lengths_ptr, candidate_ptr, block_ptr, partial_ptr, row_max_ptr, row_sum_ptr, rows_read_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
@@ -43,54 +44,57 @@ def attend_kernel(
     sliding_value_stride_b, sliding_value_stride_h, sliding_value_stride_s,
     new_key_stride_b, new_key_stride_h,
     new_value_stride_b, new_value_stride_h,
-    capacity, kv_heads, num_splits, num_parts, window_parts, forced_parts, late_part,
-    forced_per_part, slots_per_part, tiles_per_part, scale_log2,
+    capacity, kv_heads, num_compressed_splits, num_splits, window_splits, initial_local_splits,
+    first_dependent_split, initial_local_per_split, topk_per_split, tiles_per_split, scale_log2,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, SLOT_COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr,
-    EARLY: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_NEW_TOKEN: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head of a batch row, new token, part): parts of the window come first, then of
-    the forced blocks, then, from `late_part` on, of the free ones.
+    """CTA (KV head of a batch row, new token, split). Splits of the window come first, then those
+    of the initial and local blocks, then those of the top-k blocks.
 
-    Only the late ones wait for the choice: of what the step's kernels write the others need
-    nothing but the new token's key and value, which under STEP they take from where the caller has
-    them. With several CHUNKS of candidates a part is one or two slots.
+    Only splits from `first_dependent_split` on wait for the top-k kernel: of what the step's
+    kernels write, the others need nothing but the new token's key and value, which HAS_NEW_TOKEN
+    reads where the caller has them. With several CHUNKS of candidates a split of top-k blocks is
+    one or two slots.
     """
-    PER_BLOCK: tl.constexpr = (SELECT + KEYS - 1) // KEYS
-    FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
-    let_the_next_kernel_start(EARLY)
-    pair, token, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    unit = (pair * tl.num_programs(1) + token).to(tl.int64)
+    TILES_PER_BLOCK: tl.constexpr = (SELECT + BLOCK_N - 1) // BLOCK_N
+    TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    pdl_launch_dependents(PDL)
+    batch_head, token, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
+    unit = (batch_head * tl.num_programs(1) + token).to(tl.int64)
     query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
-    q = load_members(query_ptr, query_stride_h, GROUP, ROWS, HEAD_DIM, HEAD_COLUMNS)
+    q = load_query_group(
+        query_ptr, query_stride_h, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
+    )  # [BLOCK_M, BLOCK_D]
     position = tl.load(lengths_ptr + batch) + token
-    if part >= late_part:
-        wait_for_the_kernel_before(EARLY)
+    if split >= first_dependent_split:
+        pdl_wait(PDL)
     if position >= capacity:
         return
-    selecting = part >= window_parts
-    picking = part >= window_parts + forced_parts
+    is_selected = split >= window_splits
+    is_topk = split >= window_splits + initial_local_splits
     window = tl.minimum(position + 1, WINDOW)
-    first_tile = part * tiles_per_part
-    tiles = tl.minimum(tl.cdiv(window, KEYS) - first_tile, tiles_per_part)
-    own = position // SELECT
-    full = own >= NUM_SLOTS
-    forced, free = slots_used(position, SELECT, NUM_SLOTS, FREE, INITIAL)
-    own_part = part - window_parts - tl.where(picking, forced_parts, 0)
-    per_part = tl.where(picking, slots_per_part, forced_per_part)
-    first_slot = own_part * per_part
-    slots = tl.minimum(tl.where(picking, free, forced) - first_slot, per_part)
-    steps = tl.where(selecting, slots * PER_BLOCK, tiles)
+    first_tile = split * tiles_per_split
+    tiles = tl.minimum(tl.cdiv(window, BLOCK_N) - first_tile, tiles_per_split)
+    own_block = position // SELECT
+    slots_are_full = own_block >= NUM_SLOTS
+    num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL)
+    split_in_kind = split - window_splits - tl.where(is_topk, initial_local_splits, 0)
+    per_split = tl.where(is_topk, topk_per_split, initial_local_per_split)
+    first_slot = split_in_kind * per_split
+    slots = tl.minimum(tl.where(is_topk, num_topk, num_initial_local) - first_slot, per_split)
+    steps = tl.where(is_selected, slots * TILES_PER_BLOCK, tiles)
     block_ptr += unit * NUM_SLOTS
     if steps <= 0:
         return
-    if selecting:
+    if is_selected:
         keys = key_ptr + batch * key_stride_b + head * key_stride_h
         values = value_ptr + batch * value_stride_b + head * value_stride_h
         key_stride, value_stride = key_stride_s, value_stride_s
@@ -99,58 +103,63 @@ def attend_kernel(
         values = sliding_value_ptr + batch * sliding_value_stride_b + head * sliding_value_stride_h
         key_stride, value_stride = sliding_key_stride_s, sliding_value_stride_s
 
-    candidate_ptr += unit * (CHUNKS * SLOT_COLUMNS)
-    best = first_slot.to(tl.int64) * 0
-    first_best, second_best = best, best
+    candidate_ptr += unit * (CHUNKS * PADDED_SLOTS)
+    rank = first_slot.to(tl.int64) * 0
+    first_rank, second_rank = rank, rank
     if CHUNKS > 1:  # noqa: SIM102
-        if picking & full:
-            first_best, second_best = best_of_chunks(
-                candidate_ptr, first_slot, CHUNKS, SLOT_COLUMNS, FREE
+        if is_topk & slots_are_full:
+            first_rank, second_rank = best_of_chunks(
+                candidate_ptr, first_slot, CHUNKS, PADDED_SLOTS, TOPK
             )
-    window_start = position + 1 - window + first_tile * KEYS
+    window_start = position + 1 - window + first_tile * BLOCK_N
     new_key = new_key_ptr + batch * new_key_stride_b + head * new_key_stride_h
-    new_key += tl.arange(0, HEAD_COLUMNS)[None, :]
+    new_key += tl.arange(0, BLOCK_D)[None, :]
     new_value = new_value_ptr + batch * new_value_stride_b + head * new_value_stride_h
-    new_value += tl.arange(0, VALUE_COLUMNS)[None, :]
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
-    rows_read = part * 0
+    new_value += tl.arange(0, BLOCK_DV)[None, :]
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    rows_read = split * 0
     for step in tl.range(0, steps, num_stages=STAGES):
-        place = first_slot + step // PER_BLOCK
-        slot = tl.where(place < INITIAL, place, place + FREE)
-        slot = tl.where(picking, place + INITIAL, slot)
-        block = tl.where(full & (slot >= INITIAL), own - (NUM_SLOTS - 1 - slot), slot)
-        if CHUNKS == 1:
-            best = tl.load(candidate_ptr + place, mask=picking & full, other=0)
-        else:
-            best = tl.where(place == first_slot, first_best, second_best)
-        chosen = BLOCK_COLUMNS - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-        block = tl.where(picking & full, chosen, block)
-        start = tl.where(
-            selecting, block * SELECT + step % PER_BLOCK * KEYS, window_start + step * KEYS
+        slot_in_kind = first_slot + step // TILES_PER_BLOCK
+        # Initial blocks have the first slots, top-k blocks the next, local blocks the last.
+        slot = tl.where(slot_in_kind < INITIAL, slot_in_kind, slot_in_kind + TOPK)
+        slot = tl.where(is_topk, slot_in_kind + INITIAL, slot)
+        block = tl.where(
+            slots_are_full & (slot >= INITIAL), own_block - (NUM_SLOTS - 1 - slot), slot
         )
-        stop = tl.where(selecting, tl.minimum(position, (block + 1) * SELECT - 1), position)
-        key = start + tl.arange(0, KEYS)
-        there = key <= stop
-        key_pointers = tile_pointers(keys, key_stride, start, KEYS, HEAD_COLUMNS)
-        value_pointers = tile_pointers(values, value_stride, start, KEYS, VALUE_COLUMNS)
-        if STEP:
-            newest = (key == position)[:, None]
-            key_pointers = tl.where(newest, new_key, key_pointers)
-            value_pointers = tl.where(newest, new_value, value_pointers)
-        k = load_tile(key_pointers, there, HEAD_DIM, HEAD_COLUMNS)
-        p, top, shrink = tile_weights(q, k, there, top, scale_log2, PRECISION)
-        v = load_tile(value_pointers, there, VALUE_DIM, VALUE_COLUMNS)
-        total = total * shrink + tl.sum(p, 1)
-        out = out * shrink[:, None]
-        out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
-        tl.store(block_ptr + slot, block, mask=selecting)
-        if COUNT:
-            rows_read += tl.sum(there.to(tl.int32))
-    store_part(
-        partial_ptr, top_ptr, total_ptr, unit, num_splits + part, num_parts, out, top, total,
-        GROUP, ROWS, VALUE_DIM, VALUE_COLUMNS,
+        if CHUNKS == 1:
+            rank = tl.load(candidate_ptr + slot_in_kind, mask=is_topk & slots_are_full, other=0)
+        else:
+            rank = tl.where(slot_in_kind == first_slot, first_rank, second_rank)
+        topk_block = PADDED_BLOCKS - 1 - (rank & 0xFFFFFFFF).to(tl.int32)
+        block = tl.where(is_topk & slots_are_full, topk_block, block)
+        start = tl.where(
+            is_selected,
+            block * SELECT + step % TILES_PER_BLOCK * BLOCK_N,
+            window_start + step * BLOCK_N,
+        )
+        last = tl.where(is_selected, tl.minimum(position, (block + 1) * SELECT - 1), position)
+        key = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        key_mask = key <= last
+        key_pointers = tile_pointers(keys, key_stride, start, BLOCK_N, BLOCK_D)
+        value_pointers = tile_pointers(values, value_stride, start, BLOCK_N, BLOCK_DV)
+        if HAS_NEW_TOKEN:
+            is_new = (key == position)[:, None]  # [BLOCK_N, 1]
+            key_pointers = tl.where(is_new, new_key, key_pointers)
+            value_pointers = tl.where(is_new, new_value, value_pointers)
+        k = load_tile(key_pointers, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        p, row_max, alpha = softmax_step(q, k, key_mask, row_max, scale_log2, PRECISION)
+        v = load_tile(value_pointers, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        row_sum = row_sum * alpha + tl.sum(p, 1)  # [BLOCK_M]
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+        tl.store(block_ptr + slot, block, mask=is_selected)
+        if COUNT_ROWS:
+            rows_read += tl.sum(key_mask.to(tl.int32))
+    store_partial(
+        partial_ptr, row_max_ptr, row_sum_ptr, unit, num_compressed_splits + split, num_splits,
+        acc, row_max, row_sum, GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
-    if COUNT:
-        tl.store(rows_read_ptr + unit * num_parts + num_splits + part, rows_read)
+    if COUNT_ROWS:
+        tl.store(rows_read_ptr + unit * num_splits + num_compressed_splits + split, rows_read)

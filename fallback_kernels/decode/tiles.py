@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels of a decode step: tiles of keys and online softmax."""
+"""Device functions that the kernels of a decode step share: launches, tiles, online softmax."""
 
 from __future__ import annotations
 
@@ -8,79 +8,102 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def wait_for_the_kernel_before(EARLY: tl.constexpr):
-    """Until then a kernel that starts EARLY may read nothing that this step wrote."""
-    if EARLY:
+def pdl_wait(PDL: tl.constexpr):
+    """Waits for the kernel before this one; only from here on may its results be read."""
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
-def let_the_next_kernel_start(EARLY: tl.constexpr):
-    """Its programs take their places, and wait, as soon as all of this kernel's have started."""
-    if EARLY:
+def pdl_launch_dependents(PDL: tl.constexpr):
+    """Lets the next kernel's CTAs be scheduled once all CTAs of this kernel have come here."""
+    if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
-def load_members(
-    pointer, stride_h, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
+def load_query_group(
+    pointer, stride_h, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of a group [ROWS, COLUMNS], zeros behind GROUP and DIM."""
-    row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-    return tl.load(pointer + row[:, None] * stride_h + dim[None, :], mask=inside, other=0.0)
+    """The query heads of a group [BLOCK_M, BLOCK_D], zeros past GROUP and HEAD_DIM."""
+    head_in_group, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    mask = (head_in_group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+    return tl.load(
+        pointer + head_in_group[:, None] * stride_h + dim[None, :], mask=mask, other=0.0
+    )
 
 
 @triton.jit
-def tile_pointers(pointer, stride_s, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows first ... first + ROWS - 1 [ROWS, COLUMNS] of what `pointer` is the first row of."""
-    row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+def tile_pointers(pointer, stride_s, first, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers [BLOCK_N, BLOCK_D] to rows first ... first + BLOCK_N - 1 behind `pointer`."""
+    row, dim = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     return pointer + ((first + row).to(tl.int64) * stride_s)[:, None] + dim[None, :]
 
 
 @triton.jit
-def load_tile(pointers, there, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows where `there` [ROWS], zeros elsewhere and behind DIM: [ROWS, COLUMNS]."""
-    if DIM < COLUMNS:
-        inside = there[:, None] & (tl.arange(0, COLUMNS) < DIM)[None, :]
-        return tl.load(pointers, mask=inside, other=0.0)
-    return tl.load(pointers, mask=there[:, None], other=0.0)
+def load_tile(pointers, row_mask, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The rows of `row_mask` [BLOCK_N], zeros elsewhere and past DIM: [BLOCK_N, BLOCK_D]."""
+    if DIM < BLOCK_D:
+        mask = row_mask[:, None] & (tl.arange(0, BLOCK_D) < DIM)[None, :]  # [BLOCK_N, BLOCK_D]
+        return tl.load(pointers, mask=mask, other=0.0)
+    return tl.load(pointers, mask=row_mask[:, None], other=0.0)
 
 
 @triton.jit
-def tile_weights(q, k, there, top, scale_log2, PRECISION: tl.constexpr):
-    """exp2(logit - new top) [rows, keys], the new top [rows] and what to scale old sums by."""
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-    logits = tl.where(there[None, :], logits, float("-inf"))
-    new_top = tl.maximum(top, tl.max(logits, 1))
-    return tl.exp2(logits - new_top[:, None]), new_top, tl.exp2(top - new_top)
+def softmax_step(q, k, key_mask, row_max, scale_log2, PRECISION: tl.constexpr):
+    """Online softmax over one tile of keys, all of it in base 2.
+
+    Returns:
+        p [BLOCK_M, BLOCK_N], exp2(logit - new row_max); the new row_max [BLOCK_M]; alpha
+        [BLOCK_M], the factor that rescales the sums so far.
+    """
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # [BLOCK_M, BLOCK_N]
+    logits = tl.where(key_mask[None, :], logits, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(logits, 1))  # [BLOCK_M]
+    return tl.exp2(logits - new_max[:, None]), new_max, tl.exp2(row_max - new_max)
 
 
 @triton.jit
-def store_part(
-    partial_ptr, top_ptr, total_ptr, unit, part, num_parts, out, top, total,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+def store_partial(
+    partial_ptr, row_max_ptr, row_sum_ptr, unit, split, num_splits, out, row_max, row_sum,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One partial result of a unit: partial (units, G, parts, Dv), top and total without Dv."""
-    row, dim = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    line = (unit.to(tl.int64) * GROUP + row) * num_parts + part
-    inside = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-    tl.store(partial_ptr + line[:, None] * DIM + dim[None, :], out, mask=inside)
-    tl.store(top_ptr + line, top, mask=row < GROUP)
-    tl.store(total_ptr + line, total, mask=row < GROUP)
+    """One split's output of a unit: partial (units, G, splits, Dv), row_max and row_sum without
+    Dv.
+    """
+    head_in_group, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    slot = (unit.to(tl.int64) * GROUP + head_in_group) * num_splits + split  # [BLOCK_M]
+    mask = (head_in_group < GROUP)[:, None] & (dim < VALUE_DIM)[None, :]  # [BLOCK_M, BLOCK_DV]
+    tl.store(partial_ptr + slot[:, None] * VALUE_DIM + dim[None, :], out, mask=mask)
+    tl.store(row_max_ptr + slot, row_max, mask=head_in_group < GROUP)
+    tl.store(row_sum_ptr + slot, row_sum, mask=head_in_group < GROUP)
 
 
 @triton.jit
-def visible_blocks(position, COMPRESS: tl.constexpr, STRIDE: tl.constexpr):
+def count_visible_blocks(position, COMPRESS: tl.constexpr, STRIDE: tl.constexpr):
     """Compressed keys that a query at `position` sees."""
     past = position - (COMPRESS - 1)
     return tl.where(past >= 0, past // STRIDE + 1, 0)
 
 
 @triton.jit
-def share_of_split(seen, num_splits, KEYS: tl.constexpr):
-    """Tiles each split takes of `seen` compressed keys, and how many splits have any."""
-    tiles = tl.cdiv(seen, KEYS)
-    share = tl.maximum(tl.cdiv(tiles, num_splits), 1)
-    return share, tl.cdiv(tiles, share)
+def tiles_of_split(num_visible, num_compressed_splits, BLOCK_N: tl.constexpr):
+    """Tiles of compressed keys that each split takes, and how many splits have any."""
+    tiles = tl.cdiv(num_visible, BLOCK_N)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, num_compressed_splits), 1)
+    return tiles_per_split, tl.cdiv(tiles, tiles_per_split)
+
+
+@triton.jit
+def count_slots(
+    position,
+    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, TOPK: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
+    """How many initial and local slots, and how many top-k slots, a query at `position` fills.
+
+    With fewer blocks than slots, slot i holds block i.
+    """
+    filled = tl.minimum(position // SELECT + 1, NUM_SLOTS)
+    num_topk = tl.minimum(tl.maximum(filled - INITIAL, 0), TOPK)
+    return filled - num_topk, num_topk

@@ -1,7 +1,7 @@
-"""The choice of blocks of a decode step.
+"""Top-k block selection of a decode step.
 
-Programs share the blocks of a new token and KV head in chunks, and each writes the best of its
-own. Where there are several chunks, those who read chosen blocks find the best of them all.
+CTAs share the blocks of a new token and KV head in chunks, and each writes the best candidates of
+its own chunk. Where there are several chunks, the CTAs that read the selected blocks merge them.
 """
 
 from __future__ import annotations
@@ -10,174 +10,171 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.decode.tiles import (
-    let_the_next_kernel_start,
-    share_of_split,
-    visible_blocks,
-    wait_for_the_kernel_before,
+    count_visible_blocks,
+    pdl_launch_dependents,
+    pdl_wait,
+    tiles_of_split,
 )
 
 
 @triton.jit
-def log_sum_exp(
-    top_ptr, total_ptr, num_parts, active,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLIT_COLUMNS: tl.constexpr,
+def compressed_lse_log2(
+    row_max_ptr, row_sum_ptr, num_splits, num_used,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, PADDED_COMPRESSED_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 log-sum-exp [MEMBERS] of the compressed branch of every head, from its splits."""
-    head, split = tl.arange(0, MEMBERS)[:, None], tl.arange(0, SPLIT_COLUMNS)[None, :]
-    there = (head < GROUP) & (split < active)
-    top = tl.load(top_ptr + head * num_parts + split, mask=there, other=float("-inf"))
-    total = tl.load(total_ptr + head * num_parts + split, mask=there, other=0.0)
-    highest = tl.max(top, 1)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    return highest + tl.log2(tl.sum(total * tl.exp2(top - highest[:, None]), 1))
+    """Base-2 log-sum-exp [PADDED_GROUP] of the compressed branch of every head in the group."""
+    head_in_group = tl.arange(0, PADDED_GROUP)[:, None]
+    split = tl.arange(0, PADDED_COMPRESSED_SPLITS)[None, :]
+    mask = (head_in_group < GROUP) & (split < num_used)  # [PADDED_GROUP, PADDED_COMPRESSED_SPLITS]
+    row = head_in_group * num_splits
+    split_max = tl.load(row_max_ptr + row + split, mask=mask, other=float("-inf"))
+    split_sum = tl.load(row_sum_ptr + row + split, mask=mask, other=0.0)
+    row_max = tl.max(split_max, 1)  # [PADDED_GROUP]
+    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    return row_max + tl.log2(tl.sum(split_sum * tl.exp2(split_max - row_max[:, None]), 1))
 
 
 @triton.jit
 def block_scores(
-    score_ptr, top_ptr, total_ptr, num_parts, active, first, last_free,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEADS: tl.constexpr, SPLIT_COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, LEFT: tl.constexpr,
+    score_ptr, row_max_ptr, row_sum_ptr, num_splits, num_used, first, last_candidate,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PADDED_COMPRESSED_SPLITS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Eq. 10 of blocks first ... last_free [CHUNK]; behind them anything.
+    """Eq. 10 of blocks first ... last_candidate [CHUNK]; anything past them.
 
-    A row of memory is BLOCK_COLUMNS logarithms, then what each tile of BLOCKS lends to the next
-    one. HEADS rows are read at once: one memory latency for them all.
+    A row of memory is PADDED_BLOCKS logarithms, then what each tile of TILE_BLOCKS blocks adds to
+    the first block of the next tile. HEADS rows are loaded at once: one memory latency for all.
     """
-    WIDTH: tl.constexpr = BLOCK_COLUMNS + BLOCK_COLUMNS // BLOCKS
-    place = tl.arange(0, CHUNK)
-    block = first + place
-    tile = first // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
+    SCORE_STRIDE: tl.constexpr = PADDED_BLOCKS + PADDED_BLOCKS // TILE_BLOCKS
+    offset = tl.arange(0, CHUNK)
+    block = first + offset  # [CHUNK]
+    tile = first // TILE_BLOCKS + tl.arange(0, CHUNK // TILE_BLOCKS)  # [CHUNK // TILE_BLOCKS]
     # Whole tiles, so that whole vectors are read.
-    wanted = block // BLOCKS * BLOCKS <= last_free
-    borrows = (tile > 0) & (tile * BLOCKS <= last_free)
+    block_mask = block // TILE_BLOCKS * TILE_BLOCKS <= last_candidate
+    carry_mask = (tile > 0) & (tile * TILE_BLOCKS <= last_candidate)
     score = tl.zeros((CHUNK,), tl.float32)
-    borrowed = tl.zeros((CHUNK // BLOCKS,), tl.float32)
-    members = tl.arange(0, MEMBERS)
-    lse = tl.zeros((MEMBERS,), tl.float32)
+    carried = tl.zeros((CHUNK // TILE_BLOCKS,), tl.float32)
+    heads = tl.arange(0, PADDED_GROUP)
+    lse = tl.zeros((PADDED_GROUP,), tl.float32)
     for first_head in tl.static_range(0, GROUP, HEADS):
         logs = ()
-        lent = ()
+        carries = ()
         for i in tl.static_range(HEADS):
-            row = score_ptr + (first_head + i) * WIDTH
-            there = first_head + i < GROUP
-            more = tl.load(row + block, mask=wanted & there, other=float("-inf"))
-            logs = logs + (more,)  # type: ignore[assignment]  # noqa: RUF005
-            more = tl.load(
-                row + BLOCK_COLUMNS - 1 + tile, mask=borrows & there, other=float("-inf")
-            )
-            lent = lent + (more,)  # type: ignore[assignment]  # noqa: RUF005
+            row = score_ptr + (first_head + i) * SCORE_STRIDE
+            mask = first_head + i < GROUP
+            log = tl.load(row + block, mask=block_mask & mask, other=float("-inf"))  # [CHUNK]
+            logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
+            log = tl.load(
+                row + PADDED_BLOCKS - 1 + tile, mask=carry_mask & mask, other=float("-inf")
+            )  # [CHUNK // TILE_BLOCKS]
+            carries = carries + (log,)  # type: ignore[assignment]  # noqa: RUF005
         if first_head == 0:
-            lse = log_sum_exp(top_ptr, total_ptr, num_parts, active, GROUP, MEMBERS, SPLIT_COLUMNS)
-            lse = tl.gather(lse, members, 0)  # all of it in every warp: sums wait for no other
-            lse = tl.where(members < GROUP, lse, 0.0)
-        tl.debug_barrier()  # or the compiler puts each load where it is used, one after the other
+            lse = compressed_lse_log2(
+                row_max_ptr, row_sum_ptr, num_splits, num_used,
+                GROUP, PADDED_GROUP, PADDED_COMPRESSED_SPLITS,
+            )  # fmt: skip  # [PADDED_GROUP]
+            # The gather puts all of it in every warp: the sums below need no CTA-wide exchange.
+            lse = tl.gather(lse, heads, 0)
+            lse = tl.where(heads < GROUP, lse, 0.0)
+        tl.debug_barrier()  # or the compiler sinks each load to its use, and they serialise
         for i in tl.static_range(HEADS):
-            own_lse = tl.sum(tl.where(members == first_head + i, lse, 0.0), 0)
-            score += tl.exp2(logs[i] - own_lse)
-            borrowed += tl.exp2(lent[i] - own_lse)
+            head_lse = tl.sum(tl.where(heads == first_head + i, lse, 0.0), 0)
+            score += tl.exp2(logs[i] - head_lse)
+            carried += tl.exp2(carries[i] - head_lse)
     if LEFT > 0:
-        starts = place % BLOCKS == 0
-        score += tl.where(starts, tl.gather(borrowed, place // BLOCKS, 0), 0.0)
+        starts_tile = offset % TILE_BLOCKS == 0
+        score += tl.where(starts_tile, tl.gather(carried, offset // TILE_BLOCKS, 0), 0.0)
     return score
 
 
 @triton.jit
 def count_greater(rank, COUNT: tl.constexpr):
-    """How many of rank [COUNT], all different, are greater than each of them.
+    """How many of rank [COUNT], all different, are greater than each of them: [COUNT].
 
-    By slices that the registers of a thread hold, gathered: the compiler would let each thread
-    make them anew otherwise.
+    In slices that fit a thread's registers, by gathers: otherwise the compiler has every thread
+    recompute them.
     """
     SLICE: tl.constexpr = min(COUNT, 32)
     greater = tl.zeros((COUNT,), tl.int32)
     for first in range(0, COUNT, SLICE):
-        other = tl.gather(rank, first + tl.arange(0, SLICE), 0)
+        other = tl.gather(rank, first + tl.arange(0, SLICE), 0)  # [SLICE]
         greater += tl.sum((other[:, None] > rank[None, :]).to(tl.int32), 0)
     return greater
 
 
 @triton.jit
-def slots_used(
-    position,
-    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, FREE: tl.constexpr, INITIAL: tl.constexpr,
-):  # fmt: skip
-    """How many forced and how many free slots a query at `position` has a block for.
-
-    With fewer blocks than slots, slot i has block i.
-    """
-    used = tl.minimum(position // SELECT + 1, NUM_SLOTS)
-    free = tl.minimum(tl.maximum(used - INITIAL, 0), FREE)
-    return used - free, free
-
-
-@triton.jit
 def best_of_chunks(
-    candidate_ptr, wanted, CHUNKS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, FREE: tl.constexpr
+    candidate_ptr, index, CHUNKS: tl.constexpr, PADDED_SLOTS: tl.constexpr, TOPK: tl.constexpr
 ):
-    """The candidates that `wanted` and `wanted` + 1 others are greater than; 0 for none."""
-    place = tl.arange(0, CHUNKS * SLOT_COLUMNS)
-    there = place % SLOT_COLUMNS < FREE
-    rank = tl.load(candidate_ptr + place, mask=there, other=0)
-    # All different, those that are none too.
-    rank = tl.where(there & (rank >= 0), rank, -1 - place)
-    greater = count_greater(rank, CHUNKS * SLOT_COLUMNS)
-    first = tl.sum(tl.where(greater == wanted, rank, 0), 0)
-    return first, tl.sum(tl.where(greater == wanted + 1, rank, 0), 0)
+    """The candidates at places `index` and `index` + 1 in descending order; 0 for none."""
+    offset = tl.arange(0, CHUNKS * PADDED_SLOTS)
+    mask = offset % PADDED_SLOTS < TOPK
+    rank = tl.load(candidate_ptr + offset, mask=mask, other=0)  # [CHUNKS * PADDED_SLOTS]
+    # Empty candidates get different negative ranks, since ranks have to differ.
+    rank = tl.where(mask & (rank >= 0), rank, -1 - offset)
+    greater = count_greater(rank, CHUNKS * PADDED_SLOTS)
+    best = tl.sum(tl.where(greater == index, rank, 0), 0)
+    return best, tl.sum(tl.where(greater == index + 1, rank, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_parts"])
-def choice_kernel(
-    lengths_ptr, score_ptr, top_ptr, total_ptr, candidate_ptr, block_ptr, capacity, num_compressed,
-    kv_heads, num_splits, num_parts,
+@triton.jit(do_not_specialize=["num_compressed_splits", "num_splits"])
+def decode_topk_kernel(
+    lengths_ptr, score_ptr, row_max_ptr, row_sum_ptr, candidate_ptr, block_ptr, capacity,
+    num_compressed, kv_heads, num_compressed_splits, num_splits,
     GROUP: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, MEMBERS: tl.constexpr, HEADS: tl.constexpr,
-    SPLIT_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr, KEYS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, PADDED_GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PADDED_COMPRESSED_SPLITS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+    MAX_COUNTED: tl.constexpr, BLOCK_N: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, PDL: tl.constexpr, LAUNCH_AFTER_WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, new token, KV head of a batch row): the best free blocks of its chunk.
+    """CTA (chunk, new token, KV head of a batch row): the top-k blocks of its chunk.
 
-    int64 candidates [SLOT_COLUMNS], best first: the score's bits, then the block counted from
-    behind, so that ties go to the lower one; negative where there is none. Where all blocks fit
-    nobody asks for them.
+    int64 candidates [PADDED_SLOTS], best first: the score's bits, then the block's number from
+    behind, so that ties go to the lower block; negative where there is none. Where every block
+    fits into the slots, no CTA reads the candidates.
     """
-    FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
-    BLOCKS: tl.constexpr = KEYS // (SELECT // STRIDE)
-    let_the_next_kernel_start(EARLY and not LATE)
-    chunk, token, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    unit = (pair * tl.num_programs(1) + token).to(tl.int64)
-    position = tl.load(lengths_ptr + pair // kv_heads) + token
-    own = position // SELECT
-    wait_for_the_kernel_before(EARLY)
-    let_the_next_kernel_start(EARLY and LATE)  # its window shall not take memory's time before
+    TILE_BLOCKS: tl.constexpr = BLOCK_N // (SELECT // STRIDE)
+    pdl_launch_dependents(PDL and not LAUNCH_AFTER_WAIT)
+    chunk, token, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    unit = (batch_head * tl.num_programs(1) + token).to(tl.int64)
+    position = tl.load(lengths_ptr + batch_head // kv_heads) + token
+    own_block = position // SELECT
+    pdl_wait(PDL)
+    # Launched only here, the next kernel's window does not compete for bandwidth before.
+    pdl_launch_dependents(PDL and LAUNCH_AFTER_WAIT)
     if position >= capacity:
         return
-    if own < NUM_SLOTS:
-        slot = tl.arange(0, SLOT_COLUMNS)
-        tl.store(block_ptr + unit * NUM_SLOTS + slot, -1, mask=(slot > own) & (slot < NUM_SLOTS))
+    if own_block < NUM_SLOTS:
+        slot = tl.arange(0, PADDED_SLOTS)
+        tl.store(
+            block_ptr + unit * NUM_SLOTS + slot, -1, mask=(slot > own_block) & (slot < NUM_SLOTS)
+        )
         return
-    if FREE == 0:
+    if TOPK == 0:
         return
-    seen = tl.minimum(visible_blocks(position, COMPRESS, STRIDE), num_compressed)
-    _, active = share_of_split(seen, num_splits, KEYS)
-    part = unit * (num_parts * GROUP)
-    score_ptr += unit * (GROUP * (BLOCK_COLUMNS + BLOCK_COLUMNS // BLOCKS))
+    num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)
+    _, num_used = tiles_of_split(num_visible, num_compressed_splits, BLOCK_N)
+    first_split = unit * (num_splits * GROUP)
+    score_ptr += unit * (GROUP * (PADDED_BLOCKS + PADDED_BLOCKS // TILE_BLOCKS))
     score = block_scores(
-        score_ptr, top_ptr + part, total_ptr + part, num_parts, active, chunk * CHUNK, own - LOCAL,
-        GROUP, MEMBERS, HEADS, SPLIT_COLUMNS, BLOCK_COLUMNS, CHUNK, BLOCKS, LEFT,
-    )  # fmt: skip
+        score_ptr, row_max_ptr + first_split, row_sum_ptr + first_split, num_splits, num_used,
+        chunk * CHUNK, own_block - LOCAL, GROUP, PADDED_GROUP, HEADS, PADDED_COMPRESSED_SPLITS,
+        PADDED_BLOCKS, CHUNK, TILE_BLOCKS, LEFT,
+    )  # fmt: skip  # [CHUNK]
     score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0
-    block = chunk * CHUNK + tl.arange(0, CHUNK)
-    free = (block >= INITIAL) & (block <= own - LOCAL)
+    block = chunk * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
+    is_candidate = (block >= INITIAL) & (block <= own_block - LOCAL)
     rank = score.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    rank = tl.where(free, rank + (BLOCK_COLUMNS - 1 - block), -1 - block)
-    candidate_ptr += (unit * tl.num_programs(0) + chunk) * SLOT_COLUMNS
-    if CHUNK <= COUNTED:
-        place = count_greater(rank, CHUNK)
-        tl.store(candidate_ptr + place, rank, mask=place < SLOT_COLUMNS)
+    rank = tl.where(is_candidate, rank + (PADDED_BLOCKS - 1 - block), -1 - block)
+    candidate_ptr += (unit * tl.num_programs(0) + chunk) * PADDED_SLOTS
+    if CHUNK <= MAX_COUNTED:
+        slot = count_greater(rank, CHUNK)
+        tl.store(candidate_ptr + slot, rank, mask=slot < PADDED_SLOTS)
     else:
-        for pick in range(FREE):
+        for slot in range(TOPK):
             best = tl.max(rank, 0)
-            tl.store(candidate_ptr + pick, best)
-            rank = tl.where(rank == best, -BLOCK_COLUMNS - 1, rank)
+            tl.store(candidate_ptr + slot, best)
+            rank = tl.where(rank == best, -PADDED_BLOCKS - 1, rank)

@@ -1,1 +1,1 @@
-"""The whole attention core as one operator: schedules the stages of all branches."""
+"""The whole attention core as one operator; its stages are in `schedule`."""

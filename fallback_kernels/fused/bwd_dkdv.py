@@ -1,9 +1,9 @@
-"""dK and dV of the core: the sliding branch, and with it the blocks that all queries chose.
+"""dK and dV of the core: the sliding branch, and the local blocks of the selected branch.
 
-A program holds a tile of keys; the queries whose window they lie in stream past, head by head. The
-first of these queries have the tile's block as a local one of the selected branch: where both
-branches have the same keys, scores and `dO v^T` are the same, and the sum of both weights is
-multiplied once. What the selection has summed over its free choices is added at the end.
+A CTA holds a key tile; the queries whose window it lies in stream past, head by head. For the
+first of these queries the tile's block is a local block of the selected branch: where both
+branches have the same keys, logits and `dO v^T` are the same, and the sum of both probabilities is
+multiplied once. The selected branch's sums over its top-k blocks are added at the end.
 """
 
 from __future__ import annotations
@@ -14,178 +14,181 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
-from nsa_flex.fallback_kernels.fused.bwd_dq import Forced, Rows, first_local_key
-from nsa_flex.fallback_kernels.fused.bwd_gates import log_of_size
+from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, first_local_key
+from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
 from nsa_flex.fallback_kernels.sliding.config import (
     SlidingPlan,
     descriptor,
-    empty_numbers,
-    number_descriptor,
+    empty_stats,
+    stats_descriptor,
 )
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
-    load_keys,
-    load_numbers,
-    load_rows,
+    is_visible,
+    load_key_value,
+    load_rows_at,
+    load_stats,
     load_tile,
-    row_places,
-    seen,
-    store_rows,
+    row_offsets,
+    store_rows_at,
 )
 
-NUMBER_TOKENS = 64
+STATS_TOKENS = 64
 
 
 def key_gradients(
-    rows: Rows,
-    totals: tuple[Tensor, Tensor] | None,
+    rows: QueryRows,
+    selected_sums: tuple[Tensor, Tensor] | None,
     key: Tensor,
     value: Tensor,
     gates: Tensor,
-    forced: Forced,
+    initial_local: InitialLocal,
     window_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV of the sliding branch and the local blocks, plus `totals`, (B, S, Hkv, D).
+    """dK and dV of the sliding branch and the local blocks, plus `selected_sums`, (B, S, Hkv, D).
 
     Args:
-        totals: float32 (B, tokens, Hkv, D) and (B, tokens, Hkv, Dv), contiguous; S tokens or more.
+        selected_sums: float32 (B, tokens, Hkv, D) and (B, tokens, Hkv, Dv), contiguous; S tokens
+            or more.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        gates: (B, Hq, S, 3), any strides and numbers.
-        forced: where it has any, the selected branch has the same keys and values.
+        gates: (B, Hq, S, 3), any strides, any real numbers.
+        initial_local: where it has any, the selected branch has the same keys and values.
     """
     key, value = (rows_contiguous(x) for x in (key, value))
     query, grad = (x.transpose(1, 2) for x in (rows.query, rows.grad))
     plan = SlidingPlan.of(query, key, value)
-    tiles = plan.key_gradient_tiles()
+    tiles = plan.dkdv_tiles()
     grad_key = empty_bshd(key, plan.kv_heads, plan.tokens, plan.head_dim, key.dtype)
     grad_value = empty_bshd(value, plan.kv_heads, plan.tokens, plan.value_dim, value.dtype)
-    numbers = _numbers(rows, gates)
-    near_rows = max(16, tiles.rows // 2)
-    core_key_kernel[(plan.key_programs(tiles),)](
+    stats = _gated_stats(rows, gates)
+    local_block_m = max(16, tiles.block_m // 2)
+    fused_bwd_dkdv_kernel[(plan.key_ctas(tiles),)](
         query,
         key,
         value,
         grad,
-        numbers,
-        descriptor(query, tiles.rows),
-        descriptor(key, tiles.keys),
-        descriptor(value, tiles.keys),
-        descriptor(grad, tiles.rows),
-        number_descriptor(numbers, tiles.rows),
-        descriptor(query, near_rows),
-        descriptor(grad, near_rows),
-        number_descriptor(numbers, near_rows),
-        *((None, None) if totals is None else totals),
+        stats,
+        descriptor(query, tiles.block_m),
+        descriptor(key, tiles.block_n),
+        descriptor(value, tiles.block_n),
+        descriptor(grad, tiles.block_m),
+        stats_descriptor(stats, tiles.block_m),
+        descriptor(query, local_block_m),
+        descriptor(grad, local_block_m),
+        stats_descriptor(stats, local_block_m),
+        *((None, None) if selected_sums is None else selected_sums),
         grad_key,
         grad_value,
         *strides(query),
         *strides(key),
         *strides(value),
         *strides(grad),
-        numbers.stride(1),
+        stats.stride(1),
         plan.tokens,
-        0 if totals is None else totals[0].shape[1],
-        plan.reach(window_size),
+        0 if selected_sums is None else selected_sums[0].shape[1],
+        plan.clamped_window(window_size),
         plan.kv_heads,
         scale,
         base2_scale(scale),
-        BLOCK_SIZE=forced.block_size,
-        LOCAL=forced.num_local,
-        NEAR_ROWS=near_rows,
+        BLOCK_SIZE=initial_local.block_size,
+        LOCAL=initial_local.num_local,
+        LOCAL_BLOCK_M=local_block_m,
         **plan.constants(tiles),
     )
     return grad_key.transpose(1, 2), grad_value.transpose(1, 2)
 
 
-def _numbers(rows: Rows, gates: Tensor) -> Tensor:
+def _gated_stats(rows: QueryRows, gates: Tensor) -> Tensor:
     """Gated log-sum-exp and delta of the sliding and then of the selected branch.
 
-    Float32 (B, 4 * Hq, S), contiguous along the tokens, rows on boundaries of 16 bytes. Of
-    `lse - ln|gate|`, in base 2, the last bit is the sign of the gate.
+    Float32 (B, 4 * Hq, S), contiguous along the tokens, rows on boundaries of 16 bytes. The
+    log-sum-exp is `lse - ln|gate|` in base 2, its last bit the sign of the gate.
     """
     batch, tokens, heads = rows.sliding_lse.shape
-    numbers = empty_numbers(batch, 4 * heads, tokens, gates.device)
-    core_numbers_kernel[(triton.cdiv(tokens, NUMBER_TOKENS), batch)](
+    stats = empty_stats(batch, 4 * heads, tokens, gates.device)
+    fused_softmax_stats_kernel[(triton.cdiv(tokens, STATS_TOKENS), batch)](
         rows.sliding_lse,
         rows.delta_sliding,
         rows.selected_lse,
         rows.delta_selected,
         gates,
-        numbers,
+        stats,
         *gates.stride(),
-        numbers.stride(1),
+        stats.stride(1),
         tokens,
         heads,
-        TOKENS=NUMBER_TOKENS,
+        BLOCK_TOKENS=STATS_TOKENS,
         HEADS=min(32, tile_width(heads)),
     )
-    return numbers
+    return stats
 
 
 @triton.jit
 def signed_lse(lse, gate):
     """Base-2 `lse - ln|gate|` with the sign of the gate for its last bit."""
-    LOG2E_: tl.constexpr = 1.4426950408889634
-    lse = (lse - log_of_size(gate)) * LOG2E_
-    # Infinity has no bit to spare; from here on there is no weight either.
+    lse = (lse - log_abs(gate)) * LOG2E
+    # Infinity has no bit to spare; from 1e30 on the probability is 0 as well.
     bits = tl.where(lse > 1.0e30, 1.0e30, lse).to(tl.int32, bitcast=True)
     return ((bits & -2) | (gate < 0).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def core_numbers_kernel(
-    sliding_lse_ptr, delta_sliding_ptr, selected_lse_ptr, delta_selected_ptr, gate_ptr, out_ptr,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, out_stride_h,
+def fused_softmax_stats_kernel(
+    sliding_lse_ptr, delta_sliding_ptr, selected_lse_ptr, delta_selected_ptr, gate_ptr, stats_ptr,
+    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, stats_stride_h,
     num_tokens, query_heads,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    """CTA (tile of tokens, batch row): what `_gated_stats` describes."""
     b = tl.program_id(1).to(tl.int64)
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None]
     for first in range(0, query_heads, HEADS):
         head = (first + tl.arange(0, HEADS))[None, :]
-        there = (token < num_tokens) & (head < query_heads)
-        line = (b * num_tokens + token) * query_heads + head
-        gate = gate_ptr + b * gate_stride_b + row_places(token, head, gate_stride_h, gate_stride_s)
-        sliding_gate = tl.load(gate + 2 * gate_stride_c, mask=there, other=0.0).to(tl.float32)
-        selected_gate = tl.load(gate + gate_stride_c, mask=there, other=0.0).to(tl.float32)
-        out = out_ptr + row_places(token, b * 4 * query_heads + head, out_stride_h, 1)
-        step = query_heads * out_stride_h
-        lse = tl.load(sliding_lse_ptr + line, mask=there, other=0.0)
-        tl.store(out, signed_lse(lse, sliding_gate), mask=there)
-        delta = tl.load(delta_sliding_ptr + line, mask=there, other=0.0)
-        tl.store(out + step, delta, mask=there)
-        lse = tl.load(selected_lse_ptr + line, mask=there, other=0.0)
-        tl.store(out + 2 * step, signed_lse(lse, selected_gate), mask=there)
-        delta = tl.load(delta_selected_ptr + line, mask=there, other=0.0)
-        tl.store(out + 3 * step, delta, mask=there)
+        mask = (token < num_tokens) & (head < query_heads)  # [BLOCK_TOKENS, HEADS], as all below
+        row = (b * num_tokens + token) * query_heads + head
+        gate = (
+            gate_ptr + b * gate_stride_b + row_offsets(token, head, gate_stride_h, gate_stride_s)
+        )
+        sliding_gate = tl.load(gate + 2 * gate_stride_c, mask=mask, other=0.0).to(tl.float32)
+        selected_gate = tl.load(gate + gate_stride_c, mask=mask, other=0.0).to(tl.float32)
+        out = stats_ptr + row_offsets(token, b * 4 * query_heads + head, stats_stride_h, 1)
+        step = query_heads * stats_stride_h
+        lse = tl.load(sliding_lse_ptr + row, mask=mask, other=0.0)
+        tl.store(out, signed_lse(lse, sliding_gate), mask=mask)
+        delta = tl.load(delta_sliding_ptr + row, mask=mask, other=0.0)
+        tl.store(out + step, delta, mask=mask)
+        lse = tl.load(selected_lse_ptr + row, mask=mask, other=0.0)
+        tl.store(out + 2 * step, signed_lse(lse, selected_gate), mask=mask)
+        delta = tl.load(delta_selected_ptr + row, mask=mask, other=0.0)
+        tl.store(out + 3 * step, delta, mask=mask)
 
 
 @triton.jit
 def of_head(rows, head):
     """The same tensor's `HeadRows` of another head."""
     return HeadRows(
-        rows.tiles, rows.ptr, rows.b, head,
+        rows.desc, rows.ptr, rows.b, head,
         rows.stride_b, rows.stride_h, rows.stride_s, rows.num_tokens,
     )  # fmt: skip
 
 
 @triton.jit
-def with_tiles(rows, tiles):
+def with_desc(rows, desc):
     """The same tensor's `HeadRows` with another descriptor."""
     return HeadRows(
-        tiles, rows.ptr, rows.b, rows.h,
+        desc, rows.ptr, rows.b, rows.h,
         rows.stride_b, rows.stride_h, rows.stride_s, rows.num_tokens,
     )  # fmt: skip
 
 
-class Numbers(NamedTuple):
-    """What `_numbers` writes, of one batch row, inside a kernel."""
+class GatedStats(NamedTuple):
+    """What `_gated_stats` writes, of one batch row, inside a kernel."""
 
-    tiles: Any  # a tensor descriptor, or None to go by `ptr`
+    desc: Any  # a tensor descriptor for TMA, or None to load by `ptr`
     ptr: Any
     b: Any
     query_heads: Any
@@ -194,138 +197,151 @@ class Numbers(NamedTuple):
 
 
 @triton.jit
-def load_kind(numbers, kind, head, first, ROWS: tl.constexpr):
-    """A head's numbers of one of the four kinds, of tokens from `first` on."""
-    row = kind * numbers.query_heads + head
-    stride_b = 4 * numbers.query_heads * numbers.stride_h
-    return load_numbers(
-        numbers.tiles, numbers.ptr, numbers.b, row, stride_b, numbers.stride_h, first,
-        numbers.num_tokens, ROWS,
+def load_gated_stats(stats, kind, head, first, BLOCK_M: tl.constexpr):
+    """One of a head's four statistics [BLOCK_M] for the tokens from `first` on."""
+    row = kind * stats.query_heads + head
+    stride_b = 4 * stats.query_heads * stats.stride_h
+    return load_stats(
+        stats.desc, stats.ptr, stats.b, row, stride_b, stats.stride_h, first,
+        stats.num_tokens, BLOCK_M,
     )  # fmt: skip
 
 
 @triton.jit
-def weights(scores, lse, scale_log2):
-    """Gated weights; a `lse` with its last bit set is of a negative gate."""
-    p = tl.exp2(scores * scale_log2 - lse[None, :])
+def gated_probabilities(logits, lse, scale_log2):
+    """gate * softmax [BLOCK_N, BLOCK_M] of transposed logits; the last bit of `lse` is the sign of
+    the gate.
+    """
+    p = tl.exp2(logits * scale_log2 - lse[None, :])
     sign = lse.to(tl.int32, bitcast=True) << 31
     return (p.to(tl.int32, bitcast=True) ^ sign[None, :]).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "total_tokens", "window"])
-def core_key_kernel(
-    query_ptr, key_ptr, value_ptr, grad_out_ptr, number_ptr,
-    query_tiles, key_tiles, value_tiles, grad_out_tiles, number_tiles,
-    near_query_tiles, near_grad_out_tiles, near_number_tiles,
-    total_key_ptr, total_value_ptr, grad_key_ptr, grad_value_ptr,
+@triton.jit(do_not_specialize=["num_tokens", "sum_tokens", "window"])
+def fused_bwd_dkdv_kernel(
+    query_ptr, key_ptr, value_ptr, grad_out_ptr, stats_ptr,
+    query_desc, key_desc, value_desc, grad_out_desc, stats_desc,
+    local_query_desc, local_grad_out_desc, local_stats_desc,
+    sum_key_ptr, sum_value_ptr, grad_key_ptr, grad_value_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
-    number_stride_h, num_tokens, total_tokens, window, kv_heads, scale, scale_log2,
-    BLOCK_SIZE: tl.constexpr, LOCAL: tl.constexpr, NEAR_ROWS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    stats_stride_h, num_tokens, sum_tokens, window, kv_heads, scale, scale_log2,
+    BLOCK_SIZE: tl.constexpr, LOCAL: tl.constexpr, LOCAL_BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dV_j = sum_c gate_c p_cj dO and dK_j = scale * sum_c gate_c p_cj (dO v_j - delta_c) q.
 
-    Scores are (KEYS, ROWS): weights then are the left factors of both products as they leave
-    the registers. Rows past the last token are read as 0: their weights meet only zeros.
+    Logits are transposed, [BLOCK_N, BLOCK_M]: probabilities then are the left factors of both
+    products as they are in registers. Rows past the last token are read as 0: their probabilities
+    are multiplied by zeros only.
 
-    The tiles of queries with local blocks come first, of all heads, in a loop of their own: the
-    second set of weights takes registers that the other loop has not.
+    The query tiles with local blocks come first, of all heads, in a loop of their own: the second
+    set of probabilities takes registers that the other loop does not have.
     """
-    tiles = (num_tokens + KEYS - 1) // KEYS
-    program = tl.program_id(0)
-    b = program // tiles // kv_heads
-    h = program // tiles % kv_heads
-    start = program % tiles * KEYS
-    key = start + tl.arange(0, KEYS)
-    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    tiles = (num_tokens + BLOCK_N - 1) // BLOCK_N
+    cta = tl.program_id(0)
+    b = cta // tiles // kv_heads
+    h = cta // tiles % kv_heads
+    start = cta % tiles * BLOCK_N
+    key = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
     values = HeadRows(
-        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
     queries = HeadRows(
-        query_tiles, query_ptr, b, h, query_stride_b, query_stride_h, query_stride_s, num_tokens
+        query_desc, query_ptr, b, h, query_stride_b, query_stride_h, query_stride_s, num_tokens
     )
     grad_outs = HeadRows(
-        grad_out_tiles, grad_out_ptr, b, h,
+        grad_out_desc, grad_out_ptr, b, h,
         grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, num_tokens,
     )  # fmt: skip
-    k, v = load_keys(keys, values, start, KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS)
-    grad_k = tl.zeros([KEYS, HEAD_COLUMNS], tl.float32)
-    grad_v = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+    k, v = load_key_value(
+        keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
+    )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     query_heads = kv_heads * GROUP
-    stop = tl.minimum(start + KEYS - 1 + window, num_tokens)
-    tiles_seen = (stop - start + ROWS - 1) // ROWS
-    local = 0
+    stop = tl.minimum(start + BLOCK_N - 1 + window, num_tokens)
+    tiles_per_head = (stop - start + BLOCK_M - 1) // BLOCK_M
+    local_tiles = 0
     if LOCAL > 0:
         # Queries from here on have none of the keys in a local block.
-        local_stop = ((start + KEYS - 1) // BLOCK_SIZE + LOCAL) * BLOCK_SIZE
-        local_stop = tl.maximum(local_stop, start + KEYS - 1)
-        local = tl.minimum((local_stop - start + ROWS - 1) // ROWS, tiles_seen)
-        near = local * (ROWS // NEAR_ROWS)
-        near_queries = with_tiles(queries, near_query_tiles)
-        near_grad_outs = with_tiles(grad_outs, near_grad_out_tiles)
-        near_numbers = Numbers(
-            near_number_tiles, number_ptr, b, query_heads, number_stride_h, num_tokens
+        local_stop = ((start + BLOCK_N - 1) // BLOCK_SIZE + LOCAL) * BLOCK_SIZE
+        local_stop = tl.maximum(local_stop, start + BLOCK_N - 1)
+        local_tiles = tl.minimum((local_stop - start + BLOCK_M - 1) // BLOCK_M, tiles_per_head)
+        per_head = local_tiles * (BLOCK_M // LOCAL_BLOCK_M)
+        local_queries = with_desc(queries, local_query_desc)
+        local_grad_outs = with_desc(grad_outs, local_grad_out_desc)
+        local_stats = GatedStats(
+            local_stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens
         )
-        for i in tl.range(0, near * GROUP, num_stages=STAGES):
-            head = h * GROUP + i // near
-            first = start + i % near * NEAR_ROWS
-            q = load_tile(of_head(near_queries, head), first, NEAR_ROWS, HEAD_DIM, HEAD_COLUMNS)
+        for i in tl.range(0, per_head * GROUP, num_stages=STAGES):
+            head = h * GROUP + i // per_head
+            first = start + i % per_head * LOCAL_BLOCK_M
+            q = load_tile(
+                of_head(local_queries, head), first, LOCAL_BLOCK_M, HEAD_DIM, BLOCK_D
+            )  # [LOCAL_BLOCK_M, BLOCK_D]
             grad_out = load_tile(
-                of_head(near_grad_outs, head), first, NEAR_ROWS, VALUE_DIM, VALUE_COLUMNS
-            )
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                of_head(local_grad_outs, head), first, LOCAL_BLOCK_M, VALUE_DIM, BLOCK_DV
+            )  # [LOCAL_BLOCK_M, BLOCK_DV]
+            # [BLOCK_N, LOCAL_BLOCK_M] each
+            logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-            lse = load_kind(near_numbers, 0, head, first, NEAR_ROWS)
-            delta = load_kind(near_numbers, 1, head, first, NEAR_ROWS)
-            token = first + tl.arange(0, NEAR_ROWS)
-            p = weights(scores, lse, scale_log2)
-            p = tl.where(seen(token[None, :], key[:, None], window), p, 0.0)
-            grad_scores = p * (grad_p - delta[None, :])
-            lse = load_kind(near_numbers, 2, head, first, NEAR_ROWS)
-            delta = load_kind(near_numbers, 3, head, first, NEAR_ROWS)
-            other = weights(scores, lse, scale_log2)
-            least = tl.maximum(first_local_key(token, BLOCK_SIZE, LOCAL), 0)
-            local_keys = (key[:, None] >= least[None, :]) & (key[:, None] <= token[None, :])
-            other = tl.where(local_keys, other, 0.0)
-            grad_scores += other * (grad_p - delta[None, :])
-            p += other
+            lse = load_gated_stats(local_stats, 0, head, first, LOCAL_BLOCK_M)
+            delta = load_gated_stats(local_stats, 1, head, first, LOCAL_BLOCK_M)
+            token = first + tl.arange(0, LOCAL_BLOCK_M)
+            p = gated_probabilities(logits, lse, scale_log2)
+            p = tl.where(is_visible(token[None, :], key[:, None], window), p, 0.0)
+            grad_logits = p * (grad_p - delta[None, :])
+            lse = load_gated_stats(local_stats, 2, head, first, LOCAL_BLOCK_M)
+            delta = load_gated_stats(local_stats, 3, head, first, LOCAL_BLOCK_M)
+            selected_p = gated_probabilities(logits, lse, scale_log2)
+            first_key = tl.maximum(first_local_key(token, BLOCK_SIZE, LOCAL), 0)
+            is_local = (key[:, None] >= first_key[None, :]) & (key[:, None] <= token[None, :])
+            selected_p = tl.where(is_local, selected_p, 0.0)
+            grad_logits += selected_p * (grad_p - delta[None, :])
+            p += selected_p
             grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
-            grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
+            grad_k = tl.dot(grad_logits.to(q.dtype), q, grad_k, input_precision=PRECISION)
 
-    numbers = Numbers(number_tiles, number_ptr, b, query_heads, number_stride_h, num_tokens)
-    others = tiles_seen - local
-    for i in tl.range(0, others * GROUP, num_stages=STAGES):
-        head = h * GROUP + i // others
-        first = start + (local + i % others) * ROWS
-        q = load_tile(of_head(queries, head), first, ROWS, HEAD_DIM, HEAD_COLUMNS)
-        grad_out = load_tile(of_head(grad_outs, head), first, ROWS, VALUE_DIM, VALUE_COLUMNS)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    stats = GatedStats(stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens)
+    window_tiles = tiles_per_head - local_tiles
+    for i in tl.range(0, window_tiles * GROUP, num_stages=STAGES):
+        head = h * GROUP + i // window_tiles
+        first = start + (local_tiles + i % window_tiles) * BLOCK_M
+        q = load_tile(
+            of_head(queries, head), first, BLOCK_M, HEAD_DIM, BLOCK_D
+        )  # [BLOCK_M, BLOCK_D]
+        grad_out = load_tile(
+            of_head(grad_outs, head), first, BLOCK_M, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_M, BLOCK_DV]
+        # [BLOCK_N, BLOCK_M] each
+        logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-        lse = load_kind(numbers, 0, head, first, ROWS)
-        # Before the products below start: a wait while they run would serialise them.
-        delta = load_kind(numbers, 1, head, first, ROWS)
-        p = weights(scores, lse, scale_log2)
-        if (first < start + KEYS - 1) | (first + ROWS > start + window):
-            token = first + tl.arange(0, ROWS)
-            p = tl.where(seen(token[None, :], key[:, None], window), p, 0.0)
+        lse = load_gated_stats(stats, 0, head, first, BLOCK_M)
+        # Loaded before the MMAs below start: a wait while they run would serialise them.
+        delta = load_gated_stats(stats, 1, head, first, BLOCK_M)
+        p = gated_probabilities(logits, lse, scale_log2)
+        if (first < start + BLOCK_N - 1) | (first + BLOCK_M > start + window):
+            token = first + tl.arange(0, BLOCK_M)
+            p = tl.where(is_visible(token[None, :], key[:, None], window), p, 0.0)
         grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
-        grad_scores = (p * (grad_p - delta[None, :])).to(q.dtype)
-        grad_k = tl.dot(grad_scores, q, grad_k, input_precision=PRECISION)
+        grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)
+        grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
 
-    there = key < num_tokens
-    total = (b.to(tl.int64) * total_tokens + key) * kv_heads + h
-    place = (b.to(tl.int64) * num_tokens + key) * kv_heads + h
+    key_mask = key < num_tokens
+    sum_row = (b.to(tl.int64) * sum_tokens + key) * kv_heads + h  # [BLOCK_N]
+    row = (b.to(tl.int64) * num_tokens + key) * kv_heads + h  # [BLOCK_N]
     grad_k *= scale
-    if total_key_ptr is not None:
-        grad_k += load_rows(total_key_ptr, total * HEAD_DIM, there, HEAD_DIM, HEAD_COLUMNS)
-    store_rows(grad_key_ptr, place * HEAD_DIM, there, grad_k, HEAD_DIM, HEAD_COLUMNS)
-    if total_value_ptr is not None:
-        grad_v += load_rows(total_value_ptr, total * VALUE_DIM, there, VALUE_DIM, VALUE_COLUMNS)
-    store_rows(grad_value_ptr, place * VALUE_DIM, there, grad_v, VALUE_DIM, VALUE_COLUMNS)
+    if sum_key_ptr is not None:
+        grad_k += load_rows_at(sum_key_ptr, sum_row * HEAD_DIM, key_mask, HEAD_DIM, BLOCK_D)
+    store_rows_at(grad_key_ptr, row * HEAD_DIM, key_mask, grad_k, HEAD_DIM, BLOCK_D)
+    if sum_value_ptr is not None:
+        grad_v += load_rows_at(sum_value_ptr, sum_row * VALUE_DIM, key_mask, VALUE_DIM, BLOCK_DV)
+    store_rows_at(grad_value_ptr, row * VALUE_DIM, key_mask, grad_v, VALUE_DIM, BLOCK_DV)

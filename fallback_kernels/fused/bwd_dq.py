@@ -1,9 +1,9 @@
 """dQ of the core: the sliding branch, and with it what else is at hand.
 
-A program holds a tile of queries and walks through its window. The blocks that all queries chose,
-their own and those before it, lie in there: where both branches have the same keys, scores and
-`dO v^T` are the same, and so is the product with the keys. The initial blocks are a tile more.
-dQ of the compressed branch is read where cuDNN left it, part by part.
+A CTA holds a query tile and streams its window. The local blocks lie in there: where both branches
+have the same keys, logits and `dO v^T` are the same, and so is the product with the keys. The
+initial blocks are a tile more. dQ of the compressed branch is read where cuDNN left it, one part
+of the fold after the other.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
-from nsa_flex.fallback_kernels.fused.bwd_gates import log_of_size
+from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
-    load_keys,
-    load_rows,
-    place_of_queries,
-    row_places,
-    rows_of_queries,
-    store_rows,
+    load_key_value,
+    load_rows_at,
+    query_rows,
+    query_tile_of_cta,
+    row_offsets,
+    store_rows_at,
 )
 
 
 @dataclass(frozen=True)
-class Forced:
-    """Blocks of the selected branch that all queries chose and the window's kernels take over."""
+class InitialLocal:
+    """Initial and local blocks of the selected branch that the window's kernels take over."""
 
     block_size: int
     num_initial: int
     num_local: int  # no more than the window holds
 
     @classmethod
-    def none(cls) -> Forced:
+    def none(cls) -> InitialLocal:
         return cls(64, 0, 0)
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """What the backward of both branches needs of the queries; all contiguous.
 
     query: (B, S, Hq, D); grad: (B, S, Hq, Dv), before any gate; the others float32
@@ -72,52 +72,52 @@ class Rows:
 
 
 def query_gradients(
-    rows: Rows,
-    parts: list[Tensor],
+    rows: QueryRows,
+    compressed_parts: list[Tensor],
     fold: Fold,
     key: Tensor,
     value: Tensor,
     gates: Tensor,
-    forced: Forced,
+    initial_local: InitialLocal,
     window_size: int,
     scale: float,
 ) -> Tensor:
-    """dQ of the compressed branch, the sliding branch and the forced blocks, (B, S, Hq, D).
+    """dQ of the compressed branch, the sliding branch, initial and local blocks, (B, S, Hq, D).
 
     Args:
-        parts: dQ of the parts of the compressed branch.
+        compressed_parts: dQ of the compressed branch, by the parts of its fold.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        gates: (B, Hq, S, 3), any strides and numbers.
-        forced: where it has any, the selected branch has the same keys and values.
+        gates: (B, Hq, S, 3), any strides, any real numbers.
+        initial_local: where it has any, the selected branch has the same keys and values.
     """
     key, value = (rows_contiguous(x) for x in (key, value))
     plan = SlidingPlan.of(rows.query.transpose(1, 2), key, value)
-    tiles = plan.query_gradient_tiles()
+    tiles = plan.dq_tiles()
     grad_query = torch.empty_like(rows.query)
-    core_query_kernel[(plan.query_programs(tiles),)](
+    fused_bwd_dq_kernel[(plan.query_ctas(tiles),)](
         *rows.all(),
         gates,
         key,
         value,
-        descriptor(key, tiles.keys),
-        descriptor(value, tiles.keys),
-        *parts,
+        descriptor(key, tiles.block_n),
+        descriptor(value, tiles.block_n),
+        *compressed_parts,
         grad_query,
         *strides(key),
         *strides(value),
         *gates.stride(),
         plan.tokens,
-        plan.reach(window_size),
+        plan.clamped_window(window_size),
         plan.kv_heads,
         scale,
         base2_scale(scale),
         *bounds_of(fold.parts),
         fold.reach,
         STRIDE=fold.stride,
-        BLOCK_SIZE=forced.block_size,
-        INITIAL=forced.num_initial,
-        LOCAL=forced.num_local,
-        **plan.query_constants(tiles),
+        BLOCK_SIZE=initial_local.block_size,
+        INITIAL=initial_local.num_initial,
+        LOCAL=initial_local.num_local,
+        **plan.query_tile_constants(tiles),
     )
     return grad_query
 
@@ -129,141 +129,147 @@ def first_local_key(token, BLOCK_SIZE: tl.constexpr, LOCAL: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta, factor,
-    token, start, window, scale_log2, acc, near,
+def add_dq_tile(
+    q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta, selected_gate,
+    token, start, window, scale_log2, acc, in_window,
     BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more in dQ, before the scale.
+    """`acc` [BLOCK_M, BLOCK_D] plus one key tile's share of dQ, before the scale.
 
-    Unless MASKED, all keys are seen through the window, and through nothing else. `near`: the
-    tile is of the window, and has its keys and the local blocks'; else it has the initial ones'.
+    Unless MASKED, all rows see all keys through the window, and through nothing else. A tile
+    `in_window` has keys of the window and of local blocks, another one those of initial blocks.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-    p = tl.exp2(scores * scale_log2 - sliding_lse[:, None])
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    p = tl.exp2(logits * scale_log2 - sliding_lse[:, None])
     key = tl.arange(0, k.shape[0])[None, :]
-    last = token - start
+    last = token - start  # [BLOCK_M], as first
     if MASKED:
-        least = tl.maximum(last - window + 1, -start)
-        most = tl.where(near, last, -1)
-        p = tl.where((key >= least[:, None]) & (key <= most[:, None]), p, 0.0)
-    grad_scores = p * (grad_p - sliding_delta[:, None])
+        first = tl.maximum(last - window + 1, -start)
+        window_last = tl.where(in_window, last, -1)
+        p = tl.where((key >= first[:, None]) & (key <= window_last[:, None]), p, 0.0)
+    grad_logits = p * (grad_p - sliding_delta[:, None])  # [BLOCK_M, BLOCK_N]
     if MASKED and LOCAL > 0:
         local = first_local_key(token, BLOCK_SIZE, LOCAL)
-        least = tl.where(near, tl.maximum(local, 0), 0) - start
-        most = tl.where(near, last, tl.minimum(local, INITIAL * BLOCK_SIZE) - 1 - start)
-        p = tl.exp2(scores * scale_log2 - selected_lse[:, None]) * factor[:, None]
-        p = tl.where((key >= least[:, None]) & (key <= most[:, None]), p, 0.0)
-        grad_scores += p * (grad_p - selected_delta[:, None])
-    return tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
+        first = tl.where(in_window, tl.maximum(local, 0), 0) - start
+        last_initial = tl.minimum(local, INITIAL * BLOCK_SIZE) - 1 - start
+        last = tl.where(in_window, last, last_initial)
+        p = tl.exp2(logits * scale_log2 - selected_lse[:, None]) * selected_gate[:, None]
+        p = tl.where((key >= first[:, None]) & (key <= last[:, None]), p, 0.0)
+        grad_logits += p * (grad_p - selected_delta[:, None])
+    return tl.dot(grad_logits.to(k.dtype), k, acc, input_precision=PRECISION)
 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "window", "rows", "first1", "first2", "first3", "reach"]
 )
-def core_query_kernel(
+def fused_bwd_dq_kernel(
     query_ptr, grad_out_ptr,
     selected_lse_ptr, delta_selected_ptr, sliding_lse_ptr, delta_sliding_ptr, gate_ptr,
-    key_ptr, value_ptr, key_tiles, value_tiles, x0, x1, x2, x3, grad_query_ptr,
+    key_ptr, value_ptr, key_desc, value_desc, part0, part1, part2, part3, grad_query_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     num_tokens, window, kv_heads, scale, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, and what is in the parts."""
-    b, h, first, first_member = place_of_queries(num_tokens, kv_heads, GROUP, HEADS, TOKENS)
-    token, member, there = rows_of_queries(
-        first, first_member, num_tokens, GROUP, HEADS, TOKENS, ROWS
-    )
+    """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches."""
+    b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
+    token, head_in_group, row_mask = query_rows(
+        first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
+    )  # [BLOCK_M] each
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
     query_heads = kv_heads * GROUP
-    line = row_places(token, member, 1, query_heads) + batch * num_tokens * query_heads + head
-    q = load_rows(query_ptr, line * HEAD_DIM, there, HEAD_DIM, HEAD_COLUMNS)
-    grad_out = load_rows(grad_out_ptr, line * VALUE_DIM, there, VALUE_DIM, VALUE_COLUMNS)
+    row = row_offsets(token, head_in_group, 1, query_heads)
+    row = row + batch * num_tokens * query_heads + head  # [BLOCK_M]
+    q = load_rows_at(query_ptr, row * HEAD_DIM, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    grad_out = load_rows_at(
+        grad_out_ptr, row * VALUE_DIM, row_mask, VALUE_DIM, BLOCK_DV
+    )  # [BLOCK_M, BLOCK_DV]
     gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_places(token, member, gate_stride_h, gate_stride_s)
-    # The gate of the window: its size goes into the log-sum-exp, its sign into dO and deltas.
-    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=there, other=0.0).to(tl.float32)
-    negative = gate < 0.0
+    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
+    # The window's gate: its size goes into the log-sum-exp, its sign into dO and the deltas.
+    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    negative = gate < 0.0  # [BLOCK_M], as all stats below
     grad_out = tl.where(negative[:, None], -grad_out, grad_out)
-    LOG2E_: tl.constexpr = 1.4426950408889634
-    sliding_lse = tl.load(sliding_lse_ptr + line, mask=there, other=float("inf"))
-    sliding_lse = (sliding_lse - log_of_size(gate)) * LOG2E_
-    sliding_delta = tl.load(delta_sliding_ptr + line, mask=there, other=0.0)
+    sliding_lse = tl.load(sliding_lse_ptr + row, mask=row_mask, other=float("inf"))
+    sliding_lse = (sliding_lse - log_abs(gate)) * LOG2E
+    sliding_delta = tl.load(delta_sliding_ptr + row, mask=row_mask, other=0.0)
     sliding_delta = tl.where(negative, -sliding_delta, sliding_delta)
     selected_lse = sliding_lse
     selected_delta = sliding_delta
-    factor = gate
+    selected_gate = gate
     if LOCAL > 0:
-        selected_lse = tl.load(selected_lse_ptr + line, mask=there, other=float("inf")) * LOG2E_
-        selected_delta = tl.load(delta_selected_ptr + line, mask=there, other=0.0)
+        selected_lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=float("inf")) * LOG2E
+        selected_delta = tl.load(delta_selected_ptr + row, mask=row_mask, other=0.0)
         selected_delta = tl.where(negative, -selected_delta, selected_delta)
-        factor = tl.load(gate_ptr + gate_stride_c, mask=there, other=0.0).to(tl.float32)
-        factor = tl.where(negative, -factor, factor)
+        selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+        selected_gate = tl.where(negative, -selected_gate, selected_gate)
 
-    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
     values = HeadRows(
-        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
-    acc = tl.zeros([ROWS, HEAD_COLUMNS], tl.float32)
-    end = first + TOKENS
-    near = (TOKENS + KEYS - 1) // KEYS  # tiles of the window with a mask, or with local blocks
-    whole = tl.maximum((end - tl.maximum(end - window, 0)) // KEYS, near)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    end = first + BLOCK_TOKENS
+    # Tiles of the window with a mask, or with local blocks.
+    near_tiles = (BLOCK_TOKENS + BLOCK_N - 1) // BLOCK_N
+    full_tiles = tl.maximum((end - tl.maximum(end - window, 0)) // BLOCK_N, near_tiles)
     if LOCAL > 0:
         local = end - first_local_key(first, BLOCK_SIZE, LOCAL)
-        near = tl.minimum(tl.maximum((local + KEYS - 1) // KEYS, near), whole)
-    masked = near
+        local_tiles = (local + BLOCK_N - 1) // BLOCK_N
+        near_tiles = tl.minimum(tl.maximum(local_tiles, near_tiles), full_tiles)
+    masked_tiles = near_tiles
     if INITIAL > 0:
-        initial: tl.constexpr = (INITIAL * BLOCK_SIZE + KEYS - 1) // KEYS
-        masked += tl.where(first_local_key(end - 1, BLOCK_SIZE, LOCAL) > 0, initial, 0)
-    for i in tl.range(0, masked, num_stages=STAGES):
-        start = tl.where(i < near, end - (i + 1) * KEYS, (i - near) * KEYS)
-        k, v = load_keys(
-            keys, values, start, KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
-        )
-        acc = _tile(
-            q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta, factor,
-            token, start, window, scale_log2, acc, i < near,
+        initial_tiles: tl.constexpr = (INITIAL * BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
+        has_initial = first_local_key(end - 1, BLOCK_SIZE, LOCAL) > 0
+        masked_tiles += tl.where(has_initial, initial_tiles, 0)
+    for i in tl.range(0, masked_tiles, num_stages=STAGES):
+        start = tl.where(i < near_tiles, end - (i + 1) * BLOCK_N, (i - near_tiles) * BLOCK_N)
+        k, v = load_key_value(
+            keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
+        acc = add_dq_tile(
+            q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta,
+            selected_gate, token, start, window, scale_log2, acc, i < near_tiles,
             BLOCK_SIZE, INITIAL, LOCAL, True, PRECISION,
         )  # fmt: skip
-    for i in tl.range(near, whole, num_stages=STAGES):
-        start = end - (i + 1) * KEYS
-        k, v = load_keys(
-            keys, values, start, KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
-        )
-        acc = _tile(
-            q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta, factor,
-            token, start, window, scale_log2, acc, i < whole,
+    for i in tl.range(near_tiles, full_tiles, num_stages=STAGES):
+        start = end - (i + 1) * BLOCK_N
+        k, v = load_key_value(
+            keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
+        acc = add_dq_tile(
+            q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta,
+            selected_gate, token, start, window, scale_log2, acc, i < full_tiles,
             BLOCK_SIZE, INITIAL, LOCAL, False, PRECISION,
         )  # fmt: skip
-    end -= whole * KEYS
+    end -= full_tiles * BLOCK_N
 
     rest = tl.maximum(end - tl.maximum(first - window + 1, 0), 0)
-    for i in tl.range(0, (rest + EDGE_KEYS - 1) // EDGE_KEYS, num_stages=1):
-        start = end - (i + 1) * EDGE_KEYS
-        edge_k, edge_v = load_keys(
-            keys, values, start, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
-            BY_ADDRESS=True,
-        )  # fmt: skip
-        acc = _tile(
-            q, grad_out, edge_k, edge_v, sliding_lse, sliding_delta, selected_lse,
-            selected_delta, factor, token, start, window, scale_log2, acc, i >= 0,
+    for i in tl.range(0, (rest + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
+        start = end - (i + 1) * EDGE_BLOCK_N
+        edge_k, edge_v = load_key_value(
+            keys, values, start, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
+            BY_POINTERS=True,
+        )  # fmt: skip  # [EDGE_BLOCK_N, BLOCK_D], [EDGE_BLOCK_N, BLOCK_DV]
+        acc = add_dq_tile(
+            q, grad_out, edge_k, edge_v, sliding_lse, sliding_delta, selected_lse, selected_delta,
+            selected_gate, token, start, window, scale_log2, acc, i >= 0,
             BLOCK_SIZE, INITIAL, LOCAL, True, PRECISION,
         )  # fmt: skip
 
     acc *= scale
-    part = load_compressed(
-        x0, x1, x2, x3, batch, token, head + member, there, query_heads,
-        rows, first1, first2, first3, reach, STRIDE, HEAD_DIM, HEAD_COLUMNS,
-    )  # fmt: skip
-    acc += part.to(tl.float32)
-    store_rows(grad_query_ptr, line * HEAD_DIM, there, acc, HEAD_DIM, HEAD_COLUMNS)
+    compressed = load_compressed(
+        part0, part1, part2, part3, batch, token, head + head_in_group, row_mask, query_heads,
+        rows, first1, first2, first3, reach, STRIDE, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip  # [BLOCK_M, BLOCK_D]
+    acc += compressed.to(tl.float32)
+    store_rows_at(grad_query_ptr, row * HEAD_DIM, row_mask, acc, HEAD_DIM, BLOCK_D)

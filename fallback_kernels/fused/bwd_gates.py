@@ -1,4 +1,4 @@
-"""The backward of the gated sum, in one pass, and gates as terms of log-sum-exps.
+"""The backward of the gated sum in one pass, and gates as terms of log-sum-exps.
 
 `delta_c = sum(dO * o_c)` is at once the gradient of gate c and what the backward of branch c
 subtracts from `dO v^T`. That backward computes `p = exp(s - lse)`, `dV = p^T dO` and
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, of_part, part_place
 
-ROWS = 16  # heads of tokens a program handles
-SIGN_ROWS = 256  # of `turn_signs`, which for the most part reads gates alone
+BLOCK_ROWS = 16  # (token, head) rows of a CTA
+SIGN_ROWS = 256  # of `switch_gate_sign`, which mostly reads gates alone
 LSE_TOKENS = 256
 
 
@@ -46,14 +46,14 @@ def gated_sum_gradients(
     Args:
         grad, compressed, selected, sliding: (B, S, H, D), contiguous.
         selected_lse: float32 (B, S, H), contiguous, finite.
-        gates: (B, H, S, 3), any strides and numbers.
+        gates: (B, H, S, 3), any strides, any real numbers.
     """
     batch, tokens, heads, dim = selected.shape
     grad_gates = gates.new_empty((batch, tokens, heads, 3))
-    numbers = torch.empty((4, batch, tokens, heads), dtype=torch.float32, device=grad.device)
+    stats = torch.empty((4, batch, tokens, heads), dtype=torch.float32, device=grad.device)
     signed = torch.empty_like(grad)
     num_rows = batch * tokens * heads
-    _gradient_kernel[(triton.cdiv(num_rows, ROWS),)](
+    fused_bwd_gates_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
         grad,
         compressed,
         selected,
@@ -62,26 +62,26 @@ def gated_sum_gradients(
         gates,
         signed,
         grad_gates,
-        *numbers.unbind(),
+        *stats.unbind(),
         *gates.stride(),
         num_rows,
         tokens,
         heads,
         DIM=dim,
-        COLUMNS=triton.next_power_of_2(dim),
-        ROWS=ROWS,
+        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_M=BLOCK_ROWS,
     )
-    return SumGradients(grad_gates, signed, *numbers.unbind())
+    return SumGradients(grad_gates, signed, *stats.unbind())
 
 
-def turn_signs(signed: Tensor, gates: Tensor) -> None:
+def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
     """From the sign of the compressed branch's gate to that of the selected branch's, in place.
 
     signed: (B, S, H, D), contiguous. Where no gate is negative, only gates are read.
     """
     batch, tokens, heads, dim = signed.shape
     num_rows = batch * tokens * heads
-    _turn_kernel[(triton.cdiv(num_rows, SIGN_ROWS),)](
+    switch_gate_sign_kernel[(triton.cdiv(num_rows, SIGN_ROWS),)](
         signed,
         gates,
         *gates.stride(),
@@ -89,13 +89,13 @@ def turn_signs(signed: Tensor, gates: Tensor) -> None:
         tokens,
         heads,
         DIM=dim,
-        COLUMNS=triton.next_power_of_2(dim),
-        ROWS=ROWS,
+        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_M=BLOCK_ROWS,
         SIGN_ROWS=SIGN_ROWS,
     )
 
 
-def gated_part_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
+def fold_gated_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
     """`lse - ln|gate|` of the compressed branch, float32 (B, H, S), by the parts of its fold.
 
     Each (B, width * H, rows), contiguous.
@@ -105,7 +105,7 @@ def gated_part_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
         torch.empty((batch, part.width * heads, part.rows), dtype=lse.dtype, device=lse.device)
         for part in fold.parts
     ]
-    _part_kernel[(triton.cdiv(tokens, LSE_TOKENS), batch * heads)](
+    fold_gated_lse_kernel[(triton.cdiv(tokens, LSE_TOKENS), batch * heads)](
         lse,
         gates,
         *outs,
@@ -115,113 +115,124 @@ def gated_part_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
         *bounds_of(fold.parts),
         fold.reach,
         STRIDE=fold.stride,
-        TOKENS=LSE_TOKENS,
+        BLOCK_TOKENS=LSE_TOKENS,
     )
     return outs
 
 
 @triton.jit
-def log_of_size(gate):
+def log_abs(gate):
     """ln|gate|, -inf for 0."""
     size = tl.abs(gate)
     return tl.where(size == 0.0, float("-inf"), tl.log(tl.where(size == 0.0, 1.0, size)))
 
 
 @triton.jit
-def _place(line, num_rows, num_tokens, heads):
-    """Batch row, token and head of a row of (B, S, H) memory, and whether it is there."""
-    token = line // heads
-    return token // num_tokens, token % num_tokens, line % heads, line < num_rows
+def split_row(row, num_rows, num_tokens, heads):
+    """Batch row, token and head of a row of (B, S, H) memory, and the mask of rows that exist."""
+    token = row // heads
+    return token // num_tokens, token % num_tokens, row % heads, row < num_rows
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _gradient_kernel(
-    grad, compressed, selected, sliding, selected_lse, gates,
-    signed, grad_gates, gated_lse, signed_delta, delta_selected, delta_sliding,
+def fused_bwd_gates_kernel(
+    grad_ptr, compressed_ptr, selected_ptr, sliding_ptr, selected_lse_ptr, gate_ptr,
+    signed_ptr, grad_gate_ptr, gated_lse_ptr, signed_delta_ptr,
+    delta_selected_ptr, delta_sliding_ptr,
     stride_b, stride_h, stride_s, stride_c,
     num_rows, num_tokens, heads,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    b, s, h, there = _place(line, num_rows, num_tokens, heads)
-    column = tl.arange(0, COLUMNS)
-    inside = there[:, None] & (column < DIM)[None, :]
-    flat = (line * DIM)[:, None] + column[None, :]
-    gates += b * stride_b + h * stride_h + s * stride_s
-    g0 = tl.load(gates, mask=there, other=0.0).to(tl.float32)
-    g1 = tl.load(gates + stride_c, mask=there, other=0.0).to(tl.float32)
-    lse = tl.load(selected_lse + line, mask=there, other=0.0)
+    """CTA of (token, head) rows: what `SumGradients` holds."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, token, head, row_mask = split_row(row, num_rows, num_tokens, heads)  # [BLOCK_M] each
+    column = tl.arange(0, BLOCK_D)
+    mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+    offset = (row * DIM)[:, None] + column[None, :]  # [BLOCK_M, BLOCK_D]
+    gate_ptr += b * stride_b + head * stride_h + token * stride_s
+    compressed_gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_M]
+    selected_gate = tl.load(gate_ptr + stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=0.0)  # [BLOCK_M]
 
-    # All loads before the first store, which they might have to wait for.
-    loaded = tl.load(grad + flat, mask=inside, other=0.0)
-    of_compressed = tl.load(compressed + flat, mask=inside, other=0.0).to(tl.float32)
-    of_selected = tl.load(selected + flat, mask=inside, other=0.0).to(tl.float32)
-    of_sliding = tl.load(sliding + flat, mask=inside, other=0.0).to(tl.float32)
-    do = loaded.to(tl.float32)
-    delta0 = tl.sum(do * of_compressed, 1)
-    delta1 = tl.sum(do * of_selected, 1)
-    delta2 = tl.sum(do * of_sliding, 1)
-    tl.store(signed + flat, tl.where((g0 < 0)[:, None], -loaded, loaded), mask=inside)
-    gate_type = grad_gates.dtype.element_ty
-    tl.store(grad_gates + line * 3, delta0.to(gate_type), mask=there)
-    tl.store(grad_gates + line * 3 + 1, delta1.to(gate_type), mask=there)
-    tl.store(grad_gates + line * 3 + 2, delta2.to(gate_type), mask=there)
-    tl.store(gated_lse + line, lse - log_of_size(g1), mask=there)
-    tl.store(signed_delta + line, tl.where(g1 < 0, -delta1, delta1), mask=there)
-    tl.store(delta_selected + line, delta1, mask=there)
-    tl.store(delta_sliding + line, delta2, mask=there)
+    # All loads before the first store, which they might have to wait for; [BLOCK_M, BLOCK_D] each.
+    grad = tl.load(grad_ptr + offset, mask=mask, other=0.0)
+    compressed = tl.load(compressed_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    selected = tl.load(selected_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    sliding = tl.load(sliding_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    do = grad.to(tl.float32)
+    delta_compressed = tl.sum(do * compressed, 1)  # [BLOCK_M], as the next two
+    delta_selected = tl.sum(do * selected, 1)
+    delta_sliding = tl.sum(do * sliding, 1)
+    tl.store(signed_ptr + offset, tl.where((compressed_gate < 0)[:, None], -grad, grad), mask=mask)
+    gate_type = grad_gate_ptr.dtype.element_ty
+    tl.store(grad_gate_ptr + row * 3, delta_compressed.to(gate_type), mask=row_mask)
+    tl.store(grad_gate_ptr + row * 3 + 1, delta_selected.to(gate_type), mask=row_mask)
+    tl.store(grad_gate_ptr + row * 3 + 2, delta_sliding.to(gate_type), mask=row_mask)
+    tl.store(gated_lse_ptr + row, lse - log_abs(selected_gate), mask=row_mask)
+    tl.store(
+        signed_delta_ptr + row,
+        tl.where(selected_gate < 0, -delta_selected, delta_selected),
+        mask=row_mask,
+    )
+    tl.store(delta_selected_ptr + row, delta_selected, mask=row_mask)
+    tl.store(delta_sliding_ptr + row, delta_sliding, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _turn_kernel(
-    signed, gates, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SIGN_ROWS: tl.constexpr,
+def switch_gate_sign_kernel(
+    signed_ptr, gate_ptr, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SIGN_ROWS: tl.constexpr,
 ):  # fmt: skip
+    """CTA of SIGN_ROWS rows: negates those whose two gates differ in sign, in place."""
     first = tl.program_id(0).to(tl.int64) * SIGN_ROWS
-    line = first + tl.arange(0, SIGN_ROWS)
-    differ = _signs_differ(
-        gates, line, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads
-    )
+    row = first + tl.arange(0, SIGN_ROWS)
+    differ = signs_differ(
+        gate_ptr, row, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads
+    )  # [SIGN_ROWS]
     if tl.max(differ.to(tl.int32), 0) > 0:
-        column = tl.arange(0, COLUMNS)
-        for start in range(0, SIGN_ROWS, ROWS):
-            row = first + start + tl.arange(0, ROWS)
-            turned = _signs_differ(
-                gates, row, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads
-            )
-            flat = (row * DIM)[:, None] + column[None, :]
-            mask = turned[:, None] & (column < DIM)[None, :]
-            x = tl.load(signed + flat, mask=mask, other=0.0)
-            tl.store(signed + flat, -x, mask=mask)
+        column = tl.arange(0, BLOCK_D)
+        for start in range(0, SIGN_ROWS, BLOCK_M):
+            tile_row = first + start + tl.arange(0, BLOCK_M)
+            row_mask = signs_differ(
+                gate_ptr, tile_row, stride_b, stride_h, stride_s, stride_c,
+                num_rows, num_tokens, heads,
+            )  # fmt: skip  # [BLOCK_M]
+            offset = (tile_row * DIM)[:, None] + column[None, :]
+            mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+            x = tl.load(signed_ptr + offset, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+            tl.store(signed_ptr + offset, -x, mask=mask)
 
 
 @triton.jit
-def _signs_differ(
-    gates, line, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads
+def signs_differ(
+    gate_ptr, row, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads
 ):
-    b, s, h, there = _place(line, num_rows, num_tokens, heads)
-    gates += b * stride_b + h * stride_h + s * stride_s
-    g0 = tl.load(gates, mask=there, other=0.0)
-    g1 = tl.load(gates + stride_c, mask=there, other=0.0)
-    return (g0 < 0) != (g1 < 0)
+    """Whether a row's gates of the compressed and the selected branch differ in sign."""
+    b, token, head, row_mask = split_row(row, num_rows, num_tokens, heads)
+    gate_ptr += b * stride_b + head * stride_h + token * stride_s
+    compressed_gate = tl.load(gate_ptr, mask=row_mask, other=0.0)
+    selected_gate = tl.load(gate_ptr + stride_c, mask=row_mask, other=0.0)
+    return (compressed_gate < 0) != (selected_gate < 0)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rows", "first1", "first2", "first3", "reach"])
-def _part_kernel(
-    lse, gates, out0, out1, out2, out3, stride_b, stride_h, stride_s,
+def fold_gated_lse_kernel(
+    lse_ptr, gate_ptr, out0, out1, out2, out3, stride_b, stride_h, stride_s,
     heads, num_tokens, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, TOKENS: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
+    """CTA (tile of tokens, head of a batch row)."""
     b = (tl.program_id(1) // heads).to(tl.int64)
-    h = tl.program_id(1) % heads
-    s = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    seen = (s < num_tokens) & (s >= reach)
+    head = tl.program_id(1) % heads
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    mask = (token < num_tokens) & (token >= reach)  # [BLOCK_TOKENS], as all below
     part, residue, width, part_rows, row = part_place(
-        s, rows, first1, first2, first3, reach, STRIDE
+        token, rows, first1, first2, first3, reach, STRIDE
     )
-    line = ((b * width + residue) * heads + h) * part_rows + row
-    gates += b * stride_b + h.to(tl.int64) * stride_h + s.to(tl.int64) * stride_s
-    gate = tl.load(gates, mask=seen, other=0.0).to(tl.float32)
-    x = tl.load(lse + tl.program_id(1).to(tl.int64) * num_tokens + s, mask=seen, other=0.0)
-    x -= log_of_size(gate)
-    tl.store(of_part(part, out0, out1, out2, out3) + line, x, mask=seen)
+    offset = ((b * width + residue) * heads + head) * part_rows + row
+    gate_ptr += b * stride_b + head.to(tl.int64) * stride_h + token.to(tl.int64) * stride_s
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    lse_ptr += tl.program_id(1).to(tl.int64) * num_tokens
+    lse = tl.load(lse_ptr + token, mask=mask, other=0.0)
+    lse -= log_abs(gate)
+    tl.store(of_part(part, out0, out1, out2, out3) + offset, lse, mask=mask)

@@ -1,17 +1,17 @@
-"""The end of the core's forward where both branches have the same keys: one kernel, not two.
+"""Fused epilogue of the forward where both branches have the same keys: one kernel, not two.
 
-The blocks up to a query's own are always chosen, and they lie in its window, so that their part
-of both softmaxes is the same. A program attends them once, keeps the result, walks on through the
-window, and goes back to the kept result for the other choices. Without gradients neither the
-selected nor the sliding branch is ever in memory.
+Local blocks are always selected and lie in the window: their share of both softmaxes is the same.
+A CTA attends them once, keeps the result, goes on through the window, and then adds the initial
+and the top-k blocks to the kept result. Without gradients neither the selected nor the sliding
+branch is ever in memory.
 
-With what a backward wants kept apart as well, `end_kernel` has too few registers; the one for
-Hopper has not (docs/log/decisions/0021-end-of-the-forward.md).
+Saving the branches for a backward takes more registers than the Triton kernel has; the `_sm90`
+kernel has enough.
 """
 
 from __future__ import annotations
 
-from functools import partial as bind
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason, supports_tma
-from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.softmax import (
+    LN2,
+    MIN_LOGIT,
+    base2_scale,
+    online_softmax_update,
+)
 from nsa_flex.fallback_kernels.common.strides import strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
@@ -31,22 +36,22 @@ from nsa_flex.fallback_kernels.selected.fwd_partial import each_window
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
 from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.sliding.config import SPARE_BYTES, descriptor
-from nsa_flex.fallback_kernels.sliding.fwd import add_values, attend
+from nsa_flex.fallback_kernels.sliding.fwd import attend_tile
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
-    load_keys,
-    load_rows,
-    row_places,
-    rows_of_queries,
-    store_rows,
+    load_key_value,
+    load_rows_at,
+    query_rows,
+    row_offsets,
+    store_rows_at,
 )
 
-BLOCK_SIZES = (64,)  # blocks are the tiles of keys: smaller ones leave the matrix unit half empty
+BLOCK_SIZES = (64,)  # blocks are the key tiles: smaller ones leave the tensor cores half empty
 STAGES = 3  # blocks in shared memory at once
 
 
-class Results(NamedTuple):
-    """What `end_of_forward` returns."""
+class Epilogue(NamedTuple):
+    """What `fwd_epilogue` returns."""
 
     out: Tensor  # (B, S, H, Dv), the gated sum
     selected_lse: Tensor  # float32 (B, S, H)
@@ -56,7 +61,7 @@ class Results(NamedTuple):
     sliding: Tensor
 
 
-def serves(
+def unsupported_reason(
     plan: SelectedPlan,
     query: Tensor,
     keys: tuple[Tensor, Tensor],
@@ -64,8 +69,8 @@ def serves(
     window: int,
     *,
     save: bool,
-) -> bool:
-    """Whether `end_of_forward` takes a call; by shapes, memory and device alone.
+) -> str | None:
+    """Why `fwd_epilogue` does not take a call, by shapes, memory and device; None if it does.
 
     Args:
         keys: keys and values of the selected branch.
@@ -73,48 +78,56 @@ def serves(
         window: of the sliding branch, in keys.
         save: whether the branches' own outputs are wanted.
     """
-    columns = tile_width(plan.head_dim) + tile_width(plan.value_dim)
-    elements = plan.merge_rows * tile_width(plan.head_dim) + STAGES * plan.block_size * columns
-    return (
-        all(_same(x, y) for x, y in zip(keys, sliding, strict=True))
-        and plan.block_size in BLOCK_SIZES
-        and plan.num_local * plan.block_size <= window
-        and plan.merge_tokens * plan.group == plan.tile_rows
-        and elements * plan.element_size + SPARE_BYTES <= plan.shared_memory
-        and supports_tma(keys[0].device)
-        and (not save or _on_hopper(plan, query, *keys))
-    )
+    block_d, block_dv = tile_width(plan.head_dim), tile_width(plan.value_dim)
+    elements = plan.merge_rows * block_d + STAGES * plan.block_size * (block_d + block_dv)
+    needed = elements * plan.element_size + SPARE_BYTES
+    if not all(_is_same(x, y) for x, y in zip(keys, sliding, strict=True)):
+        return "the sliding branch has keys and values of its own"
+    if plan.block_size not in BLOCK_SIZES:
+        return f"select_block_size is {plan.block_size}; the fused epilogue takes {BLOCK_SIZES}"
+    if plan.num_local * plan.block_size > window:
+        return f"{plan.num_local} local blocks do not fit a window of {window} keys"
+    if plan.merge_tokens * plan.group != plan.tile_rows:
+        return f"groups of {plan.group} query heads do not fill tiles of {plan.tile_rows} rows"
+    if needed > plan.shared_memory:
+        return f"{needed} bytes of shared memory are needed; the device has {plan.shared_memory}"
+    if not supports_tma(keys[0].device):
+        return f"{keys[0].device} has no TMA"
+    return _sm90_unsupported_reason(plan, query, *keys) if save else None
 
 
-def _on_hopper(plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if gluon_unsupported_reason(query.device) is not None:
-        return False
+def _sm90_unsupported_reason(
+    plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor
+) -> str | None:
+    reason = gluon_unsupported_reason(query.device)
+    if reason is not None:
+        return reason
     # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
-    from nsa_flex.fallback_kernels.fused.fwd_epilogue_sm90 import takes
+    from nsa_flex.fallback_kernels.fused import fwd_epilogue_sm90 as sm90
 
-    return takes(plan, query, key, value)
+    return sm90.unsupported_reason(plan, query, key, value)
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _is_same(x: Tensor, y: Tensor) -> bool:
     return (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
 
 
-def end_of_forward(
+def fwd_epilogue(
     selection: Selection,
     window: int,
-    parts: tuple[Tensor, ...],
+    compressed_parts: tuple[Tensor, ...],
     fold: Fold,
     gates: Tensor,
     *,
     save: bool,
-) -> Results:
+) -> Epilogue:
     """`sum_c gates[..., c] * branch_c` in float32, selected and sliding branch computed here.
 
     Args:
-        selection: of a call that `serves` takes, its choice with all forced blocks; query
-            memory (B, S, H, D).
+        selection: of a supported call, with all initial and local blocks; query memory
+            (B, S, H, D).
         window: of the sliding branch, in keys.
-        parts: outputs of the parts of the compressed branch.
+        compressed_parts: outputs of the compressed branch, by the parts of its fold.
         gates: (B, Hq, S, 3), any strides.
         save: whether the branches' own outputs are wanted, for the backward.
     """
@@ -125,26 +138,25 @@ def end_of_forward(
     out = query.new_empty(branch)
     selected_lse, sliding_lse = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
     branches = tuple(query.new_empty(branch if save else 0) for _ in range(3))
-    # Without a place of its own, the selected branch of tiles that have a union waits where their
-    # sum will be.
+    # Without memory of its own, the selected branch of tiles with a block union waits in `out`.
     selected = branches[1] if save else out
     attend_unions(selection, selected.transpose(1, 2), selected_lse.transpose(1, 2))
     launch = _launch
-    if _on_hopper(plan, query, selection.key, selection.value):
-        from nsa_flex.fallback_kernels.fused import fwd_epilogue_sm90 as hopper
+    if _sm90_unsupported_reason(plan, query, selection.key, selection.value) is None:
+        from nsa_flex.fallback_kernels.fused import fwd_epilogue_sm90 as sm90
 
-        tiles = hopper.tiles_of_call(selection, out, branches if save else ())
-        launch = bind(hopper.launch, tiles, selected)
+        descs = sm90.descriptors(selection, out, branches if save else ())
+        launch = partial(sm90.launch, descs, selected)
 
-    def end(chosen: Window, partial: Tensor, partial_lse: Tensor) -> None:
+    def run_chunk(chunk: Window, partials: Tensor, partial_lse: Tensor) -> None:
         tensors = (
-            partial_lse, selection.lists.summary, selection.unions.sizes, *parts, gates,
+            partial_lse, selection.lists.summary, selection.unions.sizes, *compressed_parts, gates,
             out, selected_lse, sliding_lse,
         )  # fmt: skip
-        numbers = (
+        scalars = (
             *gates.stride(),
-            chosen.first_head,
-            chosen.start,
+            chunk.first_head,
+            chunk.start,
             plan.window_tokens,
             plan.span // plan.merge_tokens,
             plan.num_queries,
@@ -154,41 +166,49 @@ def end_of_forward(
             *bounds_of(fold.parts),
             fold.reach,
         )
-        grid = (plan.window_tokens // plan.merge_tokens, chosen.num_heads)
-        launch(grid, selection, partial, tensors, numbers, fold.stride)
+        grid = (plan.window_tokens // plan.merge_tokens, chunk.num_heads)
+        launch(grid, selection, partials, tensors, scalars, fold.stride)
 
-    each_window(selection, end)
-    return Results(out, selected_lse, sliding_lse, *branches)
+    each_window(selection, run_chunk)
+    return Epilogue(out, selected_lse, sliding_lse, *branches)
 
 
 def _launch(
     grid: tuple[int, int],
     selection: Selection,
-    partial: Tensor,
+    partials: Tensor,
     tensors: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
+    scalars: tuple[float, ...],
     stride: int,
 ) -> None:
-    """`end_kernel`; `tensors` and `numbers` are what the kernel for Hopper takes as well."""
+    """The Triton kernel; `tensors` and `scalars` are what the `_sm90` kernel takes as well."""
     plan, _, _, query, key, value, _ = selection
-    end_kernel[grid](
+    fused_fwd_epilogue_kernel[grid](
         query,
         key,
         value,
         descriptor(key, plan.block_size),
         descriptor(value, plan.block_size),
-        partial,
+        partials,
         *tensors,
         *strides(key),
         *strides(value),
-        *numbers,
+        *scalars,
         STRIDE=stride,
-        **plan.constants(),
-        SLOT_COLUMNS=tile_width(plan.num_slots),
+        GROUP=plan.group,
+        NUM_SLOTS=plan.num_slots,
+        PADDED_SLOTS=tile_width(plan.num_slots),
+        BLOCK_SIZE=plan.block_size,
+        HEAD_DIM=plan.head_dim,
+        BLOCK_D=tile_width(plan.head_dim),
+        VALUE_DIM=plan.value_dim,
+        BLOCK_DV=tile_width(plan.value_dim),
+        PRECISION="ieee" if plan.element_size == 4 else "tf32",
+        INT64_OFFSETS=plan.wide,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
-        TOKENS=plan.merge_tokens,
-        ROWS=plan.merge_rows,
+        BLOCK_TOKENS=plan.merge_tokens,
+        BLOCK_M=plan.merge_rows,
         STAGES=STAGES,
         PARTIAL_STAGES=plan.merge_stages(plan.value_dim),
         num_warps=plan.num_warps,
@@ -196,128 +216,137 @@ def _launch(
 
 
 @triton.jit
-def attend_first_blocks(
-    q, keys, values, summary, scale_log2, zero, acc, top, total,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+def attend_initial_blocks(
+    q, keys, values, bitmask, scale_log2, zero, acc, row_max, row_sum,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the initial blocks, each to the rows whose summary has its bit."""
+    """`online_softmax_update` with the initial blocks, each for the rows whose bit is set."""
     for block in range(INITIAL):
-        chosen = ((summary >> (LOCAL + block)) & 1) != 0
-        if tl.max(chosen.to(tl.int32), 0) > 0:
+        is_selected = ((bitmask >> (LOCAL + block)) & 1) != 0  # [BLOCK_M]
+        if tl.max(is_selected.to(tl.int32), 0) > 0:
             start = zero + block * BLOCK_SIZE
-            k, v = load_keys(
-                keys, values, start, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
+            k, v = load_key_value(
+                keys, values, start, BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
+            )  # [BLOCK_SIZE, BLOCK_D], [BLOCK_SIZE, BLOCK_DV]
+            logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_SIZE]
+            logits = tl.where(is_selected[:, None], logits, float("-inf"))
+            acc, row_max, row_sum = online_softmax_update(
+                acc, row_max, row_sum, logits, v, scale_log2, None, False, PRECISION
             )
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            scores = tl.where(chosen[:, None], scores, float("-inf"))
-            acc, top, total = add_values(scores, v, scale_log2, acc, top, total, PRECISION)
-    return acc, top, total
+    return acc, row_max, row_sum
 
 
 @triton.jit(
     do_not_specialize=[
-        "first_head", "window_start", "num_tokens", "window",
+        "first_head", "chunk_start", "num_tokens", "window",
         "rows", "first1", "first2", "first3", "reach",
     ]
 )  # fmt: skip
-def end_kernel(
-    query_ptr, key_ptr, value_ptr, key_tiles, value_tiles,
-    partial_ptr, partial_lse_ptr, summary_ptr, union_sizes_ptr, x0, x1, x2, x3, gate_ptr,
-    out_ptr, selected_lse_ptr, sliding_lse_ptr,
+def fused_fwd_epilogue_kernel(
+    query_ptr, key_ptr, value_ptr, key_desc, value_desc,
+    partial_ptr, partial_lse_ptr, bitmask_ptr, union_size_ptr, part0, part1, part2, part3,
+    gate_ptr, out_ptr, selected_lse_ptr, sliding_lse_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
-    first_head, window_start, window_tokens, tiles_per_row,
+    first_head, chunk_start, chunk_tokens, tiles_per_head,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr,
-    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, SLOT_COLUMNS: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, INT64_OFFSETS: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries; all of it lies in one block."""
-    within = tl.program_id(1)
-    b = (first_head + within) // kv_heads
-    h = (first_head + within) % kv_heads
-    tile = (first_head + within) * tiles_per_row + window_start // TOKENS + tl.program_id(0)
-    has_union = tl.load(union_sizes_ptr + tile) >= 0
-    first = window_start + tl.program_id(0) * TOKENS
-    token, member, there = rows_of_queries(first, 0, num_tokens, GROUP, GROUP, TOKENS, ROWS)
+    """CTA (query tile of the chunk, KV head of the chunk); all of a tile lies in one block."""
+    head_in_chunk = tl.program_id(1)
+    b = (first_head + head_in_chunk) // kv_heads
+    h = (first_head + head_in_chunk) % kv_heads
+    first_tile = (first_head + head_in_chunk) * tiles_per_head + chunk_start // BLOCK_TOKENS
+    tile = first_tile + tl.program_id(0)
+    has_union = tl.load(union_size_ptr + tile) >= 0
+    first = chunk_start + tl.program_id(0) * BLOCK_TOKENS
+    token, head_in_group, row_mask = query_rows(
+        first, 0, num_tokens, GROUP, GROUP, BLOCK_TOKENS, BLOCK_M
+    )  # [BLOCK_M] each
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
     query_heads = kv_heads * GROUP
-    line = row_places(token, member, 1, query_heads) + batch * num_tokens * query_heads + head
-    q = load_rows(query_ptr, line * HEAD_DIM, there, HEAD_DIM, HEAD_COLUMNS)
-    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    row = row_offsets(token, head_in_group, 1, query_heads)
+    row = row + batch * num_tokens * query_heads + head  # [BLOCK_M]
+    q = load_rows_at(query_ptr, row * HEAD_DIM, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
     values = HeadRows(
-        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
 
-    # From the own block to the left, as far as all rows chose the blocks, and on to the end of
-    # the window. Only the own block and those at that end have keys that some row does not see.
-    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    top = tl.full([ROWS], -3.0e38, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    own = first // BLOCK_SIZE
-    last = own - tl.maximum(first - window + 1, 0) // BLOCK_SIZE
-    chosen = tl.minimum(LOCAL, own + 1)
-    for i in tl.range(0, chosen, num_stages=STAGES):
-        start = (own - i) * BLOCK_SIZE
-        k, v = load_keys(
-            keys, values, start, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
+    # From the own block to the left: the local blocks, then on to the end of the window. Only the
+    # own block and those at that end have keys that some row does not see.
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], MIN_LOGIT, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    own_block = first // BLOCK_SIZE
+    window_blocks = own_block - tl.maximum(first - window + 1, 0) // BLOCK_SIZE
+    local_blocks = tl.minimum(LOCAL, own_block + 1)
+    for i in tl.range(0, local_blocks, num_stages=STAGES):
+        start = (own_block - i) * BLOCK_SIZE
+        k, v = load_key_value(
+            keys, values, start, BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_SIZE, BLOCK_D], [BLOCK_SIZE, BLOCK_DV]
+        acc, row_max, row_sum = attend_tile(
+            q, k, v, token, start, window, scale_log2, acc, row_max, row_sum, i == 0, PRECISION
         )
-        acc, top, total = attend(
-            q, k, v, token, start, window, scale_log2, acc, top, total, i == 0, PRECISION
-        )
-    kept = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    kept_lse = top + tl.log2(total)
-    for i in tl.range(chosen, last + 1, num_stages=STAGES):
-        start = (own - i) * BLOCK_SIZE
-        k, v = load_keys(
-            keys, values, start, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
-        )
-        acc, top, total = attend(
-            q, k, v, token, start, window, scale_log2, acc, top, total,
-            start + window < first + TOKENS, PRECISION,
+    kept = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)  # [BLOCK_M, BLOCK_DV]
+    kept_lse = row_max + tl.log2(row_sum)  # [BLOCK_M]
+    for i in tl.range(local_blocks, window_blocks + 1, num_stages=STAGES):
+        start = (own_block - i) * BLOCK_SIZE
+        k, v = load_key_value(
+            keys, values, start, BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_SIZE, BLOCK_D], [BLOCK_SIZE, BLOCK_DV]
+        acc, row_max, row_sum = attend_tile(
+            q, k, v, token, start, window, scale_log2, acc, row_max, row_sum,
+            start + window < first + BLOCK_TOKENS, PRECISION,
         )  # fmt: skip
 
-    LN2: tl.constexpr = 0.6931471805599453
-    tl.store(sliding_lse_ptr + line, (top + tl.log2(total)) * LN2, mask=there)
+    tl.store(sliding_lse_ptr + row, (row_max + tl.log2(row_sum)) * LN2, mask=row_mask)
     gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_places(token, member, gate_stride_h, gate_stride_s)
-    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=there, other=0.0).to(tl.float32)
-    acc *= (gate / total)[:, None]
+    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
+    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    acc *= (gate / row_sum)[:, None]
     branch = load_compressed(
-        x0, x1, x2, x3, batch, token, head + member, there, query_heads,
-        rows, first1, first2, first3, reach, STRIDE, VALUE_DIM, VALUE_COLUMNS,
-    )  # fmt: skip
-    gate = tl.load(gate_ptr, mask=there, other=0.0).to(tl.float32)
+        part0, part1, part2, part3, batch, token, head + head_in_group, row_mask, query_heads,
+        rows, first1, first2, first3, reach, STRIDE, VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
+    gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)
     acc += branch.to(tl.float32) * gate[:, None]
-    gate = tl.load(gate_ptr + gate_stride_c, mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
 
     if has_union:
-        branch = load_rows(out_ptr, line * VALUE_DIM, there, VALUE_DIM, VALUE_COLUMNS)
+        branch = load_rows_at(
+            out_ptr, row * VALUE_DIM, row_mask, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_M, BLOCK_DV]
         acc += branch.to(tl.float32) * gate[:, None]
     else:
-        summary_ptr += (batch * kv_heads + h) * num_tokens
-        summary = tl.load(summary_ptr + token, mask=there, other=0)
-        out, top, total = attend_first_blocks(
-            q, keys, values, summary, scale_log2, own * 0,
-            kept.to(tl.float32), kept_lse, tl.full([ROWS], 1.0, tl.float32),
-            BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+        bitmask_ptr += (batch * kv_heads + h) * num_tokens
+        bitmask = tl.load(bitmask_ptr + token, mask=row_mask, other=0)  # [BLOCK_M]
+        selected, row_max, row_sum = attend_initial_blocks(
+            q, keys, values, bitmask, scale_log2, own_block * 0,
+            kept.to(tl.float32), kept_lse, tl.full([BLOCK_M], 1.0, tl.float32),
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
             PRECISION, INITIAL, LOCAL,
-        )  # fmt: skip
-        free = summary >> 24
-        place = (within * window_tokens + token - window_start) * NUM_SLOTS * GROUP + member
-        lse_log2, share = join_partials(
-            top, total, partial_lse_ptr, place, free, GROUP, SLOT_COLUMNS
+        )  # fmt: skip  # [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]
+        num_topk = bitmask >> 24
+        partial_row = head_in_chunk * chunk_tokens + token - chunk_start
+        partial_row = partial_row * NUM_SLOTS * GROUP + head_in_group  # [BLOCK_M]
+        lse_log2, alpha = join_partials(
+            row_max, row_sum, partial_lse_ptr, partial_row, num_topk, GROUP, PADDED_SLOTS
         )
-        tl.store(selected_lse_ptr + line, lse_log2 * LN2, mask=there)
+        tl.store(selected_lse_ptr + row, lse_log2 * LN2, mask=row_mask)
         acc = add_partials(
-            acc + out * (gate * share)[:, None], gate, lse_log2, partial_ptr, partial_lse_ptr,
-            place, free, GROUP, WIDE, VALUE_DIM, VALUE_COLUMNS, PARTIAL_STAGES,
+            acc + selected * (gate * alpha)[:, None], gate, lse_log2, partial_ptr, partial_lse_ptr,
+            partial_row, num_topk, GROUP, INT64_OFFSETS, VALUE_DIM, BLOCK_DV, PARTIAL_STAGES,
         )  # fmt: skip
-    store_rows(out_ptr, line * VALUE_DIM, there, acc, VALUE_DIM, VALUE_COLUMNS)
+    store_rows_at(out_ptr, row * VALUE_DIM, row_mask, acc, VALUE_DIM, BLOCK_DV)

@@ -1,6 +1,7 @@
-"""The gated sum of the branches, the compressed one in the parts of its fold.
+"""Sliding branch with a fused epilogue: the gated sum of the three branches.
 
-It is the end of the sliding branch's kernel, whose arithmetic hides the memory that the sum needs.
+The compressed branch comes in the parts of its fold. The sliding branch's arithmetic hides the
+memory traffic that the sum needs.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, of_part, part_place
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding.fwd import attend_window
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
-    load_rows,
-    place_of_queries,
-    row_places,
-    rows_of_queries,
-    store_rows,
+    load_rows_at,
+    query_rows,
+    query_tile_of_cta,
+    row_offsets,
+    store_rows_at,
 )
 
 LSE_TOKENS = 256
 
 
-def spread_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int) -> Tensor:
-    """Log-sum-exps of the parts as float32 (B, H, S), -inf for the first l - 1 queries."""
+def unfold_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int) -> Tensor:
+    """Log-sum-exps by the parts of the fold as float32 (B, H, S), -inf for the first l - 1."""
     batch = lse[0].shape[0]
     out = torch.empty((batch, heads, num_tokens), dtype=torch.float32, device=lse[0].device)
-    _spread_kernel[(triton.cdiv(num_tokens, LSE_TOKENS), batch * heads)](
+    unfold_lse_kernel[(triton.cdiv(num_tokens, LSE_TOKENS), batch * heads)](
         *lse,
         out,
         heads,
@@ -41,13 +42,13 @@ def spread_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int)
         *bounds_of(fold.parts),
         fold.reach,
         STRIDE=fold.stride,
-        TOKENS=LSE_TOKENS,
+        BLOCK_TOKENS=LSE_TOKENS,
     )
     return out
 
 
-class Finished(NamedTuple):
-    """What `slide_and_sum` returns."""
+class SlidingEpilogue(NamedTuple):
+    """What `sliding_epilogue` returns."""
 
     out: Tensor  # (B, S, H, D), the gated sum
     sliding_lse: Tensor  # float32 (B, S, H)
@@ -55,24 +56,24 @@ class Finished(NamedTuple):
     compressed: Tensor  # the compressed branch, likewise
 
 
-def slide_and_sum(
+def sliding_epilogue(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     window_size: int,
     scale: float,
-    parts: tuple[Tensor, ...],
+    compressed_parts: tuple[Tensor, ...],
     fold: Fold,
     selected: Tensor,
     gates: Tensor,
     *,
     save: bool,
-) -> Finished:
-    """The sliding branch, and with it in registers `sum_c gates[..., c] * branch_c` in float32.
+) -> SlidingEpilogue:
+    """The sliding branch, and in its registers `sum_c gates[..., c] * branch_c` in float32.
 
     Args:
         query: (B, Hq, S, D); key, value: as `sliding_attention` takes them.
-        parts: outputs of the parts of the compressed branch.
+        compressed_parts: outputs of the compressed branch, by the parts of its fold.
         selected: (B, S, Hq, Dv), contiguous.
         gates: (B, Hq, S, 3), any strides.
         save: whether the branches' own outputs are wanted, for the backward.
@@ -85,13 +86,13 @@ def slide_and_sum(
         torch.empty_like(selected) if save else selected.new_empty(0) for _ in range(2)
     )
     lse = torch.empty(selected.shape[:3], dtype=torch.float32, device=query.device)
-    _finish_kernel[(plan.query_programs(tiles),)](
+    fused_sliding_epilogue_kernel[(plan.query_ctas(tiles),)](
         query,
         key,
         value,
-        descriptor(key, tiles.keys),
-        descriptor(value, tiles.keys),
-        *parts,
+        descriptor(key, tiles.block_n),
+        descriptor(value, tiles.block_n),
+        *compressed_parts,
         selected,
         gates,
         out,
@@ -103,61 +104,67 @@ def slide_and_sum(
         *strides(value),
         *gates.stride(),
         plan.tokens,
-        plan.reach(window_size),
+        plan.clamped_window(window_size),
         plan.kv_heads,
         base2_scale(scale),
         *bounds_of(fold.parts),
         fold.reach,
         STRIDE=fold.stride,
         SAVE=save,
-        **plan.query_constants(tiles),
+        **plan.query_tile_constants(tiles),
     )
-    return Finished(out, lse, sliding, compressed)
+    return SlidingEpilogue(out, lse, sliding, compressed)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rows", "first1", "first2", "first3", "reach"])
-def _spread_kernel(
-    lse0, lse1, lse2, lse3, out,
+def unfold_lse_kernel(
+    lse0, lse1, lse2, lse3, out_ptr,
     heads, num_tokens, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, TOKENS: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
+    """CTA (tile of tokens, head of a batch row)."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
-    s = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    there = s < num_tokens
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    mask = token < num_tokens  # [BLOCK_TOKENS], as all below
     part, residue, width, part_rows, row = part_place(
-        s, rows, first1, first2, first3, reach, STRIDE
+        token, rows, first1, first2, first3, reach, STRIDE
     )
-    line = ((b * width + residue) * heads + h) * part_rows + row
-    seen = there & (s >= reach)
-    lse = tl.load(of_part(part, lse0, lse1, lse2, lse3) + line, mask=seen, other=float("-inf"))
-    tl.store(out + tl.program_id(1).to(tl.int64) * num_tokens + s, lse, mask=there)
+    offset = ((b * width + residue) * heads + h) * part_rows + row
+    sees_blocks = mask & (token >= reach)
+    lse_ptr = of_part(part, lse0, lse1, lse2, lse3)
+    lse = tl.load(lse_ptr + offset, mask=sees_blocks, other=float("-inf"))
+    tl.store(out_ptr + tl.program_id(1).to(tl.int64) * num_tokens + token, lse, mask=mask)
 
 
 @triton.jit
 def load_compressed(
-    x0, x1, x2, x3, batch, token, head, there, query_heads,
+    part0, part1, part2, part3, batch, token, head, row_mask, query_heads,
     rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows (token, head) of the compressed branch, from the parts of its fold; 0 where it is."""
+    """Rows (token, head) of the compressed branch [BLOCK_M, BLOCK_D], from the parts of its fold.
+
+    0 for tokens that see no compressed block.
+    """
     part, residue, width, part_rows, row = part_place(
         token, rows, first1, first2, first3, reach, STRIDE
     )
-    line = ((batch * part_rows + row) * width + residue) * query_heads + head
-    column = tl.arange(0, VALUE_COLUMNS)
-    pointer = (of_part(part, x0, x1, x2, x3) + line * VALUE_DIM)[:, None] + column[None, :]
-    # The choice of a pointer hides that rows start at multiples of 16 bytes.
+    offset = ((batch * part_rows + row) * width + residue) * query_heads + head
+    column = tl.arange(0, BLOCK_D)
+    part_ptr = of_part(part, part0, part1, part2, part3)
+    pointer = (part_ptr + offset * DIM)[:, None] + column[None, :]
+    # Selecting a pointer hides from the compiler that rows start at multiples of 16 bytes.
     pointer = tl.multiple_of(pointer, (1, 16))
-    seen = (there & (token >= reach))[:, None] & (column < VALUE_DIM)[None, :]
-    return tl.load(pointer, mask=seen, other=0.0)
+    mask = (row_mask & (token >= reach))[:, None] & (column < DIM)[None, :]
+    return tl.load(pointer, mask=mask, other=0.0)
 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "window", "rows", "first1", "first2", "first3", "reach"]
 )
-def _finish_kernel(
-    query_ptr, key_ptr, value_ptr, key_tiles, value_tiles, x0, x1, x2, x3, selected_ptr,
+def fused_sliding_epilogue_kernel(
+    query_ptr, key_ptr, value_ptr, key_desc, value_desc, part0, part1, part2, part3, selected_ptr,
     gate_ptr, out_ptr, lse_ptr, sliding_ptr, compressed_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
@@ -165,54 +172,57 @@ def _finish_kernel(
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr, SAVE: tl.constexpr,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, as in `sliding_forward.forward_kernel`, and the sum of its branches."""
-    b, h, first, first_member = place_of_queries(num_tokens, kv_heads, GROUP, HEADS, TOKENS)
-    token, member, there = rows_of_queries(
-        first, first_member, num_tokens, GROUP, HEADS, TOKENS, ROWS
-    )
+    """One query tile, as in `sliding_fwd_kernel`, and the gated sum of its branches."""
+    b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
+    token, head_in_group, row_mask = query_rows(
+        first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
+    )  # [BLOCK_M] each
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
     query_ptr += batch * query_stride_b + head * query_stride_h
-    q = load_rows(
-        query_ptr, row_places(token, member, query_stride_h, query_stride_s),
-        there, HEAD_DIM, HEAD_COLUMNS,
-    )  # fmt: skip
-    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    q = load_rows_at(
+        query_ptr, row_offsets(token, head_in_group, query_stride_h, query_stride_s),
+        row_mask, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip  # [BLOCK_M, BLOCK_D]
+    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
     values = HeadRows(
-        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
-    acc, top, total = attend_window(
+    acc, row_max, row_sum = attend_window(
         q, keys, values, first, token, window, scale_log2,
-        TOKENS, ROWS, KEYS, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+        BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
         PRECISION, STAGES,
-    )  # fmt: skip
+    )  # fmt: skip  # [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]
     query_heads = kv_heads * GROUP
-    line = row_places(token, member, 1, query_heads) + batch * num_tokens * query_heads + head
-    total = tl.where(there, total, 1.0)
-    acc = acc / total[:, None]
-    LN2: tl.constexpr = 0.6931471805599453
-    tl.store(lse_ptr + line, (top + tl.log2(total)) * LN2, mask=there)
+    row = row_offsets(token, head_in_group, 1, query_heads)
+    row = row + batch * num_tokens * query_heads + head  # [BLOCK_M]
+    row_sum = tl.where(row_mask, row_sum, 1.0)
+    acc = acc / row_sum[:, None]
+    tl.store(lse_ptr + row, (row_max + tl.log2(row_sum)) * LN2, mask=row_mask)
     if SAVE:
-        store_rows(sliding_ptr, line * VALUE_DIM, there, acc, VALUE_DIM, VALUE_COLUMNS)
+        store_rows_at(sliding_ptr, row * VALUE_DIM, row_mask, acc, VALUE_DIM, BLOCK_DV)
 
     gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_places(token, member, gate_stride_h, gate_stride_s)
-    acc *= tl.load(gate_ptr + 2 * gate_stride_c, mask=there, other=0.0).to(tl.float32)[:, None]
-    gate = tl.load(gate_ptr + gate_stride_c, mask=there, other=0.0).to(tl.float32)
-    branch = load_rows(selected_ptr, line * VALUE_DIM, there, VALUE_DIM, VALUE_COLUMNS)
+    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
+    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    acc *= gate[:, None]
+    gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    branch = load_rows_at(
+        selected_ptr, row * VALUE_DIM, row_mask, VALUE_DIM, BLOCK_DV
+    )  # [BLOCK_M, BLOCK_DV]
     acc += branch.to(tl.float32) * gate[:, None]
 
     branch = load_compressed(
-        x0, x1, x2, x3, batch, token, head + member, there, query_heads,
-        rows, first1, first2, first3, reach, STRIDE, VALUE_DIM, VALUE_COLUMNS,
-    )  # fmt: skip
+        part0, part1, part2, part3, batch, token, head + head_in_group, row_mask, query_heads,
+        rows, first1, first2, first3, reach, STRIDE, VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
     if SAVE:
-        store_rows(compressed_ptr, line * VALUE_DIM, there, branch, VALUE_DIM, VALUE_COLUMNS)
-    gate = tl.load(gate_ptr, mask=there, other=0.0).to(tl.float32)
+        store_rows_at(compressed_ptr, row * VALUE_DIM, row_mask, branch, VALUE_DIM, BLOCK_DV)
+    gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)
     acc += branch.to(tl.float32) * gate[:, None]
-    store_rows(out_ptr, line * VALUE_DIM, there, acc, VALUE_DIM, VALUE_COLUMNS)
+    store_rows_at(out_ptr, row * VALUE_DIM, row_mask, acc, VALUE_DIM, BLOCK_DV)

@@ -2,7 +2,7 @@
 
 An operator rather than an expression for the compiler: left to fuse it, Inductor of torch 2.11
 computed wrong gradients of the gates (a sum over head dims was stored in one layout and read in
-another, for batches of more than one row), and the pass is bound by memory either way.
+another, for batches of more than one row), and the pass is memory-bound either way.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # heads of tokens a program handles
+BLOCK_ROWS = 16  # (token, head) rows of a CTA
 
 
-def merge(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) -> Tensor:
+def gated_sum(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) -> Tensor:
     """`sum_c gates[..., c] * branch_c` in float32.
 
     Args:
@@ -35,9 +35,8 @@ def merge(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) 
 def _forward(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) -> Tensor:
     batch, heads, length, dim = compressed.shape
     out = compressed.new_empty((batch, length, heads, dim))
-    _launch(
-        _forward_kernel, (compressed, selected, sliding, gates, out.transpose(1, 2)), gates.shape
-    )
+    tensors = (compressed, selected, sliding, gates, out.transpose(1, 2))
+    _launch(gated_sum_fwd_kernel, tensors, gates.shape)
     return out
 
 
@@ -55,7 +54,7 @@ def _backward(
     grads = _empty_gradients(grad, gates)
     views = tuple(g.transpose(1, 2) for g in grads)
     tensors = (grad.transpose(1, 2), compressed, selected, sliding, gates, *views)
-    _launch(_backward_kernel, tensors, gates.shape)
+    _launch(gated_sum_bwd_kernel, tensors, gates.shape)
     return grads
 
 
@@ -84,76 +83,106 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], shape: torch.Size) -> None:
-    batch, heads, length, _ = shape
+    batch, heads, tokens, _ = shape
     dim = tensors[0].shape[3]
     strides = [stride for x in tensors for stride in x.stride()]
-    rows = batch * heads * length
-    kernel[(triton.cdiv(rows, ROWS),)](
-        *tensors, *strides, rows, heads, length, D=dim, D_PAD=triton.next_power_of_2(dim), R=ROWS
+    rows = batch * heads * tokens
+    kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+        *tensors,
+        *strides,
+        rows,
+        heads,
+        tokens,
+        DIM=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_M=BLOCK_ROWS,
     )
 
 
 @triton.jit
-def _places(rows, heads, length, D: tl.constexpr, D_PAD: tl.constexpr, R: tl.constexpr):
-    """Batch, head and token of R rows in memory order, int64, and which elements there are."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    d = tl.arange(0, D_PAD)
-    b = row // (heads * length)
+def rows_of_cta(
+    num_rows, heads, num_tokens, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Batch row, head and token of BLOCK_M rows in memory order, int64 [BLOCK_M] each; the columns
+    [BLOCK_D]; the masks of rows [BLOCK_M] and of elements [BLOCK_M, BLOCK_D] that exist.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    b = row // (heads * num_tokens)
     h = row % heads
-    s = row // heads % length
-    there = row < rows
-    return b, h, s, d, there, there[:, None] & (d < D)[None, :]
+    s = row // heads % num_tokens
+    row_mask = row < num_rows
+    return b, h, s, d, row_mask, row_mask[:, None] & (d < DIM)[None, :]
 
 
 @triton.jit
-def _tile(x, b, h, s, d, sb, sh, ss, sd):
-    return x + (b * sb + h * sh + s * ss)[:, None] + (d * sd)[None, :]
+def tile_pointers(ptr, b, h, s, d, stride_b, stride_h, stride_s, stride_d):
+    """Pointers [BLOCK_M, BLOCK_D] to rows of a (B, H, S, D) tensor."""
+    return ptr + (b * stride_b + h * stride_h + s * stride_s)[:, None] + (d * stride_d)[None, :]
 
 
 @triton.jit
-def _gate(gates, c: tl.constexpr, b, h, s, sb, sh, ss, sc, there):
-    gate = tl.load(gates + b * sb + h * sh + s * ss + c * sc, mask=there, other=0.0)
-    return gate.to(tl.float32)
+def load_gate(
+    gate_ptr, branch: tl.constexpr, b, h, s, stride_b, stride_h, stride_s, stride_c, row_mask
+):
+    """A branch's gate of every row in float32, [BLOCK_M]."""
+    gate_ptr = gate_ptr + b * stride_b + h * stride_h + s * stride_s + branch * stride_c
+    return tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)
+
+
+# Strides of tensor x are xb, xh, xs and xd: batch, head, token and last dimension.
 
 
 @triton.jit
-def _forward_kernel(
+def gated_sum_fwd_kernel(
     x0, x1, x2, gates, out,
     x0b, x0h, x0s, x0d, x1b, x1h, x1s, x1d, x2b, x2h, x2s, x2d,
     gb, gh, gs, gc, ob, oh, os, od,
-    rows, heads, length, D: tl.constexpr, D_PAD: tl.constexpr, R: tl.constexpr,
+    num_rows, heads, num_tokens,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    b, h, s, d, there, inside = _places(rows, heads, length, D, D_PAD, R)
-    a0 = tl.load(_tile(x0, b, h, s, d, x0b, x0h, x0s, x0d), mask=inside, other=0.0)
-    a1 = tl.load(_tile(x1, b, h, s, d, x1b, x1h, x1s, x1d), mask=inside, other=0.0)
-    a2 = tl.load(_tile(x2, b, h, s, d, x2b, x2h, x2s, x2d), mask=inside, other=0.0)
-    total = a0.to(tl.float32) * _gate(gates, 0, b, h, s, gb, gh, gs, gc, there)[:, None]
-    total += a1.to(tl.float32) * _gate(gates, 1, b, h, s, gb, gh, gs, gc, there)[:, None]
-    total += a2.to(tl.float32) * _gate(gates, 2, b, h, s, gb, gh, gs, gc, there)[:, None]
-    tl.store(_tile(out, b, h, s, d, ob, oh, os, od), total.to(out.dtype.element_ty), mask=inside)
+    """out = sum_c gates[..., c] * x_c, in float32; CTA of (token, head) rows."""
+    b, h, s, d, row_mask, mask = rows_of_cta(num_rows, heads, num_tokens, DIM, BLOCK_D, BLOCK_M)
+    # [BLOCK_M, BLOCK_D] each
+    a0 = tl.load(tile_pointers(x0, b, h, s, d, x0b, x0h, x0s, x0d), mask=mask, other=0.0)
+    a1 = tl.load(tile_pointers(x1, b, h, s, d, x1b, x1h, x1s, x1d), mask=mask, other=0.0)
+    a2 = tl.load(tile_pointers(x2, b, h, s, d, x2b, x2h, x2s, x2d), mask=mask, other=0.0)
+    acc = a0.to(tl.float32) * load_gate(gates, 0, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
+    acc += a1.to(tl.float32) * load_gate(gates, 1, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
+    acc += a2.to(tl.float32) * load_gate(gates, 2, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
+    out = tile_pointers(out, b, h, s, d, ob, oh, os, od)
+    tl.store(out, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _backward_kernel(
-    grad, x0, x1, x2, gates, g0, g1, g2, ggates,
+def gated_sum_bwd_kernel(
+    grad, x0, x1, x2, gates, g0, g1, g2, grad_gates,
     ob, oh, os, od, x0b, x0h, x0s, x0d, x1b, x1h, x1s, x1d, x2b, x2h, x2s, x2d, gb, gh, gs, gc,
     y0b, y0h, y0s, y0d, y1b, y1h, y1s, y1d, y2b, y2h, y2s, y2d, zb, zh, zs, zc,
-    rows, heads, length, D: tl.constexpr, D_PAD: tl.constexpr, R: tl.constexpr,
+    num_rows, heads, num_tokens,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    b, h, s, d, there, inside = _places(rows, heads, length, D, D_PAD, R)
-    do = tl.load(_tile(grad, b, h, s, d, ob, oh, os, od), mask=inside, other=0.0).to(tl.float32)
-    a0 = tl.load(_tile(x0, b, h, s, d, x0b, x0h, x0s, x0d), mask=inside, other=0.0)
-    a1 = tl.load(_tile(x1, b, h, s, d, x1b, x1h, x1s, x1d), mask=inside, other=0.0)
-    a2 = tl.load(_tile(x2, b, h, s, d, x2b, x2h, x2s, x2d), mask=inside, other=0.0)
-    gate0 = _gate(gates, 0, b, h, s, gb, gh, gs, gc, there)[:, None]
-    gate1 = _gate(gates, 1, b, h, s, gb, gh, gs, gc, there)[:, None]
-    gate2 = _gate(gates, 2, b, h, s, gb, gh, gs, gc, there)[:, None]
+    """g_c = gates[..., c] * grad and grad_gates[..., c] = sum(grad * x_c); CTA of rows."""
+    b, h, s, d, row_mask, mask = rows_of_cta(num_rows, heads, num_tokens, DIM, BLOCK_D, BLOCK_M)
+    # [BLOCK_M, BLOCK_D] each
+    do = tl.load(tile_pointers(grad, b, h, s, d, ob, oh, os, od), mask=mask, other=0.0)
+    do = do.to(tl.float32)
+    a0 = tl.load(tile_pointers(x0, b, h, s, d, x0b, x0h, x0s, x0d), mask=mask, other=0.0)
+    a1 = tl.load(tile_pointers(x1, b, h, s, d, x1b, x1h, x1s, x1d), mask=mask, other=0.0)
+    a2 = tl.load(tile_pointers(x2, b, h, s, d, x2b, x2h, x2s, x2d), mask=mask, other=0.0)
+    # [BLOCK_M, 1] each
+    gate0 = load_gate(gates, 0, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
+    gate1 = load_gate(gates, 1, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
+    gate2 = load_gate(gates, 2, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
     element = g0.dtype.element_ty
-    tl.store(_tile(g0, b, h, s, d, y0b, y0h, y0s, y0d), (do * gate0).to(element), mask=inside)
-    tl.store(_tile(g1, b, h, s, d, y1b, y1h, y1s, y1d), (do * gate1).to(element), mask=inside)
-    tl.store(_tile(g2, b, h, s, d, y2b, y2h, y2s, y2d), (do * gate2).to(element), mask=inside)
-    place = ggates + b * zb + h * zh + s * zs
-    gate_type = ggates.dtype.element_ty
-    tl.store(place, tl.sum(do * a0.to(tl.float32), 1).to(gate_type), mask=there)
-    tl.store(place + zc, tl.sum(do * a1.to(tl.float32), 1).to(gate_type), mask=there)
-    tl.store(place + 2 * zc, tl.sum(do * a2.to(tl.float32), 1).to(gate_type), mask=there)
+    g0 = tile_pointers(g0, b, h, s, d, y0b, y0h, y0s, y0d)
+    tl.store(g0, (do * gate0).to(element), mask=mask)
+    g1 = tile_pointers(g1, b, h, s, d, y1b, y1h, y1s, y1d)
+    tl.store(g1, (do * gate1).to(element), mask=mask)
+    g2 = tile_pointers(g2, b, h, s, d, y2b, y2h, y2s, y2d)
+    tl.store(g2, (do * gate2).to(element), mask=mask)
+    gate_type = grad_gates.dtype.element_ty
+    grad_gates = grad_gates + b * zb + h * zh + s * zs  # [BLOCK_M]
+    tl.store(grad_gates, tl.sum(do * a0.to(tl.float32), 1).to(gate_type), mask=row_mask)
+    tl.store(grad_gates + zc, tl.sum(do * a1.to(tl.float32), 1).to(gate_type), mask=row_mask)
+    tl.store(grad_gates + 2 * zc, tl.sum(do * a2.to(tl.float32), 1).to(gate_type), mask=row_mask)

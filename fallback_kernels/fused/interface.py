@@ -1,7 +1,7 @@
-"""The whole attention core as one operator, and one for its backward.
+"""The attention core as one custom operator, and one for its backward.
 
-In an order and in memory that a composition of operators cannot have: the fold is never copied, no
-gradient is multiplied by a gate, and the branches add their shares of dQ into one tensor.
+One operator fixes order and memory as no composition of operators can: the fold is never copied,
+no gradient is multiplied by a gate, and the branches add their shares of dQ into one tensor.
 """
 
 from __future__ import annotations
@@ -12,27 +12,8 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.strides import rows_contiguous
-from nsa_flex.fallback_kernels.compressed.cudnn import (
-    PartGradients,
-    attend_part,
-    differentiate_part,
-)
-from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
-from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
-from nsa_flex.fallback_kernels.fused.bwd_dq import Forced, Rows, query_gradients
-from nsa_flex.fallback_kernels.fused.bwd_gates import (
-    gated_part_lse,
-    gated_sum_gradients,
-    turn_signs,
-)
-from nsa_flex.fallback_kernels.fused.fwd_epilogue import end_of_forward, serves
-from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import slide_and_sum, spread_lse
-from nsa_flex.fallback_kernels.selected import bwd as selected_backward
-from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
-from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
-from nsa_flex.fallback_kernels.topk.interface import run_choice
+from nsa_flex.fallback_kernels.fused.schedule import run_backward, run_forward
+from nsa_flex.fallback_kernels.selected.config import index_words
 
 
 class CoreResults(NamedTuple):
@@ -124,95 +105,7 @@ def core_forward(
     if sliding_key is not None and sliding_value is not None:
         own = (sliding_key, sliding_value)
     with torch.cuda.device_of(query):
-        return _forward(tensors, own, NSAConfig.of_counts(counts), scale, differentiable)
-
-
-def _forward(
-    tensors: tuple[Tensor, ...],
-    own: tuple[Tensor, Tensor] | None,
-    config: NSAConfig,
-    scale: float,
-    differentiable: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, compressed_key, compressed_value, gates = tensors
-    tokens, heads = query.shape[2], query.shape[1]
-    fold = _fold(tokens, config)
-    rows = query.transpose(1, 2).contiguous()
-    q = rows.transpose(1, 2)
-    folded = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
-    parts = [
-        attend_part(rows, *folded, part, scale, fold.reach, fold.stride) for part in fold.parts
-    ]
-    outs, lses = zip(*parts, strict=True)
-    compressed_lse = spread_lse(lses, fold, heads, tokens)
-    blocks = run_choice(
-        q,
-        compressed_key,
-        compressed_lse,
-        torch.arange(tokens, device=query.device)[None],
-        None,
-        scale,
-        config.num_select_blocks(tokens),
-        config.counts,
-    )
-    words = index_words(q, value, blocks, config.select_block_size, 0)
-    index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
-    plan = _plan(q, key, value, blocks, config, differentiable)
-    selected_keys = (rows_contiguous(key), rows_contiguous(value))
-    keys = (key, value)
-    window_keys = own or keys
-    storage = index if differentiable else None
-    if serves(plan, q, keys, window_keys, config.window_size, save=differentiable):
-        end = end_of_forward(
-            selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=storage),
-            config.window_size,
-            outs,
-            fold,
-            gates,
-            save=differentiable,
-        )
-        return (
-            end.out,
-            blocks,
-            end.compressed,
-            compressed_lse,
-            end.selected,
-            end.selected_lse,
-            end.sliding,
-            end.sliding_lse,
-            index,
-        )
-    selected, selected_lse = selected_forward.forward(
-        plan,
-        q,
-        *selected_keys,
-        blocks,
-        scale,
-        storage=storage,
-    )
-    selected = selected.transpose(1, 2)
-    finished = slide_and_sum(
-        q,
-        *window_keys,
-        config.window_size,
-        scale,
-        outs,
-        fold,
-        selected,
-        gates,
-        save=differentiable,
-    )
-    return (
-        finished.out,
-        blocks,
-        finished.compressed,
-        compressed_lse,
-        selected if differentiable else query.new_empty(0),
-        selected_lse.transpose(1, 2),
-        finished.sliding,
-        finished.sliding_lse,
-        index,
-    )
+        return run_forward(tensors, own, NSAConfig.of_counts(counts), scale, differentiable)
 
 
 @core_forward.register_fake
@@ -232,8 +125,8 @@ def _(
     dim = value.shape[3]
     counts, differentiable, _ = options
     config = NSAConfig.of_counts(counts)
-    chosen = (batch, key.shape[1], tokens, config.num_selected_blocks)
-    blocks = query.new_empty(chosen, dtype=torch.int32)
+    shape = (batch, key.shape[1], tokens, config.num_selected_blocks)
+    blocks = query.new_empty(shape, dtype=torch.int32)
     words = index_words(query, value, blocks, config.select_block_size, 0)
     branch = (batch, tokens, heads, dim)
 
@@ -270,114 +163,9 @@ def core_backward(
         results: all but the first.
         counts: `NSAConfig.counts`.
     """
+    config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
-        return _backward(grad, inputs, results, scale, NSAConfig.of_counts(counts), deterministic)
-
-
-def _backward(
-    grad: Tensor,
-    inputs: list[Tensor],
-    results: list[Tensor],
-    scale: float,
-    config: NSAConfig,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, compressed_key, compressed_value, gates, *own = inputs
-    blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
-        results
-    )
-    fold = _fold(query.shape[2], config)
-    rows = query.transpose(1, 2).contiguous()
-    grad = grad.contiguous()
-    sums = gated_sum_gradients(grad, compressed, selected, sliding, selected_lse, gates)
-    parts = _compressed_gradients(
-        sums.signed, rows, compressed_key, compressed_value, compressed, compressed_lse,
-        gates, fold, scale,
-    )  # fmt: skip
-    grad_compressed_key, grad_compressed_value = (
-        _sum_of_parts(shares, like)
-        for shares, like in (
-            ([part.key for part in parts], compressed_key),
-            ([part.value for part in parts], compressed_value),
-        )
-    )
-
-    plan = _plan(rows.transpose(1, 2), key, value, blocks, config, True)
-    forced = _forced(plan, config.window_size, deterministic) if not own else Forced.none()
-    of_rows = Rows(rows, grad, selected_lse, sums.delta_selected, sliding_lse, sums.delta_sliding)
-    window = (*(own or (key, value)), gates, forced, config.window_size, scale)
-    grad_rows = query_gradients(of_rows, [part.query for part in parts], fold, *window)
-    del parts
-
-    turn_signs(sums.signed, gates)
-    totals = selected_backward.add_gradients(
-        plan,
-        rows.transpose(1, 2),
-        rows_contiguous(key),
-        rows_contiguous(value),
-        blocks,
-        sums.selected_lse.transpose(1, 2),
-        sums.signed_delta.transpose(1, 2),
-        sums.signed.transpose(1, 2),
-        scale,
-        deterministic=deterministic,
-        index=index,
-        grad_query=grad_rows.transpose(1, 2),
-        forced=forced.num_local == 0,
-    )
-    if own:
-        grad_key, grad_value = (
-            total[:, : key.shape[2]].to(x.dtype).contiguous()
-            for total, x in zip(totals, (key, value), strict=True)
-        )
-        of_window = key_gradients(of_rows, None, *window)
-    else:
-        grad_key, grad_value = key_gradients(of_rows, totals, *window)
-        of_window = (grad.new_empty(0), grad.new_empty(0))
-    return (
-        grad_rows,
-        grad_key,
-        grad_value,
-        grad_compressed_key,
-        grad_compressed_value,
-        sums.gates,
-        *of_window,
-    )
-
-
-def _compressed_gradients(
-    signed: Tensor,
-    rows: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    gates: Tensor,
-    fold: Fold,
-    scale: float,
-) -> list[PartGradients]:
-    keys = (rows_contiguous(key), rows_contiguous(value))
-    lses = gated_part_lse(lse, gates[..., 0], fold)
-    return [
-        differentiate_part(
-            signed, rows, *keys, out, part_lse, part, scale, fold.reach, fold.stride
-        )
-        for part, part_lse in zip(fold.parts, lses, strict=True)
-    ]
-
-
-def _sum_of_parts(shares: list[Tensor], like: Tensor) -> Tensor:
-    total = like.new_empty(like.shape)
-    sum_residues(shares, total)
-    return total
-
-
-def _forced(plan: SelectedPlan, window: int, deterministic: bool) -> Forced:
-    """The blocks that the window's kernels take over from the selection's, of the same keys."""
-    if not 0 < plan.num_local * plan.block_size <= window:
-        return Forced.none()
-    # Without float atomics initial blocks are lists.
-    return Forced(plan.block_size, 0 if deterministic else plan.num_initial, plan.num_local)
+        return run_backward(grad, inputs, results, scale, config, deterministic)
 
 
 @core_backward.register_fake
@@ -386,41 +174,16 @@ def _(
 ) -> tuple[Tensor, ...]:
     query, key, value, compressed_key, compressed_value, gates, *own = inputs
     return (
-        *(_natural(x) for x in (query, key, value)),
+        *(_empty_bshd(x) for x in (query, key, value)),
         *(x.new_empty(x.shape) for x in (compressed_key, compressed_value)),
-        _natural(gates),
-        *((_natural(x) for x in own) if own else (grad.new_empty(0), grad.new_empty(0))),
+        _empty_bshd(gates),
+        *((_empty_bshd(x) for x in own) if own else (grad.new_empty(0), grad.new_empty(0))),
     )
 
 
-def _fold(num_tokens: int, config: NSAConfig) -> Fold:
-    return fold_of(num_tokens, config.compress_block_size, config.compress_stride)
-
-
-def _natural(x: Tensor) -> Tensor:
+def _empty_bshd(x: Tensor) -> Tensor:
     """New (B, S, H, D) memory for the gradient of (B, H, S, D)."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]))
-
-
-def _plan(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: Tensor,
-    config: NSAConfig,
-    differentiable: bool,
-) -> SelectedPlan:
-    return SelectedPlan.of(
-        q,
-        key,
-        value,
-        blocks,
-        config.select_block_size,
-        config.num_initial_blocks,
-        config.num_local_blocks,
-        0,
-        differentiable=differentiable,
-    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -440,8 +203,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
     grads = core_backward(
         grad, list(inputs), list(results), ctx.scale, ctx.counts, ctx.deterministic
     )
-    q, k, v, ck, cv, *natural = grads
-    gates, *own = (x.transpose(1, 2) if x.dim() > 1 else None for x in natural)
+    q, k, v, ck, cv, *others = grads
+    gates, *own = (x.transpose(1, 2) if x.dim() > 1 else None for x in others)
     return *(x.transpose(1, 2) for x in (q, k, v)), ck, cv, gates, *own, *options
 
 

@@ -18,16 +18,16 @@ from nsa_flex.fallback_kernels.common.arch import (
 )
 from nsa_flex.fallback_kernels.common.tiles import round_up, tile_width
 
-SPARE_BYTES = 2048  # of shared memory, for barriers and what there is one of a row
+SPARE_BYTES = 2048  # of shared memory, for barriers and per-row values
 
 
 class Tiles(NamedTuple):
     """Sizes of one kernel's tiles."""
 
-    rows: int  # queries, counted with their heads
-    keys: int
+    block_m: int  # query rows, (token, head in group)
+    block_n: int  # keys
     warps: int
-    stages: int  # tiles of what streams past, in shared memory at once
+    stages: int  # streamed tiles in shared memory at once
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SlidingPlan:
     head_dim: int
     value_dim: int
     element_size: int
-    shared_memory: int = SM90_SHARED_MEMORY  # bytes that one program may have
+    shared_memory: int = SM90_SHARED_MEMORY  # bytes that one CTA may have
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor) -> SlidingPlan:
@@ -63,102 +63,110 @@ class SlidingPlan:
         return self.query_heads // self.kv_heads
 
     @property
-    def columns(self) -> int:
-        """Columns of a key and its value, or of a query and its gradient."""
-        return tile_width(self.head_dim) + tile_width(self.value_dim)
+    def block_d(self) -> int:
+        return tile_width(self.head_dim)
 
-    def reach(self, window_size: int) -> int:
-        """The window, no larger than it matters: 32 bits hold it."""
+    @property
+    def block_dv(self) -> int:
+        return tile_width(self.value_dim)
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a key and its value in a tile, or of a query and its output gradient."""
+        return self.block_d + self.block_dv
+
+    def clamped_window(self, window_size: int) -> int:
+        """The window, at most the sequence: 32 bits hold it."""
         return min(window_size, self.tokens)
 
     def forward_tiles(self) -> Tiles:
-        """Of the forward; queries stay, keys and values stream."""
+        """Of the forward; queries stay in shared memory, keys and values stream."""
         wanted = [Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)]
         return self._first_fitting(
-            wanted, lambda t: t.rows * tile_width(self.head_dim) + t.stages * t.keys * self.columns
+            wanted, lambda t: t.block_m * self.block_d + t.stages * t.block_n * self.row_width
         )
 
-    def query_gradient_tiles(self) -> Tiles:
+    def dq_tiles(self) -> Tiles:
         """Of dQ; queries and output gradients stay, keys and values stream."""
         return self._first_fitting(
-            [Tiles(64, 64, 4, 2)], lambda t: (t.rows + t.stages * t.keys) * self.columns
+            [Tiles(64, 64, 4, 2)], lambda t: (t.block_m + t.stages * t.block_n) * self.row_width
         )
 
-    def key_gradient_tiles(self) -> Tiles:
+    def dkdv_tiles(self) -> Tiles:
         """Of dK and dV; keys and values stay, queries and output gradients stream."""
-        wide = max(self.head_dim, self.value_dim) > 128
+        warps = 8 if max(self.head_dim, self.value_dim) > 128 else 4
         return self._first_fitting(
-            [Tiles(64, 64, 8 if wide else 4, 2)],
-            lambda t: (t.keys + t.stages * t.rows) * self.columns,
+            [Tiles(64, 64, warps, 2)],
+            lambda t: (t.block_n + t.stages * t.block_m) * self.row_width,
         )
 
     def _first_fitting(self, wanted: list[Tiles], elements: Callable[[Tiles], int]) -> Tiles:
         """The first of `wanted` whose `elements` fit shared memory, else smaller ones."""
         if self.element_size == 4:
-            return Tiles(16, 32, 4, 1)  # multiplied in plain registers: these do not spill
+            return Tiles(16, 32, 4, 1)  # float32 MMAs run on FMA units: these do not spill
         for tiles in [*wanted, Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)]:
             if elements(tiles) * self.element_size + SPARE_BYTES <= self.shared_memory:
                 return tiles
         return Tiles(16, 16, 4, 1)
 
     def heads_per_tile(self, tiles: Tiles) -> int:
-        return min(self.group, tiles.rows)
+        return min(self.group, tiles.block_m)
 
     def tokens_per_tile(self, tiles: Tiles) -> int:
-        return tiles.rows // self.heads_per_tile(tiles)
+        return tiles.block_m // self.heads_per_tile(tiles)
 
-    def query_programs(self, tiles: Tiles) -> int:
-        """One a tile of queries."""
-        parts = triton.cdiv(self.group, self.heads_per_tile(tiles))
-        count = triton.cdiv(self.tokens, self.tokens_per_tile(tiles))
-        return self.batch * self.kv_heads * count * parts
+    def query_ctas(self, tiles: Tiles) -> int:
+        """One per query tile."""
+        tiles_per_group = triton.cdiv(self.group, self.heads_per_tile(tiles))
+        token_tiles = triton.cdiv(self.tokens, self.tokens_per_tile(tiles))
+        return self.batch * self.kv_heads * token_tiles * tiles_per_group
 
-    def key_programs(self, tiles: Tiles) -> int:
-        """One a tile of keys."""
-        return self.batch * self.kv_heads * triton.cdiv(self.tokens, tiles.keys)
+    def key_ctas(self, tiles: Tiles) -> int:
+        """One per key tile."""
+        return self.batch * self.kv_heads * triton.cdiv(self.tokens, tiles.block_n)
 
-    def edge_keys(self, tiles: Tiles) -> int:
+    def edge_block_n(self, tiles: Tiles) -> int:
         """Keys of the masked tiles at the left end of a window."""
-        return min(tiles.keys, 64, tile_width(self.tokens_per_tile(tiles)))
+        return min(tiles.block_n, 64, tile_width(self.tokens_per_tile(tiles)))
 
     def constants(self, tiles: Tiles) -> dict[str, Any]:
         """Compile-time arguments that all kernels take."""
         return {
             "GROUP": self.group,
-            "ROWS": tiles.rows,
-            "KEYS": tiles.keys,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
             "HEAD_DIM": self.head_dim,
-            "HEAD_COLUMNS": tile_width(self.head_dim),
+            "BLOCK_D": self.block_d,
             "VALUE_DIM": self.value_dim,
-            "VALUE_COLUMNS": tile_width(self.value_dim),
+            "BLOCK_DV": self.block_dv,
             "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "STAGES": tiles.stages,
             "num_warps": tiles.warps,
         }
 
-    def query_constants(self, tiles: Tiles) -> dict[str, Any]:
-        """Compile-time arguments of the kernels with one program a tile of queries."""
+    def query_tile_constants(self, tiles: Tiles) -> dict[str, Any]:
+        """Compile-time arguments of the kernels with one CTA per query tile."""
         return {
             **self.constants(tiles),
             "HEADS": self.heads_per_tile(tiles),
-            "TOKENS": self.tokens_per_tile(tiles),
-            "EDGE_KEYS": self.edge_keys(tiles),
+            "BLOCK_TOKENS": self.tokens_per_tile(tiles),
+            "EDGE_BLOCK_N": self.edge_block_n(tiles),
         }
 
 
 def descriptor(tensor: Tensor, tokens: int) -> TensorDescriptor | None:
-    """Tiles (1, 1, tokens, columns) of a (B, H, S, D) tensor for Hopper's copy engine.
+    """TMA descriptor of tiles (1, 1, tokens, BLOCK_D) of a (B, H, S, D) tensor.
 
-    None where that engine is missing or cannot step by the tensor's strides: bytes in multiples
-    of 16, none zero. The kernel then computes addresses.
+    None where the device has no TMA, or where TMA cannot take the tensor's strides: bytes in
+    multiples of 16, none zero. The kernel then loads by pointers.
     """
     if not supports_tma(tensor.device):
         return None
     width, element = tensor.shape[3], tensor.element_size()
-    # The stride of a dimension of one element is never stepped by, yet it is checked.
-    spare = tile_width(width)
+    # The stride of a dimension of size 1 is never used, yet it is checked.
+    unused = tile_width(width)
     steps = [
-        spare if size == 1 else step
+        unused if size == 1 else step
         for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     ]
     if element != 2 or tensor.data_ptr() % 16 or any(s <= 0 or s * element % 16 for s in steps):
@@ -167,14 +175,14 @@ def descriptor(tensor: Tensor, tokens: int) -> TensorDescriptor | None:
     return TensorDescriptor(tensor, list(tensor.shape), [*steps, 1], block)
 
 
-def empty_numbers(batch: int, heads: int, tokens: int, device: torch.device) -> Tensor:
+def empty_stats(batch: int, heads: int, tokens: int, device: torch.device) -> Tensor:
     """New float32 (batch, heads, tokens), every row of it on a boundary of 16 bytes."""
     shape = (batch, heads, round_up(tokens, 4))
     return torch.empty(shape, dtype=torch.float32, device=device)[..., :tokens]
 
 
-def number_descriptor(numbers: Tensor, tokens: int) -> TensorDescriptor | None:
-    """Pieces (1, 1, tokens) of what `empty_numbers` made; None without the copy engine."""
-    if not supports_tma(numbers.device):
+def stats_descriptor(stats: Tensor, tokens: int) -> TensorDescriptor | None:
+    """TMA descriptor of tiles (1, 1, tokens) of what `empty_stats` made; None without TMA."""
+    if not supports_tma(stats.device):
         return None
-    return TensorDescriptor(numbers, list(numbers.shape), list(numbers.stride()), [1, 1, tokens])
+    return TensorDescriptor(stats, list(stats.shape), list(stats.stride()), [1, 1, tokens])

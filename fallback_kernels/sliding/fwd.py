@@ -1,7 +1,7 @@
-"""Sliding attention forward: one program a tile of queries, its window from right to left.
+"""Sliding attention forward: one CTA per query tile, its window from right to left.
 
-Only the tiles of keys at the two ends of the window are masked. The tile at the left end is
-narrow: with the heads of a group in one tile there are few keys that only some of its rows see.
+Only the key tiles at the two ends of the window are masked. The tile at the left end is narrow:
+with the heads of a group in one tile there are few keys that only some of its rows see.
 """
 
 from __future__ import annotations
@@ -11,125 +11,124 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.softmax import base2_scale
+from nsa_flex.fallback_kernels.common.softmax import (
+    LN2,
+    MIN_LOGIT,
+    base2_scale,
+    online_softmax_update,
+)
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, Tiles, descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
-    load_keys,
-    load_rows,
-    place_of_queries,
-    row_places,
-    rows_of_queries,
-    seen,
-    store_rows,
+    is_visible,
+    load_key_value,
+    load_rows_at,
+    query_rows,
+    query_tile_of_cta,
+    row_offsets,
+    store_rows_at,
 )
 
 
 @triton.jit
-def attend(
-    q, k, v, token, start, window, scale_log2, acc, top, total,
+def attend_tile(
+    q, k, v, token, start, window, scale_log2, acc, row_max, row_sum,
     masked, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more: weighted values, running maximum in base 2, sum of weights."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    """`online_softmax_update` with the keys from `start` on; `row_max` is finite."""
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if masked:
         key = start + tl.arange(0, k.shape[0])
-        visible = seen(token[:, None], key[None, :], window)
-        scores = tl.where(visible, scores, float("-inf"))
-    return add_values(scores, v, scale_log2, acc, top, total, PRECISION)
-
-
-@triton.jit
-def add_values(scores, v, scale_log2, acc, top, total, PRECISION: tl.constexpr):
-    """One tile of scores more, -inf where a key is not seen; `top` is finite."""
-    higher = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-    p = tl.exp2(scores * scale_log2 - higher[:, None])
-    shrink = tl.exp2(top - higher)
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, higher, total
+        visible = is_visible(token[:, None], key[None, :], window)  # [BLOCK_M, BLOCK_N]
+        logits = tl.where(visible, logits, float("-inf"))
+    return online_softmax_update(
+        acc, row_max, row_sum, logits, v, scale_log2, None, False, PRECISION
+    )
 
 
 @triton.jit
 def attend_window(
     q, keys, values, first, token, window, scale_log2,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EDGE_BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Weighted values of a tile of queries, their maximum in base 2 and the sum of weights."""
-    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    """acc [BLOCK_M, BLOCK_DV], row_max and row_sum [BLOCK_M] of a query tile's window."""
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # Finite, so that a tile in which a row sees nothing changes nothing.
-    top = tl.full([ROWS], -3.0e38, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([BLOCK_M], MIN_LOGIT, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
 
     # From right to left: tiles on the diagonal, then those that every row sees; these start no
     # earlier than the last row's window.
-    end = first + TOKENS
-    on_diagonal: tl.constexpr = (TOKENS + KEYS - 1) // KEYS
-    whole = (end - tl.maximum(end - window, 0)) // KEYS
-    whole = tl.maximum(whole, on_diagonal)
-    for i in tl.range(0, whole, num_stages=STAGES):
-        start = end - (i + 1) * KEYS
-        k, v = load_keys(
-            keys, values, start, KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS
-        )
-        acc, top, total = attend(
-            q, k, v, token, start, window, scale_log2, acc, top, total, i < on_diagonal, PRECISION,
+    end = first + BLOCK_TOKENS
+    diagonal_tiles: tl.constexpr = (BLOCK_TOKENS + BLOCK_N - 1) // BLOCK_N
+    full_tiles = (end - tl.maximum(end - window, 0)) // BLOCK_N
+    full_tiles = tl.maximum(full_tiles, diagonal_tiles)
+    for i in tl.range(0, full_tiles, num_stages=STAGES):
+        start = end - (i + 1) * BLOCK_N
+        k, v = load_key_value(
+            keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
+        acc, row_max, row_sum = attend_tile(
+            q, k, v, token, start, window, scale_log2, acc, row_max, row_sum,
+            i < diagonal_tiles, PRECISION,
         )  # fmt: skip
-    end -= whole * KEYS
+    end -= full_tiles * BLOCK_N
 
     rest = tl.maximum(end - tl.maximum(first - window + 1, 0), 0)
-    for i in tl.range(0, (rest + EDGE_KEYS - 1) // EDGE_KEYS, num_stages=1):
-        start = end - (i + 1) * EDGE_KEYS
-        edge_k, edge_v = load_keys(
-            keys, values, start, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
-            BY_ADDRESS=True,
+    for i in tl.range(0, (rest + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
+        start = end - (i + 1) * EDGE_BLOCK_N
+        edge_k, edge_v = load_key_value(
+            keys, values, start, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
+            BY_POINTERS=True,
+        )  # fmt: skip  # [EDGE_BLOCK_N, BLOCK_D], [EDGE_BLOCK_N, BLOCK_DV]
+        acc, row_max, row_sum = attend_tile(
+            q, edge_k, edge_v, token, start, window, scale_log2, acc, row_max, row_sum,
+            True, PRECISION,
         )  # fmt: skip
-        acc, top, total = attend(
-            q, edge_k, edge_v, token, start, window, scale_log2, acc, top, total, True, PRECISION
-        )
-    return acc, top, total
+    return acc, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
-def forward_kernel(
-    query_ptr, key_ptr, value_ptr, key_tiles, value_tiles, out_ptr, lse_ptr,
+def sliding_fwd_kernel(
+    query_ptr, key_ptr, value_ptr, key_desc, value_desc, out_ptr, lse_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     num_tokens, window, kv_heads, scale_log2,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, EDGE_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    b, h, first, first_member = place_of_queries(num_tokens, kv_heads, GROUP, HEADS, TOKENS)
-    token, member, there = rows_of_queries(
-        first, first_member, num_tokens, GROUP, HEADS, TOKENS, ROWS
-    )
+    """Output (B, S, Hq, Dv) and log-sum-exp (B, S, Hq) of one query tile."""
+    b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
+    token, head_in_group, row_mask = query_rows(
+        first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
+    )  # [BLOCK_M] each
     query_ptr += b.to(tl.int64) * query_stride_b + (h * GROUP).to(tl.int64) * query_stride_h
-    place = row_places(token, member, query_stride_h, query_stride_s)
-    q = load_rows(query_ptr, place, there, HEAD_DIM, HEAD_COLUMNS)
-    keys = HeadRows(key_tiles, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    offset = row_offsets(token, head_in_group, query_stride_h, query_stride_s)
+    q = load_rows_at(query_ptr, offset, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
     values = HeadRows(
-        value_tiles, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
-    acc, top, total = attend_window(
+    acc, row_max, row_sum = attend_window(
         q, keys, values, first, token, window, scale_log2,
-        TOKENS, ROWS, KEYS, EDGE_KEYS, HEAD_DIM, HEAD_COLUMNS, VALUE_DIM, VALUE_COLUMNS,
+        BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
         PRECISION, STAGES,
-    )  # fmt: skip
+    )  # fmt: skip  # [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]
     query_heads = kv_heads * GROUP
-    line = b.to(tl.int64) * num_tokens * query_heads + h * GROUP
-    place = row_places(token, member, 1, query_heads) + line
-    total = tl.where(there, total, 1.0)
-    store_rows(out_ptr, place * VALUE_DIM, there, acc / total[:, None], VALUE_DIM, VALUE_COLUMNS)
-    LN2: tl.constexpr = 0.6931471805599453
-    tl.store(lse_ptr + place, (top + tl.log2(total)) * LN2, mask=there)
+    first_row = b.to(tl.int64) * num_tokens * query_heads + h * GROUP
+    row = row_offsets(token, head_in_group, 1, query_heads) + first_row
+    row_sum = tl.where(row_mask, row_sum, 1.0)
+    store_rows_at(out_ptr, row * VALUE_DIM, row_mask, acc / row_sum[:, None], VALUE_DIM, BLOCK_DV)
+    tl.store(lse_ptr + row, (row_max + tl.log2(row_sum)) * LN2, mask=row_mask)
 
 
 def sliding_forward(
@@ -141,11 +140,11 @@ def sliding_forward(
     tiles = plan.forward_tiles()
     out = empty_bshd(query, plan.query_heads, plan.tokens, plan.value_dim, query.dtype)
     lse = empty_bshd(query, plan.query_heads, plan.tokens, 1, torch.float32)[..., 0]
-    launch_forward(plan, tiles, query, key, value, out, lse, window_size, scale)
+    _launch(plan, tiles, query, key, value, out, lse, window_size, scale)
     return out, lse
 
 
-def launch_forward(
+def _launch(
     plan: SlidingPlan,
     tiles: Tiles,
     query: Tensor,
@@ -156,20 +155,20 @@ def launch_forward(
     window_size: int,
     scale: float,
 ) -> None:
-    forward_kernel[(plan.query_programs(tiles),)](
+    sliding_fwd_kernel[(plan.query_ctas(tiles),)](
         query,
         key,
         value,
-        descriptor(key, tiles.keys),
-        descriptor(value, tiles.keys),
+        descriptor(key, tiles.block_n),
+        descriptor(value, tiles.block_n),
         out,
         lse,
         *strides(query),
         *strides(key),
         *strides(value),
         plan.tokens,
-        plan.reach(window_size),
+        plan.clamped_window(window_size),
         plan.kv_heads,
         base2_scale(scale),
-        **plan.query_constants(tiles),
+        **plan.query_tile_constants(tiles),
     )

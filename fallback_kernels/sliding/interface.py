@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, to_bshd
 from nsa_flex.fallback_kernels.sliding import bwd as sliding_backward
@@ -18,7 +18,6 @@ from nsa_flex.fallback_kernels.sliding import fwd as sliding_forward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-INTERPRETED = not isinstance(sliding_forward.forward_kernel, triton.JITFunction)
 
 
 def sliding_attention(
@@ -34,7 +33,7 @@ def sliding_attention(
         scale: factor of the logits, positive.
 
     Returns:
-        Output (B, Hq, S, Dv) in query's dtype and to_bshd log-sum-exp (B, Hq, S) in float32.
+        Output (B, Hq, S, Dv) in query's dtype and natural log-sum-exp (B, Hq, S) in float32.
         Scores, softmax and sums are float32, weights are rounded to query's dtype for the
         product with the values. Both outputs are differentiable, once. Strides are free; the
         memory of results is (B, S, H, D). Nothing is added by atomics: equal inputs give equal
@@ -83,8 +82,8 @@ def backward(
     if query.numel() == 0:
         return _empty_gradients(query, key, value)
     with torch.cuda.device_of(query):
-        wide = out[0].numel() >= 2**31
-        delta = row_deltas(to_bshd(out), to_bshd(grad_out), grad_lse, int64_offsets=wide)
+        int64_offsets = out[0].numel() >= 2**31
+        delta = row_deltas(to_bshd(out), to_bshd(grad_out), grad_lse, int64_offsets=int64_offsets)
         return sliding_backward.sliding_gradients(
             query, key, value, grad_out, lse, delta, window_size, scale
         )
@@ -144,8 +143,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, query {query.dtype}; they must agree")
-    if query.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(f"the Triton kernels need CUDA tensors, got {query.device}")
+    reason = triton_unsupported_reason(query.device)
+    if reason is not None:
+        raise ValueError(reason)
     if query.dtype not in DTYPES:
         raise ValueError(f"query is {query.dtype}; the Triton kernels take {DTYPES}")
 

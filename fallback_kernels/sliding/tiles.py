@@ -1,8 +1,8 @@
-"""Pieces that the sliding kernels share: places of programs, tiles of keys, rows of queries.
+"""Device functions of the sliding kernels: query tiles, key tiles, softmax stats.
 
-A tile of queries is TOKENS consecutive tokens times HEADS query heads of one KV head, the heads
-innermost: all its rows look through nearly the same window, so that a window of w keys costs
-w + TOKENS of them instead of w plus the rows.
+A query tile is BLOCK_TOKENS consecutive tokens times HEADS query heads of one KV head, the heads
+innermost. All its rows have nearly the same window, so that a window of w keys costs
+w + BLOCK_TOKENS keys and not w + BLOCK_M.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 class HeadRows(NamedTuple):
     """The tokens of one head of a (B, H, S, D) tensor, inside a kernel: what `load_tile` reads."""
 
-    tiles: Any  # a tensor descriptor, or None to go by `ptr`
+    desc: Any  # a tensor descriptor for TMA, or None to load by `ptr`
     ptr: Any
     b: Any
     h: Any
@@ -27,111 +27,112 @@ class HeadRows(NamedTuple):
 
 
 @triton.jit
-def place_of_queries(
-    num_tokens, kv_heads, GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr
+def query_tile_of_cta(
+    num_tokens, kv_heads, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr
 ):
-    """Batch row, KV head, first token and first head of the group of this program's queries.
+    """Batch row, KV head, first token and first head in group of this CTA's query tile.
 
-    Programs that share keys are neighbours: parts of a group first, then tokens.
+    CTAs that share keys are neighbours: first the tiles of a group's heads, then tokens.
     """
-    parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    tiles = (num_tokens + TOKENS - 1) // TOKENS
-    program = tl.program_id(0)
-    tile = program // parts
-    head = tile // tiles
-    return head // kv_heads, head % kv_heads, tile % tiles * TOKENS, program % parts * HEADS
+    tiles_per_group: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    token_tiles = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    cta = tl.program_id(0)
+    tile = cta // tiles_per_group
+    batch_head = tile // token_tiles
+    b, h = batch_head // kv_heads, batch_head % kv_heads
+    return b, h, tile % token_tiles * BLOCK_TOKENS, cta % tiles_per_group * HEADS
 
 
 @triton.jit
-def rows_of_queries(
-    first, first_member, num_tokens,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+def query_rows(
+    first, first_head, num_tokens,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Token and member of the group of every row, and whether there is such a query."""
-    row = tl.arange(0, ROWS)
+    """Token and head in group of every row, and the mask of rows that exist: [BLOCK_M] each."""
+    row = tl.arange(0, BLOCK_M)
     token = first + row // HEADS
-    member = first_member + row % HEADS
-    there = (token < num_tokens) & (member < GROUP)
-    if TOKENS * HEADS != ROWS:
-        there = there & (row < TOKENS * HEADS)
-    return token, member, there
+    head_in_group = first_head + row % HEADS
+    row_mask = (token < num_tokens) & (head_in_group < GROUP)
+    if BLOCK_TOKENS * HEADS != BLOCK_M:
+        row_mask = row_mask & (row < BLOCK_TOKENS * HEADS)
+    return token, head_in_group, row_mask
 
 
 @triton.jit
-def row_places(token, member, stride_h, stride_s):
-    """Element offsets of rows from the first head of their group, 64 bits."""
-    return token.to(tl.int64) * stride_s + member.to(tl.int64) * stride_h
+def row_offsets(token, head_in_group, stride_h, stride_s):
+    """Element offsets of rows from the first head of their group, 64 bits: [BLOCK_M]."""
+    return token.to(tl.int64) * stride_s + head_in_group.to(tl.int64) * stride_h
 
 
 @triton.jit
-def load_rows(ptr, place, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows, COLUMNS) of rows that start at `place`; 0 where there is none and past WIDTH."""
-    column = tl.arange(0, COLUMNS)
-    mask = there[:, None]
-    if WIDTH != COLUMNS:
-        mask = mask & (column < WIDTH)[None, :]
-    return tl.load(ptr + place[:, None] + column[None, :], mask=mask, other=0.0)
+def load_rows_at(ptr, offset, row_mask, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [BLOCK_M, BLOCK_D] that start at `offset` [BLOCK_M]; 0 in masked rows and past DIM."""
+    column = tl.arange(0, BLOCK_D)
+    mask = row_mask[:, None]
+    if DIM != BLOCK_D:
+        mask = mask & (column < DIM)[None, :]
+    return tl.load(ptr + offset[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, place, there, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Inverse of `load_rows`."""
-    column = tl.arange(0, COLUMNS)
-    mask = there[:, None]
-    if WIDTH != COLUMNS:
-        mask = mask & (column < WIDTH)[None, :]
-    tl.store(ptr + place[:, None] + column[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+def store_rows_at(ptr, offset, row_mask, tile, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Inverse of `load_rows_at`."""
+    column = tl.arange(0, BLOCK_D)
+    mask = row_mask[:, None]
+    if DIM != BLOCK_D:
+        mask = mask & (column < DIM)[None, :]
+    tl.store(ptr + offset[:, None] + column[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_tile(
-    rows, first, TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    BY_ADDRESS: tl.constexpr = False,
+    rows, first, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BY_POINTERS: tl.constexpr = False,
 ):  # fmt: skip
-    """Tokens [first, first + TOKENS) of `HeadRows`, (TOKENS, COLUMNS); 0 where there is none.
+    """Tokens [first, first + BLOCK_N) of `HeadRows`: [BLOCK_N, BLOCK_D]; 0 outside of the head.
 
-    BY_ADDRESS: without the descriptor, whose tiles have another number of tokens.
+    BY_POINTERS: without the descriptor, whose tiles have another number of tokens.
     """
-    if rows.tiles is not None and not BY_ADDRESS:
-        tile = rows.tiles.load([rows.b, rows.h, first, 0]).reshape(TOKENS, COLUMNS)
+    if rows.desc is not None and not BY_POINTERS:
+        tile = rows.desc.load([rows.b, rows.h, first, 0]).reshape(BLOCK_N, BLOCK_D)
     else:
-        token = tl.arange(0, TOKENS)
-        column = tl.arange(0, COLUMNS)
+        token = tl.arange(0, BLOCK_N)
+        column = tl.arange(0, BLOCK_D)
         start = rows.b.to(tl.int64) * rows.stride_b + rows.h.to(tl.int64) * rows.stride_h
         start += first.to(tl.int64) * rows.stride_s
         mask = ((first + token >= 0) & (first + token < rows.num_tokens))[:, None]
-        if WIDTH != COLUMNS:
-            mask = mask & (column < WIDTH)[None, :]
-        place = (token * rows.stride_s)[:, None] + column[None, :]
-        tile = tl.load(rows.ptr + start + place, mask=mask, other=0.0)
+        if DIM != BLOCK_D:
+            mask = mask & (column < DIM)[None, :]
+        offset = (token * rows.stride_s)[:, None] + column[None, :]  # [BLOCK_N, BLOCK_D]
+        tile = tl.load(rows.ptr + start + offset, mask=mask, other=0.0)
     return tile
 
 
 @triton.jit
-def load_keys(
-    keys, values, first, KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_ADDRESS: tl.constexpr = False,
+def load_key_value(
+    keys, values, first, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BY_POINTERS: tl.constexpr = False,
 ):  # fmt: skip
-    """`load_tile` of the keys [first, first + KEYS) and of their values."""
-    k = load_tile(keys, first, KEYS, HEAD_DIM, HEAD_COLUMNS, BY_ADDRESS)
-    v = load_tile(values, first, KEYS, VALUE_DIM, VALUE_COLUMNS, BY_ADDRESS)
+    """`load_tile` of the keys [first, first + BLOCK_N) and of their values."""
+    k = load_tile(keys, first, BLOCK_N, HEAD_DIM, BLOCK_D, BY_POINTERS)  # [BLOCK_N, BLOCK_D]
+    v = load_tile(values, first, BLOCK_N, VALUE_DIM, BLOCK_DV, BY_POINTERS)  # [BLOCK_N, BLOCK_DV]
     return k, v
 
 
 @triton.jit
-def seen(token, key, window):
+def is_visible(token, key, window):
     """Whether the queries at `token` see the keys at `key`: both broadcast."""
     return (key <= token) & (key > token - window) & (key >= 0)
 
 
 @triton.jit
-def load_numbers(tiles, ptr, b, h, stride_b, stride_h, first, num_tokens, TOKENS: tl.constexpr):
-    """One number a token (TOKENS,) from rows along the tokens; 0 past the last."""
-    if tiles is not None:
-        numbers = tiles.load([b, h, first]).reshape(TOKENS)
+def load_stats(desc, ptr, b, h, stride_b, stride_h, first, num_tokens, BLOCK_M: tl.constexpr):
+    """One softmax statistic per token [BLOCK_M], contiguous along the tokens; 0 past the last."""
+    if desc is not None:
+        stats = desc.load([b, h, first]).reshape(BLOCK_M)
     else:
-        token = first + tl.arange(0, TOKENS)
+        token = first + tl.arange(0, BLOCK_M)
         row = b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-        numbers = tl.load(ptr + row + token, mask=token < num_tokens, other=0.0)
-    return numbers
+        stats = tl.load(ptr + row + token, mask=token < num_tokens, other=0.0)
+    return stats

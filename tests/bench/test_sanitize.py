@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from nsa_flex.bench.tools import sanitize
 from nsa_flex.bench.tools.sanitized_calls import FAMILIES
 
-LAUNCHED = '{"family": "merge", "launches": {"_forward_kernel": 2}}\n'
+LAUNCHED = '{"family": "merge", "launches": {"gated_sum_fwd_kernel": 2}}\n'
 NOTHING = LAUNCHED + "========= ERROR SUMMARY: 0 errors\n"
 READ = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
@@ -20,8 +20,8 @@ READ = """========= COMPUTE-SANITIZER
 ========= Target application returned an error
 ========= ERROR SUMMARY: 65 errors
 """
-RACE = f"""{LAUNCHED}========= Warning: Race reported between Write access at sliding_key_kernel
-=========     and Read access at sliding_key_kernel [672 hazards]
+RACE = f"""{LAUNCHED}========= Warning: Race reported between Write access at sliding_fwd_kernel
+=========     and Read access at sliding_fwd_kernel [672 hazards]
 ========= RACECHECK SUMMARY: 3 hazards displayed (0 errors, 3 warnings)
 """
 
@@ -63,7 +63,7 @@ def test_a_family_is_as_bad_as_its_worst_call() -> None:
         ("memcheck", "found", 65),
         ("racecheck", "found", 0),
     ]
-    assert both[0].launches == {"_forward_kernel": 4}
+    assert both[0].launches == {"gated_sum_fwd_kernel": 4}
     assert both[0].findings == results[1].findings
 
 
@@ -90,7 +90,7 @@ def test_rows_and_exit_status(played: Path, tmp_path: Path) -> None:
     assert sanitize.main(command) == 0
     (row,) = json.loads(rows.read_text())
     assert (row["case"], row["status"]) == ("sanitizer/memcheck merge", "clean")
-    assert row["launches"] == {"_forward_kernel": 2}
+    assert row["launches"] == {"gated_sum_fwd_kernel": 2}
     asked, _ = (tmp_path / "commands").read_text().splitlines()  # and for its version
     assert "--tool memcheck --kernel-name kns=_kernel --kernel-name-exclude kns=cudnn" in asked
 
@@ -141,7 +141,7 @@ def test_help_and_unknown_families(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_kernels_are_read_from_the_sources() -> None:
     kernels = sanitize.our_kernels()
-    assert {"_finish_kernel", "score_kernel", "banded_score_kernel"} <= set(kernels)
+    assert {"fused_sliding_epilogue_kernel", "score_kernel", "banded_score_kernel"} <= set(kernels)
     assert "attend_window" not in kernels
     assert all("_kernel" in name for name in kernels)  # what the filter lets through
 

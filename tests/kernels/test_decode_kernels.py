@@ -27,6 +27,7 @@ from reference.interpreter import (
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.decode import config as decode_plan
 from nsa_flex.fallback_kernels.decode import interface as decode
+from nsa_flex.fallback_kernels.decode import operators
 
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 APART = NSAConfig(8, 8, 16, 4, window_size=7)  # compressed blocks do not overlap
@@ -48,8 +49,8 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after the other."""
     if INTERPRETED:
-        monkeypatch.setattr(decode_plan, "PROGRAMS", 2)
-        monkeypatch.setattr(decode_plan, "MOST_PROGRAMS", 3)
+        monkeypatch.setattr(decode_plan, "TARGET_CTAS", 2)
+        monkeypatch.setattr(decode_plan, "MAX_CTAS", 3)
 
 
 @dataclass(frozen=True)
@@ -231,8 +232,8 @@ def test_configs(config: NSAConfig) -> None:
 
 def choose_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """As where there are few rows and many blocks."""
-    monkeypatch.setattr(decode_plan, "PROGRAMS", 264)
-    monkeypatch.setattr(decode_plan, "CHUNK", chunk)
+    monkeypatch.setattr(decode_plan, "TARGET_CTAS", 264)
+    monkeypatch.setattr(decode_plan, "MIN_CHUNK_BLOCKS", chunk)
 
 
 @kernels
@@ -267,7 +268,7 @@ def test_many_slots() -> None:
 @pytest.mark.parametrize("programs", [1, 7, 1000])
 def test_any_number_of_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A split a tile of keys, and all tiles by one; the same bits whenever it is run again."""
-    monkeypatch.setattr(decode_plan, "PROGRAMS", programs)
+    monkeypatch.setattr(decode_plan, "TARGET_CTAS", programs)
     config = NSAConfig(4, 2, 8, 6, window_size=40)
     problem = Problem(Case(config, past=(690, 3), capacity=700, group=1))
     out, aux = problem.step()
@@ -460,11 +461,11 @@ def test_operators_obey_the_library_rules() -> None:
     attend = (problem.query, *cache, problem.gates, problem.lengths, None, None, 0.25)
     step = (problem.query, *new, *cache, problem.gates, problem.lengths, None, None, 0.25)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (decode._append, (*new, *cache[:2], problem.lengths)),
-        (decode._compress_completed, (*cache, problem.lengths, None, None, 1, 8, 4)),
-        (decode._append_and_compress, (*new, *cache, problem.lengths, None, None, 8, 4)),
-        (decode._attention, (*attend, SMALL.counts)),
-        (decode._step, (*step, SMALL.counts)),
+        (operators.append, (*new, *cache[:2], problem.lengths)),
+        (operators.compress_completed, (*cache, problem.lengths, None, None, 1, 8, 4)),
+        (operators.append_and_compress, (*new, *cache, problem.lengths, None, None, 8, 4)),
+        (operators.attention, (*attend, SMALL.counts)),
+        (operators.step, (*step, SMALL.counts)),
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments)
@@ -536,7 +537,7 @@ def test_refused(name: str, change: Callable[[Tensor], Tensor], message: str) ->
     [
         ({"group": 65}, "65 query heads share a KV head; the decode kernels take at most 64"),
         ({"head_dim": 512}, "512 is the largest head dim; the decode kernels take at most 256"),
-        ({"config": NSAConfig(4, 4, 4, 65)}, "65 blocks are to be chosen"),
+        ({"config": NSAConfig(4, 4, 4, 65)}, "65 selected blocks"),
         ({"config": NSAConfig(4, 4, 12, 4)}, "select_block_size / compress_stride is 3"),
         ({"tokens": 17}, "17 new tokens"),
     ],
@@ -545,7 +546,9 @@ def test_refused_sizes(change: dict[str, Any], message: str) -> None:
     problem = Problem(replace(Case(past=(20,)), **change))
     with pytest.raises(ValueError, match=message):
         problem.attend()
-    reason = decode.obstacle(problem.query, problem.key, problem.value, problem.case.config)
+    reason = decode.unsupported_reason(
+        problem.query, problem.key, problem.value, problem.case.config
+    )
     assert reason is not None
     assert message in reason
 
@@ -568,7 +571,7 @@ def test_refused_options() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes CPU tensors")
 def test_refused_on_the_cpu() -> None:
     x = torch.zeros(1, 1, 32, 16)
-    with pytest.raises(ValueError, match="the decode kernels need CUDA tensors, got cpu"):
+    with pytest.raises(ValueError, match="the Triton kernels need CUDA tensors, got cpu"):
         decode.decode_attention(
             x[:, :, :1], x, x, x, x, torch.ones(1, 1, 1, 3), torch.zeros(1, dtype=torch.int32),
             config=SMALL,
@@ -708,11 +711,11 @@ def number_of_kernels() -> int:
     from nsa_flex.fallback_kernels.decode import launch as decode_launch
 
     names = (
-        "append_kernel",
-        "compressed_kernel",
-        "choice_kernel",
-        "attend_kernel",
-        "combine_kernel",
+        "decode_append_kernel",
+        "decode_compressed_kernel",
+        "decode_topk_kernel",
+        "decode_selected_sliding_kernel",
+        "decode_combine_kernel",
     )
     return sum(
         len(cache[0])

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
 from nsa_flex.fallback_kernels.compressed.fold import fold_of, part_rows_view
-from nsa_flex.fallback_kernels.fused import fwd_epilogue as core_end
+from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import interface as core
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
@@ -116,7 +116,7 @@ def test_one_kernel_ends_the_forward_without_gradients(
     length: int, batch: int, value_dim: int, union_limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_compressed, "causal", causal)
-    monkeypatch.setattr(core_end, "BLOCK_SIZES", (16,))
+    monkeypatch.setattr(epilogue, "BLOCK_SIZES", (16,))
     monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
     monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1)
     monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 32)
@@ -127,14 +127,14 @@ def test_one_kernel_ends_the_forward_without_gradients(
     inputs.append(torch.randn(batch, heads, length, 3))  # any real number is a gate
     inputs[-1][:, 0, ::3] = 0
     q, k, v, ck, cv, gates = inputs
-    ends = 0
+    ends, run = 0, epilogue.fwd_epilogue
 
     def spy(*arguments: Any, **options: Any) -> Any:
         nonlocal ends
         ends += 1
-        return core_end.end_of_forward(*arguments, **options)
+        return run(*arguments, **options)
 
-    monkeypatch.setattr(core, "end_of_forward", spy)
+    monkeypatch.setattr(epilogue, "fwd_epilogue", spy)
     results = core_attention(q, k, v, ck, cv, k, v, gates, config=WINDOWED, scale=0.3)
     assert ends == 1
     arrays = [to_float64(x) for x in inputs]
@@ -345,7 +345,7 @@ def test_one_kernel_at_the_end_or_two(
     inputs = inputs_of(2, heads, 2, length, dim, value_dim)
     own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
     (want, want_aux), want_kernels = ends_of(inputs, config, **own)
-    assert want_kernels == {"_finish_kernel"}
+    assert want_kernels == {"fused_sliding_epilogue_kernel"}
     (saving, saving_aux), saving_kernels = ends_of(inputs, config)
     with torch.no_grad():
         (out, aux), kernels = ends_of(inputs, config)
@@ -356,9 +356,11 @@ def test_one_kernel_at_the_end_or_two(
         and dim == value_dim == 128
         and gluon_unsupported_reason(inputs[0].device) is None
     )
-    assert saving_kernels == {"hopper_end_kernel" if hopper else "_finish_kernel"}
-    one = "hopper_end_kernel" if hopper else "end_kernel"
-    assert kernels == {"_finish_kernel" if heads == 6 else one}
+    assert saving_kernels == {
+        "fused_fwd_epilogue_sm90_kernel" if hopper else "fused_sliding_epilogue_kernel"
+    }
+    one = "fused_fwd_epilogue_sm90_kernel" if hopper else "fused_fwd_epilogue_kernel"
+    assert kernels == {"fused_sliding_epilogue_kernel" if heads == 6 else one}
     assert torch.equal(out, again)
     for got, got_aux in ((out, aux), (saving, saving_aux)):
         assert torch.equal(got_aux.blocks, want_aux.blocks)
@@ -373,7 +375,11 @@ def ends_of(
     """Output and the rest of `nsa_attention`, and which kernels ended its forward."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         results = nsa_attention(*inputs, config=config, return_aux=True, **options)
-    ends = {"_finish_kernel", "end_kernel", "hopper_end_kernel"}
+    ends = {
+        "fused_sliding_epilogue_kernel",
+        "fused_fwd_epilogue_kernel",
+        "fused_fwd_epilogue_sm90_kernel",
+    }
     return results, ends & {event.name for event in trace.events()}
 
 

@@ -11,7 +11,7 @@ from reference.accuracy import assert_close, leaf, to_float64
 from reference.interpreter import DEVICE, kernels, only_outside, run_in_the_interpreter
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.fused.gated_sum import merge
+from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 
 
 @only_outside
@@ -42,7 +42,7 @@ def test_values_and_gradients(
     inputs = [*branches, gates]
     exact = [x.detach().double().requires_grad_(True) for x in inputs]
     want, eager = plain(*exact), plain(*inputs).to(dtype)
-    got = merge(*inputs)
+    got = gated_sum(*inputs)
     grad_out = torch.randn_like(got)
     wants = torch.autograd.grad(want, exact, grad_out.double())
     eagers = torch.autograd.grad(eager, inputs, grad_out.to(eager.dtype))
@@ -73,5 +73,5 @@ def test_offsets_past_two_to_the_31() -> None:
     gates = torch.rand(*shape[:3], 3, device="cuda")
     tail = slice(-7, None)
     want = plain(*(x[:, :, tail].double() for x in (*branches, gates)))
-    got = merge(*branches, gates)[:, :, tail]
+    got = gated_sum(*branches, gates)[:, :, tail]
     np.testing.assert_allclose(to_float64(got), to_float64(want), rtol=2**-7, atol=2**-7)

@@ -165,7 +165,7 @@ def test_tiles_of_devices_with_less_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tiles: Tiles
 ) -> None:
     """Several tiles on the diagonal, queries wider than keys and the reverse."""
-    for name in ("forward_tiles", "query_gradient_tiles", "key_gradient_tiles"):
+    for name in ("forward_tiles", "dq_tiles", "dkdv_tiles"):
         monkeypatch.setattr(SlidingPlan, name, lambda plan: tiles)
     check(Case(group=1, length=70, window=37))
     check(Case(group=6, length=15, window=7))
@@ -176,10 +176,10 @@ def test_tiles_of_devices_with_less_shared_memory(
 def test_tiles_fit_the_device(kilobytes: int, dim: int) -> None:
     """What stays and one of what streams past, of the smallest tiles at least."""
     plan = SlidingPlan(1, 4, 1, 4096, dim, dim, 2, kilobytes << 10)
-    for tiles in (plan.forward_tiles(), plan.query_gradient_tiles(), plan.key_gradient_tiles()):
-        held, streamed = sorted((tiles.rows, tiles.keys))
+    for tiles in (plan.forward_tiles(), plan.dq_tiles(), plan.dkdv_tiles()):
+        held, streamed = sorted((tiles.block_m, tiles.block_n))
         assert (held + tiles.stages * streamed) * 2 * plan.columns // 2 <= kilobytes << 10
-        assert min(tiles.rows, tiles.keys) >= 16
+        assert min(tiles.block_m, tiles.block_n) >= 16
 
 
 @kernels
