@@ -178,7 +178,7 @@ def test_tiles_fit_the_device(kilobytes: int, dim: int) -> None:
     plan = SlidingPlan(1, 4, 1, 4096, dim, dim, 2, kilobytes << 10)
     for tiles in (plan.forward_tiles(), plan.dq_tiles(), plan.dkdv_tiles()):
         held, streamed = sorted((tiles.block_m, tiles.block_n))
-        assert (held + tiles.stages * streamed) * 2 * plan.columns // 2 <= kilobytes << 10
+        assert (held + tiles.stages * streamed) * 2 * plan.row_width // 2 <= kilobytes << 10
         assert min(tiles.block_m, tiles.block_n) >= 16
 
 
