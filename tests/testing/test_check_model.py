@@ -98,12 +98,12 @@ def test_a_scale_that_is_forgotten_shows_in_the_dense_start(
 
 
 def test_a_cache_that_forgets_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = NSALayer.attend_cached
+    attend = NSALayer._attend_cached
 
     def stale(self: Any, hidden: Any, query: Any, *args: Any) -> Any:
         return attend(self, hidden, query.flip(1), *args)
 
-    monkeypatch.setattr(NSALayer, "attend_cached", stale)
+    monkeypatch.setattr(NSALayer, "_attend_cached", stale)
     checks = ["dynamic cache", "static cache", "left padding"]
     found = statuses(check_model(llama(), checks=checks))
     assert found["dynamic cache"] == found["static cache"] == "wrong"
