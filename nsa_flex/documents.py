@@ -97,14 +97,19 @@ def align_packed(cu_seqlens: Tensor, num_tokens: int, config: NSAConfig) -> Docu
 
 
 def align_positions(
-    position_ids: Tensor, config: NSAConfig, max_documents: int | None = None
+    position_ids: Tensor,
+    config: NSAConfig,
+    max_documents: int | None = None,
+    *,
+    bound_name: str = "max_documents",
 ) -> DocumentLayout:
     """Layout of packed rows whose `position_ids` (B, S) restart at every document.
 
     A document ends where the next position is not one more. The rows become one row. Their number
     must be bounded without reading values: by `max_documents`, by default 16, one more a row and
     one more for every 4 * l' tokens. More documents than that raise an error on the device (an
-    assertion that the host does not wait for). `align_packed` has no such bound.
+    assertion that the host does not wait for), which calls the bound `bound_name`. `align_packed`
+    has no such bound.
     """
     batch, length = position_ids.shape
     total = batch * length
@@ -115,8 +120,8 @@ def align_positions(
     document = new.flatten().cumsum(0) - 1
     torch._assert_async(
         document[-1] < max_documents,
-        f"position_ids hold more than max_documents={max_documents} documents: "
-        "raise max_documents or pass cu_seqlens",
+        f"position_ids hold more than {bound_name}={max_documents} documents: "
+        f"raise {bound_name} or pass cu_seqlens",
     )
     ranks = torch.arange(max_documents, device=position_ids.device)
     cu_seqlens = torch.searchsorted(document, ranks)

@@ -96,6 +96,12 @@ class CallHook:
                 f"past_key_values is a {type(cache).__name__}; NSA runs with DynamicCache, "
                 "StaticCache and NSACache"
             )
+        if torch.compiler.is_exporting() and not torch.is_grad_enabled():
+            raise ValueError(
+                "exporting (torch.export) a call with past_key_values is not supported: the "
+                "exported program would lose what NSA adds to the cache; compile the model with "
+                "torch.compile, or export it with use_cache=False"
+            )
         if _is_checkpointing(decoder):
             raise ValueError("past_key_values with gradient checkpointing: leave the cache out")
         if not holds_nsa(cache, self.layer_indices[0]):
@@ -123,7 +129,7 @@ class CallHook:
 
     def _expect(self, caches: list[LayerCache], call: dict[str, Any]) -> None:
         """Tell NSA's layers what comes, or raise before any of them changed."""
-        tokens, position_ids = _tokens(call), call.get("position_ids")
+        tokens, position_ids = _tokens(call), _document_positions(call)
         if call.get("cu_seq_lens_q") is not None:
             raise ValueError("cu_seq_lens_q with a cache is not supported: pass use_cache=False")
         mask = self._mask(call)
@@ -137,11 +143,14 @@ class CallHook:
         num_keys, cached = self._cache_sizes(call, length)
         if mask is not None:
             return padded_rows(_fit(mask, num_keys, cached, length), length, cached)
-        cu_seqlens, position_ids = call.get("cu_seq_lens_q"), call.get("position_ids")
+        cu_seqlens, position_ids = call.get("cu_seq_lens_q"), _document_positions(call)
         uses_cache = _uses_cache(decoder, call)
         if cu_seqlens is not None:
             self._check_packed(call, batch, uses_cache)
-            return packed_rows(align_packed(cu_seqlens, length, self.config))
+            layout = align_packed(cu_seqlens, length, self.config)
+            if position_ids is None:  # else the decoder would count on from document to document
+                call["position_ids"] = layout.positions
+            return packed_rows(layout)
         if position_ids is None or length == 1:
             return _unpadded_rows(batch, num_keys, cached, length)
         if uses_cache:
@@ -156,7 +165,10 @@ class CallHook:
                 "expected (batch, tokens)"
             )
         position_ids = position_ids.expand(batch, length)
-        return packed_rows(align_positions(position_ids, self.config, max_documents))
+        layout = align_positions(
+            position_ids, self.config, max_documents, bound_name="nsa_max_documents"
+        )
+        return packed_rows(layout)
 
     def _cache_sizes(self, call: dict[str, Any], length: int) -> tuple[int, int | Tensor]:
         """How many keys attention will get, and the index of the first new one."""
@@ -176,11 +188,6 @@ class CallHook:
             raise ValueError(f"cu_seq_lens_q describes one row of tokens, got a batch of {batch}")
         if keys is not None and keys.shape != call["cu_seq_lens_q"].shape:
             raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q; expected self-attention")
-        if self.kept_masks and call.get("position_ids") is None:
-            raise ValueError(
-                "cu_seq_lens_q without position_ids: the unpatched attention layers would mix "
-                "the documents; pass position_ids that restart at each of them too"
-            )
 
     def _would_search_documents(self, decoder: Decoder, call: dict[str, Any]) -> bool:
         no_mask = call.get("attention_mask") is None
@@ -209,6 +216,18 @@ def _tokens(call: dict[str, Any]) -> Tensor:
     if tokens is None:
         raise ValueError("pass one of input_ids and inputs_embeds")
     return tokens
+
+
+def _document_positions(call: dict[str, Any]) -> Tensor | None:
+    """Positions (B, S) that restart at each packed document; None if a row can hold but one.
+
+    Multimodal decoders take one position a token for each axis of a rotary embedding (3, B, S),
+    which tells no documents apart, or these behind the plain ones (4, B, S).
+    """
+    position_ids = call.get("position_ids")
+    if position_ids is None or position_ids.dim() != 3:
+        return position_ids
+    return position_ids[0] if position_ids.shape[0] == 4 else None
 
 
 def _uses_cache(decoder: Decoder, call: dict[str, Any]) -> bool:

@@ -29,12 +29,12 @@ from nsa_flex.patching.hf_config import (
 )
 from nsa_flex.patching.hf_falcon import OwnForward, own_forwards
 from nsa_flex.patching.hf_handover import hand_over
+from nsa_flex.patching.hf_layer_types import kind_of_mask
 from nsa_flex.patching.hf_layers import (
     Attention,
     Decoder,
     is_attention,
     is_recurrent,
-    local_attention,
     parameter_names,
 )
 
@@ -122,12 +122,15 @@ def kept_modules(decoder: Decoder, patched: set[nn.Module]) -> list[Attention]:
 
 def kept_masks(kept: list[Attention]) -> list[str]:
     """Kinds of mask, of "full" and "local", that attention modules read."""
-    return sorted({"full" if local_attention(module) is None else "local" for module in kept})
+    return sorted({kind for kind in map(kind_of_mask, kept) if kind is not None})
 
 
 def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
-    """ValueError if `decoder` lacks layers that its config records, or if its unpatched attention
-    modules could not run beside NSA.
+    """That NSA can run in `decoder` as a whole.
+
+    Raises:
+        ValueError: it lacks layers that its config records, its unpatched attention modules could
+            not run beside NSA, or a patched one shares its layer of the cache.
     """
     if hasattr(decoder.config, "nsa_flex"):
         raise ValueError(
@@ -136,6 +139,7 @@ def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
             "dropped them: call nsa_flex.load(path) for the trained ones; for fresh ones del "
             "model.config.nsa_flex first"
         )
+    _check_cache_layers(decoder, patched)
     implementation = former_implementation(decoder.config)
     if not kept_modules(decoder, patched) or implementation in ("eager", "sdpa"):
         return
@@ -143,6 +147,19 @@ def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
         f"some attention layers stay unpatched, and {implementation!r} cannot run beside NSA: "
         "call model.set_attn_implementation('sdpa') before patch"
     )
+
+
+def _check_cache_layers(decoder: Decoder, patched: set[nn.Module]) -> None:
+    seen: dict[int, str] = {}
+    modules = {name: m for name, m in decoder.named_modules() if is_attention(m)}
+    for name, module in modules.items():
+        other = seen.setdefault(module.layer_idx, name)
+        if other != name and patched & {module, modules[other]}:
+            raise ValueError(
+                f"{other} and {name} have the same layer_idx={module.layer_idx}, so that the "
+                "model itself chooses a layer of the cache at each use: NSA keeps the compressed "
+                "keys of one module in one layer; leave such layers out with filter_fn"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from nsa_flex.patching.hf_families import family_of, read_shape
+from nsa_flex.patching.hf_features import feature_of_module
 from nsa_flex.patching.layer import AttentionShape
 
 # The attention implementation of a patched decoder, as its config names it.
@@ -43,24 +44,6 @@ def is_recurrent(decoder: Decoder) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
-def local_attention(module: Attention) -> str | None:
-    """How the config limits this layer's context, or None if it sees all of it.
-
-    A window at least as long as the context the model was made for is no limit.
-    """
-    config = module.config
-    layer_types = getattr(config, "layer_types", None)
-    kind = layer_types[module.layer_idx] if layer_types else "sliding_attention"
-    if kind == "full_attention":
-        return None
-    if kind != "sliding_attention":
-        return f"layer type {kind}"
-    window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-    if window is None or window >= getattr(config, "max_position_embeddings", float("inf")):
-        return None
-    return f"sliding_window={window}"
-
-
 def attention_shape(module: Attention, decoder: Decoder) -> AttentionShape:
     """Sizes of a transformers attention module.
 
@@ -87,10 +70,11 @@ def _unsupported_feature(module: Attention, decoder: Decoder) -> str | None:
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:
         return f"logit soft-capping (attn_logit_softcapping={softcap})"
-    if getattr(module, "sinks", None) is not None:
-        return "attention sinks (sinks)"
     if getattr(config, "alibi", False):
         return "a position bias (alibi=True)"
+    feature = feature_of_module(module)
+    if feature is not None:
+        return feature
     if getattr(config, "add_cross_attention", False):
         return "cross-attention beside it (add_cross_attention=True)"
     if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):

@@ -35,7 +35,21 @@ class Site:
 
     def local_attention(self) -> str | None:
         """What limits this layer's context, or None. Adapters speak for their modules."""
-        return None if self.adapter else _transformers_layers().local_attention(self.module)
+        return None if self.adapter else _layer_types().local_attention(self.module)
+
+    def refusal(self) -> str:
+        """Why a layer whose context is limited, or chosen otherwise, is not patched."""
+        feature = _features().feature_of_layer_type(self.module)
+        if feature is not None:
+            return (
+                f"{self.name} has {feature}, which NSA does not compute: leave such layers out "
+                "with filter_fn"
+            )
+        return (
+            f"{self.name} sees a limited context ({self.local_attention()}), which NSA would "
+            "widen: leave such layers out with filter_fn or, if they are meant to see "
+            "everything, set sliding_window=None in the config before the model is built"
+        )
 
     def shape(self) -> AttentionShape:
         """Sizes of the layer; ValueError if NSA cannot stand in for its attention."""
@@ -63,6 +77,20 @@ def _transformers_layers() -> ModuleType:
     from nsa_flex.patching import hf_layers
 
     return hf_layers
+
+
+def _layer_types() -> ModuleType:
+    """What knows the types of transformers' layers."""
+    from nsa_flex.patching import hf_layer_types
+
+    return hf_layer_types
+
+
+def _features() -> ModuleType:
+    """What knows features of transformers' attention by name."""
+    from nsa_flex.patching import hf_features
+
+    return hf_features
 
 
 def find_sites(model: nn.Module) -> Iterator[Site]:
@@ -94,11 +122,7 @@ def choose_sites(model: nn.Module, filter_fn: Filter | None) -> list[Site]:
         chosen = [site for site in sites if filter_fn(site.module, site.name)]
         refused = [site for site in chosen if site.local_attention() is not None]
     for site in refused:
-        raise ValueError(
-            f"{site.name} sees a limited context ({site.local_attention()}), which NSA would "
-            "widen: leave such layers out with filter_fn or, if they are meant to see "
-            "everything, set sliding_window=None in the config before the model is built"
-        )
+        raise ValueError(site.refusal())
     if not chosen:
         names = ", ".join(site.name for site in sites)
         raise ValueError(f"filter_fn chose none of the attention modules: {names}")

@@ -20,12 +20,13 @@ def check_unwrapped(model: nn.Module) -> None:
 
     Raises:
         ValueError: `model`, a module of it, or a module that holds it, is wrapped for data
-            parallel training; parameters are DTensors; or PEFT adapters are in it.
+            parallel training; parameters are DTensors, or offloaded; or PEFT adapters are in it.
     """
     modules = list(model.modules())
     _check_data_parallel(modules)
     _check_sharded(model)
     _check_peft(modules)
+    _check_offloaded(modules)
 
 
 def _check_data_parallel(modules: list[nn.Module]) -> None:
@@ -95,3 +96,15 @@ def _check_peft(modules: list[nn.Module]) -> None:
             "call nsa_flex.patch on the base model first, then get_peft_model with "
             'modules_to_save=["nsa"] in its config'
         )
+
+
+def _check_offloaded(modules: list[nn.Module]) -> None:
+    """accelerate's hooks bring offloaded parameters at each call, and know no new ones."""
+    for module in modules:
+        offloaded = any(x.is_meta for x in module.parameters(recurse=False))
+        if offloaded and hasattr(module, "_hf_hook"):
+            raise ValueError(
+                "parameters of the model are offloaded by accelerate, so that patch cannot tell "
+                "on which device those that it adds belong: call nsa_flex.patch first, then "
+                "accelerate.dispatch_model or cpu_offload"
+            )

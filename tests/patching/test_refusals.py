@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import nsa_flex
 from nsa_flex.cache.incoming import IncomingBatch
-from patching.tiny_models import NSA, tiny_model, tokens
+from nsa_flex.patching.hf_layer_types import kind_of_mask
+from patching.tiny_models import NSA, SIZES, relative_error, tiny_model, tokens
 
 IDS = tokens(2, 40)
 
@@ -28,6 +30,117 @@ def with_forward(change: Callable[..., Any], family: str = "llama") -> nn.Module
     former = attention.forward
     attention.forward = lambda **arguments: change(former, **arguments)
     return model
+
+
+# Families, before anything is changed
+
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+}
+SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+}
+GEMMA_3N = {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_ssm": 32, "mamba_d_head": 8}
+
+
+def family(name: str, config: str | None = None, **extras: Any) -> nn.Module:
+    make_config = getattr(transformers, f"{config or name}Config")
+    make = getattr(transformers, f"{name}ForCausalLM")
+    return make(make_config(**{**SIZES, **extras})).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: family("Doge"), r"has a mask that it computes itself \(keep_window_size\)"),
+        (lambda: family("DiffLlama"), "has the difference of two attentions"),
+        (
+            lambda: family("HrmText", num_layers_per_stack=2),
+            r"L_module\.layers\.0\.self_attn and H_module\.layers\.0\.self_attn have the same "
+            "layer_idx=0",
+        ),
+        (
+            lambda: family("Gemma3n", "Gemma3nText", **SHARED, **GEMMA_3N),
+            r"keys and values that other layers read too \(kv_sharing_modes\)",
+        ),
+        (
+            lambda: family("Gemma4", "Gemma4Text", **SHARED, global_head_dim=8),
+            r"keys and values that other layers read too \(kv_sharing_modes\)",
+        ),
+        (
+            lambda: family("FalconH1", **MAMBA),
+            r"has a recurrent layer in the same layer of the cache \(layer type hybrid\)",
+        ),
+        (
+            lambda: family("DeepseekV32", **LATENT),
+            r"has an indexer that chooses keys \(layer type indexed_attention\)",
+        ),
+        (
+            lambda: family("DeepseekV3", **LATENT),
+            r"DeepseekV3Attention has latent attention \(kv_lora_rank\)",
+        ),
+    ],
+)
+def test_a_family_is_refused_for_what_it_computes(make: Any, message: str) -> None:
+    model = make()
+    config, attributes = model.config, {name: set(vars(m)) for name, m in model.named_modules()}
+    with pytest.raises(ValueError, match=message):
+        nsa_flex.patch(model, NSA)
+    assert model.config is config
+    assert attributes == {name: set(vars(m)) for name, m in model.named_modules()}
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+def test_no_layer_with_shared_keys_is_patched_alone(layer: int) -> None:
+    model = family("Gemma4", "Gemma4Text", **SHARED, global_head_dim=8)
+    kind = "sees a limited context" if layer % 2 == 0 else "keys and values "
+    with pytest.raises(ValueError, match=kind):
+        nsa_flex.patch(model, NSA, filter_fn=lambda module, name: f"layers.{layer}." in name)
+
+
+def test_a_family_that_views_what_attention_gives() -> None:
+    sizes = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+    model = family("Afmoe", **sizes, head_dim=8, layer_types=["full_attention"] * 2)
+    ids = tokens(2, 20)
+    expected = logits(model, ids)
+    assert relative_error(logits(nsa_flex.patch(model, NSA, init="dense"), ids), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask"),
+    [
+        ("full_attention", "full"),
+        ("minimax_m3_sparse", "full"),
+        ("sliding_attention", "local"),
+        ("chunked_attention", "local"),
+        ("linear_attention", None),
+    ],
+)
+def test_which_mask_an_unpatched_layer_reads(kind: str, mask: str | None) -> None:
+    module: Any = nn.Module()
+    module.layer_idx = 1
+    module.config = transformers.LlamaConfig(num_hidden_layers=2)
+    module.config.layer_types = ["full_attention", kind]
+    assert kind_of_mask(module) == mask
+
+
+def test_parameters_that_accelerate_offloaded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(tiny_model(), execution_device="cpu")
+    with pytest.raises(ValueError, match=r"offloaded by accelerate.*call nsa_flex\.patch first"):
+        nsa_flex.patch(model, NSA)
 
 
 # Masks
@@ -189,3 +302,26 @@ def test_a_layer_that_attends_fewer_tokens_than_its_decoder_got(
     mask[0, :5] = 0
     with pytest.raises(ValueError, match=r"attends queries \(batch, tokens\) \(2, 3\), but .*40"):
         logits(model, IDS, attention_mask=mask, use_cache=False)
+
+
+# Export
+
+
+def test_exporting_a_step_with_a_cache() -> None:
+    model = nsa_flex.patch(tiny_model(), NSA)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    logits(model, IDS[:1], past_key_values=cache)
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids, past_key_values=cache).logits
+
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match=r"exporting \(torch\.export\) a call with past_key_values"),
+    ):
+        torch.export.export(Step(), (IDS[:1, :1],))

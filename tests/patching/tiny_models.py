@@ -23,7 +23,7 @@ NSA = NSAConfig(
     window_size=12,
 )
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -140,7 +140,7 @@ def tiny_model(family: str = "llama", **changes: Any) -> nn.Module:
     config_class = getattr(transformers, f"{name}Config")
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     implementation = changes.pop("attn_implementation", "eager")
-    config = config_class(**{**_SIZES, **extras, **changes})
+    config = config_class(**{**SIZES, **extras, **changes})
     config._experts_implementation = "eager"  # the others take no float64
     config._attn_implementation = implementation if model_class._supports_sdpa else "eager"
     model = model_class(config).eval()
