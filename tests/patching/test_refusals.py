@@ -325,3 +325,31 @@ def test_exporting_a_step_with_a_cache() -> None:
         pytest.raises(Exception, match=r"exporting \(torch\.export\) a call with past_key_values"),
     ):
         torch.export.export(Step(), (IDS[:1, :1],))
+
+
+# What the checks cost compiled code
+
+STEPS = {"training": (40, 41, 55, 33), "decoding": (1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_layers_compiled_each_for_itself_share_their_graphs(what: str) -> None:
+    """One graph for the first length and one for all others; a step's reads its own cache."""
+    torch._dynamo.reset()
+    model = nsa_flex.patch(tiny_model(num_hidden_layers=4), NSA)
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    call: dict[str, Any] = {"use_cache": False}
+    if what == "decoding":
+        call = {"past_key_values": nsa_flex.NSACache(model, max_length=64)}
+        logits(model, IDS, **call)
+    for layer in model.model.layers:
+        layer.compile(backend=count, fullgraph=True)
+    for length in STEPS[what]:
+        with torch.set_grad_enabled(what == "training"):
+            model(tokens(2, length), **call)
+    assert len(graphs) == (2 if what == "training" else 4)
