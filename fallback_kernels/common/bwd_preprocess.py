@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.softmax import load_lse_log2
-from nsa_flex.fallback_kernels.common.tiles import load_masked_rows, tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, load_masked_rows, tile_width
 
 DELTA_ROWS = 32
 STATS_ROWS = 1024
@@ -27,7 +27,7 @@ def row_deltas(
     batch, heads, tokens, value_dim = out.shape
     delta = torch.empty((batch, tokens, heads), dtype=torch.float32, device=out.device)
     lse_gradient = delta.transpose(1, 2) if grad_lse is None else grad_lse
-    delta_kernel[(triton.cdiv(tokens * heads, DELTA_ROWS), batch)](
+    delta_kernel[(cdiv(tokens * heads, DELTA_ROWS), batch)](
         out,
         grad_out,
         lse_gradient,
@@ -48,7 +48,7 @@ def softmax_stats(lse: Tensor, delta: Tensor) -> Tensor:
     """float32 (B, S, H, 2) of (B, H, S) with memory (B, S, H): see `softmax_stats_kernel`."""
     batch, heads, tokens = lse.shape
     stats = torch.empty((batch, tokens, heads, 2), dtype=torch.float32, device=lse.device)
-    grid = (triton.cdiv(lse.numel(), STATS_ROWS),)
+    grid = (cdiv(lse.numel(), STATS_ROWS),)
     softmax_stats_kernel[grid](lse, delta, stats, lse.numel(), BLOCK_M=STATS_ROWS)
     return stats
 

@@ -8,14 +8,27 @@ import triton.language as tl
 MIN_DOT = 16  # columns that tl.dot wants at least
 
 
+# Triton's cdiv and next_power_of_2 unwrap constexprs, 5 us a call: a launch asks dozens of times.
+
+
+def cdiv(size: int, divisor: int) -> int:
+    """`size / divisor`, rounded up."""
+    return -(-size // divisor)
+
+
+def next_power_of_2(size: int) -> int:
+    """Least power of two that is not below `size`, which is positive."""
+    return 1 << (size - 1).bit_length()
+
+
 def round_up(size: int, multiple: int) -> int:
     """Least multiple of `multiple` that is not below `size`."""
-    return triton.cdiv(size, multiple) * multiple
+    return cdiv(size, multiple) * multiple
 
 
 def tile_width(size: int) -> int:
     """BLOCK_D of a tile that holds `size` columns: a power of two that tl.dot takes."""
-    return max(MIN_DOT, triton.next_power_of_2(size))
+    return max(MIN_DOT, next_power_of_2(size))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import supports_pdl
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
 
 TARGET_CTAS = 264  # two on each of an H200's SMs hide memory latency
 MAX_CTAS = 396  # at most three fit an SM
@@ -20,16 +20,6 @@ MAX_CANDIDATES = 128  # of a unit, that a CTA reading top-k blocks merges in reg
 MIN_CHUNK_BLOCKS = 128  # of one CTA of the top-k kernel
 MAX_COUNTED = 256  # blocks of a chunk that are ranked by counting; larger ones one by one
 SHARED_BYTES = 96 * 1024  # of one CTA, so that two fit an SM
-
-
-def cdiv(a: int, b: int) -> int:
-    """`triton.cdiv`, without the microseconds that its checks for constexprs take."""
-    return -(-a // b)
-
-
-def next_power_of_2(size: int) -> int:
-    """`triton.next_power_of_2`, likewise."""
-    return 1 << (size - 1).bit_length()
 
 
 @cache

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import INTERPRETED
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import next_power_of_2, tile_width
 from nsa_flex.fallback_kernels.decode.append_kv import decode_append_kernel
 from nsa_flex.fallback_kernels.decode.combine import decode_combine_kernel
 from nsa_flex.fallback_kernels.decode.config import MAX_COUNTED, DecodePlan, Workspace
@@ -116,7 +115,7 @@ def launch_append(
             BLOCK_DV=tile_width(value_dim),
             COMPRESS=config.compress_block_size,
             STRIDE=config.compress_stride,
-            PADDED_COMPRESS=triton.next_power_of_2(config.compress_block_size),
+            PADDED_COMPRESS=next_power_of_2(config.compress_block_size),
             APPEND=append,
             WRITE_COMPRESSED=write_compressed,
             WEIGHTED=weighted,
@@ -168,7 +167,7 @@ def launch_compressed(
         **plan.attention_constants(),
         BLOCK_N=plan.compressed_block_n,
         BLOCK_POOL=tile_width(plan.tile_blocks + 1),
-        PADDED_COMPRESS=triton.next_power_of_2(plan.config.compress_block_size),
+        PADDED_COMPRESS=next_power_of_2(plan.config.compress_block_size),
         STAGES=plan.stages,
         HAS_NEW_TOKEN=new is not None,
         WEIGHTED=weighted,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, first_local_key
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
 from nsa_flex.fallback_kernels.sliding.config import (
@@ -110,7 +110,7 @@ def _gated_stats(rows: QueryRows, gates: Tensor) -> Tensor:
     """
     batch, tokens, heads = rows.sliding_lse.shape
     stats = empty_stats(batch, 4 * heads, tokens, gates.device)
-    fused_softmax_stats_kernel[(triton.cdiv(tokens, STATS_TOKENS), batch)](
+    fused_softmax_stats_kernel[(cdiv(tokens, STATS_TOKENS), batch)](
         rows.sliding_lse,
         rows.delta_sliding,
         rows.selected_lse,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, of_part, part_place
 
 BLOCK_ROWS = 16  # (token, head) rows of a CTA
@@ -53,7 +54,7 @@ def gated_sum_gradients(
     stats = torch.empty((4, batch, tokens, heads), dtype=torch.float32, device=grad.device)
     signed = torch.empty_like(grad)
     num_rows = batch * tokens * heads
-    fused_bwd_gates_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+    fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
         grad,
         compressed,
         selected,
@@ -68,7 +69,7 @@ def gated_sum_gradients(
         tokens,
         heads,
         DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=next_power_of_2(dim),
         BLOCK_M=BLOCK_ROWS,
     )
     return SumGradients(grad_gates, signed, *stats.unbind())
@@ -81,7 +82,7 @@ def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
     """
     batch, tokens, heads, dim = signed.shape
     num_rows = batch * tokens * heads
-    switch_gate_sign_kernel[(triton.cdiv(num_rows, SIGN_ROWS),)](
+    switch_gate_sign_kernel[(cdiv(num_rows, SIGN_ROWS),)](
         signed,
         gates,
         *gates.stride(),
@@ -89,7 +90,7 @@ def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
         tokens,
         heads,
         DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=next_power_of_2(dim),
         BLOCK_M=BLOCK_ROWS,
         SIGN_ROWS=SIGN_ROWS,
     )
@@ -105,7 +106,7 @@ def fold_gated_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
         torch.empty((batch, part.width * heads, part.rows), dtype=lse.dtype, device=lse.device)
         for part in fold.parts
     ]
-    fold_gated_lse_kernel[(triton.cdiv(tokens, LSE_TOKENS), batch * heads)](
+    fold_gated_lse_kernel[(cdiv(tokens, LSE_TOKENS), batch * heads)](
         lse,
         gates,
         *outs,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, of_part, part_place
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding.fwd import attend_window
@@ -34,7 +35,7 @@ def unfold_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int)
     """Log-sum-exps by the parts of the fold as float32 (B, H, S), -inf for the first l - 1."""
     batch = lse[0].shape[0]
     out = torch.empty((batch, heads, num_tokens), dtype=torch.float32, device=lse[0].device)
-    unfold_lse_kernel[(triton.cdiv(num_tokens, LSE_TOKENS), batch * heads)](
+    unfold_lse_kernel[(cdiv(num_tokens, LSE_TOKENS), batch * heads)](
         *lse,
         out,
         heads,

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+
 BLOCK_ROWS = 16  # (token, head) rows of a CTA
 
 
@@ -87,14 +89,14 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], shape: torch.Size) -> None
     dim = tensors[0].shape[3]
     strides = [stride for x in tensors for stride in x.stride()]
     rows = batch * heads * tokens
-    kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+    kernel[(cdiv(rows, BLOCK_ROWS),)](
         *tensors,
         *strides,
         rows,
         heads,
         tokens,
         DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=next_power_of_2(dim),
         BLOCK_M=BLOCK_ROWS,
     )
 

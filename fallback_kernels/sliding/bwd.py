@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.fallback_kernels.sliding.config import (
     SlidingPlan,
     Tiles,
@@ -309,7 +309,7 @@ class _Backward:
         """`factor` times stats (B, Hq, S) in float32, contiguous along the tokens."""
         plan = self.plan
         out = empty_stats(plan.batch, plan.query_heads, plan.tokens, stats.device)
-        grid = (triton.cdiv(plan.tokens, STATS_TOKENS), plan.batch)
+        grid = (cdiv(plan.tokens, STATS_TOKENS), plan.batch)
         sliding_softmax_stats_kernel[grid](
             stats,
             out,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -16,7 +15,7 @@ from nsa_flex.fallback_kernels.common.arch import (
     shared_memory_bytes,
     supports_tma,
 )
-from nsa_flex.fallback_kernels.common.tiles import round_up, tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, round_up, tile_width
 
 SPARE_BYTES = 2048  # of shared memory, for barriers and per-row values
 
@@ -117,13 +116,13 @@ class SlidingPlan:
 
     def query_ctas(self, tiles: Tiles) -> int:
         """One per query tile."""
-        tiles_per_group = triton.cdiv(self.group, self.heads_per_tile(tiles))
-        token_tiles = triton.cdiv(self.tokens, self.tokens_per_tile(tiles))
+        tiles_per_group = cdiv(self.group, self.heads_per_tile(tiles))
+        token_tiles = cdiv(self.tokens, self.tokens_per_tile(tiles))
         return self.batch * self.kv_heads * token_tiles * tiles_per_group
 
     def key_ctas(self, tiles: Tiles) -> int:
         """One per key tile."""
-        return self.batch * self.kv_heads * triton.cdiv(self.tokens, tiles.block_n)
+        return self.batch * self.kv_heads * cdiv(self.tokens, tiles.block_n)
 
     def edge_block_n(self, tiles: Tiles) -> int:
         """Keys of the masked tiles at the left end of a window."""
