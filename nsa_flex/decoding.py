@@ -295,13 +295,13 @@ def _sliding(
     return masked_attention(query, key, value, visible[:, None], scale)
 
 
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    """(B, H, C, D) at int (B, L) places: (B, H, L, D)."""
+def _take(x: Tensor, slots: Tensor) -> Tensor:
+    """(B, H, C, D) at int (B, L) slots: (B, H, L, D)."""
     row = torch.arange(x.shape[0], device=x.device)[:, None]
-    return x.transpose(1, 2)[row, places].transpose(1, 2)
+    return x.transpose(1, 2)[row, slots].transpose(1, 2)
 
 
-def _put(x: Tensor, places: Tensor, new: Tensor) -> None:
+def _put(x: Tensor, slots: Tensor, new: Tensor) -> None:
     """The inverse of `_take`, in place."""
     row = torch.arange(x.shape[0], device=x.device)[:, None]
-    x.transpose(1, 2)[row, places] = new.transpose(1, 2).to(x.dtype)
+    x.transpose(1, 2)[row, slots] = new.transpose(1, 2).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Choice of blocks: Eq. 9 and 10, forced blocks and the best of the rest, in float32."""
+"""Top-k block selection in float32: Eq. 9 and 10, initial and local blocks, the best others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.installed import HAS_TRITON
 
-# Float32 scores alive at once while choosing: 2^26 (256 MB) whatever S is.
+# Float32 scores alive at once: 2^26 (256 MB) whatever S is.
 MAX_SCORES = 1 << 26
 
 
@@ -25,7 +25,7 @@ def choose_blocks(
     document_start: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """The blocks each query and KV head attends: forced ones, then the highest scores.
+    """The blocks each query and KV head attends: initial and local ones, then the highest scores.
 
     `p_slc[j] = sum_m sum_n p_cmp[(l'/d) j + m - n]` summed over the G heads of the group (Eq. 9
     and 10 of arXiv 2502.11089), where p_cmp is the softmax of the compressed branch. Equal scores
@@ -44,7 +44,7 @@ def choose_blocks(
 
     Returns:
         int32 (B, Hkv, Sq, n), ascending, -1 behind the last block where there are fewer than n.
-        A NaN score counts as 0: the forced blocks are always there.
+        A NaN score counts as 0: the initial and local blocks are always there.
     """
     config.specialize()
     if query.device.type == "cuda" and HAS_TRITON:
@@ -137,7 +137,7 @@ def _float32_products(query: Tensor, key: Tensor) -> Tensor:
     """(B, Hkv, G, C, D) @ (B, Hkv, N, D)^T in float32: (B, Hkv, G, C, N)."""
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
         return query.float() @ key.float()[:, :, None].mT
-    # Half precision inputs, float32 sums and output: exact products at the matrix units' rate.
+    # Half precision inputs, float32 sums and output: exact products at the tensor cores' rate.
     rows, columns = query.flatten(2, 3).flatten(0, 1), key.flatten(0, 1)
     return torch.bmm(rows, columns.mT, out_dtype=torch.float32).view(*query.shape[:-1], -1)
 
@@ -164,7 +164,7 @@ def block_scores(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
 def best_blocks(
     scores: Tensor, positions: Tensor, document_start: Tensor | None, config: NSAConfig
 ) -> Tensor:
-    """The chosen set from float32 scores (B, Hkv, C, num_blocks): int32 (B, Hkv, C, n), ascending.
+    """The top-k set from float32 scores (B, Hkv, C, num_blocks): int32 (B, Hkv, C, n), ascending.
 
     Ranks one int64 a block, score bits above reversed index, so that ties have one answer.
     """
@@ -175,11 +175,11 @@ def best_blocks(
     if document_start is not None:
         first = (document_start // config.select_block_size)[:, None, :, None]
     candidate = (j >= first) & (j <= own)
-    forced = candidate & (
+    initial_local = candidate & (
         (j < first + config.num_initial_blocks) | (j > own - config.num_local_blocks)
     )
 
-    finite = scores.nan_to_num(nan=0.0).masked_fill(forced, float("inf"))
+    finite = scores.nan_to_num(nan=0.0).masked_fill(initial_local, float("inf"))
     rank = finite.contiguous().view(torch.int32).long() << 32
     rank = torch.where(candidate, rank + (num_blocks - 1 - j), -1)
     best = rank.topk(min(n, num_blocks), dim=-1, sorted=False).values
