@@ -189,18 +189,18 @@ def nsa_attention(
         run("selected", key, value, blocks),
         run("sliding", inputs.sliding_key, inputs.sliding_value),
     )
-    out = merge([out for out, _ in results], gates)
+    out = gated_sum([out for out, _ in results], gates)
     if not return_aux:
         return out
     return out, NSAAux(blocks, BranchLSE(*(lse for _, lse in results)))
 
 
-def merge(outputs: list[Tensor], gates: Tensor) -> Tensor:
+def gated_sum(outputs: list[Tensor], gates: Tensor) -> Tensor:
     """Gated sum of the branches in float32 or better: one pass over memory."""
     if gates.device.type == "cuda" and HAS_TRITON and outputs[0].dtype != torch.float64:
-        from nsa_flex.fallback_kernels.fused import gated_sum as fused
+        from nsa_flex.fallback_kernels.fused import gated_sum as kernel
 
-        return fused.gated_sum(outputs[0], outputs[1], outputs[2], gates)
+        return kernel.gated_sum(outputs[0], outputs[1], outputs[2], gates)
     precision = torch.promote_types(outputs[0].dtype, torch.float32)
     gate = gates.to(precision)
     first, *rest = (out.to(precision) * gate[..., c, None] for c, out in enumerate(outputs))

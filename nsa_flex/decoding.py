@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex.attention import BranchLSE, NSAAux, merge
+from nsa_flex.attention import BranchLSE, NSAAux, gated_sum
 from nsa_flex.backends.dense import masked_attention
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
@@ -195,7 +195,7 @@ def decode_attention(
         config,
         scale,
     )
-    out = merge([compressed[0], selected[0], sliding[0]], gates)
+    out = gated_sum([compressed[0], selected[0], sliding[0]], gates)
     if not return_aux:
         return out
     return out, NSAAux(blocks, BranchLSE(compressed[1], selected[1], sliding[1]))

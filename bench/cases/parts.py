@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from nsa_flex.attention import merge
+from nsa_flex.attention import gated_sum
 from nsa_flex.bench.cases.case import Case
 from nsa_flex.bench.cases.targets import (
     Function,
@@ -135,7 +135,7 @@ class Merge(Target):
 
     def function(self, case: Case, task: Task, compiler: str) -> Function:
         def auto(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) -> Tensor:
-            return merge([compressed, selected, sliding], gates)
+            return gated_sum([compressed, selected, sliding], gates)
 
         if case.implementation == "auto-eager":
             return auto
