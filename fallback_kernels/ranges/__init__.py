@@ -1,0 +1,1 @@
+"""Attention of each query to one contiguous range of keys: packed documents, offsets, windows."""

@@ -1,0 +1,126 @@
+"""Tile sizes of range attention: shapes, dtype and device in, integers out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
+from nsa_flex.fallback_kernels.common.tiles import tile_width
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """BLOCK_M queries of one head by BLOCK_N keys, and how a CTA works on them."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def constants(self) -> dict[str, Any]:
+        """Keyword arguments of a launch."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+# Best first; the first that fits into shared memory is taken.
+FWD = (Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1))
+BWD_DQ = (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
+BWD_DKDV = (Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles(32, 32, 4, 1))
+
+MIN_CTAS = 1024  # of the dK/dV kernel: fewer, and each query head gets CTAs of its own
+
+
+@dataclass(frozen=True)
+class RangesPlan:
+    """What the launches need besides tensors. Tile sizes of a kernel are properties of shapes.
+
+    head_splits: CTAs a tile of keys in the dK/dV kernel, each with so many of the group's heads.
+    """
+
+    fwd: Tiles
+    bwd_dq: Tiles
+    bwd_dkdv: Tiles
+    head_splits: int
+    head_dim: int
+    value_dim: int
+    precision: str
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor) -> RangesPlan:
+        """The plan of one call, kept by all it depends on."""
+        batch, query_heads, _, head_dim = query.shape
+        _, kv_heads, num_keys, value_dim = value.shape
+        return _plan(
+            *(batch, query_heads, kv_heads, num_keys, head_dim, value_dim),
+            *(query.dtype, query.device),
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """What every kernel takes."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": tile_width(self.head_dim),
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_DV": tile_width(self.value_dim),
+            "PRECISION": self.precision,
+        }
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    batch: int,
+    query_heads: int,
+    kv_heads: int,
+    num_keys: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RangesPlan:
+    bytes_given = shared_memory_bytes(device)
+    widths = (tile_width(head_dim), tile_width(value_dim))
+
+    def fitting(candidates: tuple[Tiles, ...], held: str) -> Tiles:
+        for tiles in candidates:
+            if _shared_bytes(tiles, widths, dtype.itemsize, held) <= bytes_given:
+                return tiles
+        return candidates[-1]
+
+    bwd_dkdv = fitting(BWD_DKDV, "keys")
+    group = query_heads // kv_heads
+    ctas = triton.cdiv(num_keys, bwd_dkdv.block_n) * kv_heads * batch
+    return RangesPlan(
+        fwd=fitting(FWD, "queries"),
+        bwd_dq=fitting(BWD_DQ, "both"),
+        bwd_dkdv=bwd_dkdv,
+        head_splits=group if ctas < MIN_CTAS else 1,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        precision="ieee" if dtype.itemsize == 4 else "tf32",
+    )
+
+
+def _shared_bytes(tiles: Tiles, widths: tuple[int, int], itemsize: int, held: str) -> int:
+    """What a CTA keeps in shared memory: tiles held through the loop, streamed ones, weights."""
+    head, both = widths[0], sum(widths)
+    queries, keys = tiles.block_m, tiles.block_n
+    weights = queries * keys
+    if held == "queries":
+        numbers = queries * head + tiles.stages * keys * both
+    elif held == "both":
+        numbers = queries * both + tiles.stages * keys * both + weights
+    else:
+        numbers = keys * both + tiles.stages * queries * both + 2 * weights
+    return numbers * itemsize

@@ -1,0 +1,131 @@
+"""Range attention forward: a CTA a tile of queries of one head, FlashAttention's loop over keys.
+
+The query heads of a group are neighbours in the grid, so that they find keys and values in the L2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_flex.fallback_kernels.common.softmax import (
+    LN2,
+    base2_scale,
+    finite,
+    online_softmax_update,
+)
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.ranges.config import RangesPlan
+from nsa_flex.fallback_kernels.ranges.tiles import (
+    key_bounds,
+    load_ranges,
+    load_tile,
+    store_tile,
+)
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride, v_stride,
+    begin, end, first_key, end_key, num_keys, scale_log2,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys [begin, end), multiples of BLOCK_N, into the softmax sums of a tile of queries."""
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        key = column.to(tl.int64)
+        k = load_tile(k_ptr, key, k_stride, num_keys, MASKED, HEAD_DIM, BLOCK_D)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        v = load_tile(v_ptr, key, v_stride, num_keys, MASKED, VALUE_DIM, BLOCK_DV)
+        acc, row_max, row_sum = online_softmax_update(
+            acc, row_max, row_sum, logits, v, scale_log2, None, True, PRECISION
+        )
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def ranges_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, out_ptr, lse_ptr,
+    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
+    v_stride_b, v_stride_h, v_stride_s, range_stride_b,
+    num_queries, num_keys, query_heads, group, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out (B, Sq, Hq, Dv) and natural lse (B, Sq, Hq) of one tile of queries and one head."""
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
+    b = tl.program_id(2).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    query = row.to(tl.int64)
+    first_key, end_key = load_ranges(
+        first_key_ptr + b * range_stride_b, end_key_ptr + b * range_stride_b, row, num_queries
+    )
+    begin, full_begin, full_end, end = key_bounds(first_key, end_key, row < num_queries, BLOCK_N)
+
+    kv_head = (head // group).to(tl.int64)
+    q_ptr += b * q_stride_b + head.to(tl.int64) * q_stride_h
+    k_ptr += b * k_stride_b + kv_head * k_stride_h
+    v_ptr += b * v_stride_b + kv_head * v_stride_h
+    q = load_tile(q_ptr, query, q_stride_s, num_queries, True, HEAD_DIM, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
+        begin, full_begin, first_key, end_key, num_keys, scale_log2,
+        True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
+        full_begin, full_end, first_key, end_key, num_keys, scale_log2,
+        False, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
+        full_end, end, first_key, end_key, num_keys, scale_log2,
+        True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
+    )  # fmt: skip
+
+    empty = row_sum == 0.0
+    out = acc / tl.where(empty, 1.0, row_sum)[:, None]  # [BLOCK_M, BLOCK_DV]
+    lse = (finite(row_max) + tl.log2(tl.where(empty, 1.0, row_sum))) * LN2
+    lse = tl.where(empty, float("-inf"), lse)  # [BLOCK_M]
+    row_stride = query_heads.to(tl.int64) * VALUE_DIM
+    out_ptr += b * num_queries * row_stride + head * VALUE_DIM
+    store_tile(out_ptr, query, row_stride, num_queries, out, VALUE_DIM, BLOCK_DV)
+    lse_ptr += (b * num_queries + query) * query_heads + head
+    tl.store(lse_ptr, lse, mask=row < num_queries)
+
+
+def ranges_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first_key: Tensor,
+    end_key: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `ranged_attention`; `first_key` and `end_key` have a batch stride, 0 if shared."""
+    plan = RangesPlan.of(query, key, value)
+    q, k, v = (rows_contiguous(x) for x in (query, key, value))
+    batch, heads, num_queries, _ = q.shape
+    num_keys = k.shape[2]
+    out = torch.empty((batch, num_queries, heads, v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, num_queries, heads), dtype=torch.float32, device=q.device)
+    grid = (heads, triton.cdiv(num_queries, plan.fwd.block_m), batch)
+    ranges_fwd_kernel[grid](
+        q, k, v, first_key, end_key, out, lse,
+        *strides(q), *strides(k), *strides(v), first_key.stride(0),
+        num_queries, num_keys, heads, heads // k.shape[1], base2_scale(scale),
+        **plan.constants(), **plan.fwd.constants(),
+    )  # fmt: skip
+    return out.transpose(1, 2), lse.transpose(1, 2)
