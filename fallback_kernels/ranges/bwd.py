@@ -3,6 +3,8 @@
 Ranges do not go back from one query to the next, so that the queries that see a tile of keys are
 neighbours too: from the first whose range ends behind the tile's first key to the last whose range
 begins before its end. Binary searches on the device find them. Nothing is added by atomics.
+
+Every tile is masked: a second, unmasked copy of the loop makes ptxas spill and serialise MMAs.
 """
 
 from __future__ import annotations
@@ -21,31 +23,6 @@ from nsa_flex.fallback_kernels.ranges.tiles import (
     load_tile,
     store_tile,
 )
-
-
-@triton.jit
-def _add_dq(
-    grad_q, q, grad_out, lse_log2, delta, k_ptr, v_ptr, k_stride, v_stride,
-    begin, end, first_key, end_key, num_keys, scale_log2,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What keys [begin, end) add to dQ / scale of a tile of queries."""
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        key = column.to(tl.int64)
-        k = load_tile(k_ptr, key, k_stride, num_keys, MASKED, HEAD_DIM, BLOCK_D)
-        v = load_tile(v_ptr, key, v_stride, num_keys, MASKED, VALUE_DIM, BLOCK_DV)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
-        if MASKED:
-            seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
-            p = tl.where(seen, p, 0.0)
-        grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        grad_logits = (p * (grad_p - delta[:, None])).to(k.dtype)
-        grad_q = tl.dot(grad_logits, k, grad_q, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
-    return grad_q
 
 
 @triton.jit
@@ -68,7 +45,7 @@ def ranges_bwd_dq_kernel(
     first_key, end_key = load_ranges(
         first_key_ptr + b * range_stride_b, end_key_ptr + b * range_stride_b, row, num_queries
     )
-    begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
+    begin, _, _, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
 
     kv_head = (head // group).to(tl.int64)
     wide_head = head.to(tl.int64)
@@ -84,57 +61,21 @@ def ranges_bwd_dq_kernel(
     lse_log2 = load_lse_log2(lse_ptr, stats, row_mask)  # [BLOCK_M]
     delta = tl.load(delta_ptr + stats, mask=row_mask, other=0.0)  # [BLOCK_M]
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    grad_q = _add_dq(
-        grad_q, q, grad_out, lse_log2, delta, k_ptr, v_ptr, k_stride_s, v_stride_s,
-        begin, full_begin, first_key, end_key, num_keys, scale_log2,
-        True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
-    )  # fmt: skip
-    grad_q = _add_dq(
-        grad_q, q, grad_out, lse_log2, delta, k_ptr, v_ptr, k_stride_s, v_stride_s,
-        full_begin, full_end, first_key, end_key, num_keys, scale_log2,
-        False, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
-    )  # fmt: skip
-    grad_q = _add_dq(
-        grad_q, q, grad_out, lse_log2, delta, k_ptr, v_ptr, k_stride_s, v_stride_s,
-        full_end, end, first_key, end_key, num_keys, scale_log2,
-        True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
-    )  # fmt: skip
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        key = column.to(tl.int64)
+        k = load_tile(k_ptr, key, k_stride_s, num_keys, True, HEAD_DIM, BLOCK_D)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
+        seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
+        p = tl.where(seen, p, 0.0)
+        v = load_tile(v_ptr, key, v_stride_s, num_keys, True, VALUE_DIM, BLOCK_DV)
+        grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        grad_logits = (p * (grad_p - delta[:, None])).to(k.dtype)
+        grad_q = tl.dot(grad_logits, k, grad_q, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
     row_stride = query_heads.to(tl.int64) * HEAD_DIM
     grad_q_ptr += b * num_queries * row_stride + head * HEAD_DIM
     store_tile(grad_q_ptr, query, row_stride, num_queries, grad_q * scale, HEAD_DIM, BLOCK_D)
-
-
-@triton.jit
-def _add_dkdv(
-    grad_k, grad_v, k, v, column, q_ptr, grad_out_ptr, lse_ptr, delta_ptr,
-    first_key_ptr, end_key_ptr, q_stride, do_stride, query_heads,
-    begin, end, num_queries, scale_log2,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What queries [begin, end) of one head add to dK / scale and dV of a tile of keys."""
-    for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
-        row = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        query = row.to(tl.int64)
-        row_mask = row < num_queries
-        q = load_tile(q_ptr, query, q_stride, num_queries, MASKED, HEAD_DIM, BLOCK_D)
-        grad_out = load_tile(
-            grad_out_ptr, query, do_stride, num_queries, MASKED, VALUE_DIM, BLOCK_DV
-        )  # [BLOCK_M, BLOCK_DV]
-        lse_log2 = load_lse_log2(lse_ptr, query * query_heads, row_mask)  # [BLOCK_M]
-        delta = tl.load(delta_ptr + query * query_heads, mask=row_mask, other=0.0)
-        logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        p = tl.exp2(logits * scale_log2 - lse_log2[None, :])
-        if MASKED:
-            first_key, end_key = load_ranges(first_key_ptr, end_key_ptr, row, num_queries)
-            seen = (column[:, None] >= first_key[None, :]) & (column[:, None] < end_key[None, :])
-            p = tl.where(seen, p, 0.0)
-        grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-        grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)
-        grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
-    return grad_k, grad_v
 
 
 @triton.jit
@@ -151,8 +92,8 @@ def ranges_bwd_dkdv_kernel(
 ):  # fmt: skip
     """dK (splits, B, Sk, Hkv, D) and dV of one tile of keys, from `heads_per_cta` query heads.
 
-    seeing: int32 (B or 1, 4, tiles): of the queries, the first that sees any key of the tile, the
-    first and one past the last that see all of them, and one past the last that sees any.
+    seeing: int32 (B or 1, 2, tiles): the first query that sees any key of the tile, and one past
+    the last. One loop, always masked: a comparison costs less than a second copy of the loop.
     """
     tile = tl.program_id(0)  # early keys are seen by more queries: they start first
     splits = query_heads // kv_heads // heads_per_cta
@@ -161,16 +102,9 @@ def ranges_bwd_dkdv_kernel(
     b = tl.program_id(2).to(tl.int64)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     key = column.to(tl.int64)
-    tiles = tl.num_programs(0)
     seeing_ptr += b * seeing_stride_b + tile
     begin = tl.load(seeing_ptr) // BLOCK_M * BLOCK_M
-    full_begin = tl.load(seeing_ptr + tiles)
-    full_end = tl.load(seeing_ptr + 2 * tiles)
-    end = tl.load(seeing_ptr + 3 * tiles)
-    end = tl.maximum((end + BLOCK_M - 1) // BLOCK_M * BLOCK_M, begin)
-    full_begin = (full_begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
-    full_end = tl.minimum(tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin), end)
+    end = tl.load(seeing_ptr + tl.num_programs(0))
 
     wide_kv_head = kv_head.to(tl.int64)
     k_ptr += b * k_stride_b + wide_kv_head * k_stride_h
@@ -185,25 +119,26 @@ def ranges_bwd_dkdv_kernel(
         head = ((kv_head * splits + split) * heads_per_cta + turn).to(tl.int64)
         head_q_ptr = q_ptr + b * q_stride_b + head * q_stride_h
         head_do_ptr = grad_out_ptr + b * do_stride_b + head * do_stride_h
-        stats = b * num_queries * query_heads + head
-        grad_k, grad_v = _add_dkdv(
-            grad_k, grad_v, k, v, column, head_q_ptr, head_do_ptr, lse_ptr + stats,
-            delta_ptr + stats, first_key_ptr, end_key_ptr, q_stride_s, do_stride_s, query_heads,
-            begin, full_begin, num_queries, scale_log2,
-            True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, 1, PRECISION,
-        )  # fmt: skip
-        grad_k, grad_v = _add_dkdv(
-            grad_k, grad_v, k, v, column, head_q_ptr, head_do_ptr, lse_ptr + stats,
-            delta_ptr + stats, first_key_ptr, end_key_ptr, q_stride_s, do_stride_s, query_heads,
-            full_begin, full_end, num_queries, scale_log2,
-            False, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
-        )  # fmt: skip
-        grad_k, grad_v = _add_dkdv(
-            grad_k, grad_v, k, v, column, head_q_ptr, head_do_ptr, lse_ptr + stats,
-            delta_ptr + stats, first_key_ptr, end_key_ptr, q_stride_s, do_stride_s, query_heads,
-            full_end, end, num_queries, scale_log2,
-            True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, 1, PRECISION,
-        )  # fmt: skip
+        head_stats = b * num_queries * query_heads + head
+        for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
+            row = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+            query = row.to(tl.int64)
+            stats = head_stats + query * query_heads
+            first_key, end_key = load_ranges(first_key_ptr, end_key_ptr, row, num_queries)
+            lse_log2 = load_lse_log2(lse_ptr, stats, row < num_queries)  # [BLOCK_M]
+            delta = tl.load(delta_ptr + stats, mask=row < num_queries, other=0.0)
+            q = load_tile(head_q_ptr, query, q_stride_s, num_queries, True, HEAD_DIM, BLOCK_D)
+            logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+            p = tl.exp2(logits * scale_log2 - lse_log2[None, :])
+            seen = (column[:, None] >= first_key[None, :]) & (column[:, None] < end_key[None, :])
+            p = tl.where(seen, p, 0.0)
+            grad_out = load_tile(
+                head_do_ptr, query, do_stride_s, num_queries, True, VALUE_DIM, BLOCK_DV
+            )  # [BLOCK_M, BLOCK_DV]
+            grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
+            grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
+            grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)  # [BLOCK_N, BLOCK_M]
+            grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
     batch = tl.num_programs(2)
     first_row = (split * batch + b) * num_keys
     row_stride = kv_heads.to(tl.int64) * HEAD_DIM
@@ -215,19 +150,12 @@ def ranges_bwd_dkdv_kernel(
 
 
 def seeing_queries(first_key: Tensor, end_key: Tensor, num_keys: int, block_n: int) -> Tensor:
-    """int32 (B or 1, 4, tiles) of `ranges_bwd_dkdv_kernel`; neither range may go back."""
+    """int32 (B or 1, 2, tiles) of `ranges_bwd_dkdv_kernel`; neither range may go back."""
     tile = torch.arange(0, num_keys, block_n, device=first_key.device, dtype=torch.int32)
-    last = (tile + (block_n - 1)).clamp(max=num_keys - 1)
-    tile, last = (x.expand(first_key.shape[0], -1).contiguous() for x in (tile, last))
-    return torch.stack(
-        (
-            torch.searchsorted(end_key, tile, right=True, out_int32=True),  # end > first key
-            torch.searchsorted(end_key, last, right=True, out_int32=True),  # end > last key
-            torch.searchsorted(first_key, tile, right=True, out_int32=True),  # first <= first key
-            torch.searchsorted(first_key, last, right=True, out_int32=True),  # first <= last key
-        ),
-        1,
-    )
+    tile = tile.expand(first_key.shape[0], -1).contiguous()
+    begin = torch.searchsorted(end_key, tile, right=True, out_int32=True)  # end > first key
+    end = torch.searchsorted(first_key, tile + block_n, out_int32=True)  # first <= last key
+    return torch.stack((begin, end), 1)
 
 
 def ranges_gradients(
