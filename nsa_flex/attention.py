@@ -18,7 +18,7 @@ from nsa_flex.dispatch import (
     choose_backends,
     is_fused,
 )
-from nsa_flex.inputs import Inputs, check_inputs, is_whole
+from nsa_flex.inputs import Inputs, check_inputs, is_whole, known_offset
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 
@@ -169,7 +169,14 @@ def nsa_attention(
     def run(branch: BranchName, k: Tensor, v: Tensor, blocks: Tensor | None = None):
         # On CUDA the compressed branch lends its log-sum-exp to the choice of blocks.
         need_lse = return_aux or (branch == "compressed" and query.device.type == "cuda")
-        task = Branch(query, k, v, config, scale, offset, document_start, blocks, need_lse)
+        task = Branch(
+            *(query, k, v, config, scale),
+            offset=offset,
+            known_offset=known_offset(query, key, query_offset),
+            document_start=document_start,
+            blocks=blocks,
+            need_lse=need_lse,
+        )
         return IMPLEMENTATIONS[choices[branch].backend, branch](task)
 
     compressed = run("compressed", compressed_key, compressed_value)
@@ -214,10 +221,9 @@ def _positions(
     rows = torch.arange(query.shape[2], device=query.device)[None]
     if is_whole(query, key, query_offset):
         return None, rows
-    if query_offset is None:
-        query_offset = key.shape[2] - query.shape[2]
     if isinstance(query_offset, Tensor):
         offset = query_offset.long()
     else:
-        offset = torch.full((query.shape[0],), query_offset, device=query.device)
+        first = known_offset(query, key, query_offset)
+        offset = torch.full((query.shape[0],), first, device=query.device)
     return offset, rows + offset[:, None]

@@ -20,6 +20,13 @@ def is_whole(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> b
     return query_offset is None or query_offset == 0
 
 
+def known_offset(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> int:
+    """Key index of query 0 where the host knows it; 0 where a tensor holds it."""
+    if isinstance(query_offset, Tensor):
+        return 0
+    return key.shape[2] - query.shape[2] if query_offset is None else query_offset
+
+
 class Inputs(NamedTuple):
     """The tensors of one call, by name."""
 
@@ -53,6 +60,7 @@ class Inputs(NamedTuple):
             needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
             select_block_size=config.select_block_size,
             num_selected_blocks=config.num_selected_blocks,
+            offset_tensor=isinstance(query_offset, Tensor),
         )
 
 

@@ -1,10 +1,25 @@
-"""The selected and the sliding branch on hand-tuned Triton kernels."""
+"""All three branches on hand-tuned Triton kernels."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nsa_flex.backends.branch import Branch
+
+
+def compressed(branch: Branch) -> tuple[Tensor, Tensor]:
+    """Branch 1: a query sees the blocks from its document's first to the last that is complete.
+
+    Row t sees blocks start/d ... (t - l + 1)//d, a range of keys that never goes back.
+    """
+    config, positions = branch.config, _positions(branch)
+    num_blocks = branch.key.shape[2]
+    start = _document_start(branch, positions)
+    first = (start // config.compress_stride).clamp(max=num_blocks)
+    complete = (positions - config.compress_block_size + 1) // config.compress_stride + 1
+    end = torch.maximum(complete.clamp(max=num_blocks), first)
+    return _ranged(branch, first, end)
 
 
 def selected(branch: Branch) -> tuple[Tensor, Tensor]:
@@ -22,11 +37,17 @@ def selected(branch: Branch) -> tuple[Tensor, Tensor]:
         num_initial_blocks=config.num_initial_blocks,
         num_local_blocks=config.num_local_blocks,
         scale=branch.scale,
+        query_offset=branch.known_offset,
     )
 
 
 def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
-    """Branch 3, tiles of tokens times the heads of a group."""
+    """Branch 3: tiles of tokens times the heads of a group; ranges with documents or an offset."""
+    if branch.offset is not None or branch.document_start is not None:
+        positions = _positions(branch)
+        window = (positions - branch.config.window_size + 1).clamp(min=0)
+        first = torch.maximum(window, _document_start(branch, positions))
+        return _ranged(branch, first, positions + 1)
     from nsa_flex.fallback_kernels.sliding.interface import sliding_attention
 
     return sliding_attention(
@@ -36,3 +57,26 @@ def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
         window_size=branch.config.window_size,
         scale=branch.scale,
     )
+
+
+def _positions(branch: Branch) -> Tensor:
+    """int32 (B or 1, Sq): key index of each query."""
+    tokens = torch.arange(branch.query.shape[2], device=branch.query.device, dtype=torch.int32)
+    if branch.offset is None:
+        return tokens[None]
+    return tokens + branch.offset.to(torch.int32)[:, None]
+
+
+def _document_start(branch: Branch, positions: Tensor) -> Tensor:
+    """int32, as `positions`: the first key of each query's document."""
+    if branch.document_start is None:
+        return torch.zeros_like(positions)
+    return branch.document_start.to(torch.int32)
+
+
+def _ranged(branch: Branch, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
+
+    query, key, value = branch.query, branch.key, branch.value
+    first, end = torch.broadcast_tensors(first, end)
+    return ranged_attention(query, key, value, first, end, scale=branch.scale)

@@ -20,6 +20,7 @@ IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, T
     ("sdpa", "compressed"): sdpa.compressed,
     ("fa2", "compressed"): fa2.compressed,
     ("fa2", "sliding"): fa2.sliding,
+    ("triton", "compressed"): triton.compressed,
     ("triton", "selected"): triton.selected,
     ("triton", "sliding"): triton.sliding,
 }

@@ -19,7 +19,7 @@ from nsa_flex.tuning import lookup, tuned_entries
 
 # What `auto` tries on CUDA, best first; `dense` is what always works.
 CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
-    "compressed": ("sdpa", "flex", "dense"),
+    "compressed": ("sdpa", "triton", "flex", "dense"),
     "selected": ("triton", "flex", "dense"),
     "sliding": ("triton", "flex", "dense"),
 }

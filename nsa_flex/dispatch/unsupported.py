@@ -75,18 +75,18 @@ def _triton(branch: BranchName, facts: Facts) -> str | None:
         return f"it needs a CUDA device, got {facts.device_type}"
     if not HAS_TRITON:
         return "triton is not installed"
-    if not facts.whole:
-        return "it needs the queries to be all the tokens (query_offset 0, Sq = Sk)"
     if facts.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it needs float16, bfloat16 or float32, got {facts.dtype}"
     if max(facts.head_dim, facts.value_head_dim) > 256:
         return f"it needs head dims up to 256, got {_dims(facts)}"
-    return _selected(facts) if branch == "selected" else _sliding(facts)
+    return _selected(facts) if branch == "selected" else None
 
 
 def _selected(facts: Facts) -> str | None:
     """What the selection kernels were not written for."""
     group = facts.group_size
+    if facts.offset_tensor:
+        return "it needs one query_offset that the host knows, not a tensor"
     if group > 64:
         return f"it needs at most 64 query heads a KV head, got {group}"
     if facts.select_block_size not in (16, 32, 64, 128):
@@ -99,11 +99,6 @@ def _selected(facts: Facts) -> str | None:
     if needed > given:
         return f"its tiles need {needed} bytes of shared memory, the device has {given}"
     return None
-
-
-def _sliding(facts: Facts) -> str | None:
-    """What the sliding kernels were not written for."""
-    return "it cannot bound the keys a query (document_start)" if facts.documents else None
 
 
 def selected_shared_bytes(facts: Facts) -> int:
