@@ -340,7 +340,7 @@ def bad(**changes: Any) -> dict[str, Any]:
             "backend 'fa2' has no selected branch; dense, flex, triton have",
         ),
         (bad(backend="fa2"), "cannot compute the compressed branch: it needs a CUDA device"),
-        (bad(backend="triton"), "cannot compute the selected branch: it needs a CUDA device"),
+        (bad(backend="triton"), "cannot compute the compressed branch: it needs a CUDA device"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:40],
 )

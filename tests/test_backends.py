@@ -98,6 +98,7 @@ def check(
         "config": cfg,
         "scale": dim**-0.5,
         "offset": torch.full((batch,), past, device=device) if past else None,
+        "known_offset": past,
         "document_start": torch.from_numpy(starts).int().to(device) if documents else None,
         "blocks": blocks.to(device) if branch == "selected" else None,
         "need_lse": need_lse,
@@ -240,6 +241,22 @@ def test_flex_on_cuda_with_a_past_and_with_documents(branch: BranchName) -> None
     for length in (1, 200):  # one tile of queries is a case of its own
         check(branch, "flex", "cuda", (64, 64, 4, torch.bfloat16, PAPER, length), past=300)
     check(branch, "flex", "cuda", (64, 64, 4, torch.bfloat16, PAPER, 500), documents=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_triton_on_cuda_with_a_past_and_with_documents(branch: BranchName, shape: tuple) -> None:
+    check(branch, "triton", "cuda", shape, past=300)
+    check(branch, "triton", "cuda", shape, documents=True)
+    past = 2 * shape[4].select_block_size
+    check(branch, "triton", "cuda", shape, past=past, documents=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_triton_compressed_on_cuda(shape: tuple) -> None:
+    check("compressed", "triton", "cuda", shape)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_flex import NSAAttention, NSAConfig, nsa_attention, patch
+from nsa_flex import NSAAttention, NSAConfig, explain, nsa_attention, patch
+from nsa_flex.dispatch import BRANCHES
 from nsa_flex.masks import (
     compressed_mask_mod,
     materialize,
@@ -114,6 +115,60 @@ def test_whole_function(case: tuple[tuple[Any, ...], str, bool]) -> None:
         got, eager = (torch.zeros_like(x) if g is None else g for g in (grad, base_grad))
         want_grad = getattr(want_grads, name)
         assert_close(f"gradient of {name}", got, want_grad, eager, dtype, least=least)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("offset", [0, 384])
+@pytest.mark.parametrize("documents", [False, True])
+def test_documents_and_offsets_run_on_the_kernels(
+    dtype: torch.dtype, offset: int, documents: bool
+) -> None:
+    shape = (64, 64, 4, dtype, PAPER, 800 + offset, 2)
+    query, *others, gates = problem(shape)
+    inputs = [query[:, :, offset:].detach().requires_grad_(), *others]
+    inputs.append(gates[:, :, offset:].detach().requires_grad_())
+    starts = np.searchsorted([64, 64, 704, 768], np.arange(offset, 800 + offset), side="right")
+    starts = np.array([0, 64, 64, 704, 768])[starts][None].repeat(2, 0)  # an empty one, one of 64
+    place: dict[str, Any] = {"document_start": starts} if documents else {}
+    given = {k: torch.from_numpy(v).int().cuda() for k, v in place.items()}
+    told = explain(inputs[0], inputs[1], query_offset=offset, needs_grad=True, **given)
+    if offset or documents:
+        assert {told[branch].backend for branch in BRANCHES} == {"triton"}
+    out, aux = nsa_attention(*inputs, config=PAPER, query_offset=offset, return_aux=True, **given)
+    arrays = [to_float64(x) for x in inputs]
+    scores = oracle.forward(*arrays, PAPER, offset=offset, **place).scores
+    blocks = aux.blocks.cpu().numpy()
+    assert oracle.choice_excess(blocks, scores, PAPER, offset, **place) <= CHOICE_ROUNDING
+    want = oracle.forward(*arrays, PAPER, offset=offset, blocks=blocks, **place)
+    plain = eager_with_masks(inputs, blocks, offset, place.get("document_start"))
+    assert_close("output", out, want.out, plain, dtype)
+    grad_out = torch.randn_like(out)
+    want_grads = oracle.backward(
+        *arrays, PAPER, to_float64(grad_out), offset=offset, blocks=blocks, **place
+    )
+    grads, base = (torch.autograd.grad(x, inputs, grad_out) for x in (out, plain))
+    least = 0.1 * float(grad_out.float().norm())
+    for name, grad, plain_grad in zip(NAMES, grads, base, strict=True):
+        exact = getattr(want_grads, name)
+        assert_close(f"gradient of {name}", grad, exact, plain_grad, dtype, least=least)
+
+
+def eager_with_masks(
+    inputs: list[Tensor], blocks: np.ndarray, offset: int, starts: np.ndarray | None
+) -> Tensor:
+    """`eager_nsa` with the oracle's masks."""
+    q, k, v, ck, cv, gates = inputs
+    size = (q.shape[2], k.shape[2])
+    masks = (
+        oracle.compressed_mask(*size, ck.shape[2], PAPER, offset, starts),
+        oracle.selected_mask(blocks, size[1], PAPER, offset, starts),
+        oracle.sliding_mask(*size, PAPER, offset, starts),
+    )
+    outs = [
+        eager_attention(q, *kv, torch.from_numpy(mask).cuda(), q.shape[-1] ** -0.5)
+        for kv, mask in zip(((ck, cv), (k, v), (k, v)), masks, strict=True)
+    ]
+    return sum(out * gates[..., c, None] for c, out in enumerate(outs))  # type: ignore[return-value]
 
 
 def problem(shape: tuple[Any, ...]) -> list[Tensor]:

@@ -33,15 +33,18 @@ def backends(facts: Facts, backend: object = "auto") -> tuple[str, ...]:
     [
         ({}, ("sdpa", "triton", "triton")),
         ({"needs_grad": False}, ("sdpa", "triton", "triton")),
-        ({"dtype": torch.float32}, ("flex", "triton", "triton")),
+        ({"dtype": torch.float32}, ("triton", "triton", "triton")),
         ({"head_dim": 192}, ("sdpa", "triton", "triton")),
-        ({"head_dim": 192, "value_head_dim": 192}, ("flex", "triton", "triton")),
-        ({"documents": True}, ("flex", "triton", "flex")),
+        ({"head_dim": 192, "value_head_dim": 192}, ("triton", "triton", "triton")),
+        ({"head_dim": 512}, ("flex", "flex", "flex")),
+        ({"documents": True}, ("triton", "triton", "triton")),
         ({"dtype": torch.float64}, ("dense", "dense", "dense")),
         ({"select_block_size": 48}, ("sdpa", "flex", "triton")),
         ({"num_selected_blocks": 80}, ("sdpa", "flex", "triton")),
         ({"num_query_heads": 128, "num_kv_heads": 1}, ("sdpa", "flex", "triton")),
-        ({"whole": False}, ("flex", "flex", "flex")),
+        ({"whole": False}, ("triton", "triton", "triton")),
+        ({"whole": False, "documents": True}, ("triton", "triton", "triton")),
+        ({"whole": False, "offset_tensor": True}, ("triton", "flex", "triton")),
         ({"whole": False, "num_queries": 1}, ("dense", "dense", "dense")),
         ({"head_dim": 8, "value_head_dim": 8}, ("sdpa", "triton", "triton")),
         ({"device_type": "cpu"}, ("dense", "dense", "dense")),
@@ -71,13 +74,18 @@ def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:
         ({"head_dim": 160}, "sdpa", "head dims up to 128, or 192 and 128, got 160 and 128"),
         ({"head_dim": 100}, "sdpa", "head dims in multiples of 8, got 100 and 128"),
         ({"documents": True}, "fa2", "it cannot bound the keys a query"),
-        ({"whole": False}, "triton", "needs the queries to be all the tokens"),
+        ({"whole": False}, "sdpa", "needs the queries to be all the tokens"),
+        (
+            {"whole": False, "offset_tensor": True},
+            "triton",
+            "one query_offset that the host knows",
+        ),
         ({"head_dim": 8}, "flex", "head dims of at least 16, got 8 and 128"),
         ({"device_type": "cpu"}, "flex", "FlexAttention has no backward on CPU"),
         ({"device_type": "cpu"}, "sdpa", "needs a CUDA device, got cpu"),
         ({"dtype": torch.float64}, "triton", "float16, bfloat16 or float32, got torch.float64"),
         ({"dtype": torch.float64}, "flex", "take float32, bfloat16 and float16"),
-        ({"documents": True}, {"sliding": "triton"}, "it cannot bound the keys a query"),
+        ({"documents": True}, {"sliding": "fa2"}, "it cannot bound the keys a query"),
         ({"head_dim": 512}, "triton", "head dims up to 256, got 512 and 128"),
     ],
 )
@@ -92,7 +100,7 @@ def test_an_explicit_choice_never_falls_back(
 def test_wide_heads_go_to_cudnn_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa_flex.dispatch.unsupported.shared_memory", lambda: 166912)  # an A100's
     choice = choose_backends(replace(CUDA, head_dim=192))["compressed"]
-    assert choice.backend == "flex"
+    assert choice.backend == "triton"
     assert "not sdpa: cuDNN's backward takes head dims of 192 and 128 from Hopper" in choice.reason
 
 

@@ -367,7 +367,7 @@ def test_auto_takes_what_was_tuned_and_says_so(imaginary_gpu):
 def test_what_was_tuned_but_cannot_do_it_is_passed_over(imaginary_gpu):
     remember(entry(bands=((0, ("fa2",)),)))
     choice = choose_backends(replace(FACTS, documents=True))["sliding"]
-    assert choice.backend == "flex"
+    assert choice.backend == "triton"
     assert "not fa2: it cannot bound the keys a query" in choice.reason
 
 
