@@ -73,7 +73,7 @@ def ranges_bwd_dq_kernel(
         grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         grad_logits = (p * (grad_p - delta[:, None])).to(k.dtype)
         grad_q = tl.dot(grad_logits, k, grad_q, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
-    row_stride = query_heads.to(tl.int64) * HEAD_DIM
+    row_stride = query_heads * HEAD_DIM
     grad_q_ptr += b * num_queries * row_stride + head * HEAD_DIM
     store_tile(grad_q_ptr, query, row_stride, num_queries, grad_q * scale, HEAD_DIM, BLOCK_D)
 
@@ -141,10 +141,10 @@ def ranges_bwd_dkdv_kernel(
             grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
     batch = tl.num_programs(2)
     first_row = (split * batch + b) * num_keys
-    row_stride = kv_heads.to(tl.int64) * HEAD_DIM
+    row_stride = kv_heads * HEAD_DIM
     grad_k_ptr += first_row * row_stride + kv_head * HEAD_DIM
     store_tile(grad_k_ptr, key, row_stride, num_keys, grad_k * scale, HEAD_DIM, BLOCK_D)
-    row_stride = kv_heads.to(tl.int64) * VALUE_DIM
+    row_stride = kv_heads * VALUE_DIM
     grad_v_ptr += first_row * row_stride + kv_head * VALUE_DIM
     store_tile(grad_v_ptr, key, row_stride, num_keys, grad_v, VALUE_DIM, BLOCK_DV)
 

@@ -99,7 +99,7 @@ def ranges_fwd_kernel(
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]  # [BLOCK_M, BLOCK_DV]
     lse = (finite(row_max) + tl.log2(tl.where(empty, 1.0, row_sum))) * LN2
     lse = tl.where(empty, float("-inf"), lse)  # [BLOCK_M]
-    row_stride = query_heads.to(tl.int64) * VALUE_DIM
+    row_stride = query_heads * VALUE_DIM
     out_ptr += b * num_queries * row_stride + head * VALUE_DIM
     store_tile(out_ptr, query, row_stride, num_queries, out, VALUE_DIM, BLOCK_DV)
     lse_ptr += (b * num_queries + query) * query_heads + head
