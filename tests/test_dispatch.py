@@ -78,7 +78,7 @@ def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:
         (
             {"whole": False, "offset_tensor": True},
             "triton",
-            "one query_offset that the host knows",
+            "one query_offset the host knows",
         ),
         ({"head_dim": 8}, "flex", "head dims of at least 16, got 8 and 128"),
         ({"device_type": "cpu"}, "flex", "FlexAttention has no backward on CPU"),

@@ -34,8 +34,8 @@ class Tiles:
         }
 
 
-# Best first, as measured on an H200 at D 128; the first that fits into shared memory is taken. Small
-# tiles of one warp group win: two CTAs an SM hide one another's softmax.
+# Best first, as measured on an H200 at D 128; the first that fits into shared memory is taken.
+# Small tiles of one warp group win: two CTAs an SM hide one another's softmax.
 FWD = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
 BWD_DQ = (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
 BWD_DKDV = (Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles(32, 32, 4, 1))
