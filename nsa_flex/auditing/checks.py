@@ -63,7 +63,12 @@ class Checks:
 
     def _phase(self, name: str, batches: list[Batch], train: bool) -> None:
         eager = self._syncs(name, batches, train)
-        reads = self._value_reads(name, batches[0], train)
+        seen = {place_of(f.location)[:2] for f in eager}
+        reads = [
+            f
+            for f in self._value_reads(name, batches[0], train)
+            if f.kind != "device-copy" or place_of(f.location)[:2] not in seen
+        ]
         try:
             swept = self._sweep(name, batches, train)
         except Exception:
@@ -123,7 +128,11 @@ class Checks:
             except Exception as error:  # What cannot be copied, such as open files.
                 self.notes.append(f"{name}: not run on the meta device: {_first_line(error)}")
                 return []
-        reads = [f for f in found if any(text in f.detail for text in _VALUE_READS)]
+        reads = [
+            f
+            for f in found
+            if f.kind == "device-copy" or any(text in f.detail for text in _VALUE_READS)
+        ]
         self.notes += [
             f"{name}: the meta device cannot run it: {f.detail} at {f.location}"
             for f in found

@@ -26,6 +26,7 @@ _MENDS = (
     ("masked_select", _PAD),
     ("bincount", "scatter_add_ into a tensor of fixed length"),
     ("dynamic shape", _PAD),
+    ("from the host", "make it once, with the module or the batch: a buffer, or an argument"),
     ("from cpu to cuda", "make the tensor on the device, or copy non_blocking from pinned memory"),
     ("to cpu", "copy after the step, non_blocking into pinned memory"),
     ("synchron", "leave out the synchronisation, or do it outside of the step"),

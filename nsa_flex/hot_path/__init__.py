@@ -3,7 +3,8 @@
 They work on any function or module, NSA or not:
 
 - `find_syncs` runs the code and names each host sync and data-dependent operator with its line;
-- `find_value_reads` runs it on the meta device, where there is no value to read;
+- `find_value_reads` runs it on the meta device, where there is no value to read, and names the
+  copies from host to device that a run on the CPU does not show;
 - `find_graph_breaks` and `count_graphs` ask torch.compile;
 - `check` and `assert_clean` do the first three in one call;
 - `ForwardBackward(fn)` makes any of them include the backward.

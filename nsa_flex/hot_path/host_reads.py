@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nsa_flex.hot_path.patches import replaced
 from nsa_flex.hot_path.recording import Recording
 
 HOST_READS = {
@@ -49,13 +50,13 @@ def watch_host_reads(recording: Recording, *, compiled: bool = False) -> Iterato
         for name, detail in HOST_READS.items():
             original = getattr(torch.Tensor, name)
             stack.enter_context(
-                _replaced(torch.Tensor, name, _watched(original, detail, recording))
+                replaced(torch.Tensor, name, _watched(original, detail, recording))
             )
         for owner, name, wrap in (
             (torch.Tensor, "__setitem__", _watched_setitem),
             (one_hot, "one_hot", _silenced_one_hot),
         ):
-            stack.enter_context(_replaced(owner, name, wrap(getattr(owner, name), recording)))
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name), recording)))
         yield
 
 
@@ -96,16 +97,3 @@ def _silenced_one_hot(original: Callable, recording: Recording) -> Callable:
             return original(*args, **kwargs)
 
     return one_hot
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable) -> Iterator[None]:
-    own = vars(owner).get(name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)  # It was inherited.
-        else:
-            setattr(owner, name, own)

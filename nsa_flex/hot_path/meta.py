@@ -13,32 +13,39 @@ import torch
 
 from nsa_flex.hot_path.backward import ForwardBackward
 from nsa_flex.hot_path.findings import Finding, traceback_location
+from nsa_flex.hot_path.host_copies import watch_host_copies
+from nsa_flex.hot_path.recording import Recording
 
 _PLACED = (torch.Tensor, torch.device)
 _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType)
 
 
 def find_value_reads(fn: Callable, *args: Any, **kwargs: Any) -> list[Finding]:
-    """Run `fn` on meta copies of its tensors; the first thing that needs a value is the finding.
+    """Run `fn` on meta copies of its tensors: the first read of a value, and copies to the device.
 
     Tensors are replaced wherever they are held: arguments, containers, objects such as caches,
     the parameters and buffers of a module (also one that `fn` closes over or names), so nothing
     that the caller owns is changed. A tensor that `fn` makes without `device=` lands on the CPU
-    and fails here as it would on an accelerator. Not found here, but by `find_syncs`: printing a
-    tensor and writing through a mask, which torch lets pass without data. Code that has no meta
-    kernel is a finding too; its text says so.
+    and fails here as it would on an accelerator. Up to the first read of a value, blocking copies
+    from the host are found too (`device-copy`): of Python lists and numbers, which a run on the
+    CPU does not show, and of tensors that were made on the CPU. Not found here, but by
+    `find_syncs`: printing a tensor and writing through a mask, which torch lets pass without data.
+    Code that has no meta kernel is a finding too; its text says so.
 
     >>> find_value_reads(lambda x: x * x.max().item(), torch.ones(3))[0].detail
     'RuntimeError: Tensor.item() cannot be called on meta tensors'
     """
     fn, args, kwargs = _callable_to_meta(fn), to_meta(args), to_meta(kwargs)
+    copies = Recording()
     try:
-        fn(*args, **kwargs)
+        with watch_host_copies(copies):
+            fn(*args, **kwargs)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         detail = f"{type(error).__name__}: {reason}"
-        return [Finding("meta-run", detail, traceback_location(error.__traceback__))]
-    return []
+        read = Finding("meta-run", detail, traceback_location(error.__traceback__))
+        return [*copies.findings, read]
+    return copies.findings
 
 
 def to_meta(value: Any) -> Any:

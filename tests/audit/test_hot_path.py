@@ -7,6 +7,7 @@ import inspect
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -24,6 +25,8 @@ from nsa_flex.hot_path import (
     find_value_reads,
     to_meta,
 )
+from nsa_flex.hot_path.host_copies import watch_host_copies
+from nsa_flex.hot_path.recording import Recording
 from nsa_flex.hot_path.syncs import _copy_offence
 
 HERE = Path(__file__).name
@@ -439,8 +442,9 @@ def test_error_of_the_function_is_raised():
 
 
 def test_forgotten_device_is_found_on_meta():
-    (finding,) = find_value_reads(lambda x: x[:, torch.arange(2)] + torch.zeros(2), example())
-    assert "device" in finding.detail
+    copied, mixed = find_value_reads(lambda x: x[:, torch.arange(2)] + torch.zeros(2), example())
+    assert copied.kind == "device-copy"
+    assert "device" in mixed.detail
 
 
 class Tied(torch.nn.Module):
@@ -597,3 +601,79 @@ def test_report_text():
     )
     assert Report().ok
     assert not Report((finding,)).ok
+
+
+# name: (function, text of the finding); on CUDA each is a blocking copy from pageable memory.
+HOST_COPIES = {
+    "tensor of a list": (lambda x: x * torch.tensor([1.0] * 4, device=x.device), "tensor copies"),
+    "tensor of a number": (lambda x: x * torch.tensor(2.0, device=x.device), "tensor copies"),
+    "as_tensor": (
+        lambda x: x * torch.as_tensor([1.0] * 4, device=x.device),
+        "as_tensor copies Python values",
+    ),
+    "asarray": (
+        lambda x: x * torch.asarray([1.0] * 4, device=x.device),
+        "asarray copies Python values",
+    ),
+    "array of numpy": (
+        lambda x: x + torch.as_tensor(np.ones(4, np.float32), device=x.device),
+        "as_tensor copies",
+    ),
+    "new_tensor": (lambda x: x * x.new_tensor([1.0] * 4), "new_tensor copies"),
+    "to": (lambda x: x + torch.ones(4).to(x.device), "aten._to_copy.default copies"),
+    "copy_": (lambda x: torch.empty_like(x).copy_(torch.ones(4)), "aten.copy_.default copies"),
+    "index by a list": (lambda x: x[:, [0, 1]], "indexing by a list"),
+    "write by a list": (lambda x: x.clone().__setitem__([0, 1], x[:2]), "indexing by a list"),
+    "index by a tensor of the host": (lambda x: x[torch.arange(2)], "aten.index.Tensor copies"),
+}
+NO_COPIES = {
+    "number of the host": lambda x: x * torch.tensor(2.0),
+    "full": lambda x: x * torch.full((4,), 2.0, device=x.device),
+    "arange": lambda x: x[:, torch.arange(2, device=x.device)] + x.new_ones(2),
+    "without waiting": lambda x: x + torch.ones(4).to(x.device, non_blocking=True),
+    "from itself": lambda x: torch.as_tensor(x, device=x.device) + torch.asarray(x),
+    "slices": lambda x: x[:, 1:][0, ..., None] + x[(0, 1)],
+}
+
+
+@pytest.mark.parametrize("name", HOST_COPIES)
+def test_copy_from_the_host_is_seen_without_a_device(name):
+    fn, detail = HOST_COPIES[name]
+    (finding,) = find_value_reads(fn, example())
+    assert finding.kind == "device-copy"
+    assert finding.detail.startswith(detail)
+    assert HERE in finding.location
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HOST_COPIES)
+def test_copy_from_the_host_is_one_on_cuda(name):
+    assert find_syncs(HOST_COPIES[name][0], example().cuda())
+
+
+@pytest.mark.parametrize("name", NO_COPIES)
+def test_no_copy_from_the_host(name):
+    assert find_value_reads(NO_COPIES[name], example()) == []
+
+
+def test_code_is_compiled_under_the_watch_without_a_break():
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x):
+        return (x * torch.tensor([1.0] * 4, device=x.device))[[0, 1]]
+
+    recording = Recording()
+    with watch_host_copies(recording):
+        assert torch.equal(compiled(example()), example()[:2])
+    assert recording.findings == []
+
+
+def test_copies_before_the_first_read_are_all_found():
+    def step(x):
+        x = x * torch.tensor([2.0] * 4, device=x.device)
+        return (x + x.new_tensor([1.0] * 4)) * x.max().item()
+
+    kinds = [finding.kind for finding in find_value_reads(step, example())]
+    assert kinds == ["device-copy", "device-copy", "meta-run"]
+    assert torch.tensor([1.0]).device.type == "cpu"
+    assert torch.tensor.__name__ == "tensor"
+    assert not hasattr(torch.tensor, "__wrapped__")
