@@ -101,7 +101,8 @@ def _is_self(node: ast.expr) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _tree(file: str) -> ast.Module | None:
+def syntax_tree(file: str) -> ast.Module | None:
+    """The parsed file; None where it cannot be read."""
     try:
         return ast.parse(Path(file).read_text())
     except (OSError, SyntaxError, UnicodeDecodeError):
@@ -110,7 +111,7 @@ def _tree(file: str) -> ast.Module | None:
 
 def _node_of(function: types.FunctionType) -> ast.AST | None:
     code = function.__code__
-    tree = _tree(code.co_filename)
+    tree = syntax_tree(code.co_filename)
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])

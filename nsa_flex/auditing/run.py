@@ -17,6 +17,7 @@ from nsa_flex.auditing.baseline import read_baseline
 from nsa_flex.auditing.batches import Batch, InputError, batches_of
 from nsa_flex.auditing.checks import Checks, error_finding
 from nsa_flex.auditing.excerpts import is_allowed, place_of
+from nsa_flex.auditing.experts import marked
 from nsa_flex.auditing.lint import Scope, lint
 from nsa_flex.auditing.parameters import gradients_kept, parameters_of
 from nsa_flex.auditing.report import AuditFinding, AuditReport, Phase
@@ -93,7 +94,7 @@ def audit(
             work.phase("decode", steps, train=False)
         work.add(lint(model_or_fn, lint_scope))
         branches = work.branches(batches[-1], train) if batches else ()
-    found = _merged(work.findings)
+    found = [marked(f) for f in _merged(work.findings)]
     if max_graphs is not None:
         found += _too_many(work.phases, max_graphs)
     report = AuditReport(

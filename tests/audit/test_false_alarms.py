@@ -178,3 +178,33 @@ def test_decode_steps_of_gpt2_are_not_charged_with_their_prefill() -> None:
     model = tiny_decoder("gpt2")
     report = quick(logits(model), decoding_batches(model))
     assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("experts", "mend"), [("grouped_mm", "compile in bfloat16"), ("eager", "'grouped_mm'")]
+)
+def test_loops_over_experts_are_marked_as_fallbacks(experts: str, mend: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.set_experts_implementation(experts)
+    layer = model.model.layers[0].mlp
+    report = quick(layer, torch.randn(1, 12, 32), train=False)
+    in_loops = [f for f in report.findings if "transformers" in f.location]
+    assert in_loops
+    for finding in in_loops:
+        assert "(fallback of transformers: a loop over experts)" in finding.message
+        assert mend in finding.mend
+
+
+def test_only_loops_over_experts_are_marked() -> None:
+    report = quick(lambda x: x * x.max().item(), torch.ones(3))
+    assert not any("experts" in finding.message for finding in report.findings)
