@@ -20,7 +20,16 @@ import nsa_flex
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("bench", "masks", "fallback_kernels")
-OPTIONAL = ["flash_attn", "jaxtyping", "matplotlib", "pandas", "rich", "safetensors", "torchao"]
+OPTIONAL = [
+    "flash_attn",
+    "jaxtyping",
+    "jinja2",
+    "matplotlib",
+    "pandas",
+    "rich",
+    "safetensors",
+    "torchao",
+]
 OPTIONAL += ["transformers", "triton", "typer"]
 
 IMPORT_ALL = """

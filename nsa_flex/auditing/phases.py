@@ -98,6 +98,11 @@ class Phase:
     kernels: tuple[dict[str, Any], ...] = ()
     cudagraphs: int | None = None
 
+    @property
+    def recompiles_by_code(self) -> int:
+        """Number of recompilations that the code causes."""
+        return sum(each.cause == "code" for each in self.recompiles)
+
 
 @dataclass(frozen=True)
 class BranchRun:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from nsa_flex.auditing.html import page
 from nsa_flex.auditing.phases import AuditFinding, BranchRun, Graph, Phase, Recompile
 from nsa_flex.auditing.text import table
 
@@ -43,6 +44,12 @@ class AuditReport:
         return not self.findings
 
     @property
+    def verdict(self) -> str:
+        """`clean`, or the number of findings."""
+        count = len(self.findings)
+        return "clean" if self.ok else f"{count} finding{'s' if count > 1 else ''}"
+
+    @property
     def graphs(self) -> dict[str, int]:
         """Number of graphs of each phase."""
         return {phase.name: len(phase.graphs) for phase in self.phases}
@@ -66,9 +73,11 @@ class AuditReport:
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_html(self) -> str:
-        """One page that needs no other file: graphs, breaks and recompilations drawn."""
-        from nsa_flex.auditing.html import page
+        """One page that needs no other file: graphs, breaks and recompilations drawn.
 
+        Raises:
+            ModuleNotFoundError: jinja2 is missing; the message names the extra that brings it.
+        """
         return page(self)
 
     def __str__(self) -> str:

@@ -15,10 +15,8 @@ _RULE = "─"
 
 def table(report: AuditReport) -> str:
     """The verdict, a row for each phase, the branches, then findings and notes."""
-    count = len(report.findings)
-    verdict = "clean" if report.ok else f"{count} finding{'s' if count > 1 else ''}"
     where = ", ".join(f"{name} {value}" for name, value in report.environment.items())
-    parts = [f"{report.target}: {verdict}\n{where}", _phases(report.phases)]
+    parts = [f"{report.target}: {report.verdict}\n{where}", _phases(report.phases)]
     parts += [_branches(report)] if report.branches else []
     for title, findings in (
         ("Findings", report.findings),
@@ -44,11 +42,17 @@ def _row(phase: Phase) -> list[str]:
     numbers = phase.measured
     cold, warm = (seconds(numbers.get(f"compile_seconds_{k}")) for k in ("cold", "warm"))
     peak = numbers.get("peak_bytes_compiled", numbers.get("peak_bytes_eager"))
-    skips = {None: "not tried", 0: "taken"}.get(phase.cudagraphs, f"{phase.cudagraphs} skipped")
-    by_code = sum(r.cause == "code" for r in phase.recompiles)
-    counts = (len(phase.batches), len(phase.graphs), phase.breaks, len(phase.recompiles), by_code)
+    counts = [len(phase.batches), len(phase.graphs), phase.breaks, len(phase.recompiles)]
+    counts.append(phase.recompiles_by_code)
     step = seconds(numbers.get("step_seconds"))
-    return [phase.name, *map(str, counts), skips, f"{cold} / {warm}", step, size(peak)]
+    return [
+        phase.name,
+        *map(str, counts),
+        skips(phase.cudagraphs),
+        f"{cold} / {warm}",
+        step,
+        size(peak),
+    ]
 
 
 def _branches(report: AuditReport) -> str:
@@ -65,6 +69,17 @@ def _columns(rows: list[list[str]]) -> str:
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join(_RULE * w for w in widths))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def skips(count: int | None) -> str:
+    """How CUDA graphs fared.
+
+    >>> skips(0), skips(2), skips(None)
+    ('taken', '2 skipped', 'not tried')
+    """
+    if count is None:
+        return "not tried"
+    return f"{count} skipped" if count else "taken"
 
 
 def seconds(value: float | None) -> str:

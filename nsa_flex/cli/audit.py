@@ -66,6 +66,8 @@ def audit(
     from nsa_flex.auditing import targets
     from nsa_flex.auditing import write_baseline as save
 
+    if html is not None:
+        _check_page()
     progress = Console(stderr=True, highlight=False)
     place = check_device(device)
     options = {
@@ -132,6 +134,16 @@ def _show(reports: list[AuditReport], as_json: bool, html: Path | None) -> None:
         typer.echo(f"{report}\n")
     if html is not None:
         typer.echo(f"wrote {html}")
+
+
+def _check_page() -> None:
+    """Say what the page lacks before the audit, not after it."""
+    from nsa_flex.auditing.html import environment
+
+    try:
+        environment()
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(str(error), param_hint="--html") from error
 
 
 def _joined(reports: list[AuditReport]) -> AuditReport:
