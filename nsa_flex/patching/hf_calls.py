@@ -22,10 +22,6 @@ from nsa_flex.patching.hf_layers import IMPLEMENTATION, Decoder
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
 _CACHED_DOCUMENTS = "a cache cannot tell documents apart: pass use_cache=False"
-_MIXED_DOCUMENTS = (
-    "the recurrent layers (linear attention, convolutions) carry their state from one document to "
-    "the next: pass one document a row, padded"
-)
 
 
 @dataclass(frozen=True)
@@ -39,15 +35,14 @@ class CallHook:
         layer_indices: patched layers; the cache of the first tells how many tokens came before.
         config: for the block size that documents are aligned to.
         kept_masks: kinds of mask, "full" and "local", that unpatched attention modules read.
-        recurrent: whether some layers carry a state from token to token, over the bounds of packed
-            documents too.
+        mixing: why a row can hold but one document (`mixing_of_documents`), or None.
     """
 
     arguments: tuple[str, ...]
     layer_indices: tuple[int, ...]
     config: NSAConfig
     kept_masks: tuple[str, ...]
-    recurrent: bool
+    mixing: str | None
 
     def __call__(
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -156,8 +151,8 @@ class CallHook:
         if uses_cache:
             _assert_one_document(position_ids, _CACHED_DOCUMENTS)
             return _unpadded_rows(batch, num_keys, cached, length)
-        if self.recurrent:
-            _assert_one_document(position_ids, _MIXED_DOCUMENTS)
+        if self.mixing is not None:
+            _assert_one_document(position_ids, self.mixing)
             return _unpadded_rows(batch, num_keys, cached, length)
         if position_ids.dim() != 2:
             raise ValueError(
@@ -180,8 +175,8 @@ class CallHook:
 
     def _check_packed(self, call: dict[str, Any], batch: int, uses_cache: bool) -> None:
         keys = call.get("cu_seq_lens_k")
-        if self.recurrent:
-            raise ValueError(f"cu_seq_lens_q is not supported here: {_MIXED_DOCUMENTS}")
+        if self.mixing is not None:
+            raise ValueError(f"cu_seq_lens_q is not supported here: {self.mixing}")
         if uses_cache:
             raise ValueError("cu_seq_lens_q with a cache is not supported: pass use_cache=False")
         if batch != 1:

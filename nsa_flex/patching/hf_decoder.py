@@ -34,9 +34,9 @@ from nsa_flex.patching.hf_layers import (
     Attention,
     Decoder,
     is_attention,
-    is_recurrent,
     parameter_names,
 )
+from nsa_flex.patching.hf_packing import mixing_of_documents, refuse_dropped_bounds
 
 Groups = dict[Decoder, list[Attention]]
 
@@ -63,10 +63,12 @@ def install(model: nn.Module, groups: Groups, configs: OwnConfigs) -> None:
     """
     configs.give_to(model)
     for decoder, modules in groups.items():
-        _install(decoder, modules, configs)
+        _install(model, decoder, modules, configs)
 
 
-def _install(decoder: Decoder, modules: list[Attention], configs: OwnConfigs) -> None:
+def _install(
+    model: nn.Module, decoder: Decoder, modules: list[Attention], configs: OwnConfigs
+) -> None:
     config, layer = decoder.config, modules[0].nsa
     former = former_implementation(config)
     kept = kept_modules(decoder, set(modules))
@@ -76,7 +78,7 @@ def _install(decoder: Decoder, modules: list[Attention], configs: OwnConfigs) ->
         layer_indices=tuple(module.layer_idx for module in modules),
         config=layer.config,
         kept_masks=tuple(masks),
-        recurrent=is_recurrent(decoder),
+        mixing=mixing_of_documents(decoder, masks),
     )
     decoder.nsa_installed = Installed(
         config,
@@ -85,6 +87,7 @@ def _install(decoder: Decoder, modules: list[Attention], configs: OwnConfigs) ->
             decoder.register_forward_pre_hook(hook, with_kwargs=True),
             *hand_over(decoder, modules),
             *own_forwards(modules),
+            *refuse_dropped_bounds(model, decoder),
             decoder.register_forward_hook(count_tokens, with_kwargs=True),
         ],
         configs,

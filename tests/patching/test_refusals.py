@@ -111,8 +111,7 @@ def test_no_layer_with_shared_keys_is_patched_alone(layer: int) -> None:
 
 
 def test_a_family_that_views_what_attention_gives() -> None:
-    sizes = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
-    model = family("Afmoe", **sizes, head_dim=8, layer_types=["full_attention"] * 2)
+    model = afmoe("full_attention", "full_attention")
     ids = tokens(2, 20)
     expected = logits(model, ids)
     assert relative_error(logits(nsa_flex.patch(model, NSA, init="dense"), ids), expected) < 1e-5
@@ -325,6 +324,34 @@ def test_exporting_a_step_with_a_cache() -> None:
         pytest.raises(Exception, match=r"exporting \(torch\.export\) a call with past_key_values"),
     ):
         torch.export.export(Step(), (IDS[:1, :1],))
+
+
+# Packed documents around patched layers
+
+
+def afmoe(*kinds: str) -> nn.Module:
+    sizes = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+    return family("Afmoe", **sizes, head_dim=8, layer_types=list(kinds), sliding_window=8)
+
+
+def test_documents_beside_layers_whose_masks_know_none() -> None:
+    model = nsa_flex.patch(afmoe("sliding_attention", "full_attention"), NSA)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q .* masks .* without position"):
+        logits(model, IDS[:1], cu_seq_lens_q=torch.tensor([0, 13, 40]), use_cache=False)
+    restart = (torch.arange(40) % 20)[None]
+    with pytest.raises(RuntimeError, match=r"position_ids restart.* masks .* without"):
+        logits(model, IDS[:1], position_ids=restart, use_cache=False)
+    alone = nsa_flex.patch(afmoe("full_attention", "full_attention"), NSA)
+    logits(alone, IDS[:1], position_ids=restart, use_cache=False)
+
+
+def test_bounds_of_documents_that_a_model_keeps_from_its_decoder() -> None:
+    model = nsa_flex.patch(family("Falcon", alibi=False), NSA)
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 13, 40]), "use_cache": False}
+    with pytest.raises(ValueError, match="FalconForCausalLM does not hand cu_seq_lens_q down"):
+        logits(model, IDS[:1], **bounds)
+    nsa_flex.unpatch(model)
+    assert not model._forward_pre_hooks
 
 
 # What the checks cost compiled code
