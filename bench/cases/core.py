@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from nsa_flex.attention import nsa_attention
-from nsa_flex.bench.cases.case import Case
+from nsa_flex.bench.cases.case import Case, Skip
 from nsa_flex.bench.cases.targets import (
     Function,
     Group,
@@ -25,6 +25,7 @@ from nsa_flex.bench.cases.targets import (
 from nsa_flex.bench.measure import reference
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend, BackendName, BranchName
+from nsa_flex.fallback_kernels.sliding.fa2_varlen import varlen_attention
 from nsa_flex.masks import sliding_block_mask
 
 SDPA = {
@@ -33,6 +34,7 @@ SDPA = {
     "sdpa-math": SDPBackend.MATH,
 }
 NSA: dict[str, Backend] = {"nsa": "auto", "nsa-eager": "auto", "nsa-flex": "flex"}
+PACKED = ("nsa-packed", "fa2-varlen")
 
 # A choice by a smaller lead may fall otherwise in float32: such queries are not compared.
 CLEAR_MARGIN = 1e-4
@@ -43,13 +45,15 @@ class Core(Target):
 
     * nsa: compiled, backends by `auto`. nsa-eager: without torch.compile around it.
     * nsa-flex: compiled, every branch on FlexAttention. nsa:sliding=flex,…: as named.
+    * nsa-packed: compiled; the batch rows are documents of one row, in the same memory.
+      fa2-varlen: dense attention of documents that FA-2 packs.
     * sdpa-*: causal `scaled_dot_product_attention`. flex-dense: causal FlexAttention, compiled.
     """
 
     name = "core"
 
     def implementations(self) -> tuple[str, ...]:
-        return (*NSA, *SDPA, "flex-dense")
+        return (*NSA, *SDPA, "flex-dense", *PACKED)
 
     def prepare(self, case: Case, device: torch.device) -> Task:
         tensors, facts = query_key_value(case, device)
@@ -62,6 +66,10 @@ class Core(Target):
         config, name = case.config, case.implementation
         if name in SDPA:
             return _sdpa(SDPA[name])
+        if name == "fa2-varlen":
+            return _varlen
+        if name == "nsa-packed":
+            return _packed(case, task.arguments["key"].device, compiler)
         if name == "flex-dense":
             return _flex_dense(case, task.arguments["key"].device, compiler)
         backend = NSA[name] if name in NSA else named_backends(name)
@@ -127,6 +135,30 @@ def _sdpa(backend: SDPBackend) -> Function:
             )
 
     return dense
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, _ = varlen_attention(q, k, v, window=(-1, 0), scale=query.shape[-1] ** -0.5)
+    return out.transpose(1, 2)
+
+
+def _packed(case: Case, device: torch.device, compiler: str) -> Function:
+    """The batch rows as documents of one row: a view of (B, S, H, D) memory, nothing is copied."""
+    config, shape = case.config, (case.batch, case.seq_len)
+    if case.seq_len % config.select_block_size:
+        raise Skip(f"documents of {case.seq_len} tokens would have to be aligned")
+    token = torch.arange(case.batch * case.seq_len, device=device, dtype=torch.int32)
+    document_start = (token // case.seq_len * case.seq_len)[None]
+
+    def core(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+        packed = (x.transpose(1, 2).flatten(0, 1)[None] for x in (query, key, value, gates))
+        q, k, v, g = (x.transpose(1, 2) for x in packed)
+        compressed = compress(k, config), compress(v, config)
+        out = nsa_attention(q, k, v, *compressed, g, config=config, document_start=document_start)
+        return out.transpose(1, 2)[0].unflatten(0, shape).transpose(1, 2)
+
+    return compiled(core, compiler)
 
 
 def _flex_dense(case: Case, device: torch.device, compiler: str) -> Function:

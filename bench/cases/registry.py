@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from nsa_flex.bench.cases.branches import DETERMINISTIC, Compressed, Selected, Sliding
 from nsa_flex.bench.cases.case import Case, Pattern
 from nsa_flex.bench.cases.compile_time import CompileCase
-from nsa_flex.bench.cases.core import Core
+from nsa_flex.bench.cases.core import PACKED, Core
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS, ModelCase
 from nsa_flex.bench.cases.parts import Choice, CompressionTarget, Merge
 from nsa_flex.bench.cases.targets import Target
@@ -110,6 +111,16 @@ def eager() -> list[Case]:
     return cases
 
 
+def packed() -> list[Case]:
+    """64k tokens of equal documents: packed, as batch rows, and dense on FA-2 varlen."""
+    names = ("nsa-packed", "nsa", "fa2-varlen")
+    return [
+        replace(case, batch=documents)
+        for documents in (8, 16, 64)
+        for case in grid("core", names, MODEL_HEADS, (64 * KI // documents,))
+    ]
+
+
 def overlap() -> list[Case]:
     """Selection on choices that overlap little, by 88 to 92 %, and as a trained model's do.
 
@@ -136,7 +147,7 @@ def trained() -> list[Case]:
 def sweep() -> list[Case]:
     """The core at 32/8, 1k to 256k tokens; all its implementations at 1k, 4k, 16k and 64k."""
     heads: tuple[Heads, ...] = ((32, 8),)
-    every = TARGETS["core"].implementations()
+    every = tuple(name for name in TARGETS["core"].implementations() if name not in PACKED)
     cases: list[Case] = []
     for length in (KI << shift for shift in range(9)):
         kept = every if length in (KI, 4 * KI, 16 * KI, 64 * KI) else ("nsa", "sdpa-cudnn")
@@ -179,7 +190,7 @@ def compression() -> list[Case]:
 def full() -> list[AnyCase]:
     """Everything that the docs show: the cases of all the others on CUDA, each once."""
     cases: list[AnyCase] = [*headline(), *sweep(), *groups(), *shapes(), *branches()]
-    return [*cases, *eager(), *overlap(), *compression(), *models(), *compiling()]
+    return [*cases, *eager(), *packed(), *overlap(), *compression(), *models(), *compiling()]
 
 
 def models() -> list[AnyCase]:
@@ -239,6 +250,7 @@ PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
     "shapes": shapes,
     "branches": branches,
     "eager": eager,
+    "packed": packed,
     "overlap": overlap,
     "trained": trained,
     "compression": compression,

@@ -127,6 +127,29 @@ def sweep(rows: list[Row]) -> pd.DataFrame:
     return pd.concat(found).fillna(EMPTY)
 
 
+def packed(rows: list[Row]) -> pd.DataFrame:
+    """Documents packed into one row, against the same as batch rows and dense on FA-2 varlen."""
+    table = frame(rows)
+    names = ["heads", "batch", "seq_len", "pass"]
+    table = table[(table.target == "core") & table["pass"].isin(list(PASSES))]
+    index = pd.MultiIndex.from_frame(table[names].drop_duplicates())
+    each = {
+        who: table[table.implementation == who].set_index(names).reindex(index)
+        for who in ("nsa-packed", "nsa", "fa2-varlen")
+    }
+    ours, rows_of_batch, dense = each.values()
+    found = pd.DataFrame({"heads": [place[0] for place in index]}, index=index)
+    found["documents"] = [f"{place[1]} x {tokens(place[2])}" for place in index]
+    found["pass"] = [PASSES[place[3]] for place in index]
+    for title, part in zip(("packed, ms", "batch rows", "dense"), each.values(), strict=True):
+        found[title] = milliseconds(part)
+    found["packed ÷ batch rows"] = _ratio(ours, rows_of_batch)
+    found["dense ÷ packed"] = _ratio(dense, ours)
+    found["a caller waits, packed / dense"] = _pair(waits(ours), waits(dense))
+    found["commit"] = ours.commit
+    return found.fillna(EMPTY)
+
+
 def repeats(rows: list[Row]) -> pd.DataFrame:
     """Core against cuDNN, one case in several runs: one line a shape, pass and run.
 
@@ -225,6 +248,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "headline": headline,
     "sweep": sweep,
     "summary": summary,
+    "packed": packed,
     "repeats": repeats,
     "parts": parts,
     "models": models,
@@ -239,6 +263,7 @@ def tables_of(rows: list[Row]) -> dict[str, pd.DataFrame]:
     wanted = ["headline"] if {"nsa", RIVAL} <= rivals else []
     wanted += ["sweep"] if wanted and rivals > {"nsa", RIVAL} else []
     targets = {row["target"] for row in rows}
+    wanted += ["packed"] if "nsa-packed" in rivals else []
     if targets - {"model", "compile"} and (targets != {"core"} or not wanted):
         wanted.append("parts")
     wanted += [name for name, t in (("models", "model"), ("compile", "compile")) if t in targets]

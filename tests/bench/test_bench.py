@@ -19,6 +19,7 @@ from nsa_flex import NSAConfig
 from nsa_flex.bench.cases import patterns, registry
 from nsa_flex.bench.cases.branches import deterministically
 from nsa_flex.bench.cases.case import Case, Skip
+from nsa_flex.bench.cases.core import PACKED
 from nsa_flex.bench.cases.models import ModelCase, Trainee
 from nsa_flex.bench.cases.parts import compression_by_definition
 from nsa_flex.bench.cases.registry import PRESETS, TARGETS, preset
@@ -444,8 +445,38 @@ def test_full_has_all_groups_dims_lengths_and_presets():
     assert {case.implementation for case in cases} == set(TARGETS["core"].implementations())
 
 
+def test_packed_documents_are_held_to_the_reference_of_batch_rows():
+    case = Case(
+        *("core", "nsa-packed", True, 128),
+        **{"batch": 3, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16},
+        dtype="float32",
+    )
+    both, _ = runner.rows_of(case, CEILINGS, runner.Options(CPU, 1.0, "eager"))
+    assert both["status"] == "ok", both["reason"]
+    odd = dataclasses.replace(case, seq_len=100)
+    assert (
+        "would have to be aligned"
+        in runner.rows_of(odd, CEILINGS, runner.Options(CPU))[0]["reason"]
+    )
+
+
+def test_packed_table():
+    rows = [{**each, "batch": 8, "commit": "c", "wall_ms": 9.0} for each in core_rows()]
+    rows = [
+        {**each, "implementation": name}
+        for name, each in zip(
+            ("nsa-packed", "nsa-packed", "fa2-varlen", "fa2-varlen"), rows, strict=True
+        )
+    ]
+    line, _ = lines(table.packed(rows))
+    assert line == [
+        *("32/8", "8 x 8k", "forward", "2.00 ± 0.00", "-", "1.00 ± 0.00"),
+        *("-", "0.50", "9 / 9", "c"),
+    ]
+
+
 def test_presets_of_rows_cover_what_must_be_shown():
-    every = set(TARGETS["core"].implementations())
+    every = set(TARGETS["core"].implementations()) - set(PACKED)
     swept = preset("sweep")
     assert {c.seq_len for c in swept if c.implementation == "nsa"} == {1024 << i for i in range(9)}
     assert {c.implementation for c in swept if c.seq_len == 65536} == every
