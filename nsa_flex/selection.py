@@ -48,10 +48,10 @@ def choose_blocks(
     """
     config.specialize()
     if query.device.type == "cuda" and HAS_TRITON:
-        from nsa_flex.fallback_kernels.topk import interface as choose
+        from nsa_flex.fallback_kernels.topk import interface as topk
 
-        if choose.unsupported_reason(query, compressed_key, config, num_blocks) is None:
-            return choose.choose_blocks(
+        if topk.unsupported_reason(query, compressed_key, config, num_blocks) is None:
+            return topk.select_topk_blocks(
                 query,
                 compressed_key,
                 lse,

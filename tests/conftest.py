@@ -138,7 +138,7 @@ def forget_plans() -> Iterator[Callable[[], None]]:
 
     def forget() -> None:
         selected_plan._kept.cache_clear()
-        selected_plan._windows.cache_clear()
+        selected_plan._chunks.cache_clear()
 
     forget()
     yield forget

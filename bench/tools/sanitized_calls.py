@@ -25,7 +25,7 @@ from nsa_flex.fallback_kernels.decode import interface as decode_kernels
 from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
 from nsa_flex.fallback_kernels.sliding.interface import sliding_attention
-from nsa_flex.fallback_kernels.topk.interface import choose_blocks
+from nsa_flex.fallback_kernels.topk.interface import select_topk_blocks
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -175,7 +175,7 @@ def choose(shape: Shape, config: NSAConfig, past: int, documents: bool, has_lse:
     positions = torch.arange(length, device=DEVICE)[None] + past
     edge = 11 * config.select_block_size
     starts = (positions // edge * edge).int().expand(batch, -1).contiguous()
-    choose_blocks(
+    select_topk_blocks(
         q,
         k,
         torch.full(q.shape[:3], 3.0, device=DEVICE) if has_lse else None,

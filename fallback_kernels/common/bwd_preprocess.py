@@ -27,7 +27,7 @@ def row_deltas(
     batch, heads, tokens, value_dim = out.shape
     delta = torch.empty((batch, tokens, heads), dtype=torch.float32, device=out.device)
     lse_gradient = delta.transpose(1, 2) if grad_lse is None else grad_lse
-    delta_kernel[(cdiv(tokens * heads, DELTA_ROWS), batch)](
+    bwd_delta_kernel[(cdiv(tokens * heads, DELTA_ROWS), batch)](
         out,
         grad_out,
         lse_gradient,
@@ -54,7 +54,7 @@ def softmax_stats(lse: Tensor, delta: Tensor) -> Tensor:
 
 
 @triton.jit
-def delta_kernel(
+def bwd_delta_kernel(
     out_ptr,
     grad_out_ptr,
     grad_lse_ptr,

@@ -1,7 +1,7 @@
-"""The compressed branch of the core operator: cuDNN's causal attention over the parts of the fold.
+"""The compressed branch of the core operator: cuDNN's causal attention by residue range.
 
-Nothing is copied on the way in: queries are strided views. Going forward, a part's output stays
-in its own memory, where the gated sum finds it (`fold_parts.part_place`). Residues are cuDNN's
+Nothing is copied on the way in: queries are strided views. Going forward, a range's output stays
+in its own memory, where the gated sum finds it (`fold.fold_position`). Residues are cuDNN's
 batch, over which keys expand. A batch of several rows needs that dimension itself: there residues
 join the heads, and keys are repeated once a residue.
 """
@@ -15,13 +15,19 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.compressed.cudnn_op import causal, causal_gradients
-from nsa_flex.fallback_kernels.compressed.fold import Part, part_rows_view
+from nsa_flex.fallback_kernels.compressed.fold import ResidueRange, range_rows_view
 
 
-def attend_part(
-    query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float, reach: int, stride: int
+def attend_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    residues: ResidueRange,
+    scale: float,
+    reach: int,
+    stride: int,
 ) -> tuple[Tensor, Tensor]:
-    """One part of the branch.
+    """The branch for one residue range.
 
     Args:
         query: (B, S, Hq, D), contiguous.
@@ -31,73 +37,74 @@ def attend_part(
         (B, rows, width * Hq, Dv) and float32 (B, width * Hq, rows), contiguous.
     """
     batch, _, heads, _ = query.shape
-    width, dim = part.width * heads, value.shape[3]
-    if part.is_empty:
-        out = query.new_empty((batch, part.rows, width, dim))
-        return out, query.new_empty((batch, width, part.rows), dtype=torch.float32)
-    q = _problems(part_rows_view(query, part, reach, stride), part)
-    k, v = (_keys(x, part) for x in (key, value))
-    if part.rows == 1:
+    width, dim = residues.width * heads, value.shape[3]
+    if residues.is_empty:
+        out = query.new_empty((batch, residues.rows, width, dim))
+        return out, query.new_empty((batch, width, residues.rows), dtype=torch.float32)
+    q = _problems(range_rows_view(query, residues, reach, stride), residues)
+    k, v = (_keys(x, residues) for x in (key, value))
+    if residues.rows == 1:
         out, lse = _one_key(q, k, v, scale)
     else:
         out, lse = causal(q, k, v, scale)
-    return _rows(out, batch), lse.reshape(batch, width, part.rows).contiguous()
+    return _rows(out, batch), lse.reshape(batch, width, residues.rows).contiguous()
 
 
-class PartGradients(NamedTuple):
-    """What `differentiate_part` returns."""
+class RangeGradients(NamedTuple):
+    """What `range_gradients` returns."""
 
     query: Tensor  # (B, rows, width * Hq, D), contiguous
     key: Tensor  # (B, width, Hkv, rows, D), the last dimension contiguous
     value: Tensor  # (B, width, Hkv, rows, Dv), likewise
 
 
-def differentiate_part(
+def range_gradients(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    part: Part,
+    residues: ResidueRange,
     scale: float,
     reach: int,
     stride: int,
-) -> PartGradients:
-    """Gradients of a part's queries, and of its keys and values residue by residue.
+) -> RangeGradients:
+    """Gradients of a range's queries, and of its keys and values residue by residue.
 
     Args:
-        grad, out: (B, S, Hq, Dv), contiguous: all parts.
+        grad, out: (B, S, Hq, Dv), contiguous: all ranges.
         query: (B, S, Hq, D), contiguous.
-        lse: float32 (B, width * Hq, rows), of the part. Less ln|gate| it gives the gradients of
+        lse: float32 (B, width * Hq, rows), of the range. Less ln|gate| it gives the gradients of
             `|gate| * grad`.
     """
     batch, _, heads, dim = query.shape
-    if part.is_empty:
-        of_query = query.new_empty((batch, part.rows, part.width * heads, dim))
-        return PartGradients(
+    if residues.is_empty:
+        of_query = query.new_empty((batch, residues.rows, residues.width * heads, dim))
+        return RangeGradients(
             of_query, *(x.new_empty((batch, 0, *x.shape[1:])) for x in (key, value))
         )
     do, q, o = (
-        _problems(part_rows_view(x, part, reach, stride), part) for x in (grad, query, out)
+        _problems(range_rows_view(x, residues, reach, stride), residues)
+        for x in (grad, query, out)
     )
-    k, v = (_keys(x, part) for x in (key, value))
+    k, v = (_keys(x, residues) for x in (key, value))
     lse = lse.view(q.shape[:3])
-    if part.rows == 1:
+    if residues.rows == 1:
         of_query, *of_keys = _one_key_gradients(do, q, k, lse, scale)
     else:
         of_query, *of_keys = causal_gradients(do, q, k, v, o, lse, scale)
     # Residues are the batch of one row, or among the heads of several.
-    shares = (rows_contiguous(x) for x in of_keys)
-    by_residue = (x.unflatten(1, (part.width, -1)) if batch > 1 else x[None] for x in shares)
-    return PartGradients(_rows(of_query, batch), *by_residue)
+    partials = (rows_contiguous(x) for x in of_keys)
+    by_residue = (x.unflatten(1, (residues.width, -1)) if batch > 1 else x[None] for x in partials)
+    return RangeGradients(_rows(of_query, batch), *by_residue)
 
 
-def _problems(rows: Tensor, part: Part) -> Tensor:
+def _problems(rows: Tensor, residues: ResidueRange) -> Tensor:
     """(B, rows, width * H, D) as cuDNN's (batch, heads, rows, D); a view."""
     if rows.shape[0] > 1:
         return rows.transpose(1, 2)
-    return rows[0].unflatten(1, (part.width, -1)).permute(1, 2, 0, 3)
+    return rows[0].unflatten(1, (residues.width, -1)).permute(1, 2, 0, 3)
 
 
 def _rows(problems: Tensor, batch: int) -> Tensor:
@@ -107,12 +114,12 @@ def _rows(problems: Tensor, batch: int) -> Tensor:
     return problems.permute(2, 0, 1, 3).contiguous().flatten(1, 2)[None]
 
 
-def _keys(key: Tensor, part: Part) -> Tensor:
-    """Keys of a part as `_problems` lays out its queries."""
-    key = key[:, :, : part.rows]
+def _keys(key: Tensor, residues: ResidueRange) -> Tensor:
+    """Keys of a range as `_problems` lays out its queries."""
+    key = key[:, :, : residues.rows]
     if key.shape[0] > 1:
-        return key.repeat(1, part.width, 1, 1)
-    return key.expand(part.width, -1, -1, -1)
+        return key.repeat(1, residues.width, 1, 1)
+    return key.expand(residues.width, -1, -1, -1)
 
 
 # cuDNN has no backward for one row and one key; the softmax of one key is 1.

@@ -1,8 +1,8 @@
-"""The fold of the compressed branch cut by residue, so that every part is a view of the queries.
+"""The fold of the compressed branch, cut into ranges of residues that are views of the queries.
 
 Query t is row `j = (t - l + 1) // d` of residue `r = (t - l + 1) % d`. The first `full` residues
-have N rows, the others N - 1: no row is missing, none has to be padded. Cutting the others in
-three bounds what one call of a dense kernel's backward allocates.
+have N rows, the others N - 1: no row is missing, none has to be padded. Cutting the others into
+three ranges bounds what one call of a dense kernel's backward allocates.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ADD_ROWS = 16  # rows that one program adds
-SHORT = 1 << 14  # tokens up to which memory matters less than launches: two parts do
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+
+ADD_ROWS = 16  # rows that one CTA adds
+SHORT = 1 << 14  # tokens up to which memory matters less than launches: two ranges do
 
 
 @dataclass(frozen=True)
-class Part:
+class ResidueRange:
     """Residues [first, stop), each with `rows` rows."""
 
     first: int
@@ -36,9 +38,9 @@ class Part:
 
 
 class Fold(NamedTuple):
-    """The parts of the compressed branch, and what tells a query's place in them."""
+    """The residue ranges of the compressed branch, and what gives a query's position in them."""
 
-    parts: tuple[Part, ...]  # four, some perhaps empty
+    ranges: tuple[ResidueRange, ...]  # four, some perhaps empty
     reach: int  # l - 1, queries that see no block
     stride: int  # d
 
@@ -52,53 +54,54 @@ def fold_of(num_tokens: int, block: int, stride: int) -> Fold:
     third = rest if num_tokens <= SHORT else (rest + 2) // 3
     bounds = [0, full, min(full + third, stride), min(full + 2 * third, stride), stride]
     rows = [num_blocks] + [num_blocks - 1] * 3
-    parts = zip(bounds[:-1], bounds[1:], rows, strict=True)
-    return Fold(tuple(Part(*part) for part in parts), reach, stride)
+    ranges = zip(bounds[:-1], bounds[1:], rows, strict=True)
+    return Fold(tuple(ResidueRange(*bounds) for bounds in ranges), reach, stride)
 
 
-def part_rows_view(query: Tensor, part: Part, reach: int, stride: int) -> Tensor:
-    """(B, S, H, D), contiguous, to the view (B, rows, width * H, D) of a part."""
+def range_rows_view(query: Tensor, residues: ResidueRange, reach: int, stride: int) -> Tensor:
+    """(B, S, H, D), contiguous, to the view (B, rows, width * H, D) of a residue range."""
     batch, tokens, heads, dim = query.shape
     token = heads * dim
     return query.as_strided(
-        (batch, part.rows, part.width * heads, dim),
+        (batch, residues.rows, residues.width * heads, dim),
         (tokens * token, stride * token, dim, 1),
-        query.storage_offset() + (reach + part.first) * token,
+        query.storage_offset() + (reach + residues.first) * token,
     )
 
 
-def sum_residues(shares: list[Tensor], total: Tensor) -> None:
-    """Sums keys' gradients over all residues of all parts, in one pass and in float32.
+def sum_residues(partials: list[Tensor], total: Tensor) -> None:
+    """Sums keys' gradients over all residues, in one pass and in float32.
 
     Args:
-        shares: one (B, width, H, rows, D) a part; rows at most N, any strides but the last.
+        partials: one (B, width, H, rows, D) a residue range, any strides but the last; rows at
+            most N.
         total: receives the sum, (B, H, N, D), any strides but the last.
     """
     batch, heads, rows, dim = total.shape
-    _sum_kernel[triton.cdiv(rows, ADD_ROWS), batch * heads](
-        *shares,
+    sum_residues_kernel[cdiv(rows, ADD_ROWS), batch * heads](
+        *partials,
         total,
-        *(share.shape[1] for share in shares),
-        *(share.shape[3] for share in shares),
-        *(stride for share in shares for stride in share.stride()[:4]),
+        *(partial.shape[1] for partial in partials),
+        *(partial.shape[3] for partial in partials),
+        *(stride for partial in partials for stride in partial.stride()[:4]),
         *total.stride()[:3],
         heads,
         rows,
         DIM=dim,
-        COLUMNS=triton.next_power_of_2(dim),
-        ROWS=ADD_ROWS,
+        BLOCK_D=next_power_of_2(dim),
+        BLOCK_M=ADD_ROWS,
     )
 
 
 @triton.jit
-def _add_part(total, part, b, h, row, column, DIM: tl.constexpr):
-    share, width, rows, stride_b, stride_w, stride_h, stride_n = part
-    share += b * stride_b + h * stride_h
-    share = share + row[:, None].to(tl.int64) * stride_n + column[None, :]
-    there = (row < rows)[:, None] & (column < DIM)[None, :]
+def _add_range(total, source, b, h, row, column, DIM: tl.constexpr):
+    partial, width, rows, stride_b, stride_w, stride_h, stride_n = source
+    partial += b * stride_b + h * stride_h
+    partial = partial + row[:, None].to(tl.int64) * stride_n + column[None, :]
+    mask = (row < rows)[:, None] & (column < DIM)[None, :]
     for _ in range(width):
-        total += tl.load(share, mask=there, other=0.0).to(tl.float32)
-        share += stride_w
+        total += tl.load(partial, mask=mask, other=0.0).to(tl.float32)
+        partial += stride_w
     return total
 
 
@@ -107,53 +110,55 @@ def _add_part(total, part, b, h, row, column, DIM: tl.constexpr):
         "width0", "width1", "width2", "width3", "rows0", "rows1", "rows2", "rows3", "rows",
     ]
 )  # fmt: skip
-def _sum_kernel(
-    share0, share1, share2, share3, total_ptr,
+def sum_residues_kernel(
+    partial0, partial1, partial2, partial3, total_ptr,
     width0, width1, width2, width3, rows0, rows1, rows2, rows3,
     stride_b0, stride_w0, stride_h0, stride_n0, stride_b1, stride_w1, stride_h1, stride_n1,
     stride_b2, stride_w2, stride_h2, stride_n2, stride_b3, stride_w3, stride_h3, stride_n3,
     total_stride_b, total_stride_h, total_stride_n, heads, rows,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    parts = (
-        (share0, width0, rows0, stride_b0, stride_w0, stride_h0, stride_n0),
-        (share1, width1, rows1, stride_b1, stride_w1, stride_h1, stride_n1),
-        (share2, width2, rows2, stride_b2, stride_w2, stride_h2, stride_n2),
-        (share3, width3, rows3, stride_b3, stride_w3, stride_h3, stride_n3),
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sources = (
+        (partial0, width0, rows0, stride_b0, stride_w0, stride_h0, stride_n0),
+        (partial1, width1, rows1, stride_b1, stride_w1, stride_h1, stride_n1),
+        (partial2, width2, rows2, stride_b2, stride_w2, stride_h2, stride_n2),
+        (partial3, width3, rows3, stride_b3, stride_w3, stride_h3, stride_n3),
     )
     for i in tl.static_range(4):
-        total = _add_part(total, parts[i], b, h, row, column, DIM)
+        total = _add_range(total, sources[i], b, h, row, column, DIM)
     total_ptr += b * total_stride_b + h * total_stride_h
-    place = row[:, None].to(tl.int64) * total_stride_n + column[None, :]
-    there = (row < rows)[:, None] & (column < DIM)[None, :]
-    tl.store(total_ptr + place, total.to(total_ptr.dtype.element_ty), mask=there)
+    offset = row[:, None].to(tl.int64) * total_stride_n + column[None, :]
+    mask = (row < rows)[:, None] & (column < DIM)[None, :]
+    tl.store(total_ptr + offset, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
-def bounds_of(parts: tuple[Part, ...]) -> tuple[int, int, int, int]:
-    """What the kernels need of the parts: N, and the first residue of parts 1, 2 and 3."""
-    return parts[0].rows, parts[1].first, parts[2].first, parts[3].first
-
-
-@triton.jit
-def part_place(s, rows, first1, first2, first3, reach, STRIDE: tl.constexpr):
-    """Where query s is: part, residue within the part, the part's width and rows, and its row."""
-    place = tl.maximum(s - reach, 0)
-    residue = place % STRIDE
-    part = (residue >= first1).to(tl.int32)
-    part += (residue >= first2).to(tl.int32) + (residue >= first3).to(tl.int32)
-    first = of_part(part, 0, first1, first2, first3)
-    stop = of_part(part, first1, first2, first3, STRIDE)
-    part_rows = tl.where(part == 0, rows, rows - 1)
-    return part, residue - first, stop - first, part_rows, place // STRIDE
+def bounds_of(ranges: tuple[ResidueRange, ...]) -> tuple[int, int, int, int]:
+    """What the kernels need of the ranges: N, and the first residue of ranges 1, 2 and 3."""
+    return ranges[0].rows, ranges[1].first, ranges[2].first, ranges[3].first
 
 
 @triton.jit
-def of_part(part, part0, part1, part2, part3):
-    """The value or pointer that belongs to each element's part."""
+def fold_position(s, rows, first1, first2, first3, reach, STRIDE: tl.constexpr):
+    """Of query s: range, residue within the range, the range's width and rows, and its row."""
+    folded = tl.maximum(s - reach, 0)
+    residue = folded % STRIDE
+    range_index = (residue >= first1).to(tl.int32)
+    range_index += (residue >= first2).to(tl.int32) + (residue >= first3).to(tl.int32)
+    first = of_range(range_index, 0, first1, first2, first3)
+    stop = of_range(range_index, first1, first2, first3, STRIDE)
+    range_rows = tl.where(range_index == 0, rows, rows - 1)
+    return range_index, residue - first, stop - first, range_rows, folded // STRIDE
+
+
+@triton.jit
+def of_range(range_index, of0, of1, of2, of3):
+    """The value or pointer that belongs to each element's range."""
     return tl.where(
-        part == 0, part0, tl.where(part == 1, part1, tl.where(part == 2, part2, part3))
+        range_index == 0,
+        of0,
+        tl.where(range_index == 1, of1, tl.where(range_index == 2, of2, of3)),
     )

@@ -111,7 +111,7 @@ def query_gradients(
         plan.kv_heads,
         scale,
         base2_scale(scale),
-        *bounds_of(fold.parts),
+        *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
         BLOCK_SIZE=initial_local.block_size,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
-from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, of_part, part_place
+from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
 
 BLOCK_ROWS = 16  # (token, head) rows of a CTA
 SIGN_ROWS = 256  # of `switch_gate_sign`, which mostly reads gates alone
@@ -104,7 +104,7 @@ def fold_gated_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
     batch, heads, tokens = lse.shape
     outs = [
         torch.empty((batch, part.width * heads, part.rows), dtype=lse.dtype, device=lse.device)
-        for part in fold.parts
+        for part in fold.ranges
     ]
     fold_gated_lse_kernel[(cdiv(tokens, LSE_TOKENS), batch * heads)](
         lse,
@@ -113,7 +113,7 @@ def fold_gated_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
         *gates.stride()[:3],
         heads,
         tokens,
-        *bounds_of(fold.parts),
+        *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
         BLOCK_TOKENS=LSE_TOKENS,
@@ -227,7 +227,7 @@ def fold_gated_lse_kernel(
     head = tl.program_id(1) % heads
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     mask = (token < num_tokens) & (token >= reach)  # [BLOCK_TOKENS], as all below
-    part, residue, width, part_rows, row = part_place(
+    part, residue, width, part_rows, row = fold_position(
         token, rows, first1, first2, first3, reach, STRIDE
     )
     offset = ((b * width + residue) * heads + head) * part_rows + row
@@ -236,4 +236,4 @@ def fold_gated_lse_kernel(
     lse_ptr += tl.program_id(1).to(tl.int64) * num_tokens
     lse = tl.load(lse_ptr + token, mask=mask, other=0.0)
     lse -= log_abs(gate)
-    tl.store(of_part(part, out0, out1, out2, out3) + offset, lse, mask=mask)
+    tl.store(of_range(part, out0, out1, out2, out3) + offset, lse, mask=mask)

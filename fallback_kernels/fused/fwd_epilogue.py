@@ -30,9 +30,9 @@ from nsa_flex.fallback_kernels.common.strides import strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, Window
-from nsa_flex.fallback_kernels.selected.fwd_combine import add_partials, join_partials
-from nsa_flex.fallback_kernels.selected.fwd_partial import each_window
+from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
+from nsa_flex.fallback_kernels.selected.fwd_combine import add_partials, combine_lse
+from nsa_flex.fallback_kernels.selected.fwd_partial import for_each_chunk
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
 from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.sliding.config import SPARE_BYTES, descriptor
@@ -79,7 +79,7 @@ def unsupported_reason(
         save: whether the branches' own outputs are wanted.
     """
     block_d, block_dv = tile_width(plan.head_dim), tile_width(plan.value_dim)
-    elements = plan.merge_rows * block_d + STAGES * plan.block_size * (block_d + block_dv)
+    elements = plan.combine_rows * block_d + STAGES * plan.block_size * (block_d + block_dv)
     needed = elements * plan.element_size + SPARE_BYTES
     if not all(_is_same(x, y) for x, y in zip(keys, sliding, strict=True)):
         return "the sliding branch has keys and values of its own"
@@ -87,7 +87,7 @@ def unsupported_reason(
         return f"select_block_size is {plan.block_size}; the fused epilogue takes {BLOCK_SIZES}"
     if plan.num_local * plan.block_size > window:
         return f"{plan.num_local} local blocks do not fit a window of {window} keys"
-    if plan.merge_tokens * plan.group != plan.tile_rows:
+    if plan.combine_tokens * plan.group != plan.tile_rows:
         return f"groups of {plan.group} query heads do not fill tiles of {plan.tile_rows} rows"
     if needed > plan.shared_memory:
         return f"{needed} bytes of shared memory are needed; the device has {plan.shared_memory}"
@@ -148,28 +148,28 @@ def fwd_epilogue(
         descs = sm90.descriptors(selection, out, branches if save else ())
         launch = partial(sm90.launch, descs, selected)
 
-    def run_chunk(chunk: Window, partials: Tensor, partial_lse: Tensor) -> None:
+    def run_chunk(chunk: QueryChunk, partials: Tensor, partial_lse: Tensor) -> None:
         tensors = (
-            partial_lse, selection.lists.summary, selection.unions.sizes, *compressed_parts, gates,
+            partial_lse, selection.csr.bitmask, selection.unions.sizes, *compressed_parts, gates,
             out, selected_lse, sliding_lse,
         )  # fmt: skip
         scalars = (
             *gates.stride(),
             chunk.first_head,
             chunk.start,
-            plan.window_tokens,
-            plan.span // plan.merge_tokens,
+            plan.chunk_tokens,
+            plan.span // plan.combine_tokens,
             plan.num_queries,
             min(window, plan.num_queries),
             plan.kv_heads,
             base2_scale(selection.scale),
-            *bounds_of(fold.parts),
+            *bounds_of(fold.ranges),
             fold.reach,
         )
-        grid = (plan.window_tokens // plan.merge_tokens, chunk.num_heads)
+        grid = (plan.chunk_tokens // plan.combine_tokens, chunk.num_heads)
         launch(grid, selection, partials, tensors, scalars, fold.stride)
 
-    each_window(selection, run_chunk)
+    for_each_chunk(selection, run_chunk)
     return Epilogue(out, selected_lse, sliding_lse, *branches)
 
 
@@ -204,13 +204,13 @@ def _launch(
         VALUE_DIM=plan.value_dim,
         BLOCK_DV=tile_width(plan.value_dim),
         PRECISION="ieee" if plan.element_size == 4 else "tf32",
-        INT64_OFFSETS=plan.wide,
+        INT64_OFFSETS=plan.int64_offsets,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
-        BLOCK_TOKENS=plan.merge_tokens,
-        BLOCK_M=plan.merge_rows,
+        BLOCK_TOKENS=plan.combine_tokens,
+        BLOCK_M=plan.combine_rows,
         STAGES=STAGES,
-        PARTIAL_STAGES=plan.merge_stages(plan.value_dim),
+        PARTIAL_STAGES=plan.combine_stages(plan.value_dim),
         num_warps=plan.num_warps,
     )
 
@@ -341,7 +341,7 @@ def fused_fwd_epilogue_kernel(
         num_topk = bitmask >> 24
         partial_row = head_in_chunk * chunk_tokens + token - chunk_start
         partial_row = partial_row * NUM_SLOTS * GROUP + head_in_group  # [BLOCK_M]
-        lse_log2, alpha = join_partials(
+        lse_log2, alpha = combine_lse(
             row_max, row_sum, partial_lse_ptr, partial_row, num_topk, GROUP, PADDED_SLOTS
         )
         tl.store(selected_lse_ptr + row, lse_log2 * LN2, mask=row_mask)

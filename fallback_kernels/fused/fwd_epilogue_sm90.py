@@ -30,16 +30,16 @@ from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_union_sm90 import (
     add_sums,
     add_values,
-    scores_of,
+    kv_descriptor,
+    qk_product,
+    scale_rows,
     sums_by_lane,
-    tiles_of,
-    times,
 )
 from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.sliding import tiles as sliding_tiles
 
-part_place = gluon.jit(fold_parts.part_place.fn)
-of_part = gluon.jit(fold_parts.of_part.fn)
+fold_position = gluon.jit(fold_parts.fold_position.fn)
+of_range = gluon.jit(fold_parts.of_range.fn)
 row_offsets = gluon.jit(sliding_tiles.row_offsets.fn)
 
 BLOCK_M = gl.constexpr(64)  # (token, head in group) rows of a query tile
@@ -112,7 +112,7 @@ def add_partials(
     if SOME:
         row_mask = gl.convert_layout(slot < rows[2], gl.SliceLayout(1, acc.type.layout))
         partial = gl.where(gl.expand_dims(row_mask, 1), partial, 0.0)
-    return acc + times(partial, weight), partial_lse
+    return acc + scale_rows(partial, weight), partial_lse
 
 
 @gluon.jit
@@ -149,7 +149,7 @@ def attend_window(
         next_block = block_of_step(step + 1, own_block, window_blocks)
         has_next = step + 1 < steps
         mbarrier.wait(barriers[0], phase)
-        logits = scores_of(q, keys.permute((1, 0)), zero)  # [BLOCK_M, BLOCK_N]
+        logits = qk_product(q, keys.permute((1, 0)), zero)  # [BLOCK_M, BLOCK_N]
         fetch(descs[0], at, next_block, barriers[0], keys, has_next)
         start = (own_block - step) * BLOCK_N
         if (step == 0) | (start + window < first + TOKENS):
@@ -162,7 +162,7 @@ def attend_window(
         row_sum = add_sums(row_sum, alpha, p)
         row_max = new_max
         mbarrier.wait(barriers[1], phase)
-        acc = add_values(p, values, times(acc, alpha))
+        acc = add_values(p, values, scale_rows(acc, alpha))
         fetch(descs[1], at, next_block, barriers[1], values, has_next)
     return acc, row_max, row_sum
 
@@ -200,18 +200,18 @@ def start_compressed(
         first, num_tokens, GROUP, gl.SliceLayout(1, MEMORY)
     )
     rows, first1, first2, first3, reach = fold
-    part, residue, width, part_rows, row = part_place(
+    part, residue, width, part_rows, row = fold_position(
         token, rows, first1, first2, first3, reach, STRIDE
     )
     row = ((batch * part_rows + row) * width + residue) * query_heads + head + head_in_group
-    pointer = of_part(part, parts[0], parts[1], parts[2], parts[3])
+    pointer = of_range(part, parts[0], parts[1], parts[2], parts[3])
     start_rows(pointer, row, row_mask & (token >= reach), buffer)
 
 
 @gluon.jit
 def add_rows(acc, buffer, factor):
     """`acc` [BLOCK_M, BLOCK_D] plus the rows in a buffer, each times its factor [BLOCK_M]."""
-    return acc + times(to_float32(buffer.load(acc.type.layout)), factor)
+    return acc + scale_rows(to_float32(buffer.load(acc.type.layout)), factor)
 
 
 @gluon.jit(
@@ -300,7 +300,7 @@ def fused_fwd_epilogue_sm90_kernel(
     )  # fmt: skip
     # All rows have selected the local blocks: so far both branches have the same result.
     kept_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)  # [BLOCK_M]
-    kept.store(times(acc, 1.0 / kept_sum).to(dtype))
+    kept.store(scale_rows(acc, 1.0 / kept_sum).to(dtype))
     kept_lse = row_max + gl.log2(kept_sum)
     # Loaded here, used after the window. Of slots that no row has, anything may be loaded.
     gate_ptr += b * gate_stride_b + head * gate_stride_h
@@ -328,7 +328,7 @@ def fused_fwd_epilogue_sm90_kernel(
     gl.store(sliding_lse_ptr + row, (row_max + gl.log2(row_sum)) * LN2, mask=row_mask)
     parts, fold = (part0, part1, part2, part3), (rows, first1, first2, first3, reach)
     of_tile = (b, first, head, num_tokens, query_heads)
-    acc = times(acc, (1.0 if SAVE else gates[2]) / row_sum)
+    acc = scale_rows(acc, (1.0 if SAVE else gates[2]) / row_sum)
     # A ring of the buffers that are free from here on: all of them, or all but the queries'.
     ring, ring_barriers = buffers[FIRST:], barriers[3 + FIRST :]
     LAST: gl.constexpr = max(TOPK - len(ring), 0)  # slot whose buffer no later slot takes
@@ -347,7 +347,7 @@ def fused_fwd_epilogue_sm90_kernel(
         # Normaliser of the selected branch: kept result, initial block, partial outputs.
         mbarrier.wait(barriers[0], window_blocks & 1)
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-        logits = scores_of(q, keys.permute((1, 0)), zero)  # [BLOCK_M, BLOCK_N]
+        logits = qk_product(q, keys.permute((1, 0)), zero)  # [BLOCK_M, BLOCK_N]
         if SAVE:
             write_tile(sliding_desc, at, first, q, acc)
             acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OUT)
@@ -410,7 +410,7 @@ def fused_fwd_epilogue_sm90_kernel(
         acc = add_rows(acc, spare, gates[1])
     elif SAVE:
         write_tile(selected_desc, at, first, spare, acc)
-        acc = times(acc, gates[1])
+        acc = scale_rows(acc, gates[1])
     if SAVE:
         write_tile(compressed_desc, at, first, compressed, None)
         acc = add_rows(acc, q, gates[2])
@@ -434,8 +434,8 @@ def unsupported_reason(
         )
     if plan.block_size != BLOCK_N.value:
         return f"the Gluon epilogue takes blocks of {BLOCK_N.value}, got {plan.block_size}"
-    if plan.merge_rows != BLOCK_M.value:
-        return f"the Gluon epilogue takes tiles of {BLOCK_M.value} rows, got {plan.merge_rows}"
+    if plan.combine_rows != BLOCK_M.value:
+        return f"the Gluon epilogue takes tiles of {BLOCK_M.value} rows, got {plan.combine_rows}"
     if plan.num_initial > 1:
         return f"the Gluon epilogue takes one initial block, got {plan.num_initial}"
     if not all(has_tma_strides(x) for x in (query, key, value)):
@@ -452,7 +452,7 @@ def descriptors(
     """
     plan = selection.plan
     of_queries = [query_desc(plan, x) for x in (selection.query.transpose(1, 2), out, *branches)]
-    of_keys = [tiles_of(plan, x) for x in (selection.key, selection.value)]
+    of_keys = [kv_descriptor(plan, x) for x in (selection.key, selection.value)]
     return (*of_keys, *of_queries, *([] if branches else [None] * 3))
 
 
@@ -494,13 +494,13 @@ def launch(
 def query_desc(plan: SelectedPlan, x: Tensor) -> TensorDescriptor:
     """Descriptor of (B, S, Hq, D) by query tiles with their group of heads."""
     rows = x.unflatten(2, (plan.kv_heads, plan.group))
-    return _descriptor(rows, [1, plan.merge_tokens, 1, plan.group, plan.value_dim])
+    return _descriptor(rows, [1, plan.combine_tokens, 1, plan.group, plan.value_dim])
 
 
 def partial_desc(plan: SelectedPlan, partials: Tensor) -> TensorDescriptor:
     """Descriptor of partial outputs by query tiles of one slot."""
     rows = partials.view(-1, plan.num_slots, plan.group, plan.value_dim)
-    return _descriptor(rows, [plan.merge_tokens, 1, plan.group, plan.value_dim])
+    return _descriptor(rows, [plan.combine_tokens, 1, plan.group, plan.value_dim])
 
 
 def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
-from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, of_part, part_place
+from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding.fwd import attend_window
 from nsa_flex.fallback_kernels.sliding.tiles import (
@@ -40,7 +40,7 @@ def unfold_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int)
         out,
         heads,
         num_tokens,
-        *bounds_of(fold.parts),
+        *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
         BLOCK_TOKENS=LSE_TOKENS,
@@ -108,7 +108,7 @@ def sliding_epilogue(
         plan.clamped_window(window_size),
         plan.kv_heads,
         base2_scale(scale),
-        *bounds_of(fold.parts),
+        *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
         SAVE=save,
@@ -128,12 +128,12 @@ def unfold_lse_kernel(
     h = tl.program_id(1) % heads
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     mask = token < num_tokens  # [BLOCK_TOKENS], as all below
-    part, residue, width, part_rows, row = part_place(
+    part, residue, width, part_rows, row = fold_position(
         token, rows, first1, first2, first3, reach, STRIDE
     )
     offset = ((b * width + residue) * heads + h) * part_rows + row
     sees_blocks = mask & (token >= reach)
-    lse_ptr = of_part(part, lse0, lse1, lse2, lse3)
+    lse_ptr = of_range(part, lse0, lse1, lse2, lse3)
     lse = tl.load(lse_ptr + offset, mask=sees_blocks, other=float("-inf"))
     tl.store(out_ptr + tl.program_id(1).to(tl.int64) * num_tokens + token, lse, mask=mask)
 
@@ -148,12 +148,12 @@ def load_compressed(
 
     0 for tokens that see no compressed block.
     """
-    part, residue, width, part_rows, row = part_place(
+    part, residue, width, part_rows, row = fold_position(
         token, rows, first1, first2, first3, reach, STRIDE
     )
     offset = ((batch * part_rows + row) * width + residue) * query_heads + head
     column = tl.arange(0, BLOCK_D)
-    part_ptr = of_part(part, part0, part1, part2, part3)
+    part_ptr = of_range(part, part0, part1, part2, part3)
     pointer = (part_ptr + offset * DIM)[:, None] + column[None, :]
     # Selecting a pointer hides from the compiler that rows start at multiples of 16 bytes.
     pointer = tl.multiple_of(pointer, (1, 16))

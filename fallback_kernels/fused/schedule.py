@@ -17,9 +17,9 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.compressed.cudnn import (
-    PartGradients,
-    attend_part,
-    differentiate_part,
+    RangeGradients,
+    attend_range,
+    range_gradients,
 )
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
@@ -35,7 +35,7 @@ from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
-from nsa_flex.fallback_kernels.topk.interface import run_choice
+from nsa_flex.fallback_kernels.topk.interface import run_topk
 
 
 def run_forward(
@@ -53,11 +53,11 @@ def run_forward(
     q = rows.transpose(1, 2)
     compressed = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
     parts, lses = zip(
-        *(attend_part(rows, *compressed, x, scale, fold.reach, fold.stride) for x in fold.parts),
+        *(attend_range(rows, *compressed, x, scale, fold.reach, fold.stride) for x in fold.ranges),
         strict=True,
     )
     compressed_lse = unfold_lse(lses, fold, heads, tokens)
-    blocks = run_choice(
+    blocks = run_topk(
         q,
         compressed_key,
         compressed_lse,
@@ -166,7 +166,7 @@ def run_backward(
         deterministic=deterministic,
         index=index,
         grad_query=grad_rows.transpose(1, 2),
-        forced=taken_over.num_local == 0,
+        initial_local=taken_over.num_local == 0,
     )
     if own:
         grad_key, grad_value = (
@@ -198,14 +198,12 @@ def _compressed_gradients(
     gates: Tensor,
     fold: Fold,
     scale: float,
-) -> list[PartGradients]:
+) -> list[RangeGradients]:
     keys = (rows_contiguous(key), rows_contiguous(value))
     lses = fold_gated_lse(lse, gates[..., 0], fold)
     return [
-        differentiate_part(
-            signed, rows, *keys, out, part_lse, part, scale, fold.reach, fold.stride
-        )
-        for part, part_lse in zip(fold.parts, lses, strict=True)
+        range_gradients(signed, rows, *keys, out, part_lse, part, scale, fold.reach, fold.stride)
+        for part, part_lse in zip(fold.ranges, lses, strict=True)
     ]
 
 

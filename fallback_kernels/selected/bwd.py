@@ -1,10 +1,10 @@
 """Gradients of selected attention: dK and dV by KV block, dQ by partial results.
 
-The list kernel mirrors the forward's: a block's keys and values are loaded once, the queries that
-chose it stream past, dK and dV stay in registers until the item ends, and the tile's share of dQ
-goes to the partial buffer, which the merge sums. Dense candidates need no list: the queries of
-block j and of the next `LOCAL - 1` blocks are consecutive, and so are all that follow an initial
-block. Their share of dQ is recomputed in the merge.
+The kernel of the top-k blocks mirrors the forward's: a block's keys and values are loaded once,
+the queries that selected it stream past, dK and dV stay in registers until the work tile ends, and
+the partial dQ goes to the partial buffer, which the dQ kernel sums. Initial and local blocks need
+no index: the queries of block j and of the next `LOCAL - 1` blocks are consecutive, and so are all
+that follow an initial block. Their share of dQ is recomputed in the dQ kernel.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import softmax_stats
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, is_bsh, strides
-from nsa_flex.fallback_kernels.common.tiles import round_up
-from nsa_flex.fallback_kernels.selected.block_union import build_unions
+from nsa_flex.fallback_kernels.common.tiles import cdiv, round_up
+from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.bwd_dkdv import (
     ADD,
     ATOMIC,
-    dense_gradient_kernel,
-    list_gradient_kernel,
+    selected_bwd_dkdv_initial_local_kernel,
+    selected_bwd_dkdv_kernel,
 )
-from nsa_flex.fallback_kernels.selected.bwd_dq import query_gradient_kernel
-from nsa_flex.fallback_kernels.selected.config import INITIAL_CHUNK_TOKENS, SelectedPlan, Window
+from nsa_flex.fallback_kernels.selected.bwd_dq import selected_bwd_dq_kernel
+from nsa_flex.fallback_kernels.selected.config import SEGMENT_TOKENS, QueryChunk, SelectedPlan
 from nsa_flex.fallback_kernels.selected.inverted_index import (
     SelectedIndex,
     build_index,
@@ -53,18 +52,18 @@ class _Backward:
     ) -> None:
         assert is_bsh(lse)
         assert is_bsh(delta)
-        # Without float atomics a list is one program, initial blocks are lists as well, and
-        # windows add to the same gradients one after the other.
+        # Without float atomics a CSR row is one CTA's, initial blocks are indexed as well, and
+        # query chunks add to the same gradients one after the other.
         if deterministic:
             plan = replace(plan, num_initial=0, in_series=True)
         self.plan = plan
-        self.chunk = plan.window_tokens if deterministic else plan.chunk_tokens
+        self.work_tile_tokens = plan.chunk_tokens if deterministic else plan.work_tile_tokens
         self.deterministic = deterministic
         self.query, self.key, self.value, self.grad_out = query, key, value, grad_out
         self.lse, self.delta = lse, delta
         self.scale = scale
-        self.numbers = softmax_stats(lse, delta)
-        # Whole blocks, so that no program needs a mask where it adds its block's gradient.
+        self.stats = softmax_stats(lse, delta)
+        # Whole blocks, so that no CTA needs a mask where it adds its block's gradient.
         tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
         self.grad_key, self.grad_value = (
             torch.empty((*tokens, width), dtype=torch.float32, device=query.device)
@@ -74,22 +73,22 @@ class _Backward:
     def inputs(self) -> tuple[Tensor, ...]:
         return self.query, self.key, self.value, self.grad_out
 
-    def launch_dense(self, summary: Tensor, *, local: bool) -> None:
-        """Local and initial blocks; without `local` into totals that are set to zero before."""
+    def launch_initial_local(self, bitmask: Tensor, *, local: bool) -> None:
+        """Local and initial blocks; without `local`, gradients are set to zero before."""
         plan = self.plan
-        chunk = INITIAL_CHUNK_TOKENS if local else plan.chunk_tokens
-        locals_per_turn = chunk // plan.block_size if local else 0
-        turns = triton.cdiv(self.grad_key.shape[1], chunk)
-        for total in (self.grad_key, self.grad_value):
-            (total[:, : plan.num_initial * plan.block_size] if local else total).zero_()
-        programs = turns * (locals_per_turn + plan.num_initial)
-        if programs == 0:
+        segment_tokens = SEGMENT_TOKENS if local else plan.work_tile_tokens
+        local_per_segment = segment_tokens // plan.block_size if local else 0
+        segments = cdiv(self.grad_key.shape[1], segment_tokens)
+        for grad in (self.grad_key, self.grad_value):
+            (grad[:, : plan.num_initial * plan.block_size] if local else grad).zero_()
+        num_ctas = segments * (local_per_segment + plan.num_initial)
+        if num_ctas == 0:
             return
-        grid = (programs, plan.batch * plan.kv_heads)
-        dense_gradient_kernel[grid](
+        grid = (num_ctas, plan.batch * plan.kv_heads)
+        selected_bwd_dkdv_initial_local_kernel[grid](
             *self.inputs(),
-            self.numbers,
-            summary,
+            self.stats,
+            bitmask,
             self.grad_key,
             self.grad_value,
             *strides(self.key),
@@ -104,30 +103,30 @@ class _Backward:
             **plan.constants(),
             INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
-            CHUNK=chunk,
-            LOCALS=locals_per_turn,
-            ROWS=plan.tile_rows,
+            SEGMENT_TOKENS=segment_tokens,
+            LOCAL_PER_SEGMENT=local_per_segment,
+            BLOCK_M=plan.tile_rows,
             STAGES=plan.gradient_stages,
             num_warps=plan.num_warps,
         )
 
-    def launch_lists(self, window: Window, index: SelectedIndex, partial: Tensor) -> None:
+    def launch_topk(self, chunk: QueryChunk, csr: SelectedIndex, partial: Tensor) -> None:
         plan = self.plan
-        list_gradient_kernel[(max(window.max_items, 1),)](
+        selected_bwd_dkdv_kernel[(max(chunk.max_work_tiles, 1),)](
             *self.inputs(),
-            self.numbers,
+            self.stats,
             partial,
             self.grad_key,
             self.grad_value,
-            index.entries,
-            index.items,
+            csr.entries,
+            csr.work_tiles,
             *strides(self.key),
             *strides(self.value),
-            window.number * index.items.shape[1],
-            window.first_head,
-            window.first_list,
-            plan.query_offset - window.start,
-            plan.window_tokens,
+            chunk.number * csr.work_tiles.shape[1],
+            chunk.first_head,
+            chunk.first_csr_row,
+            plan.query_offset - chunk.start,
+            plan.chunk_tokens,
             plan.num_queries,
             plan.num_keys,
             self.grad_key.shape[1],
@@ -136,36 +135,36 @@ class _Backward:
             self.scale,
             base2_scale(self.scale),
             **plan.constants(),
-            ROWS=plan.tile_rows,
-            STAGES=plan.list_gradient_stages,
+            BLOCK_M=plan.tile_rows,
+            STAGES=plan.topk_gradient_stages,
             num_warps=plan.num_warps,
             MODE=ADD if self.deterministic else ATOMIC,
         )
 
-    def launch_merge(
+    def launch_combine(
         self,
-        window: Window,
-        summary: Tensor,
+        chunk: QueryChunk,
+        bitmask: Tensor,
         partial: Tensor,
         grad_query: Tensor,
         *,
-        forced: bool,
+        initial_local: bool,
         added: bool,
     ) -> None:
         plan = self.plan
-        grid = (plan.window_tokens // plan.merge_tokens, window.num_heads)
-        query_gradient_kernel[grid](
+        grid = (plan.chunk_tokens // plan.combine_tokens, chunk.num_heads)
+        selected_bwd_dq_kernel[grid](
             *self.inputs(),
             self.lse,
             self.delta,
             partial,
-            summary,
+            bitmask,
             grad_query,
             *strides(self.key),
             *strides(self.value),
-            window.first_head,
-            window.start,
-            plan.window_tokens,
+            chunk.first_head,
+            chunk.start,
+            plan.chunk_tokens,
             plan.query_offset,
             plan.num_queries,
             plan.num_keys,
@@ -173,51 +172,52 @@ class _Backward:
             self.scale,
             base2_scale(self.scale),
             **plan.constants(),
-            FORCED=forced,
+            INITIAL_LOCAL=initial_local,
             ADDED=added,
             INITIAL=plan.num_initial,
             LOCAL=plan.num_local,
-            TOKENS=plan.merge_tokens,
-            ROWS=plan.merge_rows,
-            STAGES=plan.merge_stages(plan.head_dim),
+            BLOCK_TOKENS=plan.combine_tokens,
+            BLOCK_M=plan.combine_rows,
+            STAGES=plan.combine_stages(plan.head_dim),
             num_warps=plan.num_warps,
             maxnreg=plan.stream_registers,
         )
 
-    def everything(
+    def run(
         self,
         blocks: Tensor,
         index: Tensor | None,
         grad_query: Tensor,
         *,
-        forced: bool,
+        initial_local: bool,
         added: bool,
     ) -> None:
         """All launches.
 
-        forced: with dQ of dense candidates, and dK and dV of local blocks. added: dQ is added to
-        what is in `grad_query`.
+        initial_local: with dQ of initial and local blocks, and dK and dV of local blocks.
+        added: dQ is added to what is in `grad_query`.
         """
         plan = self.plan
         if self.deterministic:
-            parts = build_index(plan, blocks, self.chunk)
+            csr = build_index(plan, blocks, self.work_tile_tokens)
         elif index is None:
-            parts = build_index(plan, blocks, self.chunk, unions=build_unions(plan, blocks))
+            csr = build_index(
+                plan, blocks, self.work_tile_tokens, unions=build_block_unions(plan, blocks)
+            )
         else:
-            parts = index_views(plan, self.chunk, index, blocks)
-        rooms = [
-            self.query.new_empty(plan.partial_rows, plan.head_dim)
-            for _ in range(plan.window_lanes)
+            csr = index_views(plan, self.work_tile_tokens, index, blocks)
+        workspaces = [
+            self.query.new_empty(plan.partial_rows, plan.head_dim) for _ in range(plan.num_streams)
         ]
-        self.launch_dense(parts.summary, local=forced)
+        self.launch_initial_local(csr.bitmask, local=initial_local)
 
-        def launch(window: Window, partial: Tensor) -> None:
-            self.launch_lists(window, parts, partial)
-            self.launch_merge(
-                window, parts.summary, partial, grad_query, forced=forced, added=added
+        def launch(chunk: QueryChunk, partial: Tensor) -> None:
+            self.launch_topk(chunk, csr, partial)
+            self.launch_combine(
+                chunk, csr.bitmask, partial, grad_query, initial_local=initial_local, added=added
             )
 
-        round_robin(self.query.device, plan.windows(self.chunk), rooms, launch)
+        round_robin(self.query.device, plan.chunks(self.work_tile_tokens), workspaces, launch)
 
 
 def backward(
@@ -239,9 +239,9 @@ def backward(
     With p the probabilities: dV = p^T dO, dS = p (dO V^T - delta), dQ = scale dS K,
     dK = scale dS^T Q.
 
-    Items of one block add into dK and dV by float32 atomics, in no fixed order. `deterministic`
-    sorts the lists and gives every list to one program, which adds without atomics: equal inputs
-    then give equal bits, but a block that very many queries chose is worked through alone.
+    Work tiles of one block add into dK and dV by float32 atomics, in no fixed order.
+    `deterministic` sorts the CSR rows and gives each to one CTA, which adds without atomics: equal
+    inputs then give equal bits, but a block that very many queries selected is one CTA's work.
 
     Args:
         plan, query, key, value, blocks, scale: as in the forward.
@@ -251,11 +251,11 @@ def backward(
         deterministic: see above; it builds an index of its own.
         index: what the forward wrote into `storage`; None builds it anew.
     """
-    run = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
+    launches = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
     grad_query = empty_bshd(query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype)
-    run.everything(blocks, index, grad_query, forced=True, added=False)
-    grad_key = run.grad_key[:, : key.shape[2]].to(key.dtype).contiguous()
-    grad_value = run.grad_value[:, : key.shape[2]].to(value.dtype).contiguous()
+    launches.run(blocks, index, grad_query, initial_local=True, added=False)
+    grad_key = launches.grad_key[:, : key.shape[2]].to(key.dtype).contiguous()
+    grad_value = launches.grad_value[:, : key.shape[2]].to(value.dtype).contiguous()
     return grad_query, grad_key.transpose(1, 2), grad_value.transpose(1, 2)
 
 
@@ -273,14 +273,14 @@ def add_gradients(
     deterministic: bool,
     index: Tensor | None,
     grad_query: Tensor,
-    forced: bool,
+    initial_local: bool,
 ) -> tuple[Tensor, Tensor]:
     """`backward` whose dQ is added to `grad_query`, and whose dK and dV stay in float32.
 
-    Without `forced`, dK and dV lack the local blocks, and dQ lacks these and the initial ones.
+    Without `initial_local`, dK and dV lack the local blocks, dQ these and the initial ones.
 
     Returns dK and dV (B, tokens, Hkv, D), contiguous, tokens in whole blocks.
     """
-    run = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
-    run.everything(blocks, index, grad_query, forced=forced, added=True)
-    return run.grad_key, run.grad_value
+    launches = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
+    launches.run(blocks, index, grad_query, initial_local=initial_local, added=True)
+    return launches.grad_key, launches.grad_value

@@ -7,37 +7,36 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import SM90_SHARED_MEMORY, shared_memory_bytes
-from nsa_flex.fallback_kernels.common.tiles import round_up, tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, round_up, tile_width
 
-PARTIAL_BYTES = 1 << 30  # partial results in memory at once, twice as much for many queries
-WINDOW_LANES = 2  # windows in memory at once, each on a stream; one for groups of few heads
+PARTIAL_BYTES = 1 << 30  # partial outputs in memory at once, twice as much for many queries
+NUM_STREAMS = 2  # query chunks in memory at once, a stream each; one for groups of few heads
 MANY_QUERIES = 1 << 16
-# Rows (query, head) of one KV head in a window, where that many fit: the lists of shorter windows
-# leave tiles half empty and programs with little to do. Those of longer ones gather queries from
-# more memory than the cache holds, which the backward, with more to do for each, minds less.
-WINDOW_ROWS = 1 << 17
-FORWARD_WINDOW_ROWS = 1 << 16
-MIN_WINDOW_TOKENS = 512
+# Rows (query, head) of one KV head in a query chunk, where that many fit: CSR rows of shorter
+# chunks leave tiles half empty and CTAs with little to do. Those of longer ones gather queries
+# from more memory than L2 holds, which costs the backward less: it does more with each.
+CHUNK_ROWS = 1 << 17
+FORWARD_CHUNK_ROWS = 1 << 16
+MIN_CHUNK_TOKENS = 512
 MAX_PHASES = 16
-MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's summary
-CHUNK_ROWS = 4096  # query rows one program streams past one KV block
-INITIAL_CHUNK_TOKENS = 256  # queries per program that reduce into one initial block
-ITEM_WORDS = 4  # see `SelectedIndex`
-# A tile walks the union of its free choices where that has at most so many quarters of a block
-# for every free choice of a query: 42 blocks at 13 free choices. 0: none ever does.
+MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's bitmask
+WORK_TILE_ROWS = 4096  # query rows that one CTA streams past one KV block
+SEGMENT_TOKENS = 256  # queries of one CTA that reduce into an initial block
+WORK_TILE_WORDS = 4  # see `SelectedIndex`
+# A tile attends the union of its blocks where that has at most so many quarters of a block for
+# every top-k block of a query: 42 blocks at 13 top-k blocks. 0: none ever does.
 UNION_LIMIT = 13
-FEW_HEADS = 4  # a group, whose tiles have many entries and whose windows are few
+FEW_HEADS = 4  # a group whose tiles have many entries and whose chunks are few
 TILE_ROWS = 64  # rows (query, head) of a streamed tile
 # float32 multiplies in plain registers, where small tiles are the ones that do not spill.
 FLOAT32_TILE_ROWS = 16
 
 
-class Window(NamedTuple):
-    """Queries whose partial results are in memory at once: some tokens of some KV heads.
+class QueryChunk(NamedTuple):
+    """Queries whose partial outputs are in memory at once: some tokens of some KV heads.
 
     KV heads are counted over the batch: b * Hkv + h.
     """
@@ -46,30 +45,30 @@ class Window(NamedTuple):
     first_head: int
     num_heads: int
     start: int  # position of the first query, a multiple of the block size
-    first_list: int  # of the lists (window, KV head, block)
-    max_items: int  # upper bound of the programs; those beyond the true count leave at once
+    first_csr_row: int  # of the CSR rows (query chunk, KV head, block)
+    max_work_tiles: int  # upper bound of the CTAs; those beyond the true count exit
 
 
 def affordable_queries(
-    group: int, num_slots: int, width: int, element_size: int, lanes: int
+    group: int, num_slots: int, width: int, element_size: int, num_streams: int
 ) -> int:
-    """Queries of a window at least affordable, counted once for each of its KV heads."""
+    """Queries of a chunk at least affordable, counted once for each of its KV heads."""
     query_bytes = group * num_slots * width * element_size
-    return max(MIN_WINDOW_TOKENS, PARTIAL_BYTES // (lanes * query_bytes))
+    return max(MIN_CHUNK_TOKENS, PARTIAL_BYTES // (num_streams * query_bytes))
 
 
-def lanes_for(group: int) -> int:
-    """Windows in memory at once, where a call has so many."""
-    return 1 if group <= FEW_HEADS else WINDOW_LANES
+def streams_for(group: int) -> int:
+    """Query chunks in memory at once, where a call has so many."""
+    return 1 if group <= FEW_HEADS else NUM_STREAMS
 
 
-def longest_window(group: int, affordable: int, rows: int) -> int:
-    """Queries of a window of one KV head, at most."""
-    return min(affordable, max(MIN_WINDOW_TOKENS, rows // group))
+def longest_chunk(group: int, affordable: int, rows: int) -> int:
+    """Queries of a chunk of one KV head, at most."""
+    return min(affordable, max(MIN_CHUNK_TOKENS, rows // group))
 
 
-def chunk_tokens(group: int) -> int:
-    return min(512, max(128, CHUNK_ROWS // group))
+def work_tile_tokens(group: int) -> int:
+    return min(512, max(128, WORK_TILE_ROWS // group))
 
 
 def index_words(
@@ -84,26 +83,26 @@ def index_words(
     group = query.shape[1] // heads
     width = max(query.shape[3], value.shape[3])
     affordable = affordable_queries(
-        group, num_slots, width, query.element_size(), lanes_for(group)
+        group, num_slots, width, query.element_size(), streams_for(group)
     )
-    # All windows are as large as the first, and the last may be nearly empty: along the tokens,
+    # All chunks are as large as the first, and the last may be nearly empty: along the tokens,
     # where less than a block is added to each, and along the KV heads, which at most doubles them.
-    longest = longest_window(group, affordable, WINDOW_ROWS)
-    windows = (tokens + 2 * block_size) // longest + 2
+    longest = longest_chunk(group, affordable, CHUNK_ROWS)
+    chunks = (tokens + 2 * block_size) // longest + 2
     rows = 2 * batch * heads
-    lists = rows * windows * ((query_offset + tokens) // block_size + 1)
-    entries = rows * (tokens + 2 * windows * block_size) * num_slots
-    items = lists + entries // chunk_tokens(group) + windows * rows + 1
-    return blocks.numel() + batch * heads * tokens + ITEM_WORDS * items
+    csr_rows = rows * chunks * ((query_offset + tokens) // block_size + 1)
+    entries = rows * (tokens + 2 * chunks * block_size) * num_slots
+    work_tiles = csr_rows + entries // work_tile_tokens(group) + chunks * rows + 1
+    return blocks.numel() + batch * heads * tokens + WORK_TILE_WORDS * work_tiles
 
 
 @dataclass(frozen=True)
 class SelectedPlan:
     """Everything about a call that shapes and dtypes decide.
 
-    Queries sit at positions [query_offset, query_offset + num_queries). Tiles, windows and blocks
-    are aligned in positions, so that a tile of the merge never straddles two blocks. `num_keys`
-    leaves out the keys after the last query: nobody sees them.
+    Queries sit at positions [query_offset, query_offset + num_queries). Tiles, chunks and blocks
+    are aligned in positions, so that a query tile never straddles two blocks. `num_keys` leaves
+    out the keys after the last query: nobody sees them.
     """
 
     batch: int
@@ -119,9 +118,9 @@ class SelectedPlan:
     num_local: int
     query_offset: int
     element_size: int
-    shared_memory: int = SM90_SHARED_MEMORY  # bytes that one program may have
-    in_series: bool = False  # windows one after the other, on one stream
-    differentiable: bool = True  # the lists are a backward's, too
+    shared_memory: int = SM90_SHARED_MEMORY  # bytes that one CTA may have
+    in_series: bool = False  # query chunks one after the other, on one stream
+    differentiable: bool = True  # the index is a backward's, too
 
     @classmethod
     def of(
@@ -176,16 +175,16 @@ class SelectedPlan:
 
     @cached_property
     def num_blocks(self) -> int:
-        return triton.cdiv(self.num_keys, self.block_size)
+        return cdiv(self.num_keys, self.block_size)
 
     @cached_property
     def base(self) -> int:
-        """Position where the first window starts."""
+        """Position where the first query chunk starts."""
         return self.query_offset // self.block_size * self.block_size
 
     @cached_property
     def span(self) -> int:
-        """Positions that the windows cover, a multiple of the block size."""
+        """Positions that the chunks cover, a multiple of the block size."""
         return round_up(self.query_offset + self.num_queries - self.base, self.block_size)
 
     @cached_property
@@ -197,83 +196,83 @@ class SelectedPlan:
     def _affordable_queries(self) -> int:
         width = max(self.head_dim, self.value_dim)
         queries = affordable_queries(
-            self.group, self.num_slots, width, self.element_size, self._affordable_lanes
+            self.group, self.num_slots, width, self.element_size, self._affordable_streams
         )
         return 2 * queries if self.batch * self.num_queries > MANY_QUERIES else queries
 
     @cached_property
-    def window_lanes(self) -> int:
-        """Windows in memory at once, each on a stream."""
-        return min(self._affordable_lanes, self.num_windows)
+    def num_streams(self) -> int:
+        """Query chunks in memory at once, each on a stream."""
+        return min(self._affordable_streams, self.num_chunks)
 
     @cached_property
-    def _affordable_lanes(self) -> int:
-        return 1 if self.in_series else lanes_for(self.group)
+    def _affordable_streams(self) -> int:
+        return 1 if self.in_series else streams_for(self.group)
 
     @cached_property
-    def window_tokens(self) -> int:
-        """Positions of one window: the whole span or equal parts of it."""
-        rows = WINDOW_ROWS if self.differentiable else FORWARD_WINDOW_ROWS
-        longest = longest_window(self.group, self._affordable_queries, rows)
-        count = triton.cdiv(self.span, longest)
-        return round_up(triton.cdiv(self.span, count), self.block_size)
+    def chunk_tokens(self) -> int:
+        """Positions of one query chunk: the whole span or equal parts of it."""
+        rows = CHUNK_ROWS if self.differentiable else FORWARD_CHUNK_ROWS
+        longest = longest_chunk(self.group, self._affordable_queries, rows)
+        count = cdiv(self.span, longest)
+        return round_up(cdiv(self.span, count), self.block_size)
 
     @cached_property
-    def window_heads(self) -> int:
-        """KV heads of one window: as many as fit the buffer."""
-        fitting = max(1, self._affordable_queries // self.window_tokens)
-        return triton.cdiv(self.all_heads, triton.cdiv(self.all_heads, fitting))
+    def chunk_heads(self) -> int:
+        """KV heads of one query chunk: as many as fit the buffer."""
+        fitting = max(1, self._affordable_queries // self.chunk_tokens)
+        return cdiv(self.all_heads, cdiv(self.all_heads, fitting))
 
     @cached_property
-    def windows_per_head(self) -> int:
-        return triton.cdiv(self.span, self.window_tokens)
+    def chunks_per_head(self) -> int:
+        return cdiv(self.span, self.chunk_tokens)
 
     @cached_property
-    def num_windows(self) -> int:
-        return triton.cdiv(self.all_heads, self.window_heads) * self.windows_per_head
+    def num_chunks(self) -> int:
+        return cdiv(self.all_heads, self.chunk_heads) * self.chunks_per_head
 
     @cached_property
-    def lists_per_window(self) -> int:
-        return self.window_heads * self.num_blocks
+    def csr_rows_per_chunk(self) -> int:
+        return self.chunk_heads * self.num_blocks
 
     @cached_property
-    def num_lists(self) -> int:
-        return self.num_windows * self.lists_per_window
+    def num_csr_rows(self) -> int:
+        return self.num_chunks * self.csr_rows_per_chunk
 
     @cached_property
     def phases(self) -> int:
-        """Parts of a window whose entries a list counts apart: it ascends from one to the next.
+        """Pieces of a chunk whose entries a CSR row counts apart: it ascends from one to the next.
 
         Counters take at most a quarter of the entries' memory.
         """
         entries = self.all_heads * self.num_queries * self.num_slots
-        affordable = min(MAX_PHASES, entries // (8 * self.num_lists))
+        affordable = min(MAX_PHASES, entries // (8 * self.num_csr_rows))
         return 1 << max(0, affordable.bit_length() - 1)
 
     @cached_property
     def partial_rows(self) -> int:
-        """Rows of the partial buffer: (KV head, token, slot, query head)."""
-        return self.window_heads * self.window_tokens * self.num_slots * self.group
+        """Rows of the partial buffer: (KV head, token, top-k slot, query head)."""
+        return self.chunk_heads * self.chunk_tokens * self.num_slots * self.group
 
     @cached_property
-    def chunk_tokens(self) -> int:
-        """Queries of one item; longer lists are split over several."""
-        return chunk_tokens(self.group)
+    def work_tile_tokens(self) -> int:
+        """Queries of one work tile; longer CSR rows are split over several."""
+        return work_tile_tokens(self.group)
 
-    def max_items(self, heads: int, start: int, chunk: int) -> int:
-        """Sum of ceil(list length / chunk) over the lists of a window, at most."""
-        stop = min(start + self.window_tokens, self.query_offset + self.num_queries)
+    def max_work_tiles(self, heads: int, start: int, work_tile_tokens: int) -> int:
+        """Sum of ceil(length / work_tile_tokens) over the CSR rows of a chunk, at most."""
+        stop = min(start + self.chunk_tokens, self.query_offset + self.num_queries)
         entries = heads * (stop - max(start, self.query_offset)) * self.num_slots
-        lists = heads * min(self.num_blocks, triton.cdiv(stop, self.block_size))
-        return min(entries, lists + entries // chunk)
+        csr_rows = heads * min(self.num_blocks, cdiv(stop, self.block_size))
+        return min(entries, csr_rows + entries // work_tile_tokens)
 
-    def items_per_window(self, chunk: int) -> int:
-        """Room for the items of any window."""
-        return max(1, *(window.max_items for window in self.windows(chunk)))
+    def work_tiles_per_chunk(self, work_tile_tokens: int) -> int:
+        """Bound of the work tiles of any chunk."""
+        return max(1, *(chunk.max_work_tiles for chunk in self.chunks(work_tile_tokens)))
 
-    def windows(self, chunk: int) -> tuple[Window, ...]:
-        """All windows, in the order of their lists."""
-        return _windows(self, chunk)
+    def chunks(self, work_tile_tokens: int) -> tuple[QueryChunk, ...]:
+        """All query chunks, in the order of their CSR rows."""
+        return _chunks(self, work_tile_tokens)
 
     def shared_bytes(self, rows: int, stages: int) -> int:
         """Shared memory of the widest kernel, the gradient's: a block and tiles of queries."""
@@ -294,14 +293,14 @@ class SelectedPlan:
         return max(rows, self.least_rows)
 
     @cached_property
-    def merge_tokens(self) -> int:
-        """Queries of a merge tile: a power of two, so that it divides the block."""
+    def combine_tokens(self) -> int:
+        """Queries of a tile of the combine kernel: a power of two, which divides the block."""
         fitting = max(1, self.tile_rows // self.group)
         return min(self.block_size, 1 << (fitting.bit_length() - 1))
 
     @cached_property
-    def merge_rows(self) -> int:
-        return tile_width(self.merge_tokens * self.group)
+    def combine_rows(self) -> int:
+        return tile_width(self.combine_tokens * self.group)
 
     @cached_property
     def union_limit(self) -> int:
@@ -309,20 +308,20 @@ class SelectedPlan:
 
     @cached_property
     def union_capacity(self) -> int:
-        """Blocks that the union of a tile can have, if it is to be walked."""
+        """Blocks that the union of a tile can have, if it is to be attended."""
         return min(
-            self.merge_tokens * self.num_slots,
+            self.combine_tokens * self.num_slots,
             self.union_limit * self.num_slots // 4 + self.num_initial + self.num_local,
         )
 
     @cached_property
     def union_stages(self) -> int:
-        """Blocks in flight in the walk of a union."""
+        """Blocks in flight in the union forward."""
         return 1
 
     @cached_property
     def union_registers(self) -> int | None:
-        """Register limit of the walk in Triton: four programs a multiprocessor."""
+        """Register limit of the union forward in Triton: four CTAs an SM."""
         return 128 if self.num_warps == 4 else None
 
     @cached_property
@@ -332,12 +331,12 @@ class SelectedPlan:
 
     @cached_property
     def stream_registers(self) -> int | None:
-        """Register limit of the forward's kernels: three programs a multiprocessor, no spills."""
+        """Register limit of the forward's kernels: three CTAs an SM, no spills."""
         return 168 if self.num_warps == 4 else None
 
-    def merge_stages(self, width: int) -> int:
-        """Partial results in flight in the merges of rows of `width` columns."""
-        tile_bytes = self.merge_rows * tile_width(width) * self.element_size
+    def combine_stages(self, width: int) -> int:
+        """Partial outputs in flight in the combine and dQ kernels, rows of `width` columns."""
+        tile_bytes = self.combine_rows * tile_width(width) * self.element_size
         return 5 if tile_bytes <= 1 << 14 else 3
 
     @cached_property
@@ -347,23 +346,23 @@ class SelectedPlan:
         return 2 if fits and self.num_warps == 4 else 1
 
     @cached_property
-    def list_gradient_stages(self) -> int:
-        """The same for lists. A third stage holds entries alone; it pays where tiles have many."""
+    def topk_gradient_stages(self) -> int:
+        """For top-k blocks. A third stage holds entries: it pays where tiles have many."""
         many = self.gradient_stages == 2 and self.group <= FEW_HEADS
         return 3 if many else self.gradient_stages
 
     @cached_property
-    def wide(self) -> bool:
+    def int64_offsets(self) -> bool:
         """Whether an offset within a batch row or the partial buffer needs 64 bits."""
         width = max(self.head_dim, self.value_dim)
         rows = max(self.num_queries * self.query_heads, self.partial_rows)
         return rows * width >= 2**31
 
     def index_constants(self) -> dict[str, Any]:
-        """Compile-time arguments that every kernel over the choices takes."""
+        """Compile-time arguments that every kernel over the blocks takes."""
         return {
             "NUM_SLOTS": self.num_slots,
-            "SLOT_COLUMNS": tile_width(self.num_slots),
+            "PADDED_SLOTS": tile_width(self.num_slots),
             "BLOCK_SIZE": self.block_size,
             "INITIAL": self.num_initial,
             "LOCAL": self.num_local,
@@ -376,11 +375,11 @@ class SelectedPlan:
             "NUM_SLOTS": self.num_slots,
             "BLOCK_SIZE": self.block_size,
             "HEAD_DIM": self.head_dim,
-            "HEAD_COLUMNS": tile_width(self.head_dim),
+            "BLOCK_D": tile_width(self.head_dim),
             "VALUE_DIM": self.value_dim,
-            "VALUE_COLUMNS": tile_width(self.value_dim),
+            "BLOCK_DV": tile_width(self.value_dim),
             "PRECISION": "ieee" if self.element_size == 4 else "tf32",
-            "WIDE": self.wide,
+            "INT64_OFFSETS": self.int64_offsets,
         }
 
 
@@ -394,19 +393,19 @@ def _kept(plan: SelectedPlan) -> SelectedPlan:
 
 
 @lru_cache(maxsize=256)
-def _windows(plan: SelectedPlan, chunk: int) -> tuple[Window, ...]:
-    windows = []
-    for number in range(plan.num_windows):
-        first_head = number // plan.windows_per_head * plan.window_heads
-        num_heads = min(plan.window_heads, plan.all_heads - first_head)
-        start = plan.base + number % plan.windows_per_head * plan.window_tokens
-        window = Window(
+def _chunks(plan: SelectedPlan, work_tile_tokens: int) -> tuple[QueryChunk, ...]:
+    chunks = []
+    for number in range(plan.num_chunks):
+        first_head = number // plan.chunks_per_head * plan.chunk_heads
+        num_heads = min(plan.chunk_heads, plan.all_heads - first_head)
+        start = plan.base + number % plan.chunks_per_head * plan.chunk_tokens
+        chunk = QueryChunk(
             number=number,
             first_head=first_head,
             num_heads=num_heads,
             start=start,
-            first_list=number * plan.lists_per_window,
-            max_items=plan.max_items(num_heads, start, chunk),
+            first_csr_row=number * plan.csr_rows_per_chunk,
+            max_work_tiles=plan.max_work_tiles(num_heads, start, work_tile_tokens),
         )
-        windows.append(window)
-    return tuple(windows)
+        chunks.append(chunk)
+    return tuple(chunks)

@@ -1,9 +1,9 @@
-"""Partial attention of every free choice, KV block by KV block, and the forward pass.
+"""Partial attention of every top-k block, KV block by KV block, and the forward pass.
 
-A program loads the keys and values of one block once and streams the queries that chose it, 64
-rows (query, head) at a time: the matrix unit is full whatever the group size. It writes one
-normalised output and base-2 log-sum-exp per (query, choice, head); the merge adds them up.
-Free choices lie wholly before the query's own block: no causal mask, no partial block.
+A CTA loads the keys and values of one block once and streams the queries that selected it, 64 rows
+(query, head) at a time: the tensor cores are full whatever the group size. It writes one
+normalised output and base-2 log-sum-exp per (query, top-k slot, head); the combine kernel adds
+them up. Top-k blocks lie wholly before the query's own block: no causal mask, no cut block.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, Window
-from nsa_flex.fallback_kernels.selected.fwd_combine import merge_kernel
+from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
+from nsa_flex.fallback_kernels.selected.fwd_combine import selected_fwd_combine_kernel
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
 from nsa_flex.fallback_kernels.selected.prepare import Selection, prepare
-from nsa_flex.fallback_kernels.selected.tiles import first_entry, item_of, load_block
+from nsa_flex.fallback_kernels.selected.tiles import first_partial, load_block, load_work_tile
 
 
-@triton.jit(do_not_specialize=["first_item", "first_head", "first_list", "window_shift"])
-def partial_kernel(
+@triton.jit(do_not_specialize=["first_work_tile", "first_head", "first_csr_row", "chunk_shift"])
+def selected_fwd_partial_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
     partial_ptr,
     partial_lse_ptr,
     entries_ptr,
-    items_ptr,
+    work_tiles_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
     value_stride_b,
     value_stride_h,
     value_stride_s,
-    first_item,
+    first_work_tile,
     first_head,
-    first_list,
-    window_shift,
-    window_tokens,
+    first_csr_row,
+    chunk_shift,
+    chunk_tokens,
     num_queries,
     num_keys,
     num_blocks,
@@ -57,18 +57,18 @@ def partial_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    start, stop, batch, head, within, block = item_of(
-        items_ptr,
-        first_item + tl.program_id(0),
+    start, stop, batch, head, head_in_chunk, block = load_work_tile(
+        work_tiles_ptr,
+        first_work_tile + tl.program_id(0),
         first_head,
-        first_list,
+        first_csr_row,
         kv_heads,
         num_blocks,
         True,
@@ -81,71 +81,79 @@ def partial_kernel(
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
     # Partial row of an entry: (first + entry) * GROUP + query head within the group.
-    first = first_entry(within, window_tokens, window_shift, NUM_SLOTS)
+    first = first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS)
 
-    TOKENS: tl.constexpr = ROWS // GROUP
-    row = tl.arange(0, ROWS)
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    row = tl.arange(0, BLOCK_M)
     token = row // GROUP
-    member = row % GROUP
+    head_in_group = row % GROUP
     # Rows past the end repeat the last entry: no load needs a mask, no store sees them. The next
     # tile is read while this one is computed; Triton's own pipeliner does not overlap a gather.
     last = stop - 1
-    entry = tl.load(entries_ptr + tl.minimum(start + token, last))
-    ahead = tl.load(entries_ptr + tl.minimum(start + TOKENS + token, last))
-    k = load_block(key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, HEAD_COLUMNS)
+    entry = tl.load(entries_ptr + tl.minimum(start + token, last))  # [BLOCK_M]
+    next_entry = tl.load(entries_ptr + tl.minimum(start + BLOCK_TOKENS + token, last))  # [BLOCK_M]
+    k = load_block(
+        key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
+    )  # [BLOCK_SIZE, BLOCK_D]
     v = load_block(
-        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, VALUE_COLUMNS
-    )
-    line = (entry // NUM_SLOTS) * query_heads + member
-    q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS, True)
-    for tile in tl.range(start, stop, TOKENS, num_stages=1):
-        further = tl.load(entries_ptr + tl.minimum(tile + 2 * TOKENS + token, last))
-        line = (ahead // NUM_SLOTS) * query_heads + member
-        next_q = load_rows(query_ptr, line, WIDE, HEAD_DIM, HEAD_COLUMNS, True)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        top = tl.max(scores, 1) * scale_log2
-        p = tl.exp2(scores * scale_log2 - top[:, None])
-        total = tl.sum(p, 1)
-        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
-        place = (first + entry) * GROUP + member
-        row_ok = (token < TOKENS) & (tile + token < stop)
-        store_rows(partial_ptr, place, out, row_ok, WIDE, VALUE_DIM, VALUE_COLUMNS, True)
-        tl.store(partial_lse_ptr + place, top + tl.log2(total), mask=row_ok)
-        entry = ahead
-        ahead = further
+        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
+    )  # [BLOCK_SIZE, BLOCK_DV]
+    query_row = (entry // NUM_SLOTS) * query_heads + head_in_group
+    q = load_rows(
+        query_ptr, query_row, INT64_OFFSETS, HEAD_DIM, BLOCK_D, True
+    )  # [BLOCK_M, BLOCK_D]
+    for tile in tl.range(start, stop, BLOCK_TOKENS, num_stages=1):
+        after_next = tl.load(entries_ptr + tl.minimum(tile + 2 * BLOCK_TOKENS + token, last))
+        query_row = (next_entry // NUM_SLOTS) * query_heads + head_in_group
+        next_q = load_rows(
+            query_ptr, query_row, INT64_OFFSETS, HEAD_DIM, BLOCK_D, True
+        )  # [BLOCK_M, BLOCK_D]
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_SIZE]
+        row_max = tl.max(logits, 1) * scale_log2  # [BLOCK_M]
+        p = tl.exp2(logits * scale_log2 - row_max[:, None])
+        row_sum = tl.sum(p, 1)  # [BLOCK_M]
+        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / row_sum)[:, None]
+        offset = (first + entry) * GROUP + head_in_group
+        row_mask = (token < BLOCK_TOKENS) & (tile + token < stop)
+        store_rows(partial_ptr, offset, out, row_mask, INT64_OFFSETS, VALUE_DIM, BLOCK_DV, True)
+        tl.store(partial_lse_ptr + offset, row_max + tl.log2(row_sum), mask=row_mask)
+        entry = next_entry
+        next_entry = after_next
         q = next_q
 
 
-def each_window(selection: Selection, finish: Callable[[Window, Tensor, Tensor], None]) -> None:
-    """Window by window, the outputs of its free choices and their base-2 log-sum-exps.
+def for_each_chunk(
+    selection: Selection, finish: Callable[[QueryChunk, Tensor, Tensor], None]
+) -> None:
+    """Query chunk by query chunk, the partial outputs of top-k blocks and their base-2 LSEs.
 
-    `finish` gets them after the launch that writes them, and launches what reads them. Windows
-    alternate between `plan.window_lanes` streams and as many tensors: the last programs of one's
+    `finish` gets them after the launch that writes them, and launches what reads them. Chunks
+    alternate between `plan.num_streams` streams with a workspace each: the last CTAs of one's
     launches run beside the other's first.
     """
     plan, query = selection.plan, selection.query
-    rooms = [
+    workspaces = [
         (
             query.new_empty(plan.partial_rows, plan.value_dim),
             query.new_empty(plan.partial_rows, dtype=torch.float32),
         )
-        for _ in range(plan.window_lanes)
+        for _ in range(plan.num_streams)
     ]
 
     launch_partial = _launcher(plan, query)
 
-    def launch(window: Window, room: tuple[Tensor, Tensor]) -> None:
-        if window.max_items:
-            launch_partial(plan, window.max_items, _arguments(selection, window, *room))
-        finish(window, *room)
+    def launch(chunk: QueryChunk, workspace: tuple[Tensor, Tensor]) -> None:
+        if chunk.max_work_tiles:
+            launch_partial(plan, chunk.max_work_tiles, _arguments(selection, chunk, *workspace))
+        finish(chunk, *workspace)
 
-    round_robin(query.device, plan.windows(plan.chunk_tokens), rooms, launch)
+    round_robin(query.device, plan.chunks(plan.work_tile_tokens), workspaces, launch)
 
 
 def _launcher(
     plan: SelectedPlan, query: Tensor
 ) -> Callable[[SelectedPlan, int, tuple[Any, ...]], None]:
-    """What launches the kernel of a call's windows: that for Hopper where it takes the call."""
+    """What launches the kernel of a call's chunks: that for Hopper where it takes the call."""
     if sm90_unsupported_reason(plan, query) is not None:
         return _launch
     from nsa_flex.fallback_kernels.selected import fwd_partial_sm90
@@ -154,7 +162,7 @@ def _launcher(
 
 
 def sm90_unsupported_reason(plan: SelectedPlan, query: Tensor) -> str | None:
-    """Why `partial_kernel` takes a call and not the one for Hopper; None if that does."""
+    """Why the kernel in Triton takes a call, not the one for Hopper; None if that does."""
     reason = gluon_unsupported_reason(query.device)
     if reason is not None:
         return reason
@@ -165,25 +173,25 @@ def sm90_unsupported_reason(plan: SelectedPlan, query: Tensor) -> str | None:
 
 
 def _arguments(
-    selection: Selection, window: Window, partial: Tensor, partial_lse: Tensor
+    selection: Selection, chunk: QueryChunk, partial: Tensor, partial_lse: Tensor
 ) -> tuple[Any, ...]:
-    """Arguments of a window's kernel that are no constants."""
-    plan, index, _, query, key, value, scale = selection
+    """Arguments of a chunk's kernel that are no constants."""
+    plan, csr, _, query, key, value, scale = selection
     return (
         query,
         key,
         value,
         partial,
         partial_lse,
-        index.entries,
-        index.items,
+        csr.entries,
+        csr.work_tiles,
         *strides(key),
         *strides(value),
-        window.number * index.items.shape[1],
-        window.first_head,
-        window.first_list,
-        plan.query_offset - window.start,
-        plan.window_tokens,
+        chunk.number * csr.work_tiles.shape[1],
+        chunk.first_head,
+        chunk.first_csr_row,
+        plan.query_offset - chunk.start,
+        plan.chunk_tokens,
         plan.num_queries,
         plan.num_keys,
         plan.num_blocks,
@@ -192,56 +200,56 @@ def _arguments(
     )
 
 
-def _launch(plan: SelectedPlan, programs: int, arguments: tuple[Any, ...]) -> None:
-    """`partial_kernel` of so many programs, with the `_arguments` of a window."""
-    partial_kernel[(programs,)](
+def _launch(plan: SelectedPlan, num_ctas: int, arguments: tuple[Any, ...]) -> None:
+    """`selected_fwd_partial_kernel` on so many CTAs, with the `_arguments` of a chunk."""
+    selected_fwd_partial_kernel[(num_ctas,)](
         *arguments,
         **plan.constants(),
-        ROWS=plan.tile_rows,
+        BLOCK_M=plan.tile_rows,
         num_warps=plan.num_warps,
         maxnreg=plan.stream_registers,
     )
 
 
-def _launch_merge(
+def _launch_combine(
     selection: Selection,
-    window: Window,
+    chunk: QueryChunk,
     partial: Tensor,
     partial_lse: Tensor,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    plan, index, unions, query, key, value, scale = selection
-    grid = (plan.window_tokens // plan.merge_tokens, window.num_heads)
-    merge_kernel[grid](
+    plan, csr, unions, query, key, value, scale = selection
+    grid = (plan.chunk_tokens // plan.combine_tokens, chunk.num_heads)
+    selected_fwd_combine_kernel[grid](
         query,
         key,
         value,
         partial,
         partial_lse,
-        index.summary,
+        csr.bitmask,
         unions.sizes,
         out,
         lse,
         *strides(key),
         *strides(value),
-        window.first_head,
-        (window.start - plan.base) // plan.merge_tokens,
-        plan.span // plan.merge_tokens,
-        window.start,
-        plan.window_tokens,
+        chunk.first_head,
+        (chunk.start - plan.base) // plan.combine_tokens,
+        plan.span // plan.combine_tokens,
+        chunk.start,
+        plan.chunk_tokens,
         plan.query_offset,
         plan.num_queries,
         plan.num_keys,
         plan.kv_heads,
         base2_scale(scale),
         **plan.constants(),
-        SLOT_COLUMNS=tile_width(plan.num_slots),
+        PADDED_SLOTS=tile_width(plan.num_slots),
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
-        TOKENS=plan.merge_tokens,
-        ROWS=plan.merge_rows,
-        STAGES=plan.merge_stages(plan.value_dim),
+        BLOCK_TOKENS=plan.combine_tokens,
+        BLOCK_M=plan.combine_rows,
+        STAGES=plan.combine_stages(plan.value_dim),
         num_warps=plan.num_warps,
         maxnreg=plan.stream_registers,
     )
@@ -257,9 +265,9 @@ def forward(
     *,
     storage: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, Hq, Sq, Dv) and natural log-sum-exp (B, Hq, Sq), window by window.
+    """Output (B, Hq, Sq, Dv) and natural log-sum-exp (B, Hq, Sq), chunk by chunk.
 
-    The order of the lists is not fixed, but no sum depends on it: equal inputs give equal bits.
+    The order within CSR rows is not fixed, but no sum depends on it: equal inputs, equal bits.
 
     Args:
         plan: sizes of the call.
@@ -268,15 +276,15 @@ def forward(
         blocks: int32 (B, Hkv, Sq, n), contiguous.
         scale: factor of the logits.
         storage: int32 (`index_words`,) that receives the index for the backward; without one,
-            entries are listed only where the forward reads them.
+            only entries that the forward reads are indexed.
     """
     selection = prepare(plan, query, key, value, blocks, scale, storage=storage)
     out = empty_bshd(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_bshd(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
 
-    def merge(window: Window, partial: Tensor, partial_lse: Tensor) -> None:
-        _launch_merge(selection, window, partial, partial_lse, out, lse)
+    def combine(chunk: QueryChunk, partial: Tensor, partial_lse: Tensor) -> None:
+        _launch_combine(selection, chunk, partial, partial_lse, out, lse)
 
-    each_window(selection, merge)
+    for_each_chunk(selection, combine)
     attend_unions(selection, out, lse)
     return out, lse

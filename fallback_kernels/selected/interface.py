@@ -200,7 +200,7 @@ def selected_backward(
             rows_contiguous(value),
             blocks.contiguous(),
             to_bshd(lse[..., None])[..., 0],
-            row_deltas(to_bshd(out), grad_out, grad_lse, int64_offsets=plan.wide),
+            row_deltas(to_bshd(out), grad_out, grad_lse, int64_offsets=plan.int64_offsets),
             grad_out,
             scale,
             deterministic=deterministic,

@@ -1,10 +1,10 @@
-"""The inverted index: which queries chose a KV block, in compressed sparse rows.
+"""The inverted index: which queries selected a KV block, in compressed sparse rows (CSR).
 
-A query's choices split in two. Those among the first `num_initial` and the last `num_local`
-blocks up to its own are dense candidates: almost every query has them, so they are computed tile
-by tile without an index. Whether a query really chose them is a bit of its summary; nothing is
-taken for granted. All other choices are free: they go into one list per (window of queries,
-batch row, KV head, block), and the programs of the KV-major kernels each take a chunk of a list.
+A query's blocks split in two. Almost every query has the first `num_initial` blocks and the last
+`num_local` up to its own, so that these need no index. Whether a query really selected one of them
+is a bit of its bitmask; nothing is taken for granted. All others are its top-k blocks: there is a
+CSR row of queries for every (query chunk, batch row, KV head, block), and a CTA of the KV-major
+kernels takes one work tile, a piece of a row.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected.block_union import UnionLists
-from nsa_flex.fallback_kernels.selected.config import ITEM_WORDS, SelectedPlan
-from nsa_flex.fallback_kernels.selected.tiles import split_choices
+from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.selected.block_union import BlockUnions
+from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan
+from nsa_flex.fallback_kernels.selected.tiles import split_blocks
 
-INDEX_TOKENS = 32  # queries per program of the index kernels
-ITEMS = 128  # items per program that writes their records
+INDEX_TOKENS = 32  # queries of one CTA of the index kernels
+TILES_PER_CTA = 128  # work tiles whose records one CTA writes
 
 
 class SelectedIndex(NamedTuple):
-    """Lists of free choices; int32 throughout.
+    """CSR rows of queries by top-k block; int32 throughout.
 
-    An entry is query * n + slot, where slot counts the free choices of that query: it names the
-    query and the place of its partial result at once.
+    An entry is query * n + slot, where slot counts the top-k blocks of that query: it names the
+    query and the slot of its partial output at once.
     """
 
-    entries: Tensor  # (B * Hkv * Sq * n,), grouped by list; the tail is unused
-    # (windows, bound, 4): list, first entry, entry behind the last, and the list's first entry of
-    # a tile that has a union, which all such entries follow; empty: 0, 0, 0, 0
-    items: Tensor
-    summary: Tensor  # (B, Hkv, Sq): bits 0-15 dense candidates chosen, bits 24- free choices
+    entries: Tensor  # (B * Hkv * Sq * n,), grouped by CSR row; the tail is unused
+    # (query chunks, bound, 4): CSR row, first entry, entry behind the last, and the row's first
+    # entry of a query tile that has a union, which all such entries follow; empty: 0, 0, 0, 0
+    work_tiles: Tensor
+    bitmask: Tensor  # (B, Hkv, Sq): see `split_blocks`
 
 
 @triton.jit
@@ -44,95 +45,101 @@ def counter_of(
     block,
     batch_head,
     position,
-    united,
+    has_union,
     base,
-    window_tokens,
-    window_heads,
-    windows_per_head,
+    chunk_tokens,
+    chunk_heads,
+    chunks_per_head,
     phases,
     phase_tokens,
     num_blocks,
 ):
-    """Number of the counter of a free choice: (list, whether its tile has a union, phase)."""
-    past = (position - base) % window_tokens
-    part = (position - base) // window_tokens
-    window = (batch_head // window_heads) * windows_per_head + part
-    head = window * window_heads + batch_head % window_heads
-    list_number = (head * num_blocks)[:, None] + block
-    return (list_number * 2 + united[:, None]) * phases + (past // phase_tokens)[:, None]
+    """Counter of a top-k block of a query: (CSR row, whether its tile has a union, phase)."""
+    past = (position - base) % chunk_tokens
+    chunk_of_head = (position - base) // chunk_tokens
+    chunk = (batch_head // chunk_heads) * chunks_per_head + chunk_of_head
+    head = chunk * chunk_heads + batch_head % chunk_heads
+    csr_row = (head * num_blocks)[:, None] + block
+    return (csr_row * 2 + has_union[:, None]) * phases + (past // phase_tokens)[:, None]
 
 
 @triton.jit
-def in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE: tl.constexpr):
+def tiles_have_union(
+    sizes_ptr, batch_head, row_mask, position, base, span, TILE_TOKENS: tl.constexpr
+):
     """Whether queries belong to tiles that have a union."""
-    tile = batch_head * (span // TILE) + (position - base) // TILE
-    return tl.load(sizes_ptr + tile, mask=row_ok, other=-1) >= 0
+    tile = batch_head * (span // TILE_TOKENS) + (position - base) // TILE_TOKENS
+    return tl.load(sizes_ptr + tile, mask=row_mask, other=-1) >= 0
 
 
 @triton.jit(do_not_specialize=["phases"])
-def count_kernel(
+def index_count_kernel(
     blocks_ptr,
     counts_ptr,
     ranks_ptr,
-    summary_ptr,
+    bitmask_ptr,
     sizes_ptr,
     batch_heads,
     num_queries,
     query_offset,
     base,
     span,
-    window_tokens,
-    window_heads,
-    windows_per_head,
+    chunk_tokens,
+    chunk_heads,
+    chunks_per_head,
     phases,
     phase_tokens,
     num_blocks,
     NUM_SLOTS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    EVERY: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    ALL_ENTRIES: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
-    """Summaries of all queries, how many entries each counter has, and each entry's rank there.
+    """Bitmasks of all queries, how many entries each counter has, and each entry's rank there.
 
-    Entries of tiles with a union are counted only if EVERY entry is to be listed.
-    Ranks come from an atomic counter, in no fixed order. ORDERED leaves the ranking to a stable
-    sort: it writes the counter of every entry into `ranks_ptr` and no counts.
+    Without ALL_ENTRIES, entries of tiles with a union are not counted. Ranks come from an atomic
+    counter, in no fixed order. ORDERED leaves the ranking to a stable sort: it writes the counter
+    of every entry into `ranks_ptr` and no counts.
     """
-    # Neighbouring programs work for different heads: fewer of them meet at one counter.
+    # Neighbouring CTAs work for different heads: fewer of them contend for one counter.
     batch_head = tl.program_id(0) % batch_heads
-    index = tl.program_id(0) // batch_heads * TOKENS + tl.arange(0, TOKENS)
-    row_ok = index < num_queries
+    index = tl.program_id(0) // batch_heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    row_mask = index < num_queries  # [BLOCK_TOKENS]
     row = batch_head * num_queries + index
     position = index + query_offset
-    block, free, slot, summary = split_choices(
-        blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
+    block, is_topk, slot, bitmask = split_blocks(
+        blocks_ptr, row, row_mask, position, NUM_SLOTS, PADDED_SLOTS, BLOCK_SIZE, INITIAL, LOCAL
     )
-    tl.store(summary_ptr + row, summary, mask=row_ok)
-    united = index < 0
+    tl.store(bitmask_ptr + row, bitmask, mask=row_mask)
+    has_union = index < 0
     if not ORDERED:
-        united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
-    if EVERY or tl.min(united.to(tl.int32), 0) == 0:
-        counter = counter_of(
-            block, batch_head, position, united.to(tl.int32), base, window_tokens, window_heads,
-            windows_per_head, phases, phase_tokens, num_blocks,
+        has_union = tiles_have_union(
+            sizes_ptr, batch_head, row_mask, position, base, span, TILE_TOKENS
+        )
+    if ALL_ENTRIES or tl.min(has_union.to(tl.int32), 0) == 0:
+        counter = counter_of(  # [BLOCK_TOKENS, PADDED_SLOTS]
+            block, batch_head, position, has_union.to(tl.int32), base, chunk_tokens, chunk_heads,
+            chunks_per_head, phases, phase_tokens, num_blocks,
         )  # fmt: skip
-        place = row[:, None] * NUM_SLOTS + slot
+        offset = row[:, None] * NUM_SLOTS + slot
         if ORDERED:
-            tl.store(ranks_ptr + place, counter, mask=free)
+            tl.store(ranks_ptr + offset, counter, mask=is_topk)
         else:
-            if not EVERY:
-                free = free & ~united[:, None]
-            rank = tl.atomic_add(counts_ptr + counter, 1, mask=free, sem="relaxed")
-            tl.store(ranks_ptr + place, rank, mask=free)
+            if not ALL_ENTRIES:
+                is_topk = is_topk & ~has_union[:, None]
+            rank = tl.atomic_add(
+                counts_ptr + counter, 1, mask=is_topk, sem="relaxed"
+            )  # [BLOCK_TOKENS, PADDED_SLOTS]
+            tl.store(ranks_ptr + offset, rank, mask=is_topk)
 
 
 @triton.jit(do_not_specialize=["phases"])
-def scatter_kernel(
+def index_scatter_kernel(
     blocks_ptr,
     starts_ptr,
     ranks_ptr,
@@ -143,81 +150,93 @@ def scatter_kernel(
     query_offset,
     base,
     span,
-    window_tokens,
-    window_heads,
-    windows_per_head,
+    chunk_tokens,
+    chunk_heads,
+    chunks_per_head,
     phases,
     phase_tokens,
     num_blocks,
     NUM_SLOTS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    EVERY: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    ALL_ENTRIES: tl.constexpr,
 ):
-    """Write each entry to its place: start of its counter's entries plus its rank."""
+    """Write each entry at the start of its counter's entries plus its rank."""
     batch_head = tl.program_id(0) % batch_heads
-    index = tl.program_id(0) // batch_heads * TOKENS + tl.arange(0, TOKENS)
-    row_ok = index < num_queries
+    index = tl.program_id(0) // batch_heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    row_mask = index < num_queries  # [BLOCK_TOKENS]
     row = batch_head * num_queries + index
     position = index + query_offset
-    united = in_union(sizes_ptr, batch_head, row_ok, position, base, span, TILE)
-    if EVERY or tl.min(united.to(tl.int32), 0) == 0:
-        block, free, slot, _ = split_choices(
-            blocks_ptr, row, row_ok, position, NUM_SLOTS, SLOT_COLUMNS, BLOCK_SIZE, INITIAL, LOCAL
+    has_union = tiles_have_union(
+        sizes_ptr, batch_head, row_mask, position, base, span, TILE_TOKENS
+    )
+    if ALL_ENTRIES or tl.min(has_union.to(tl.int32), 0) == 0:
+        block, is_topk, slot, _ = split_blocks(
+            blocks_ptr,
+            row,
+            row_mask,
+            position,
+            NUM_SLOTS,
+            PADDED_SLOTS,
+            BLOCK_SIZE,
+            INITIAL,
+            LOCAL,
         )
-        counter = counter_of(
-            block, batch_head, position, united.to(tl.int32), base, window_tokens, window_heads,
-            windows_per_head, phases, phase_tokens, num_blocks,
+        counter = counter_of(  # [BLOCK_TOKENS, PADDED_SLOTS]
+            block, batch_head, position, has_union.to(tl.int32), base, chunk_tokens, chunk_heads,
+            chunks_per_head, phases, phase_tokens, num_blocks,
         )  # fmt: skip
-        if not EVERY:
-            free = free & ~united[:, None]
-        rank = tl.load(ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=free, other=0)
-        start = tl.load(starts_ptr + counter, mask=free, other=0)
-        tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=free)
+        if not ALL_ENTRIES:
+            is_topk = is_topk & ~has_union[:, None]
+        rank = tl.load(
+            ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=is_topk, other=0
+        )  # [BLOCK_TOKENS, PADDED_SLOTS]
+        start = tl.load(starts_ptr + counter, mask=is_topk, other=0)
+        tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=is_topk)
 
 
 @triton.jit(do_not_specialize=["phases"])
-def item_kernel(
+def index_work_tiles_kernel(
     starts_ptr,
-    item_starts_ptr,
-    items_ptr,
+    work_tile_starts_ptr,
+    work_tiles_ptr,
     bound,
-    lists_per_window,
-    chunk,
+    csr_rows_per_chunk,
+    work_tile_tokens,
     steps,
     phases,
-    ITEMS: tl.constexpr,
+    TILES_PER_CTA: tl.constexpr,
 ):
-    """Cut the lists of one window into chunks; the records after the last item stay empty."""
-    window = tl.program_id(1)
-    index = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    first = window * lists_per_window
-    item = tl.load(item_starts_ptr + first) + index
-    some = item < tl.load(item_starts_ptr + first + lists_per_window)
-    # The last list that starts at or before the item: a binary search.
-    low = tl.zeros([ITEMS], tl.int32) + first
-    high = low + lists_per_window
+    """Cut the CSR rows of a query chunk into work tiles; records after the last one are empty."""
+    chunk = tl.program_id(1)
+    index = tl.program_id(0) * TILES_PER_CTA + tl.arange(0, TILES_PER_CTA)
+    first = chunk * csr_rows_per_chunk
+    work_tile = tl.load(work_tile_starts_ptr + first) + index
+    some = work_tile < tl.load(work_tile_starts_ptr + first + csr_rows_per_chunk)
+    # The last CSR row that starts at or before the work tile: a binary search.
+    low = tl.zeros([TILES_PER_CTA], tl.int32) + first  # [TILES_PER_CTA]
+    high = low + csr_rows_per_chunk
     for _ in range(steps):
         middle = (low + high) // 2
-        below = tl.load(item_starts_ptr + middle) <= item
+        below = tl.load(work_tile_starts_ptr + middle) <= work_tile
         low = tl.where(below, middle, low)
         high = tl.where(below, high, middle)
-    counter = starts_ptr + low * (2 * phases)
-    start = tl.load(counter)
-    united = tl.load(counter + phases)
-    stop = tl.load(counter + 2 * phases)
-    start += (item - tl.load(item_starts_ptr + low)) * chunk
-    stop = tl.minimum(start + chunk, stop)
-    record = items_ptr + (window * bound + index) * 4
+    counter_ptr = starts_ptr + low * (2 * phases)  # [TILES_PER_CTA]
+    start = tl.load(counter_ptr)
+    union_start = tl.load(counter_ptr + phases)
+    stop = tl.load(counter_ptr + 2 * phases)
+    start += (work_tile - tl.load(work_tile_starts_ptr + low)) * work_tile_tokens
+    stop = tl.minimum(start + work_tile_tokens, stop)
+    record = work_tiles_ptr + (chunk * bound + index) * 4
     inside = index < bound
     tl.store(record, tl.where(some, low, 0), mask=inside)
     tl.store(record + 1, tl.where(some, start, 0), mask=inside)
     tl.store(record + 2, tl.where(some, stop, 0), mask=inside)
-    tl.store(record + 3, tl.where(some, united, 0), mask=inside)
+    tl.store(record + 3, tl.where(some, union_start, 0), mask=inside)
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -228,97 +247,99 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def index_views(
-    plan: SelectedPlan, chunk: int, storage: Tensor | None, like: Tensor
+    plan: SelectedPlan, work_tile_tokens: int, storage: Tensor | None, like: Tensor
 ) -> SelectedIndex:
     """The parts of an index in `storage`, int32 of `index_words`; None: in new memory."""
     batch_heads = plan.batch * plan.kv_heads
     shapes = (
         (batch_heads * plan.num_queries * plan.num_slots,),
-        (plan.num_windows, plan.items_per_window(chunk), ITEM_WORDS),
+        (plan.num_chunks, plan.work_tiles_per_chunk(work_tile_tokens), WORK_TILE_WORDS),
         (plan.batch, plan.kv_heads, plan.num_queries),
     )
     sizes = [math.prod(shape) for shape in shapes]
     if storage is None:
         storage = torch.empty(sum(sizes), dtype=torch.int32, device=like.device)
     assert storage.numel() >= sum(sizes)
-    parts = storage[: sum(sizes)].split(sizes)
-    return SelectedIndex(*(x.view(shape) for x, shape in zip(parts, shapes, strict=True)))
+    pieces = storage[: sum(sizes)].split(sizes)
+    return SelectedIndex(*(x.view(shape) for x, shape in zip(pieces, shapes, strict=True)))
 
 
 def build_index(
     plan: SelectedPlan,
     blocks: Tensor,
-    chunk: int,
+    work_tile_tokens: int,
     *,
-    unions: UnionLists | None = None,
-    every: bool = True,
+    unions: BlockUnions | None = None,
+    all_entries: bool = True,
     storage: Tensor | None = None,
 ) -> SelectedIndex:
     """Invert `blocks` (B, Hkv, Sq, n) on its device, without a look at its values on the host.
 
     Args:
-        plan: sizes; `plan.num_initial` and `plan.num_local` say which blocks are no list entries.
+        plan: sizes; `plan.num_initial` and `plan.num_local` say which blocks are no entries.
         blocks: int32, contiguous.
-        chunk: entries per item.
+        work_tile_tokens: entries of a work tile.
         unions: of the tiles. None: lists ascend by query, the same in every run, which costs a
             sort of all entries; no tile counts as having a union.
-        every: list the entries of tiles with a union as well, which only a backward needs.
+        all_entries: index the entries of tiles with a union as well, which only a backward needs.
         storage: memory for the index, see `index_views`.
     """
-    index = index_views(plan, chunk, storage, blocks)
-    num_counters = 2 * plan.num_lists * plan.phases
+    index = index_views(plan, work_tile_tokens, storage, blocks)
+    num_counters = 2 * plan.num_csr_rows * plan.phases
     batch_heads = plan.batch * plan.kv_heads
-    grid = (triton.cdiv(plan.num_queries, INDEX_TOKENS) * batch_heads,)
+    grid = (cdiv(plan.num_queries, INDEX_TOKENS) * batch_heads,)
     sizes = (
         batch_heads,
         plan.num_queries,
         plan.query_offset,
         plan.base,
         plan.span,
-        plan.window_tokens,
-        plan.window_heads,
-        plan.windows_per_head,
+        plan.chunk_tokens,
+        plan.chunk_heads,
+        plan.chunks_per_head,
         plan.phases,
-        triton.cdiv(plan.window_tokens, plan.phases),
+        cdiv(plan.chunk_tokens, plan.phases),
         plan.num_blocks,
     )
     constants = {
         **plan.index_constants(),
-        "TOKENS": INDEX_TOKENS,
-        "TILE": plan.merge_tokens,
-        "EVERY": every,
+        "BLOCK_TOKENS": INDEX_TOKENS,
+        "TILE_TOKENS": plan.combine_tokens,
+        "ALL_ENTRIES": all_entries,
     }
     if unions is None:
         counters = torch.full_like(blocks, num_counters)
-        ordered = (blocks, counters, counters, index.summary, counters)
-        count_kernel[grid](*ordered, *sizes, **constants, ORDERED=True)
+        ordered = (blocks, counters, counters, index.bitmask, counters)
+        index_count_kernel[grid](*ordered, *sizes, **constants, ORDERED=True)
         starts = _sort_entries(plan, counters, num_counters, index.entries)
     else:
         counts = torch.zeros(num_counters, dtype=torch.int32, device=blocks.device)
         ranks = torch.empty_like(blocks)
-        atomic = (blocks, counts, ranks, index.summary, unions.sizes)
-        count_kernel[grid](*atomic, *sizes, **constants, ORDERED=False)
+        counted = (blocks, counts, ranks, index.bitmask, unions.sizes)
+        index_count_kernel[grid](*counted, *sizes, **constants, ORDERED=False)
         starts = _starts(counts)
         scattered = (blocks, starts, ranks, index.entries, unions.sizes)
-        scatter_kernel[grid](*scattered, *sizes, **constants)
-    _cut_lists(plan, starts, chunk, index.items)
+        index_scatter_kernel[grid](*scattered, *sizes, **constants)
+    _cut_csr_rows(plan, starts, work_tile_tokens, index.work_tiles)
     return index
 
 
-def _cut_lists(plan: SelectedPlan, starts: Tensor, chunk: int, items: Tensor) -> None:
-    """Records of all items of the lists whose counters' entries begin at `starts`."""
+def _cut_csr_rows(
+    plan: SelectedPlan, starts: Tensor, work_tile_tokens: int, work_tiles: Tensor
+) -> None:
+    """Records of all work tiles of the CSR rows whose counters' entries begin at `starts`."""
     lengths = starts[:: 2 * plan.phases].diff()
-    bound = items.shape[1]
-    item_kernel[(triton.cdiv(bound, ITEMS), plan.num_windows)](
+    bound = work_tiles.shape[1]
+    index_work_tiles_kernel[(cdiv(bound, TILES_PER_CTA), plan.num_chunks)](
         starts,
-        _starts((lengths + (chunk - 1)) // chunk),
-        items,
+        _starts((lengths + (work_tile_tokens - 1)) // work_tile_tokens),
+        work_tiles,
         bound,
-        plan.lists_per_window,
-        chunk,
-        plan.lists_per_window.bit_length(),
+        plan.csr_rows_per_chunk,
+        work_tile_tokens,
+        plan.csr_rows_per_chunk.bit_length(),
         plan.phases,
-        ITEMS=ITEMS,
+        TILES_PER_CTA=TILES_PER_CTA,
     )
 
 
@@ -326,7 +347,7 @@ def _sort_entries(
     plan: SelectedPlan, counters: Tensor, num_counters: int, entries: Tensor
 ) -> Tensor:
     """Fill `entries` from the counter of every entry, by a stable sort; starts of the counters."""
-    in_order, places = torch.sort(counters.flatten(), stable=True)
-    entries.copy_(places % (plan.num_queries * plan.num_slots))
-    numbers = torch.arange(num_counters + 1, dtype=torch.int32, device=counters.device)
-    return torch.searchsorted(in_order, numbers, out_int32=True)
+    in_order, entries_in_order = torch.sort(counters.flatten(), stable=True)
+    entries.copy_(entries_in_order % (plan.num_queries * plan.num_slots))
+    counter_ids = torch.arange(num_counters + 1, dtype=torch.int32, device=counters.device)
+    return torch.searchsorted(in_order, counter_ids, out_int32=True)

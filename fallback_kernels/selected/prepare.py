@@ -1,4 +1,4 @@
-"""What every launch of the selected branch's forward needs: lists, unions, tensors, sizes."""
+"""What every launch of the selected branch's forward needs: index, unions, tensors, sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.selected.block_union import UnionLists, build_unions
+from nsa_flex.fallback_kernels.selected.block_union import BlockUnions, build_block_unions
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.inverted_index import SelectedIndex, build_index
 
@@ -15,8 +15,8 @@ class Selection(NamedTuple):
     """What the launches of one forward share; tensors as `forward` takes them."""
 
     plan: SelectedPlan
-    lists: SelectedIndex
-    unions: UnionLists
+    csr: SelectedIndex
+    unions: BlockUnions
     query: Tensor
     key: Tensor
     value: Tensor
@@ -33,10 +33,15 @@ def prepare(
     *,
     storage: Tensor | None,
 ) -> Selection:
-    """Index of the lists and unions of the tiles; arguments as of `forward`."""
-    unions = build_unions(plan, blocks)
-    every = storage is not None
-    index = build_index(
-        plan, blocks, plan.chunk_tokens, unions=unions, every=every, storage=storage
+    """Inverted index and unions of the query tiles; arguments as of `forward`."""
+    unions = build_block_unions(plan, blocks)
+    all_entries = storage is not None
+    csr = build_index(
+        plan,
+        blocks,
+        plan.work_tile_tokens,
+        unions=unions,
+        all_entries=all_entries,
+        storage=storage,
     )
-    return Selection(plan, index, unions, query, key, value, scale)
+    return Selection(plan, csr, unions, query, key, value, scale)

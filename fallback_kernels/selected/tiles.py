@@ -1,4 +1,4 @@
-"""Pieces that the selection kernels share: items, gathered rows, K/V blocks."""
+"""Pieces that the selection kernels share: work tiles, K/V blocks, the blocks of a query."""
 
 from __future__ import annotations
 
@@ -7,26 +7,42 @@ import triton.language as tl
 
 
 @triton.jit
-def item_of(items_ptr, item, first_head, first_list, kv_heads, num_blocks, LISTED: tl.constexpr):
-    """An item's range of entries, and its list: batch row, KV head, that in the window, block.
+def load_work_tile(
+    work_tiles_ptr,
+    work_tile,
+    first_head,
+    first_csr_row,
+    kv_heads,
+    num_blocks,
+    SKIP_UNIONS: tl.constexpr,
+):
+    """A work tile's range of entries and its CSR row: batch row, KV head, KV head within the query
+    chunk, block.
 
-    LISTED leaves out the entries of tiles that have a union.
+    SKIP_UNIONS leaves out the entries of query tiles that have a union.
     """
-    key = tl.load(items_ptr + item * 4)
-    start = tl.load(items_ptr + item * 4 + 1)
-    stop = tl.load(items_ptr + item * 4 + 2)
-    if LISTED:
-        stop = tl.minimum(stop, tl.load(items_ptr + item * 4 + 3))
-    local = key - first_list
-    within = local // num_blocks
-    batch_head = first_head + within
-    return start, stop, batch_head // kv_heads, batch_head % kv_heads, within, local % num_blocks
+    csr_row = tl.load(work_tiles_ptr + work_tile * 4)
+    start = tl.load(work_tiles_ptr + work_tile * 4 + 1)
+    stop = tl.load(work_tiles_ptr + work_tile * 4 + 2)
+    if SKIP_UNIONS:
+        stop = tl.minimum(stop, tl.load(work_tiles_ptr + work_tile * 4 + 3))
+    row_in_chunk = csr_row - first_csr_row
+    head_in_chunk = row_in_chunk // num_blocks
+    batch_head = first_head + head_in_chunk
+    return (
+        start,
+        stop,
+        batch_head // kv_heads,
+        batch_head % kv_heads,
+        head_in_chunk,
+        row_in_chunk % num_blocks,
+    )
 
 
 @triton.jit
-def first_entry(within, window_tokens, window_shift, NUM_SLOTS: tl.constexpr):
-    """Place in the partial buffer of the entry 0 of a KV head, counted within the window."""
-    return (within * window_tokens + window_shift) * NUM_SLOTS
+def first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS: tl.constexpr):
+    """Slot in the partial buffer of entry 0 of a KV head, counted within the query chunk."""
+    return (head_in_chunk * chunk_tokens + chunk_shift) * NUM_SLOTS
 
 
 @triton.jit
@@ -36,53 +52,55 @@ def load_block(
     block,
     num_keys,
     BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     WHOLE: tl.constexpr = False,
 ):
-    """Keys or values of one block (BLOCK_SIZE, COLUMNS); 0 past the last key.
+    """Keys or values of one block [BLOCK_SIZE, BLOCK_D]; 0 past the last key.
 
     WHOLE: no key of the block is past the last one, so that no mask is needed.
     """
     position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, BLOCK_D)
     pointer = base_ptr + (position.to(tl.int64) * stride)[:, None] + column[None, :]
-    if WHOLE and WIDTH == COLUMNS:
+    if WHOLE and DIM == BLOCK_D:
         tile = tl.load(pointer)
     else:
-        mask = (position < num_keys)[:, None] & (column < WIDTH)[None, :]
+        mask = (position < num_keys)[:, None] & (column < DIM)[None, :]
         tile = tl.load(pointer, mask=mask, other=0.0)
-    return tile
+    return tile  # [BLOCK_SIZE, BLOCK_D]
 
 
 @triton.jit
-def split_choices(
+def split_blocks(
     blocks_ptr,
     row,
-    row_ok,
+    row_mask,
     position,
     NUM_SLOTS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
 ):
-    """Blocks of some queries, which of them are free, their slots, and the summary's bits.
+    """Blocks of some queries, which of them are top-k blocks, the slots of these, and the bitmask.
 
-    A block in a query's future is taken as no choice, so that no kernel reads out of bounds.
+    bitmask [BLOCK_TOKENS]: bits 0 to 15 say which local (own block first) and then which initial
+    blocks a query selected; bits from 24 on count its top-k blocks. A block in a query's future
+    counts as none, so that no kernel reads out of bounds.
     """
-    column = tl.arange(0, SLOT_COLUMNS)
-    place = row[:, None] * NUM_SLOTS + column[None, :]
-    place_ok = row_ok[:, None] & (column < NUM_SLOTS)[None, :]
-    block = tl.load(blocks_ptr + place, mask=place_ok, other=-1)
+    column = tl.arange(0, PADDED_SLOTS)
+    offset = row[:, None] * NUM_SLOTS + column[None, :]
+    mask = row_mask[:, None] & (column < NUM_SLOTS)[None, :]
+    block = tl.load(blocks_ptr + offset, mask=mask, other=-1)  # [BLOCK_TOKENS, PADDED_SLOTS]
     age = (position // BLOCK_SIZE)[:, None] - block
-    chosen = (block >= 0) & (age >= 0)
-    local = chosen & (age < LOCAL)
-    initial = chosen & (age >= LOCAL) & (block < INITIAL)
-    free = chosen & (age >= LOCAL) & (block >= INITIAL)
-    count = free.to(tl.int32)
+    valid = (block >= 0) & (age >= 0)
+    local = valid & (age < LOCAL)
+    initial = valid & (age >= LOCAL) & (block < INITIAL)
+    is_topk = valid & (age >= LOCAL) & (block >= INITIAL)
+    count = is_topk.to(tl.int32)
     slot = tl.cumsum(count, 1) - 1
-    candidate = tl.where(local, age, tl.where(initial, LOCAL + block, 0))
-    bit = tl.where(local | initial, 1 << candidate, 0)
-    summary = tl.sum(bit, 1) | (tl.sum(count, 1) << 24)
-    return block, free, slot, summary
+    bit = tl.where(local, age, tl.where(initial, LOCAL + block, 0))
+    bits = tl.where(local | initial, 1 << bit, 0)
+    bitmask = tl.sum(bits, 1) | (tl.sum(count, 1) << 24)
+    return block, is_topk, slot, bitmask

@@ -1,4 +1,4 @@
-"""How the fused choice of blocks cuts a call into launches: from shapes and dtypes alone."""
+"""How the top-k block selection cuts a call into launches: from shapes and dtypes alone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
 
-SCORE_BYTES = 1 << 28  # scores of a chunk
-PROGRAMS = 1024  # fewer tiles of queries than that are split along the keys
-BAND = 16  # scores that share a maximum: `choose_top.BAND`
-BANDED_WIDTHS = (2048, 16384)  # rows of scores whose maxima `top_kernel` starts from, if written
-FEW_SLOTS = 16  # blocks of a query that are taken one by one: `choose_distinct.MOST`
+SCORE_BYTES = 1 << 28  # scores of a query chunk
+MIN_CTAS = 1024  # fewer query tiles than that are split along the keys
+BAND = 16  # scores that share a maximum: `select.BAND`
+# Widths of rows of scores where `topk_select_kernel` starts from the maxima of bands, if written.
+BANDED_WIDTHS = (2048, 16384)
+FEW_SLOTS = 16  # blocks of a query that are taken one by one: `select_few.MOST`
 FEW_BANDED = 512  # rows of so many scores, and up to as many as above, then start from maxima
-HOPPER_PROGRAMS = 192  # chunks of fewer programs go to the kernel that splits along the keys
+SM90_MIN_CTAS = 192  # chunks of fewer CTAs go to the kernel that splits along the keys
 
 
 def row_width(num_blocks: int) -> int:
@@ -27,30 +27,30 @@ def row_width(num_blocks: int) -> int:
     return max(128, tile_width(num_blocks))
 
 
-class Chunk(NamedTuple):
+class QueryChunk(NamedTuple):
     """Queries whose scores are in memory at once."""
 
     start: int
     size: int
-    width: int  # blocks that they may choose from, rounded up to a row of `top_kernel`
+    width: int  # blocks up to the last query's own, rounded up to a row of `topk_select_kernel`
     candidates: int
-    hopper: bool  # scores come from `banded_score_kernel`
+    sm90: bool  # scores come from `topk_scores_sm90_kernel`
 
     @property
     def maxima(self) -> int:
         """Room for the maxima of a row's bands: whole vectors, as of everything in a row."""
-        return max(16, self.width // BAND) if self.hopper else 0
+        return max(16, self.width // BAND) if self.sm90 else 0
 
     @property
     def pitch(self) -> int:
-        """Scores from a row to the next: `top_kernel`'s candidates and maxima lie between them."""
+        """Stride of a row of scores, with room for candidates and maxima at its end."""
         return self.width + self.candidates + self.maxima
 
     @property
     def banded(self) -> bool:
-        """Whether the choice starts from the maxima of bands."""
+        """Whether the selection starts from the maxima of bands."""
         least, most = BANDED_WIDTHS
-        return self.hopper and (FEW_BANDED if self._few_slots else least) <= self.width <= most
+        return self.sm90 and (FEW_BANDED if self._few_slots else least) <= self.width <= most
 
     @property
     def _few_slots(self) -> bool:
@@ -59,21 +59,21 @@ class Chunk(NamedTuple):
     @property
     def few(self) -> bool:
         """Whether the best blocks are taken one by one, without a search where that is sure."""
-        return self._few_slots and self.lanes == 32
+        return self._few_slots and self.threads == 32
 
     @property
-    def lanes(self) -> int:
+    def threads(self) -> int:
         """Threads that share a row of scores."""
         return 32 if self.banded else max(32, self.width // 32)
 
     @property
     def depth(self) -> int:
         """Scores of a row in one thread."""
-        return self.width // self.lanes
+        return self.width // self.threads
 
 
 @dataclass(frozen=True)
-class ChoicePlan:
+class TopkPlan:
     """Everything about a call that shapes and dtypes decide."""
 
     batch: int
@@ -85,7 +85,7 @@ class ChoicePlan:
     num_slots: int
     select_block_size: int
     element_size: int
-    hopper: bool = False  # whether `banded_score_kernel` takes the call
+    sm90: bool = False  # whether `topk_scores_sm90_kernel` takes the call
 
     @cached_property
     def group(self) -> int:
@@ -93,12 +93,12 @@ class ChoicePlan:
         return self.query_heads // self.kv_heads
 
     @cached_property
-    def members(self) -> int:
+    def padded_group(self) -> int:
         """G, rounded up to a power of two."""
-        return triton.next_power_of_2(self.group)
+        return next_power_of_2(self.group)
 
     @cached_property
-    def head_columns(self) -> tuple[int, int]:
+    def block_d(self) -> tuple[int, int]:
         """Widths of the two tiles that hold the head dim; the second may be 0."""
         main = 1 << (self.head_dim.bit_length() - 1)
         if main < 16:
@@ -106,53 +106,53 @@ class ChoicePlan:
         return main, tile_width(self.head_dim - main) if self.head_dim > main else 0
 
     @cached_property
-    def tile_columns(self) -> int:
-        """Columns (query head, token) of a tile of scores."""
-        if self.element_size == 4 or self.head_dim > 128 or self.members == 1:
-            return max(64, self.members)
+    def block_m(self) -> int:
+        """Columns (head in group, token) of a tile of scores."""
+        if self.element_size == 4 or self.head_dim > 128 or self.padded_group == 1:
+            return max(64, self.padded_group)
         return 128
 
     @cached_property
     def tile_tokens(self) -> int:
-        most = self.tile_columns // self.members
-        return max(16 // self.members, min(most, triton.next_power_of_2(self.num_queries)), 1)
+        most = self.block_m // self.padded_group
+        return max(16 // self.padded_group, min(most, next_power_of_2(self.num_queries)), 1)
 
     @cached_property
-    def hopper_tokens(self) -> int:
-        """Tokens of a program of `banded_score_kernel`: 128 rows (query head, token)."""
-        return 128 // self.members
+    def sm90_tokens(self) -> int:
+        """Tokens of a CTA of `topk_scores_sm90_kernel`: 128 rows (head in group, token)."""
+        return 128 // self.padded_group
 
     @cached_property
-    def hopper_registers(self) -> int:
-        """Three programs a multiprocessor where a thread sums heads, two where it holds tokens."""
-        return 255 if self.members == 1 else 168
+    def sm90_registers(self) -> int:
+        """Three CTAs an SM where a thread sums heads, two where it holds tokens."""
+        return 255 if self.padded_group == 1 else 168
 
     @cached_property
-    def tile_rows(self) -> int:
-        """Keys of a tile: what one warp group multiplies at once, less where it is float32."""
+    def block_n(self) -> int:
+        """Keys of a tile: one warp group's MMA, less in float32."""
         return 32 if self.element_size == 4 else 64
 
     @cached_property
     def stages(self) -> int:
-        """Tiles of keys in flight: three where that leaves room for three programs."""
-        return 3 if self.tile_columns <= 64 and self.head_dim <= 128 else 2
+        """Tiles of keys in flight: three where that leaves room for three CTAs an SM."""
+        return 3 if self.block_m <= 64 and self.head_dim <= 128 else 2
 
     @cached_property
     def registers(self) -> int | None:
-        """Most of a thread: few enough for three programs of 128 threads a multiprocessor."""
+        """Register limit of a thread: three CTAs of 128 threads an SM."""
         return None if self.element_size == 4 else 168
 
     @cached_property
     def candidates(self) -> int:
-        """Places for blocks of a row among which the choice is finished."""
-        return max(32, 2 * triton.next_power_of_2(self.num_slots))
+        """Room for the blocks of a row among which the selection is finished."""
+        return max(32, 2 * next_power_of_2(self.num_slots))
 
     @cached_property
     def past(self) -> int:
         """No query sits later than if the last one were the last key."""
         return self.num_blocks * self.select_block_size - self.num_queries
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[QueryChunk]:
         """All queries, as many at a time as `SCORE_BYTES` holds the scores of."""
         start = 0
         while start < self.num_queries:
@@ -160,13 +160,13 @@ class ChoicePlan:
             yield chunk
             start += chunk.size
 
-    def chunk(self, start: int) -> Chunk:
+    def chunk(self, start: int) -> QueryChunk:
         """The most queries from `start` on; the narrowest rows that do not make them fewer."""
-        best = Chunk(start, 0, 0, self.candidates, False)
+        best = QueryChunk(start, 0, 0, self.candidates, False)
         own = (self.past + start) // self.select_block_size
         width, widest = row_width(min(own + 1, self.num_blocks)), row_width(self.num_blocks)
         while width <= widest:
-            pitch = Chunk(start, 1, width, self.candidates, self.hopper).pitch
+            pitch = QueryChunk(start, 1, width, self.candidates, self.sm90).pitch
             row_bytes = 4 * self.batch * self.kv_heads * pitch
             size = max(self.tile_tokens, SCORE_BYTES // row_bytes // 64 * 64, 1)
             wide_enough = width * self.select_block_size - self.past - start
@@ -174,36 +174,36 @@ class ChoicePlan:
                 wide_enough = self.num_queries - start
             size = min(size, wide_enough, self.num_queries - start)
             if size > best.size:
-                best = Chunk(start, size, width, self.candidates, self._hopper_takes(size))
+                best = QueryChunk(start, size, width, self.candidates, self._goes_to_sm90(size))
             width *= 2
         return best
 
-    def _hopper_takes(self, num_queries: int) -> bool:
-        tiles = triton.cdiv(num_queries, self.hopper_tokens)
-        return self.hopper and tiles * self.batch * self.kv_heads >= HOPPER_PROGRAMS
+    def _goes_to_sm90(self, num_queries: int) -> bool:
+        tiles = cdiv(num_queries, self.sm90_tokens)
+        return self.sm90 and tiles * self.batch * self.kv_heads >= SM90_MIN_CTAS
 
-    def empty_scores(self, device: torch.device) -> Tensor:
-        """Room for the scores of any chunk, rows (batch row, KV head, query)."""
+    def empty_workspace(self, device: torch.device) -> Tensor:
+        """Memory for the scores of any chunk, rows (batch row, KV head, query)."""
         most = max((chunk.size * chunk.pitch for chunk in self.chunks()), default=0)
         size = self.batch * self.kv_heads * most
         return torch.empty(size, dtype=torch.float32, device=device)
 
     def splits(self, num_queries: int, num_tiles: int) -> int:
-        """Programs that share the `num_tiles` tiles of keys of one tile of queries."""
-        programs = triton.cdiv(num_queries, self.tile_tokens) * self.batch * self.kv_heads
-        return max(1, min(triton.cdiv(PROGRAMS, programs), num_tiles))
+        """CTAs that share the `num_tiles` tiles of keys of one query tile."""
+        ctas = cdiv(num_queries, self.tile_tokens) * self.batch * self.kv_heads
+        return max(1, min(cdiv(MIN_CTAS, ctas), num_tiles))
 
     def tile_constants(self) -> dict[str, Any]:
         """Compile-time arguments that kernels over queries and keys take."""
-        head_columns, tail_columns = self.head_columns
+        block_d, tail_columns = self.block_d
         return {
             "GROUP": self.group,
-            "MEMBERS": self.members,
-            "TOKENS": self.tile_tokens,
-            "ROWS": self.tile_rows,
+            "PADDED_GROUP": self.padded_group,
+            "BLOCK_TOKENS": self.tile_tokens,
+            "BLOCK_N": self.block_n,
             "HEAD_DIM": self.head_dim,
-            "HEAD_COLUMNS": head_columns,
-            "TAIL_COLUMNS": tail_columns,
+            "BLOCK_D": block_d,
+            "BLOCK_D_TAIL": tail_columns,
             "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "STAGES": self.stages,
         }

@@ -1,4 +1,4 @@
-"""The fused choice of blocks as a custom operator: scores by chunks of queries, then the best n.
+"""Top-k block selection as a custom operator: scores by query chunks, then the best n blocks.
 
 Needs triton; import it only where it is to run.
 """
@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -23,20 +22,21 @@ from nsa_flex.fallback_kernels.common.arch import (
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.topk.config import ChoicePlan, Chunk
-from nsa_flex.fallback_kernels.topk.lse import lse_kernel
-from nsa_flex.fallback_kernels.topk.scores import score_kernel
-from nsa_flex.fallback_kernels.topk.select import top_kernel
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.topk.config import QueryChunk, TopkPlan
+from nsa_flex.fallback_kernels.topk.lse import compressed_lse_kernel
+from nsa_flex.fallback_kernels.topk.scores import topk_scores_kernel
+from nsa_flex.fallback_kernels.topk.select import topk_select_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 MAX_SLOTS = 64
-MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest program
+MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest CTA
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
-KEY_TILE_DIMS = (16, 32, 64, 128, 256)  # head dims that a tensor copy brings
-KEY_TILE_ROWS = 64  # `ChoicePlan.tile_rows` of 2-byte dtypes
-NUM_STREAMS = 2  # chunks in memory at once, each on a stream
+TMA_HEAD_DIMS = (16, 32, 64, 128, 256)  # head dims that TMA copies as one tile
+KEY_BLOCK_N = 64  # `TopkPlan.block_n` of 2-byte dtypes
+NUM_STREAMS = 2  # query chunks in memory at once, each on a stream
 
 
 def unsupported_reason(
@@ -48,8 +48,8 @@ def unsupported_reason(
     limits = (
         (heads // kv_heads, MAX_GROUP, "query heads share a KV head"),
         (dim, MAX_HEAD_DIM, "is the head dim"),
-        (config.num_selected_blocks, MAX_SLOTS, "blocks are to be chosen"),
-        (num_blocks, MAX_BLOCKS, "blocks can be chosen"),
+        (config.num_selected_blocks, MAX_SLOTS, "blocks are to be selected"),
+        (num_blocks, MAX_BLOCKS, "blocks can be selected"),
         (batch * kv_heads, MAX_HEADS, "KV heads in all batch rows"),
     )
     reason = triton_unsupported_reason(query.device)
@@ -66,7 +66,7 @@ def unsupported_reason(
 def sm90_unsupported_reason(
     query: Tensor, key_tiles: TensorDescriptor | None, config: NSAConfig
 ) -> str | None:
-    """Why `score_kernel` computes the scores and not `banded_score_kernel`; None if that does."""
+    """Why the scores come from the kernel in Triton, not that for Hopper; None if from that."""
     reason = gluon_unsupported_reason(query.device)
     if reason is not None:
         return reason
@@ -83,10 +83,10 @@ def sm90_unsupported_reason(
 
 
 # Shapes repeat from layer to layer and step to step.
-_plan = lru_cache(maxsize=256)(ChoicePlan)
+_plan = lru_cache(maxsize=256)(TopkPlan)
 
 
-def choose_blocks(
+def select_topk_blocks(
     query: Tensor,
     compressed_key: Tensor,
     lse: Tensor | None,
@@ -99,14 +99,14 @@ def choose_blocks(
 ) -> Tensor:
     """`nsa_flex.selection.choose_blocks` from the log-sum-exp of the compressed branch.
 
-    Recomputes the probabilities tile by tile; scores of at most 512 MB exist at once.
+    Recomputes the probabilities tile by tile; at most 512 MB of scores exist at once.
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, any strides.
         compressed_key: (B, Hkv, N, D).
-        lse: float32 (B, Hq, Sq), natural log-sum-exp of the compressed branch; of no matter for a
+        lse: float32 (B, Hq, Sq), natural log-sum-exp of the compressed branch; ignored for a
             query that sees no compressed block. None computes it first, which costs more than
-            the choice.
+            the selection.
         positions: int (B or 1, Sq), consecutive, the last below `num_blocks * l'`.
         document_start: int (B, Sq), multiples of l', or None.
 
@@ -122,7 +122,7 @@ def choose_blocks(
     if lse is not None and (lse.shape != query.shape[:3] or lse.dtype != torch.float32):
         got = f"{lse.dtype} {tuple(lse.shape)}"
         raise ValueError(f"lse must be torch.float32 {tuple(query.shape[:3])}, got {got}")
-    return choose_blocks_operator(
+    return topk_operator(
         query.detach(),
         compressed_key.detach(),
         None if lse is None else lse.detach(),
@@ -134,7 +134,7 @@ def choose_blocks(
     )
 
 
-def run_choice(
+def run_topk(
     query: Tensor,
     compressed_key: Tensor,
     lse: Tensor | None,
@@ -144,7 +144,7 @@ def run_choice(
     num_blocks: int,
     counts: list[int],
 ) -> Tensor:
-    """What `choose_blocks` runs, and other operators within themselves."""
+    """What `select_topk_blocks` runs; operators that contain it call this."""
     config = NSAConfig.of_counts(counts)
     batch, heads, num_queries, dim = query.shape
     query, key = rows_contiguous(query), rows_contiguous(compressed_key)
@@ -166,18 +166,20 @@ def run_choice(
         num_slots=config.num_selected_blocks,
         select_block_size=config.select_block_size,
         element_size=query.element_size(),
-        hopper=sm90_unsupported_reason(query, key_tiles, config) is None,
+        sm90=sm90_unsupported_reason(query, key_tiles, config) is None,
     )
     shape = (batch, plan.kv_heads, num_queries, config.num_selected_blocks)
     blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
-    places = _places(positions, document_start)
+    query_positions = _query_positions(positions, document_start)
     with torch.cuda.device_of(query):
         if lse is None:
-            lse = _log_sum_exp(plan, query, key, places, scale, **compress)
+            lse = _log_sum_exp(plan, query, key, query_positions, scale, **compress)
         chunks = tuple(plan.chunks())
-        rooms = [plan.empty_scores(query.device) for _ in range(min(NUM_STREAMS, len(chunks)))]
+        workspaces = [
+            plan.empty_workspace(query.device) for _ in range(min(NUM_STREAMS, len(chunks)))
+        ]
 
-        def launch(chunk: Chunk, scores: Tensor) -> None:
+        def launch(chunk: QueryChunk, scores: Tensor) -> None:
             _launch_scores(
                 plan,
                 chunk,
@@ -185,31 +187,29 @@ def run_choice(
                 key,
                 key_tiles,
                 lse,
-                places,
+                query_positions,
                 scores,
                 scale,
                 **compress,
                 **select,
             )
-            _launch_top(plan, chunk, scores, blocks, places, **select)
+            _launch_select(plan, chunk, scores, blocks, query_positions, **select)
 
-        round_robin(query.device, chunks, rooms, launch)
+        round_robin(query.device, chunks, workspaces, launch)
     return blocks
 
 
-choose_blocks_operator = torch.library.custom_op(
-    "nsa_flex::choose_blocks_fused", run_choice, mutates_args=()
-)
+topk_operator = torch.library.custom_op("nsa_flex::choose_blocks_fused", run_topk, mutates_args=())
 
 
-@choose_blocks_operator.register_fake
+@topk_operator.register_fake
 def _(query: Tensor, compressed_key: Tensor, *others: Any) -> Tensor:
     num_selected = NSAConfig.of_counts(others[-1]).num_selected_blocks
     shape = (query.shape[0], compressed_key.shape[1], query.shape[2], num_selected)
     return query.new_empty(shape, dtype=torch.int32)
 
 
-class Places(NamedTuple):
+class QueryPositions(NamedTuple):
     """Where the queries and their documents are, with the strides of a batch row."""
 
     positions: Tensor
@@ -219,42 +219,44 @@ class Places(NamedTuple):
     documents: bool
 
 
-def _places(positions: Tensor, document_start: Tensor | None) -> Places:
+def _query_positions(positions: Tensor, document_start: Tensor | None) -> QueryPositions:
     positions = positions.contiguous()
     starts = positions if document_start is None else document_start.contiguous()
     position_stride, start_stride = (
         x.stride(0) if x.shape[0] > 1 else 0 for x in (positions, starts)
     )
-    return Places(positions, starts, position_stride, start_stride, document_start is not None)
+    return QueryPositions(
+        positions, starts, position_stride, start_stride, document_start is not None
+    )
 
 
 def _log_sum_exp(
-    plan: ChoicePlan,
+    plan: TopkPlan,
     query: Tensor,
     key: Tensor,
-    places: Places,
+    query_positions: QueryPositions,
     scale: float,
     **constants: int,
 ) -> Tensor:
-    tiles = triton.cdiv(plan.num_queries, plan.tile_tokens)
-    splits = plan.splits(plan.num_queries, triton.cdiv(key.shape[2], plan.tile_rows))
+    tiles = cdiv(plan.num_queries, plan.tile_tokens)
+    splits = plan.splits(plan.num_queries, cdiv(key.shape[2], plan.block_n))
     shape = (splits, plan.batch, plan.query_heads, plan.num_queries)
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    lse_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
+    compressed_lse_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
         query,
         key,
         lse,
-        places.positions,
-        places.starts,
+        query_positions.positions,
+        query_positions.starts,
         *strides(query),
         *strides(key),
-        places.position_stride,
-        places.start_stride,
+        query_positions.position_stride,
+        query_positions.start_stride,
         plan.num_queries,
         key.shape[2],
         plan.kv_heads,
         base2_scale(scale),
-        DOCUMENTS=places.documents,
+        DOCUMENTS=query_positions.documents,
         **plan.tile_constants(),
         **constants,
         num_warps=4,
@@ -263,9 +265,9 @@ def _log_sum_exp(
 
 
 def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:
-    """Descriptor of the keys as (B, Hkv, l'/d, N // (l'/d), D) for tensor copies, or None.
+    """TMA descriptor of the keys as (B, Hkv, l'/d, N // (l'/d), D), or None.
 
-    It leaves out the last keys if l'/d does not divide N: blocks that are forced where they exist.
+    It leaves out the last keys if l'/d does not divide N: they belong to local blocks.
     """
     per, lent = (
         constants["SELECT"] // constants["STRIDE"],
@@ -276,7 +278,7 @@ def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:
         not supports_tma(key.device)
         or constants["INITIAL"] < lent
         or constants["LOCAL"] < 1 + lent
-        or dim not in KEY_TILE_DIMS
+        or dim not in TMA_HEAD_DIMS
         or key.element_size() != 2
         or num_keys < per
         or key.data_ptr() % 16
@@ -288,48 +290,53 @@ def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:
         key,
         [batch, heads, per, num_keys // per, dim],
         [by_batch, by_head, by_key, per * by_key, 1],
-        [1, 1, 1, KEY_TILE_ROWS, dim],
+        [1, 1, 1, KEY_BLOCK_N, dim],
     )
 
 
 def _launch_scores(
-    plan: ChoicePlan,
-    chunk: Chunk,
+    plan: TopkPlan,
+    chunk: QueryChunk,
     query: Tensor,
     key: Tensor,
     key_tiles: TensorDescriptor | None,
     lse: Tensor,
-    places: Places,
+    query_positions: QueryPositions,
     scores: Tensor,
     scale: float,
     **constants: int,
 ) -> None:
-    if chunk.hopper:
+    if chunk.sm90:
         assert key_tiles is not None
-        where = (places.positions, places.starts, places.position_stride, places.start_stride)
+        where = (
+            query_positions.positions,
+            query_positions.starts,
+            query_positions.position_stride,
+            query_positions.start_stride,
+        )
         # Imported here: other versions of Gluon may lack the names.
         from nsa_flex.fallback_kernels.topk import scores_sm90
 
         scores_sm90.launch_scores(
             plan, chunk, query, key_tiles, lse, where, scores, base2_scale(scale),
-            DOCUMENTS=places.documents, **constants,
+            DOCUMENTS=query_positions.documents, **constants,
         )  # fmt: skip
         return
-    tiles = triton.cdiv(chunk.size, plan.tile_tokens)
-    splits = plan.splits(chunk.size, triton.cdiv(chunk.width, plan.tile_rows - 1))
-    score_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
+    tiles = cdiv(chunk.size, plan.tile_tokens)
+    splits = plan.splits(chunk.size, cdiv(chunk.width, plan.block_n - 1))
+    topk_scores_kernel[(tiles, plan.batch * plan.kv_heads, splits)](
         query,
         key,
         key_tiles,
         lse,
-        places.positions,
-        places.starts,
+        query_positions.positions,
+        query_positions.starts,
         scores,
         *strides(query),
         *strides(key),
         *lse.stride(),
-        places.position_stride,
-        places.start_stride,
+        query_positions.position_stride,
+        query_positions.start_stride,
         chunk.start,
         chunk.size,
         key.shape[2],
@@ -337,8 +344,8 @@ def _launch_scores(
         chunk.width,
         chunk.pitch,
         base2_scale(scale),
-        DOCUMENTS=places.documents,
-        COPIES=key_tiles is not None,
+        DOCUMENTS=query_positions.documents,
+        USE_TMA=key_tiles is not None,
         COMPILED=not INTERPRETED,
         **plan.tile_constants(),
         **constants,
@@ -347,34 +354,34 @@ def _launch_scores(
     )
 
 
-def _launch_top(
-    plan: ChoicePlan,
-    chunk: Chunk,
+def _launch_select(
+    plan: TopkPlan,
+    chunk: QueryChunk,
     scores: Tensor,
     blocks: Tensor,
-    places: Places,
+    query_positions: QueryPositions,
     **constants: int,
 ) -> None:
     arguments = (
         scores,
         blocks,
-        places.positions,
-        places.starts,
-        places.position_stride,
-        places.start_stride,
+        query_positions.positions,
+        query_positions.starts,
+        query_positions.position_stride,
+        query_positions.start_stride,
         chunk.start,
         chunk.size,
         plan.num_queries,
         chunk.pitch,
     )
     constants |= {
-        "SLOT_COLUMNS": triton.next_power_of_2(plan.num_slots),
+        "PADDED_SLOTS": next_power_of_2(plan.num_slots),
         "CANDIDATES": chunk.candidates,
-        "LANES": chunk.lanes,
+        "THREADS": chunk.threads,
         "DEPTH": chunk.depth,
-        "DOCUMENTS": places.documents,
+        "DOCUMENTS": query_positions.documents,
     }
-    options = {"num_warps": chunk.lanes // 32, "maxnreg": 64}
-    top_kernel[(chunk.size, plan.kv_heads, plan.batch)](
+    options = {"num_warps": chunk.threads // 32, "maxnreg": 64}
+    topk_select_kernel[(chunk.size, plan.kv_heads, plan.batch)](
         *arguments, **constants, BANDED=chunk.banded, FEW=chunk.few, **options
     )

@@ -1,4 +1,7 @@
-"""Log-sum-exp of the compressed branch, for callers that have none of float32 accuracy."""
+"""Log-sum-exp of the compressed branch, for callers that have none of float32 accuracy.
+
+A tile is transposed, keys x (head in group, token), and there are no values: not the common step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from nsa_flex.fallback_kernels.topk.scores import load_keys, load_queries
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "kv_heads"])
-def lse_kernel(
+def compressed_lse_kernel(
     query_ptr,
     key_ptr,
     lse_ptr,
@@ -29,12 +32,12 @@ def lse_kernel(
     kv_heads,
     scale_log2,
     GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    TAIL_COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_D_TAIL: tl.constexpr,
     COMPRESS: tl.constexpr,
     STRIDE: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -47,57 +50,63 @@ def lse_kernel(
     head = (tl.program_id(1) % kv_heads).to(tl.int64)
     split, num_splits = tl.program_id(2), tl.num_programs(2)
 
-    place = tile * TOKENS + tl.arange(0, TOKENS)
-    token = tl.minimum(place, num_queries - 1)
+    query = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    token = tl.minimum(query, num_queries - 1)
     position = tl.load(position_ptr + batch * position_stride_b + token).to(tl.int32)
     start = tl.zeros_like(position)
     if DOCUMENTS:
         start = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32)
     query_ptr += batch * query_stride_b + head * GROUP * query_stride_h
     key_ptr += batch * key_stride_b + head * key_stride_h
-    q = load_queries(
+    q = load_queries(  # [BLOCK_M, BLOCK_D]
         query_ptr, query_stride_h, query_stride_s, token,
-        GROUP, MEMBERS, TOKENS, 0, HEAD_DIM, HEAD_COLUMNS,
+        GROUP, PADDED_GROUP, BLOCK_TOKENS, 0, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
-    if TAIL_COLUMNS > 0:
+    if BLOCK_D_TAIL > 0:
         q_tail = load_queries(
             query_ptr, query_stride_h, query_stride_s, token,
-            GROUP, MEMBERS, TOKENS, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
+            GROUP, PADDED_GROUP, BLOCK_TOKENS, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL,
         )  # fmt: skip
 
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, BLOCK_N)
     least = tl.min(start, 0) // STRIDE
     # Compressed blocks that end at or before the last query.
     visible = tl.maximum(tl.max(position, 0) + STRIDE - COMPRESS + 1, 0) // STRIDE
-    num_tiles = tl.cdiv(tl.minimum(visible, num_keys) - least, ROWS)
-    top = tl.full((MEMBERS, TOKENS), float("-inf"), tl.float32)
-    total = tl.zeros((MEMBERS, TOKENS), tl.float32)
+    num_tiles = tl.cdiv(tl.minimum(visible, num_keys) - least, BLOCK_N)
+    row_max = tl.full(
+        (PADDED_GROUP, BLOCK_TOKENS), float("-inf"), tl.float32
+    )  # [PADDED_GROUP, BLOCK_TOKENS]
+    row_sum = tl.zeros((PADDED_GROUP, BLOCK_TOKENS), tl.float32)  # [PADDED_GROUP, BLOCK_TOKENS]
     for step in tl.range(split, num_tiles, num_splits, num_stages=STAGES):
-        first_key = least + step * ROWS
-        k = load_keys(
+        first_key = least + step * BLOCK_N
+        k = load_keys(  # [BLOCK_N, BLOCK_D]
             key_ptr, key_stride_s, first_key, num_keys,
-            ROWS, 1, True, 0, HEAD_DIM, HEAD_COLUMNS,
+            BLOCK_N, 1, True, 0, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        if TAIL_COLUMNS > 0:
+        if BLOCK_D_TAIL > 0:
             k_tail = load_keys(
                 key_ptr, key_stride_s, first_key, num_keys,
-                ROWS, 1, True, HEAD_COLUMNS, HEAD_DIM, TAIL_COLUMNS,
+                BLOCK_N, 1, True, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL,
             )  # fmt: skip
             logits = tl.dot(k_tail, tl.trans(q_tail), logits, input_precision=PRECISION)
         key = first_key + row
-        seen = (key * STRIDE + COMPRESS - 1)[:, None] <= position[None, :]
-        seen = seen & (key < num_keys)[:, None]
+        key_mask = (key * STRIDE + COMPRESS - 1)[:, None] <= position[None, :]
+        key_mask = key_mask & (key < num_keys)[:, None]
         if DOCUMENTS:
-            seen = seen & ((key * STRIDE)[:, None] >= start[None, :])
-        logits = tl.reshape(logits * scale_log2, (ROWS, MEMBERS, TOKENS))
-        logits = tl.where(seen[:, None, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[None, :, :]), 0)
-        top = new_top
-    member = tl.arange(0, MEMBERS)[:, None]
-    lse = tl.where(total > 0.0, (top + tl.log2(total)) / LOG2E, float("-inf"))
-    part = (split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-    lse_ptr += (part * GROUP + member) * num_queries + place[None, :]
-    tl.store(lse_ptr, lse, mask=(member < GROUP) & (place[None, :] < num_queries))
+            key_mask = key_mask & ((key * STRIDE)[:, None] >= start[None, :])
+        logits = tl.reshape(
+            logits * scale_log2, (BLOCK_N, PADDED_GROUP, BLOCK_TOKENS)
+        )  # [BLOCK_N, PADDED_GROUP, BLOCK_TOKENS]
+        logits = tl.where(key_mask[:, None, :], logits, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(logits, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        row_sum = row_sum * tl.exp2(row_max - base) + tl.sum(tl.exp2(logits - base[None, :, :]), 0)
+        row_max = new_max
+    head_in_group = tl.arange(0, PADDED_GROUP)[:, None]
+    lse = tl.where(
+        row_sum > 0.0, (row_max + tl.log2(row_sum)) / LOG2E, float("-inf")
+    )  # [PADDED_GROUP, BLOCK_TOKENS]
+    lse_row = (split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    lse_ptr += (lse_row * GROUP + head_in_group) * num_queries + query[None, :]
+    tl.store(lse_ptr, lse, mask=(head_in_group < GROUP) & (query[None, :] < num_queries))

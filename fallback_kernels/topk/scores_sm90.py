@@ -1,15 +1,14 @@
 """Scores of the selectable blocks on Hopper: queries stay in registers, products run ahead.
 
-Gluon, for compute capability 9.0: Triton's interpreter cannot run it, and `choose_scores` computes
-the same elsewhere. There a tile of queries is read from shared memory for every tile of keys, and
-exponentials wait for the product they belong to. Here a program keeps two tiles of queries in
-registers, as the left operand; while the product of one runs, the exponentials of the other are
-taken.
+Gluon, for compute capability 9.0: Triton's interpreter cannot run it, and `scores` computes the
+same elsewhere. There a query tile is read from shared memory for every tile of keys, and
+exponentials wait for the MMA they belong to. Here a CTA keeps two query tiles in registers, as the
+left operand; the exponentials of one overlap with the MMA of the other.
 
 A row of a tile is a (query head, token), a column a block. The keys of a tile are one residue of
-64 blocks, `(l'/d) j + m`, as in `choose_scores`; the residues are as many shared buffers, refilled
-as they fall free. Rows are dealt out so that a thread holds up to four heads of a token: two rows
-of each tile. More heads lie in neighbouring lanes and are summed once a tile of blocks.
+64 blocks, `(l'/d) j + m`, as in `scores`; the residues are as many shared buffers, refilled as
+soon as they are read. Rows are dealt out so that a thread holds up to four heads of a token: two
+rows of each tile. More heads lie in neighbouring lanes and are summed once a tile of blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,14 +32,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor as HostDescriptor
 from nsa_flex.fallback_kernels.common.gluon import fast_exp2, thread_barrier
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.common.strides import strides
-from nsa_flex.fallback_kernels.topk.config import ChoicePlan, Chunk
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.topk.config import QueryChunk, TopkPlan
 
-COLUMNS = gl.constexpr(64)  # blocks of a tile
+BLOCK_N = gl.constexpr(64)  # blocks of a tile
 BAND = gl.constexpr(16)  # blocks that share a maximum; `select.BAND`
 
 HEAD_DIM = 128
 GROUPS = (1, 4, 8, 16, 32)  # heads of a group, rounded up: registers suffice
-RESIDUES = 4  # l'/d
+NUM_RESIDUES = 4  # l'/d
 
 
 @gluon.jit
@@ -53,17 +52,17 @@ def hidden_zero(step):
 
 
 @gluon.jit
-def token_and_head(row, TILE: gl.constexpr, MEMBERS: gl.constexpr):
-    """Which token of the program and which head of the group a row of tile TILE (0 or 1) is."""
-    ROWS: gl.constexpr = 16 * gl.num_warps()
+def token_and_head(row, TILE: gl.constexpr, PADDED_GROUP: gl.constexpr):
+    """Token of the CTA and head in the group of each row of tile TILE (0 or 1)."""
+    BLOCK_M: gl.constexpr = 16 * gl.num_warps()
     token, head = row, row * 0
-    if MEMBERS == 1:
-        token += TILE * ROWS
-    elif MEMBERS == 2:
+    if PADDED_GROUP == 1:
+        token += TILE * BLOCK_M
+    elif PADDED_GROUP == 2:
         head += TILE
     else:
         # A thread holds rows i and i + 8 of every 16.
-        LANES: gl.constexpr = MEMBERS // 4
+        LANES: gl.constexpr = PADDED_GROUP // 4
         half, lane = row // 8 % 2, row % 8
         token = row // 16 * (8 // LANES) + lane // LANES
         head = (2 * TILE + half) * LANES + lane % LANES
@@ -71,8 +70,8 @@ def token_and_head(row, TILE: gl.constexpr, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def place_of(token, head, first_token, last_token, stride_h, stride_s):
-    """Where a head's row of a program's token begins; tokens past the last repeat it."""
+def row_offset(token, head, first_token, last_token, stride_h, stride_s):
+    """Offset of a head's row of a token of the CTA; tokens past the last repeat it."""
     token = gl.minimum(first_token + token, last_token).to(gl.int64)
     return head.to(gl.int64) * stride_h + token * stride_s
 
@@ -85,7 +84,7 @@ def load_queries(
     first_token,
     last_token,
     TILE: gl.constexpr,
-    MEMBERS: gl.constexpr,
+    PADDED_GROUP: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -97,10 +96,10 @@ def load_queries(
     )
     row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, LOAD))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOAD))
-    token, head = token_and_head(row, TILE, MEMBERS)
+    token, head = token_and_head(row, TILE, PADDED_GROUP)
     head = gl.minimum(head, GROUP - 1)
-    place = place_of(token, head, first_token, last_token, stride_h, stride_s)
-    return gl.convert_layout(gl.load(query_ptr + place[:, None] + dim[None, :]), LAYOUT)
+    offset = row_offset(token, head, first_token, last_token, stride_h, stride_s)
+    return gl.convert_layout(gl.load(query_ptr + offset[:, None] + dim[None, :]), LAYOUT)
 
 
 @gluon.jit
@@ -111,44 +110,44 @@ def load_lse(
     first_token,
     last_token,
     TILE: gl.constexpr,
-    MEMBERS: gl.constexpr,
+    PADDED_GROUP: gl.constexpr,
     GROUP: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Binary log-sum-exp of a tile's rows; inf for heads past the group: their p are 0."""
     row = gl.arange(0, 16 * gl.num_warps(), layout=gl.SliceLayout(1, LAYOUT))
-    token, head = token_and_head(row, TILE, MEMBERS)
-    lse_ptr += place_of(token, head, first_token, last_token, stride_h, stride_s)
+    token, head = token_and_head(row, TILE, PADDED_GROUP)
+    lse_ptr += row_offset(token, head, first_token, last_token, stride_h, stride_s)
     return gl.load(lse_ptr, mask=head < GROUP, other=float("inf")) * LOG2E
 
 
 @gluon.jit
-def probabilities(logits, lse, scale_log2, MEMBERS: gl.constexpr):
+def probabilities(logits, lse, scale_log2, PADDED_GROUP: gl.constexpr):
     """p of a tile, the rows of a thread summed where they are heads of one token."""
-    ROWS: gl.constexpr = logits.shape[0]
+    BLOCK_M: gl.constexpr = logits.shape[0]
     p = fast_exp2(logits * scale_log2 - lse[:, None])
-    if MEMBERS >= 4:
-        p = gl.permute(gl.reshape(p, [ROWS // 16, 2, 8, COLUMNS]), [0, 2, 3, 1])
+    if PADDED_GROUP >= 4:
+        p = gl.permute(gl.reshape(p, [BLOCK_M // 16, 2, 8, BLOCK_N]), [0, 2, 3, 1])
         upper, lower = gl.split(p)
-        p = gl.reshape(upper + lower, [ROWS // 2, COLUMNS])
+        p = gl.reshape(upper + lower, [BLOCK_M // 2, BLOCK_N])
     return p
 
 
 @gluon.jit
 def shifted(p, carry):
-    """p of the block before, [rows, COLUMNS], and what the next tile's first block needs.
+    """p of the block before, [rows, BLOCK_N], and what the next tile's first block needs.
 
     A thread holds columns 8 i + 2 q + e, e = 0 and 1, of its own q in 0 ... 3. What an odd column
     needs is its own; an even one's is the next lane's, in lane q = 0 lane 3's of the i before.
     """
-    ROWS: gl.constexpr = p.shape[0]
-    even, odd = gl.split(gl.reshape(p, [ROWS, 8, 4, 2]))
+    BLOCK_M: gl.constexpr = p.shape[0]
+    even, odd = gl.split(gl.reshape(p, [BLOCK_M, 8, 4, 2]))
     LAYOUT: gl.constexpr = odd.type.layout
     quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     left = gl.broadcast((quarter[None, :][:, None, :] + 3) % 4, odd)[0]
     odd = gl.gather(odd, left, 2)
-    # One tensor [ROWS, 4] for each i.
-    by_bit = gl.reshape(gl.permute(odd, [0, 2, 1]), [ROWS, 4, 2, 2, 2])
+    # One tensor [BLOCK_M, 4] for each i.
+    by_bit = gl.reshape(gl.permute(odd, [0, 2, 1]), [BLOCK_M, 4, 2, 2, 2])
     low, high = gl.split(gl.permute(by_bit, [0, 1, 4, 3, 2]))
     low_low, low_high = gl.split(low)
     high_low, high_high = gl.split(high)
@@ -162,8 +161,8 @@ def shifted(p, carry):
     high_low = gl.join(gl.where(first, r3, r4), gl.where(first, r4, r5))
     high_high = gl.join(gl.where(first, r5, r6), gl.where(first, r6, r7))
     by_bit = gl.join(gl.join(low_low, low_high), gl.join(high_low, high_high))
-    before = gl.reshape(gl.permute(by_bit, [0, 4, 3, 2, 1]), [ROWS, 8, 4])
-    result = gl.reshape(gl.join(gl.convert_layout(before, LAYOUT), even), [ROWS, COLUMNS])
+    before = gl.reshape(gl.permute(by_bit, [0, 4, 3, 2, 1]), [BLOCK_M, 8, 4])
+    result = gl.reshape(gl.join(gl.convert_layout(before, LAYOUT), even), [BLOCK_M, BLOCK_N])
     return gl.convert_layout(result, p.type.layout), r7
 
 
@@ -174,36 +173,38 @@ def store_scores(
     scores,
     first_block,
     end,
-    free,
+    topk_range,
     LANES: gl.constexpr,
     BANDED: gl.constexpr,
 ):
-    """Scores of rows (score_ptr [rows]) up to block `end`, -1 for what is not free; bands' maxima.
+    """Store scores [rows, BLOCK_N] up to block `end`, -1 outside `topk_range`; bands' maxima.
 
-    free: first and last free block of a row, and whether the row is there.
+    topk_range: first and last block that top-k may select in a row, and the row mask.
     """
     LAYOUT: gl.constexpr = scores.type.layout
-    ROWS: gl.constexpr = scores.shape[0]
-    first_free, last_free, there = free
+    BLOCK_M: gl.constexpr = scores.shape[0]
+    first_topk, last_topk, row_mask = topk_range
     if LANES > 1:
-        heads = gl.reshape(scores, [ROWS // LANES, LANES, COLUMNS])
-        total = gl.expand_dims(gl.sum(heads, 1), 1)
-        total = gl.reshape(gl.broadcast(total, heads)[0], [ROWS, COLUMNS])
-        scores = gl.convert_layout(total, LAYOUT)
+        heads = gl.reshape(scores, [BLOCK_M // LANES, LANES, BLOCK_N])
+        summed = gl.expand_dims(gl.sum(heads, 1), 1)
+        summed = gl.reshape(gl.broadcast(summed, heads)[0], [BLOCK_M, BLOCK_N])
+        scores = gl.convert_layout(summed, LAYOUT)
     scores = gl.where(scores > 0.0, scores, 0.0)  # NaN counts as 0
-    block = first_block + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    wanted = (block[None, :] >= first_free[:, None]) & (block[None, :] <= last_free[:, None])
+    block = first_block + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    wanted = (block[None, :] >= first_topk[:, None]) & (block[None, :] <= last_topk[:, None])
     scores = gl.where(wanted, scores, -1.0)
-    mask = there[:, None] & (block < end)[None, :]
+    mask = row_mask[:, None] & (block < end)[None, :]
     gl.store(score_ptr[:, None] + block[None, :], scores, mask=mask)
     if BANDED:
-        maxima = gl.max(gl.reshape(scores, [ROWS, COLUMNS // BAND, BAND]), 2)
+        maxima = gl.max(
+            gl.reshape(scores, [BLOCK_M, BLOCK_N // BAND, BAND]), 2
+        )  # [rows, BLOCK_N / BAND]
         BANDS: gl.constexpr = maxima.type.layout
         band = first_block // BAND
-        band += gl.arange(0, COLUMNS // BAND, layout=gl.SliceLayout(0, BANDS))
+        band += gl.arange(0, BLOCK_N // BAND, layout=gl.SliceLayout(0, BANDS))
         maxima_ptr = gl.convert_layout(maxima_ptr, gl.SliceLayout(1, BANDS))
-        there = gl.convert_layout(there, gl.SliceLayout(1, BANDS))
-        mask = there[:, None] & (band * BAND < end)[None, :]
+        row_mask = gl.convert_layout(row_mask, gl.SliceLayout(1, BANDS))
+        mask = row_mask[:, None] & (band * BAND < end)[None, :]
         gl.store(maxima_ptr[:, None] + band[None, :], maxima, mask=mask)
 
 
@@ -226,7 +227,7 @@ def blocks_of(
 @gluon.jit(
     do_not_specialize=["first_query", "chunk_queries", "kv_heads"],
 )
-def banded_score_kernel(
+def topk_scores_sm90_kernel(
     query_ptr,
     key_tiles,
     lse_ptr,
@@ -249,7 +250,7 @@ def banded_score_kernel(
     maxima_offset,
     scale_log2,
     GROUP: gl.constexpr,
-    MEMBERS: gl.constexpr,
+    PADDED_GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     COMPRESS: gl.constexpr,
     STRIDE: gl.constexpr,
@@ -260,119 +261,141 @@ def banded_score_kernel(
     DOCUMENTS: gl.constexpr,
     BANDED: gl.constexpr,
 ):
-    """`choose_scores.score_kernel`, if BANDED with maxima behind each row.
+    """`scores.topk_scores_kernel`, if BANDED with maxima behind each row.
 
-    Needs blocks forced at both ends of a row, so that nothing is masked, and l <= 2 d.
+    Needs initial and local blocks at both ends of a row, so that nothing is masked, and l <= 2 d.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = 16 * WARPS
-    TOKENS: gl.constexpr = 2 * ROWS // MEMBERS
-    SUMS: gl.constexpr = ROWS // 2 if MEMBERS >= 4 else ROWS  # rows once a thread's are summed
-    LANES: gl.constexpr = MEMBERS // 4 if MEMBERS > 4 else 1
-    PER: gl.constexpr = SELECT // STRIDE
+    BLOCK_M: gl.constexpr = 16 * WARPS
+    BLOCK_TOKENS: gl.constexpr = 2 * BLOCK_M // PADDED_GROUP
+    SUMMED_ROWS: gl.constexpr = (
+        BLOCK_M // 2 if PADDED_GROUP >= 4 else BLOCK_M
+    )  # rows once a thread's are summed
+    LANES: gl.constexpr = PADDED_GROUP // 4 if PADDED_GROUP > 4 else 1
+    RESIDUES: gl.constexpr = SELECT // STRIDE
     LENT: gl.constexpr = 1 if COMPRESS > STRIDE else 0
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
 
     # Late queries have the most to do: they go first.
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
-    pair = gl.program_id(1)
-    batch, head = pair // kv_heads, pair % kv_heads
+    batch_head = gl.program_id(1)
+    batch, head = batch_head // kv_heads, batch_head % kv_heads
     row_of_batch, first_head = batch.to(gl.int64), head.to(gl.int64) * GROUP
     position_ptr += row_of_batch * position_stride_b
     start_ptr += row_of_batch * start_stride_b
-    last_place = chunk_queries - 1
+    last_query = chunk_queries - 1
 
     # All lanes of every warp take part, so that ptxas knows the bounds to be the same in all:
     # descriptors of products then take no registers.
-    SPAN: gl.constexpr = max(TOKENS, 32)
-    place = gl.arange(0, SPAN, layout=gl.BlockedLayout([SPAN // 32], [32], [WARPS], [0]))
-    token = first_query + gl.minimum(tile * TOKENS + place % TOKENS, last_place)
+    SPAN: gl.constexpr = max(BLOCK_TOKENS, 32)
+    query = gl.arange(0, SPAN, layout=gl.BlockedLayout([SPAN // 32], [32], [WARPS], [0]))
+    token = first_query + gl.minimum(tile * BLOCK_TOKENS + query % BLOCK_TOKENS, last_query)
     own, first = blocks_of(token, position_ptr, start_ptr, SELECT, DOCUMENTS)
-    # Where all candidates fit, nobody asks for scores.
+    # Where all candidates fit, no scores are needed.
     crowded = own - first >= NUM_SLOTS
     lowest = gl.min(gl.where(crowded, first + INITIAL, width), 0)
     highest = gl.max(gl.where(crowded, own - LOCAL, -1), 0)
     if highest < lowest:
         return
-    first_tile = (lowest - LENT) // COLUMNS
-    steps = highest // COLUMNS + 1 - first_tile
+    first_tile = (lowest - LENT) // BLOCK_N
+    steps = highest // BLOCK_N + 1 - first_tile
     end = highest // 4 * 4 + 4  # whole vectors are read
 
     # Each buffer an allocation of its own: no barrier comes between one's refill and the product
     # of another.
-    SHAPE: gl.constexpr = [1, 1, 1, 1, COLUMNS, HEAD_DIM]
+    SHAPE: gl.constexpr = [1, 1, 1, 1, BLOCK_N, HEAD_DIM]
     buffers, arrived = gl.tuple(()), gl.tuple(())
-    for m in gl.static_range(PER):
+    for m in gl.static_range(RESIDUES):
         buffers += (gl.allocate_shared_memory(key_tiles.dtype, SHAPE, key_tiles.layout),)
         arrived += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
         mbarrier.init(arrived[m], count=1)
     fence_async_shared()
     thread_barrier()
-    for m in gl.static_range(PER):
+    for m in gl.static_range(RESIDUES):
         mbarrier.expect(arrived[m], key_tiles.block_type.nbytes)
         tma.async_copy_global_to_shared(
             key_tiles,
-            [batch, head, m, first_tile * COLUMNS, 0],
+            [batch, head, m, first_tile * BLOCK_N, 0],
             arrived[m],
             buffers[m].index(0),
         )
 
     query_ptr += row_of_batch * query_stride_b + first_head * query_stride_h
     lse_ptr += row_of_batch * lse_stride_b + first_head * lse_stride_h
-    first_token, last_token = first_query + tile * TOKENS, first_query + last_place
-    q0 = load_queries(
+    first_token, last_token = first_query + tile * BLOCK_TOKENS, first_query + last_query
+    q0 = load_queries(  # [BLOCK_M, HEAD_DIM]
         query_ptr, query_stride_h, query_stride_s, first_token, last_token,
-        0, MEMBERS, GROUP, HEAD_DIM, QUERIES,
+        0, PADDED_GROUP, GROUP, HEAD_DIM, QUERIES,
     )  # fmt: skip
-    q1 = load_queries(
+    q1 = load_queries(  # [BLOCK_M, HEAD_DIM]
         query_ptr, query_stride_h, query_stride_s, first_token, last_token,
-        1, MEMBERS, GROUP, HEAD_DIM, QUERIES,
+        1, PADDED_GROUP, GROUP, HEAD_DIM, QUERIES,
     )  # fmt: skip
     lse0 = load_lse(
-        lse_ptr, lse_stride_h, lse_stride_s, first_token, last_token, 0, MEMBERS, GROUP, PRODUCT
-    )
+        lse_ptr,
+        lse_stride_h,
+        lse_stride_s,
+        first_token,
+        last_token,
+        0,
+        PADDED_GROUP,
+        GROUP,
+        PRODUCT,
+    )  # [BLOCK_M]
     lse1 = load_lse(
-        lse_ptr, lse_stride_h, lse_stride_s, first_token, last_token, 1, MEMBERS, GROUP, PRODUCT
-    )
+        lse_ptr,
+        lse_stride_h,
+        lse_stride_s,
+        first_token,
+        last_token,
+        1,
+        PADDED_GROUP,
+        GROUP,
+        PRODUCT,
+    )  # [BLOCK_M]
 
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, PRODUCT)
-    SUMMED: gl.constexpr = probabilities(zero, lse0, scale_log2, MEMBERS).type.layout
-    none = gl.zeros([SUMS, COLUMNS], gl.float32, SUMMED)
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, PRODUCT)
+    SUMMED: gl.constexpr = probabilities(zero, lse0, scale_log2, PADDED_GROUP).type.layout
+    none = gl.zeros([SUMMED_ROWS, BLOCK_N], gl.float32, SUMMED)  # [SUMMED_ROWS, BLOCK_N]
     carry0 = shifted(none, 0.0)[1]
     carry1 = carry0
 
     # The rows that are written: tokens of both tiles, or the first tile's and the second's.
-    row = gl.arange(0, SUMS, layout=gl.SliceLayout(1, SUMMED))
-    place = tile * TOKENS + row // LANES
-    token = first_query + gl.minimum(place, last_place)
+    row = gl.arange(0, SUMMED_ROWS, layout=gl.SliceLayout(1, SUMMED))
+    query = tile * BLOCK_TOKENS + row // LANES
+    token = first_query + gl.minimum(query, last_query)
     own, first = blocks_of(token, position_ptr, start_ptr, SELECT, DOCUMENTS)
-    score0_ptr = score_ptr + (pair * chunk_queries + place).to(gl.int64) * pitch
-    free0 = (first + INITIAL, own - LOCAL, (place <= last_place) & (row % LANES == 0))
-    score1_ptr, free1 = score0_ptr, free0
-    if MEMBERS == 1:
-        place += ROWS
-        token = first_query + gl.minimum(place, last_place)
+    score0_ptr = score_ptr + (batch_head * chunk_queries + query).to(gl.int64) * pitch
+    range0 = (first + INITIAL, own - LOCAL, (query <= last_query) & (row % LANES == 0))
+    score1_ptr, range1 = score0_ptr, range0
+    if PADDED_GROUP == 1:
+        query += BLOCK_M
+        token = first_query + gl.minimum(query, last_query)
         own, first = blocks_of(token, position_ptr, start_ptr, SELECT, DOCUMENTS)
-        score1_ptr = score_ptr + (pair * chunk_queries + place).to(gl.int64) * pitch
-        free1 = (first + INITIAL, own - LOCAL, place <= last_place)
+        score1_ptr = score_ptr + (batch_head * chunk_queries + query).to(gl.int64) * pitch
+        range1 = (first + INITIAL, own - LOCAL, query <= last_query)
 
     for step in range(0, steps):
-        total0, total1, last0, last1 = none, none, none, none
+        score0, score1, last0, last1 = none, none, none, none
         origin = hidden_zero(step)
         mbarrier.wait(arrived[0], step & 1)
-        keys = buffers[0].index(origin).reshape([COLUMNS, HEAD_DIM]).permute((1, 0))
-        logits0 = warpgroup_mma(q0, keys, zero, use_acc=False, is_async=True)
-        for m in gl.static_range(PER):
-            logits1 = warpgroup_mma(q1, keys, zero, use_acc=False, is_async=True)
+        keys = buffers[0].index(origin).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
+        logits0 = warpgroup_mma(q0, keys, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
+        for m in gl.static_range(RESIDUES):
+            logits1 = warpgroup_mma(
+                q1, keys, zero, use_acc=False, is_async=True
+            )  # [BLOCK_M, BLOCK_N]
             logits0 = warpgroup_mma_wait(1, deps=[logits0])
-            p = probabilities(logits0, lse0, scale_log2, MEMBERS)
+            p = probabilities(logits0, lse0, scale_log2, PADDED_GROUP)  # [SUMMED_ROWS, BLOCK_N]
             # The last residue counts once here, and once in the block after.
-            total0 += p * (1 + LENT if m < PER - 1 else 1)
-            if m < PER - 1:
+            score0 += p * (1 + LENT if m < RESIDUES - 1 else 1)
+            if m < RESIDUES - 1:
                 mbarrier.wait(arrived[m + 1], step & 1)
-                keys = buffers[m + 1].index(origin).reshape([COLUMNS, HEAD_DIM]).permute((1, 0))
-                logits0 = warpgroup_mma(q0, keys, zero, use_acc=False, is_async=True)
+                keys = buffers[m + 1].index(origin).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
+                logits0 = warpgroup_mma(
+                    q0, keys, zero, use_acc=False, is_async=True
+                )  # [BLOCK_M, BLOCK_N]
                 logits1 = warpgroup_mma_wait(1, deps=[logits1])
             else:
                 last0 = p
@@ -381,51 +404,51 @@ def banded_score_kernel(
             more = step + 1 < steps
             mbarrier.expect(arrived[m], key_tiles.block_type.nbytes, pred=more)
             # The copy follows a residue later: that one's barrier lies between both.
-            for late in gl.static_range(max(m - 1, 0), m + m // (PER - 1)):
+            for late in gl.static_range(max(m - 1, 0), m + m // (RESIDUES - 1)):
                 tma.async_copy_global_to_shared(
                     key_tiles,
-                    [batch, head, late, (first_tile + step + 1) * COLUMNS, 0],
+                    [batch, head, late, (first_tile + step + 1) * BLOCK_N, 0],
                     arrived[late],
                     buffers[late].index(origin),
                     pred=more,
                 )
-            p = probabilities(logits1, lse1, scale_log2, MEMBERS)
-            if MEMBERS == 1:
-                total1 += p * (1 + LENT if m < PER - 1 else 1)
+            p = probabilities(logits1, lse1, scale_log2, PADDED_GROUP)  # [SUMMED_ROWS, BLOCK_N]
+            if PADDED_GROUP == 1:
+                score1 += p * (1 + LENT if m < RESIDUES - 1 else 1)
                 last1 = p
             else:
-                total0 += p * (1 + LENT if m < PER - 1 else 1)
-                if m == PER - 1:
+                score0 += p * (1 + LENT if m < RESIDUES - 1 else 1)
+                if m == RESIDUES - 1:
                     last0 += p
         if LENT:
             before, carry0 = shifted(last0, carry0)
-            total0 += before
-        first_block = (first_tile + step) * COLUMNS
+            score0 += before
+        first_block = (first_tile + step) * BLOCK_N
         store_scores(
-            score0_ptr, score0_ptr + maxima_offset, total0, first_block, end, free0, LANES, BANDED
+            score0_ptr, score0_ptr + maxima_offset, score0, first_block, end, range0, LANES, BANDED
         )
-        if MEMBERS == 1:
+        if PADDED_GROUP == 1:
             if LENT:
                 before, carry1 = shifted(last1, carry1)
-                total1 += before
+                score1 += before
             store_scores(
                 score1_ptr,
                 score1_ptr + maxima_offset,
-                total1,
+                score1,
                 first_block,
                 end,
-                free1,
+                range1,
                 LANES,
                 BANDED,
             )
-    for m in gl.static_range(PER):
+    for m in gl.static_range(RESIDUES):
         mbarrier.invalidate(arrived[m])
 
 
 def unsupported_reason(
     query: Tensor, key_tiles: HostDescriptor | None, *, compress: int, stride: int, select: int
 ) -> str | None:
-    """Why `banded_score_kernel` does not take a call, from shapes and dtypes; None if it does.
+    """Why `topk_scores_sm90_kernel` does not take a call, from shapes and dtypes; None if it does.
 
     Args:
         query: (B, Hq, Sq, D).
@@ -439,16 +462,18 @@ def unsupported_reason(
     if query.shape[3] != HEAD_DIM:
         return f"the head dim is {query.shape[3]}; {HEAD_DIM} is needed"
     group = query.shape[1] // key_tiles.shape[1]
-    if triton.next_power_of_2(group) not in GROUPS:
+    if next_power_of_2(group) not in GROUPS:
         return f"{group} query heads share a KV head; registers suffice for {GROUPS}, rounded up"
-    if select != RESIDUES * stride or compress > 2 * stride:
-        return f"l={compress}, d={stride}, l'={select}; l' = {RESIDUES} d and l <= 2 d are needed"
+    if select != NUM_RESIDUES * stride or compress > 2 * stride:
+        return (
+            f"l={compress}, d={stride}, l'={select}; it takes l' = {NUM_RESIDUES} d and l <= 2 d"
+        )
     return None
 
 
 def launch_scores(
-    plan: ChoicePlan,
-    chunk: Chunk,
+    plan: TopkPlan,
+    chunk: QueryChunk,
     query: Tensor,
     key_tiles: HostDescriptor,
     lse: Tensor,
@@ -470,8 +495,8 @@ def launch_scores(
         shape,
         gl.NVMMASharedLayout.get_default_for(shape, element),
     )
-    tiles = triton.cdiv(chunk.size, plan.hopper_tokens)
-    banded_score_kernel[(tiles, plan.batch * plan.kv_heads)](
+    tiles = cdiv(chunk.size, plan.sm90_tokens)
+    topk_scores_sm90_kernel[(tiles, plan.batch * plan.kv_heads)](
         query,
         keys,
         lse,
@@ -490,10 +515,10 @@ def launch_scores(
         chunk.width + chunk.candidates,
         scale_log2,
         GROUP=plan.group,
-        MEMBERS=plan.members,
+        PADDED_GROUP=plan.padded_group,
         HEAD_DIM=plan.head_dim,
-        BANDED=chunk.banded or plan.members > 1,  # without, ptxas serialises those products
+        BANDED=chunk.banded or plan.padded_group > 1,  # without, ptxas serialises those products
         **constants,
         num_warps=4,
-        maxnreg=plan.hopper_registers,
+        maxnreg=plan.sm90_registers,
     )

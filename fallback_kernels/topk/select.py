@@ -1,7 +1,7 @@
-"""The best blocks of each row of scores: forced ones, then the highest, the lower index first.
+"""The best blocks of each row of scores: initial, local, then the highest, ties to the lower.
 
-A row is LANES x DEPTH: a thread holds every LANES-th vector of blocks that follow one another, so
-that neighbouring threads read neighbouring vectors of a row in its natural order.
+A row is THREADS x DEPTH: a thread holds every THREADS-th vector of consecutive blocks, so that
+neighbouring threads read neighbouring vectors of a row in memory order.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ SHALLOW = tl.constexpr(8)  # rows with no more scores a thread are searched whol
 
 
 @triton.jit
-def block_of(lane, rest, LANES: tl.constexpr):
+def block_of(thread, rest, THREADS: tl.constexpr):
     """Block that is number `rest` of thread `lane`."""
-    return (rest // VECTOR * LANES + lane) * VECTOR + rest % VECTOR
+    return (rest // VECTOR * THREADS + thread) * VECTOR + rest % VECTOR
 
 
 @triton.jit
-def load_bits(score_ptr, lowest, highest, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """Scores as int32 [LANES, DEPTH], -1 for vectors without a block of [lowest, highest].
+def load_bits(score_ptr, lowest, highest, THREADS: tl.constexpr, DEPTH: tl.constexpr):
+    """Scores as int32 [THREADS, DEPTH], -1 for vectors without a block of [lowest, highest].
 
     Scores are not negative, so that their bits have their order.
     """
-    block = tl.arange(0, LANES * DEPTH)
+    block = tl.arange(0, THREADS * DEPTH)
     vector = block // VECTOR * VECTOR  # one in VECTOR, so that the mask leaves vectors whole
     some = (vector + VECTOR > lowest) & (vector <= highest)
     score = tl.load(score_ptr + block, mask=some, other=-1.0)
-    score = tl.trans(tl.reshape(score, (DEPTH // VECTOR, LANES, VECTOR)), (1, 0, 2))
-    return tl.reshape(score, (LANES, DEPTH)).to(tl.int32, bitcast=True)
+    score = tl.trans(tl.reshape(score, (DEPTH // VECTOR, THREADS, VECTOR)), (1, 0, 2))
+    return tl.reshape(score, (THREADS, DEPTH)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def count(condition):
-    """How many of [LANES, DEPTH] are true."""
+    """How many of [THREADS, DEPTH] are true."""
     return tl.sum(tl.sum(condition.to(tl.int32), 1), 0)
 
 
@@ -73,14 +73,14 @@ def tie_limit(bits, block, low, wanted):
 
 
 @triton.jit
-def number_of_ones(word):
+def popcount(word):
     """Bits set in each uint32."""
-    word = ones_by_vector(word)
+    word = popcount_by_vector(word)
     return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
-def ones_by_vector(word):
+def popcount_by_vector(word):
     """Bits set in each of the eight vectors of a uint32, four bits a count."""
     word -= (word >> 1) & 0x55555555
     return (word & 0x33333333) + ((word >> 2) & 0x33333333)
@@ -93,10 +93,10 @@ def first_slots(word, DEPTH: tl.constexpr):
     Vector v of every thread comes before vector v + 1 of any. At most 128 flags are set.
     """
     if DEPTH == VECTOR:
-        ones = number_of_ones(word).to(tl.uint32)
+        ones = popcount(word).to(tl.uint32)
         before = tl.cumsum(ones, 0) - ones
         return before, before
-    ones = ones_by_vector(word)
+    ones = popcount_by_vector(word)
     even, odd = ones & 0x0F0F0F0F, (ones >> 4) & 0x0F0F0F0F
     all_even, all_odd = tl.sum(even, 0), tl.sum(odd, 0)
     before = (all_even + all_odd) * 0x01010100  # a byte sums the bytes below it
@@ -107,29 +107,31 @@ def first_slots(word, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def store_flagged(flags, out_ptr, band_ptr, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """Writes the blocks of all flags [LANES, DEPTH] that are set, ascending.
+def store_flagged(flags, out_ptr, band_ptr, THREADS: tl.constexpr, DEPTH: tl.constexpr):
+    """Writes the blocks of all flags [THREADS, DEPTH] that are set, ascending.
 
     If band_ptr is not None, flags are of the blocks of the bands that it lists.
     """
-    lane, rest = tl.arange(0, LANES), tl.arange(0, DEPTH)
+    thread, rest = tl.arange(0, THREADS), tl.arange(0, DEPTH)
     # One word of flags a thread: only they are counted across threads, and taken apart.
-    word = tl.sum(flags.to(tl.uint32) << rest.to(tl.uint32)[None, :], 1)
+    word = tl.sum(flags.to(tl.uint32) << rest.to(tl.uint32)[None, :], 1)  # [THREADS]
     even, odd = first_slots(word, DEPTH)
     left = word
     while tl.max(left, 0) > 0:
         lowest = (left & (0 - left)).to(tl.float32)  # a power of two: its exponent is the place
-        place = ((lowest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.uint32)
+        bit = ((lowest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.uint32)
         if DEPTH == VECTOR:
-            slot = even + number_of_ones(word ^ left).to(tl.uint32)
+            slot = even + popcount(word ^ left).to(tl.uint32)
         else:
-            vector = place // VECTOR
+            vector = bit // VECTOR
             slots = tl.where(vector % 2 == 0, even, odd) >> (vector // 2 * 8)
             taken = (word ^ left) >> (vector * VECTOR) & 0xF
-            slot = (slots & 0xFF) + number_of_ones(taken).to(tl.uint32)
-        block = block_of(lane, place.to(tl.int32), LANES)
+            slot = (slots & 0xFF) + popcount(taken).to(tl.uint32)
+        block = block_of(thread, bit.to(tl.int32), THREADS)
         if band_ptr is not None:
-            band = tl.load(band_ptr + block // BAND, mask=left > 0, other=0.0).to(tl.int32)
+            band = tl.load(band_ptr + block // BAND, mask=left > 0, other=0.0).to(
+                tl.int32
+            )  # [SPACE / BAND]
             block = band * BAND + block % BAND
         tl.store(out_ptr + slot.to(tl.int32), block.to(out_ptr.dtype.element_ty), mask=left > 0)
         left &= left - 1
@@ -137,17 +139,17 @@ def store_flagged(flags, out_ptr, band_ptr, LANES: tl.constexpr, DEPTH: tl.const
 
 @triton.jit
 def exactly(
-    bits, low, high, reached, WANTED: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr
+    bits, low, high, reached, WANTED: tl.constexpr, MOST: tl.constexpr, THREADS: tl.constexpr
 ):
-    """`bits` [LANES, depth] and the bound that the WANTED highest reach, of equal ones the lower
+    """`bits` [THREADS, depth] and the bound that the WANTED highest reach, of equal ones the lower
     blocks: the others are -1 then. Up to MOST may reach it, if they are the highest.
 
     `reached` are >= low, no fewer than WANTED; fewer are >= high.
     """
     low, high, reached = bisect(bits, low, high, reached, WANTED, MOST)
     if reached > MOST:
-        lane, rest = tl.arange(0, LANES), tl.arange(0, bits.shape[1])
-        block = block_of(lane[:, None], rest[None, :], LANES)
+        thread, rest = tl.arange(0, THREADS), tl.arange(0, bits.shape[1])
+        block = block_of(thread[:, None], rest[None, :], THREADS)
         limit = tie_limit(bits, block, low, WANTED)
         bits = tl.where((bits == low) & (block > limit), -1, bits)
     return bits, low
@@ -160,7 +162,7 @@ def store_best(
     block_ptr,
     WANTED: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Writes the blocks of the WANTED highest of `bits`, ascending; more than that are >= 0.
@@ -168,30 +170,30 @@ def store_best(
     In a deep row a bound that a few more reach comes from the maxima of parts; those few, at most
     CANDIDATES, go to the scratch behind the row and come back one a thread.
     """
-    PARTS: tl.constexpr = 1 if 2 * WANTED <= LANES else 4
-    parts = tl.max(tl.reshape(bits, (LANES, PARTS, DEPTH // PARTS)), 2)
-    of_threads = tl.max(parts, 1)
+    PARTS: tl.constexpr = 1 if 2 * WANTED <= THREADS else 4
+    parts = tl.max(tl.reshape(bits, (THREADS, PARTS, DEPTH // PARTS)), 2)  # [THREADS, PARTS]
+    of_threads = tl.max(parts, 1)  # [threads]
     highest = tl.max(of_threads, 0) + 1
     low = highest * 0
-    if LANES >= WANTED:  # as many scores reach the least of the threads' maxima
+    if THREADS >= WANTED:  # as many scores reach the least of the threads' maxima
         low = tl.maximum(low, tl.min(of_threads, 0))
     many = low * 0 + (WANTED + 1)
     if DEPTH <= SHALLOW:
-        bits, low = exactly(bits, low, highest, many, WANTED, WANTED, LANES)
-        store_flagged(bits >= low, block_ptr, None, LANES, DEPTH)
+        bits, low = exactly(bits, low, highest, many, WANTED, WANTED, THREADS)
+        store_flagged(bits >= low, block_ptr, None, THREADS, DEPTH)
         return
 
     low, high, reached = bisect(parts, low, highest, many, WANTED, WANTED)
     reached = count(bits >= low)
     if reached > CANDIDATES:
-        bits, low = exactly(bits, low, highest, reached, WANTED, WANTED, LANES)
+        bits, low = exactly(bits, low, highest, reached, WANTED, WANTED, THREADS)
         reached = low * 0 + WANTED
-    scratch_ptr = score_ptr + LANES * DEPTH
-    store_flagged(bits >= low, scratch_ptr, None, LANES, DEPTH)
+    scratch_ptr = score_ptr + THREADS * DEPTH
+    store_flagged(bits >= low, scratch_ptr, None, THREADS, DEPTH)
     tl.debug_barrier()
     slot = tl.arange(0, CANDIDATES)
     block = tl.load(scratch_ptr + slot, mask=slot < reached, other=0.0).to(tl.int32)
-    value = tl.load(score_ptr + block, mask=slot < reached, other=-1.0)
+    value = tl.load(score_ptr + block, mask=slot < reached, other=-1.0)  # [CANDIDATES]
     value = value.to(tl.int32, bitcast=True)
     high = tl.where(count((value >= high)[:, None]) < WANTED, high, highest)
     low, high, reached = bisect(value[:, None], low, high, reached, WANTED, WANTED)
@@ -202,8 +204,8 @@ def store_best(
     before = tl.cumsum(own, 0) - own
     equal_before = before >> 16
     kept = (above > 0) | ((equal > 0) & (equal_before < spare))
-    place = (before & 0xFFFF) + tl.minimum(equal_before, spare)
-    tl.store(block_ptr + place, block, mask=kept)
+    slot = (before & 0xFFFF) + tl.minimum(equal_before, spare)
+    tl.store(block_ptr + slot, block, mask=kept)
 
 
 @triton.jit
@@ -214,7 +216,7 @@ def store_best_of_bands(
     highest,
     WANTED: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """`store_best` of a row whose bands' maxima lie behind its scratch.
@@ -222,41 +224,43 @@ def store_best_of_bands(
     Of the bands, too, only the WANTED highest can hold a block that is taken: any other has WANTED
     better ones before it.
     """
-    BANDS: tl.constexpr = LANES * DEPTH // BAND
-    BAND_LANES: tl.constexpr = min(LANES, BANDS // VECTOR)
-    BAND_DEPTH: tl.constexpr = BANDS // BAND_LANES
-    PLACES: tl.constexpr = CANDIDATES // 2 * BAND  # blocks of as many bands as are wanted, or more
-    scratch_ptr = score_ptr + LANES * DEPTH
+    BANDS: tl.constexpr = THREADS * DEPTH // BAND
+    BAND_THREADS: tl.constexpr = min(THREADS, BANDS // VECTOR)
+    BAND_DEPTH: tl.constexpr = BANDS // BAND_THREADS
+    SPACE: tl.constexpr = CANDIDATES // 2 * BAND  # blocks of as many bands as are wanted, or more
+    scratch_ptr = score_ptr + THREADS * DEPTH
     maxima_ptr = scratch_ptr + CANDIDATES
-    maxima = load_bits(maxima_ptr, lowest // BAND, highest // BAND, BAND_LANES, BAND_DEPTH)
-    lane, rest = tl.arange(0, BAND_LANES), tl.arange(0, BAND_DEPTH)
-    written = block_of(lane[:, None], rest[None, :], BAND_LANES) <= highest // BAND
+    maxima = load_bits(maxima_ptr, lowest // BAND, highest // BAND, BAND_THREADS, BAND_DEPTH)
+    thread, rest = tl.arange(0, BAND_THREADS), tl.arange(0, BAND_DEPTH)
+    written = block_of(thread[:, None], rest[None, :], BAND_THREADS) <= highest // BAND
     maxima = tl.where(written, maxima, -1)
-    of_threads = tl.max(maxima, 1)
-    top = tl.max(of_threads, 0) + 1
-    low = top * 0 - 1
-    if BAND_LANES >= WANTED:
+    of_threads = tl.max(maxima, 1)  # [threads]
+    high = tl.max(of_threads, 0) + 1
+    low = high * 0 - 1
+    if BAND_THREADS >= WANTED:
         low = tl.maximum(low, tl.min(of_threads, 0))
-    many = top * 0 + LANES * DEPTH
-    maxima, low = exactly(maxima, low, top, many, WANTED, PLACES // BAND, BAND_LANES)
+    many = high * 0 + THREADS * DEPTH
+    maxima, low = exactly(maxima, low, high, many, WANTED, SPACE // BAND, BAND_THREADS)
     taken = maxima >= tl.maximum(low, 0)
     num_bands = count(taken)
-    store_flagged(taken, scratch_ptr, None, BAND_LANES, BAND_DEPTH)
+    store_flagged(taken, scratch_ptr, None, BAND_THREADS, BAND_DEPTH)
     tl.debug_barrier()
-    slot = tl.arange(0, PLACES // BAND)
-    band = tl.load(scratch_ptr + slot, mask=slot < num_bands, other=0.0).to(tl.int32)
+    slot = tl.arange(0, SPACE // BAND)
+    band = tl.load(scratch_ptr + slot, mask=slot < num_bands, other=0.0).to(
+        tl.int32
+    )  # [SPACE / BAND]
     block = band[:, None] * BAND + tl.arange(0, BAND)[None, :]
     vector = block // VECTOR * VECTOR
     some = (slot < num_bands)[:, None] & (vector + VECTOR > lowest) & (vector <= highest)
-    score = tl.reshape(tl.load(score_ptr + block, mask=some, other=-1.0), (PLACES,))
-    score = tl.trans(tl.reshape(score, (PLACES // LANES // VECTOR, LANES, VECTOR)), (1, 0, 2))
-    bits = tl.reshape(score, (LANES, PLACES // LANES)).to(tl.int32, bitcast=True)
-    bits, low = exactly(bits, low, top, count(bits >= low), WANTED, WANTED, LANES)
-    store_flagged(bits >= low, block_ptr, scratch_ptr, LANES, PLACES // LANES)
+    score = tl.reshape(tl.load(score_ptr + block, mask=some, other=-1.0), (SPACE,))
+    score = tl.trans(tl.reshape(score, (SPACE // THREADS // VECTOR, THREADS, VECTOR)), (1, 0, 2))
+    bits = tl.reshape(score, (THREADS, SPACE // THREADS)).to(tl.int32, bitcast=True)
+    bits, low = exactly(bits, low, high, count(bits >= low), WANTED, WANTED, THREADS)
+    store_flagged(bits >= low, block_ptr, scratch_ptr, THREADS, SPACE // THREADS)
 
 
 @triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
-def top_kernel(
+def topk_select_kernel(
     score_ptr,
     block_ptr,
     position_ptr,
@@ -269,42 +273,42 @@ def top_kernel(
     pitch,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
-    SLOT_COLUMNS: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
     DEPTH: tl.constexpr,
     BANDED: tl.constexpr,
     FEW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """One query and KV head: free choices lie between the initial and the local blocks."""
-    FREE: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
-    place = tl.program_id(0)
+    """One query and KV head: its top-k blocks lie between the initial and the local ones."""
+    TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    query = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
-    pair = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    token = first_query + place
-    row = (pair * chunk_queries + place).to(tl.int64)
+    batch_head = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    token = first_query + query
+    row = (batch_head * chunk_queries + query).to(tl.int64)
     score_ptr += row * pitch
-    if FEW and BANDED and FREE > 0:
+    if FEW and BANDED and TOPK > 0:
         # Before it is known whether anybody wrote them: both loads wait for memory at once.
-        band = tl.arange(0, LANES * DEPTH // BAND)
-        maxima = tl.load(score_ptr + LANES * DEPTH + CANDIDATES + band)
+        band = tl.arange(0, THREADS * DEPTH // BAND)
+        maxima = tl.load(score_ptr + THREADS * DEPTH + CANDIDATES + band)  # [bands]
     own = tl.load(position_ptr + batch * position_stride_b + token).to(tl.int32) // SELECT
     first = own * 0
     if DOCUMENTS:
         first = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32) // SELECT
-    block_ptr += (pair.to(tl.int64) * num_queries + token) * NUM_SLOTS
-    slot = tl.arange(0, SLOT_COLUMNS)
+    block_ptr += (batch_head.to(tl.int64) * num_queries + token) * NUM_SLOTS
+    slot = tl.arange(0, PADDED_SLOTS)
     if own - first < NUM_SLOTS:  # all candidates fit: nobody wrote scores
         block = tl.where(slot <= own - first, first + slot, -1)
         tl.store(block_ptr + slot, block, mask=slot < NUM_SLOTS)
     else:
         block = tl.where(slot < INITIAL, first + slot, own - (NUM_SLOTS - 1 - slot))
-        forced = (slot < INITIAL) | ((slot >= INITIAL + FREE) & (slot < NUM_SLOTS))
-        tl.store(block_ptr + slot, block, mask=forced)
-        if FREE > 0:
+        initial_local = (slot < INITIAL) | ((slot >= INITIAL + TOPK) & (slot < NUM_SLOTS))
+        tl.store(block_ptr + slot, block, mask=initial_local)
+        if TOPK > 0:
             block_ptr += INITIAL
             lowest, highest = first + INITIAL, own - LOCAL
             if BANDED:
@@ -319,26 +323,26 @@ def top_kernel(
                         block_ptr,
                         lowest,
                         highest,
-                        FREE,
-                        LANES * DEPTH,
+                        TOPK,
+                        THREADS * DEPTH,
                         BAND,
                     )
                 if not sure:
                     store_best_of_bands(
-                        score_ptr, block_ptr, lowest, highest, FREE, CANDIDATES, LANES, DEPTH
+                        score_ptr, block_ptr, lowest, highest, TOPK, CANDIDATES, THREADS, DEPTH
                     )
             else:
-                bits = load_bits(score_ptr, lowest, highest, LANES, DEPTH)
+                bits = load_bits(score_ptr, lowest, highest, THREADS, DEPTH)  # [THREADS, DEPTH]
                 sure = False
                 if FEW:
                     SPAN: tl.constexpr = 1 if DEPTH <= SHALLOW else VECTOR
                     SPANS: tl.constexpr = DEPTH // SPAN
-                    lane, part = tl.arange(0, LANES)[:, None], tl.arange(0, SPANS)[None, :]
-                    maxima = tl.max(tl.reshape(bits, (LANES, SPANS, SPAN)), 2)
-                    number = block_of(lane, part * SPAN, LANES) // SPAN
+                    thread, part = tl.arange(0, THREADS)[:, None], tl.arange(0, SPANS)[None, :]
+                    maxima = tl.max(tl.reshape(bits, (THREADS, SPANS, SPAN)), 2)
+                    number = block_of(thread, part * SPAN, THREADS) // SPAN
                     sure = store_few(
                         score_ptr, by_halves(maxima), by_halves(number), block_ptr, lowest,
-                        highest, FREE, LANES * DEPTH, SPAN,
+                        highest, TOPK, THREADS * DEPTH, SPAN,
                     )  # fmt: skip
                 if not sure:
-                    store_best(bits, score_ptr, block_ptr, FREE, CANDIDATES, LANES, DEPTH)
+                    store_best(bits, score_ptr, block_ptr, TOPK, CANDIDATES, THREADS, DEPTH)

@@ -2,8 +2,8 @@
 
 Scores are not negative, so that their bits have their order. A key is the upper bits of a score
 above the number of its block: no two are the same, and the highest key of a row names its block.
-What the lost bits may hide is asked afterwards: where the last key that is taken and the first
-that is left agree in what they have of their scores, `choose_top` searches the row exactly.
+Afterwards it is checked what the lost bits may hide: where the last key that is taken and the
+first that is left agree in what they have of their scores, `select.store_best` searches the row.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ import triton
 import triton.language as tl
 
 VECTOR = tl.constexpr(4)  # scores one load instruction brings to a thread
-MOST = tl.constexpr(16)  # most blocks that are taken so
+MOST = tl.constexpr(16)  # most blocks that are taken this way
 WARP = tl.constexpr(32)
 LOWEST = tl.constexpr(-(2**31))  # below all keys
 
 
 @triton.jit
-def falling(a, b):
+def descending(a, b):
     """The larger and the smaller of both."""
     return tl.maximum(a, b), tl.minimum(a, b)
 
 
 @triton.jit
 def columns_of(keys, DEPTH: tl.constexpr):
-    """Up to four neighbouring `keys` of each thread, as tensors of one each, falling."""
+    """Up to four neighbouring `keys` of each thread, as tensors of one each, descending."""
     if DEPTH == 1:
         columns = (keys,)
     else:
         a, b = tl.split(tl.reshape(keys, (keys.numel // 2, 2)))
-        a, b = falling(a, b)
+        a, b = descending(a, b)
         if DEPTH == 2:
             columns = (a, b)  # type: ignore[assignment]
         else:
             a, c = tl.split(tl.reshape(a, (keys.numel // 4, 2)))
             b, d = tl.split(tl.reshape(b, (keys.numel // 4, 2)))
-            a, c = falling(a, c)
-            b, d = falling(b, d)
-            b, c = falling(b, c)
+            a, c = descending(a, c)
+            b, d = descending(b, d)
+            b, c = descending(b, c)
             columns = (a, b, c, d)  # type: ignore[assignment]
     return columns
 
 
 @triton.jit
 def by_halves(x):
-    """[LANES, n] as `take` wants it: of eight in a thread, four belong to the second half."""
+    """[THREADS, n] as `take` wants it: of eight in a thread, four belong to the second half."""
     if x.shape[1] == 8:
         x = tl.permute(tl.reshape(x, (x.shape[0], 2, 4)), (1, 0, 2))
     return x
@@ -59,20 +59,20 @@ def halves(x):
 
 @triton.jit
 def best_four(columns):
-    """Of four falling columns the halves merged, place by place, and the highest left out."""
+    """Of four descending columns the halves merged, place by place, and the highest left out."""
     a, h = halves(columns[0])
     b, g = halves(columns[1])
     c, f = halves(columns[2])
     d, e = halves(columns[3])
-    a, e = falling(a, e)
-    b, f = falling(b, f)
-    c, g = falling(c, g)
-    d, h = falling(d, h)
+    a, e = descending(a, e)
+    b, f = descending(b, f)
+    c, g = descending(c, g)
+    d, h = descending(d, h)
     left = tl.max(tl.maximum(tl.maximum(e, f), tl.maximum(g, h)), 0)
-    a, c = falling(a, c)
-    b, d = falling(b, d)
-    a, b = falling(a, b)
-    c, d = falling(c, d)
+    a, c = descending(a, c)
+    b, d = descending(b, d)
+    a, b = descending(a, b)
+    c, d = descending(c, d)
     return (a, b, c, d), left
 
 
@@ -92,17 +92,17 @@ def take(keys, slot, WANTED: tl.constexpr):
             columns, left_out = best_four(columns)
             left = tl.maximum(left, left_out)
     DEPTH: tl.constexpr = len(columns)
-    own = tl.full(slot.shape, LOWEST, tl.int32)
+    own = tl.full(slot.shape, LOWEST, tl.int32)  # [MOST]
     taken = tl.tuple(())
     for i in tl.static_range(WANTED):
         best = tl.max(columns[0], 0)
         taken += (best,)
         own = tl.where(slot == i, best, own)
-        gone = columns[0] == best
+        taken_here = columns[0] == best
         rest = tl.tuple(())
         for j in tl.static_range(DEPTH):
             below = columns[j + 1] if j + 1 < DEPTH else LOWEST
-            rest += (tl.where(gone, below, columns[j]),)
+            rest += (tl.where(taken_here, below, columns[j]),)
         columns = rest
     return own, taken, tl.maximum(tl.max(columns[0], 0), left)
 
@@ -143,7 +143,7 @@ def store_few(
         block = (own & PART)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         vector = block // VECTOR * VECTOR
         some = (own >= 0)[:, None] & (vector + VECTOR > lowest) & (vector <= highest)
-        score = tl.load(score_ptr + block, mask=some, other=-1.0)
+        score = tl.load(score_ptr + block, mask=some, other=-1.0)  # [MOST, SPAN]
         # They lie close together: keys of how far they are above the least of the maxima, or 0.
         base = tl.maximum(taken[WANTED - 1] & ~PART, 0)
         lost = tl.maximum(exponent((taken[0] | PART) - base) - (30 - BITS), 0)
@@ -155,8 +155,8 @@ def store_few(
         sure = ((next_left >> BITS) < least) & (
             (tl.maximum(left, 0) | PART) - base < (least << lost)
         )
-    place = slot * 0
+    rank = slot * 0
     for i in tl.static_range(WANTED):
-        place += ((taken[i] & BLOCK) < block).to(tl.int32)
-    tl.store(block_ptr + place, block, mask=(slot < WANTED) & sure)
+        rank += ((taken[i] & BLOCK) < block).to(tl.int32)
+    tl.store(block_ptr + rank, block, mask=(slot < WANTED) & sure)
     return sure

@@ -16,7 +16,7 @@ LAUNCHED = '{"family": "merge", "launches": {"gated_sum_fwd_kernel": 2}}\n'
 NOTHING = LAUNCHED + "========= ERROR SUMMARY: 0 errors\n"
 READ = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
-=========     at union_lists_kernel+0x120
+=========     at block_union_kernel+0x120
 ========= Target application returned an error
 ========= ERROR SUMMARY: 65 errors
 """
@@ -141,7 +141,11 @@ def test_help_and_unknown_families(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_kernels_are_read_from_the_sources() -> None:
     kernels = sanitize.our_kernels()
-    assert {"fused_sliding_epilogue_kernel", "score_kernel", "banded_score_kernel"} <= set(kernels)
+    assert {
+        "fused_sliding_epilogue_kernel",
+        "topk_scores_kernel",
+        "topk_scores_sm90_kernel",
+    } <= set(kernels)
     assert "attend_window" not in kernels
     assert all("_kernel" in name for name in kernels)  # what the filter lets through
 

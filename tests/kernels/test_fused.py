@@ -19,12 +19,12 @@ from reference.played_cudnn import causal, causal_gradients
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
-from nsa_flex.fallback_kernels.compressed.fold import fold_of, part_rows_view
+from nsa_flex.fallback_kernels.compressed.fold import fold_of, range_rows_view
 from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import interface as core
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
-from nsa_flex.fallback_kernels.selected.block_union import build_unions
+from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.config import PARTIAL_BYTES
 
 PAPER = NSAConfig()
@@ -119,7 +119,7 @@ def test_one_kernel_ends_the_forward_without_gradients(
     monkeypatch.setattr(epilogue, "BLOCK_SIZES", (16,))
     monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
     monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1)
-    monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 32)
+    monkeypatch.setattr(selected_plan, "MIN_CHUNK_TOKENS", 32)
     heads, kv_heads, blocks = 4, 2, WINDOWED.num_compressed_blocks(length)
     sizes = [(heads, length, 16), (kv_heads, length, 16), (kv_heads, length, value_dim)]
     sizes += [(kv_heads, max(1, blocks), 16), (kv_heads, max(1, blocks), value_dim)]
@@ -154,10 +154,10 @@ def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) 
     for length in (*range(1, 3 * block + 5), 1000, 1 << 14, (1 << 14) + 1, (1 << 15) + 13):
         tokens = torch.arange(length)[None, :, None, None]
         seen = []
-        for part in fold_of(length, block, stride).parts:
+        for part in fold_of(length, block, stride).ranges:
             if part.is_empty:
                 continue
-            rows = part_rows_view(tokens, part, reach, stride)[0, :, :, 0]  # [rows, width]
+            rows = range_rows_view(tokens, part, reach, stride)[0, :, :, 0]  # [rows, width]
             sees = (rows - reach) // stride + 1  # blocks, of which row j has to see j + 1
             assert (sees == torch.arange(1, part.rows + 1)[:, None]).all()
             seen.append(rows.flatten())
@@ -166,7 +166,7 @@ def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) 
 
 
 def test_long_rows_are_cut_into_more_parts() -> None:
-    short, long = (fold_of(length, 32, 16).parts for length in (1 << 14, 1 << 15))
+    short, long = (fold_of(length, 32, 16).ranges for length in (1 << 14, 1 << 15))
     assert [part.width for part in short] == [1, 15, 0, 0]
     assert [part.width for part in long] == [1, 5, 5, 5]
 
@@ -425,7 +425,7 @@ def test_branches_that_the_end_saves(
     assert aux.blocks.shape[-1] == config.num_selected_blocks
     counts = (config.select_block_size, config.num_initial_blocks, config.num_local_blocks, 0)
     plan = selected_plan.SelectedPlan.of(*inputs[:3], aux.blocks, *counts)
-    assert bool((build_unions(plan, aux.blocks).sizes >= 0).any()) == (union_limit > 0)
+    assert bool((build_block_unions(plan, aux.blocks).sizes >= 0).any()) == (union_limit > 0)
 
 
 @pytest.mark.large

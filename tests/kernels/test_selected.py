@@ -26,9 +26,9 @@ from reference.interpreter import (
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected import interface as selected
-from nsa_flex.fallback_kernels.selected.block_union import build_unions
+from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.bwd import add_gradients
-from nsa_flex.fallback_kernels.selected.config import ITEM_WORDS, SelectedPlan, index_words
+from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan, index_words
 from nsa_flex.fallback_kernels.selected.fwd_partial import forward
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
 from nsa_flex.fallback_kernels.selected.prepare import Selection
@@ -350,22 +350,22 @@ def test_union_tiles(case: Case, with_unions: None) -> None:
     blocks = stretches(case)
     check(case, blocks)
     plan = plan_of(case, *inputs(case), blocks)
-    unions = build_unions(plan, blocks.to(DEVICE))
+    unions = build_block_unions(plan, blocks.to(DEVICE))
     sizes = unions.sizes.reshape(case.batch * case.kv_heads, -1).tolist()
-    walked = 0
+    united = 0
     for head, tile in np.ndindex(len(sizes), len(sizes[0])):
-        first = plan.base + tile * plan.merge_tokens - case.offset
-        want = union_of(case, blocks[0, head], range(first, first + plan.merge_tokens))
+        first = plan.base + tile * plan.combine_tokens - case.offset
+        want = union_of(case, blocks[0, head], range(first, first + plan.combine_tokens))
         size, row = sizes[head][tile], head * len(sizes[0]) + tile
         if size < 0:
             continue
-        walked += 1
+        united += 1
         assert unions.blocks[row, :size].tolist() == sorted(want)
         for block, words in zip(sorted(want), unions.masks[row].tolist(), strict=False):
             bits = {32 * w + b for w, word in enumerate(words) for b in range(32) if word >> b & 1}
             assert bits == want[block]
-    assert walked > 0
-    if plan.merge_tokens >= 16:
+    assert united > 0
+    if plan.combine_tokens >= 16:
         assert any(size < 0 for row in sizes for size in row)
 
 
@@ -381,7 +381,7 @@ def alike(case: Case, one: list[int], other: list[int]) -> bool:
     ("heads", "group", "num_slots", "num_queries"),
     [(2, 1, 16, 150), (1, 1, 32, 150), (2, 3, 10, 100), (2, 4, 16, 100), (2, 16, 16, 33)],
 )
-def test_which_unions_are_walked(
+def test_which_tiles_go_by_unions(
     heads: int, group: int, num_slots: int, num_queries: int, with_unions: None
 ) -> None:
     """All those that cost no more than their budget, if the queries compared first are alike."""
@@ -390,7 +390,7 @@ def test_which_unions_are_walked(
     )
     blocks = torch.full((1, heads, num_queries, num_slots), -1, dtype=torch.int32)
     plan = plan_of(case, *inputs(case), blocks)
-    tokens, limit = plan.merge_tokens, selected_plan.UNION_LIMIT
+    tokens, limit = plan.combine_tokens, selected_plan.UNION_LIMIT
     firsts = range(plan.base - case.offset, plan.base - case.offset + plan.span, tokens)
     tiles = [(head, range(first, first + tokens)) for head in range(heads) for first in firsts]
     inside = [[x for x in tile if 0 <= x < num_queries] for _, tile in tiles]
@@ -408,8 +408,8 @@ def test_which_unions_are_walked(
             pool[same:] = np.roll(pool, num_slots) if disjoint else rng.permutation(pool[same:])
             chosen = np.sort(pool[: rng.integers(num_slots - 2, num_slots + 1)])
             blocks[0, head, query, : len(chosen)] = torch.from_numpy(chosen)
-    sizes = build_unions(plan, blocks.to(DEVICE)).sizes.tolist()
-    walked = 0
+    sizes = build_block_unions(plan, blocks.to(DEVICE)).sizes.tolist()
+    united = 0
     for (head, tile), some, size in zip(tiles, inside, sizes, strict=True):
         chosen = [[x for x in row.tolist() if x >= 0] for row in blocks[0, head]]
         union = union_of(case, blocks[0, head], tile)
@@ -420,23 +420,23 @@ def test_which_unions_are_walked(
             ends = [min(max(tile[x], 0), num_queries - 1) for x in (tokens // 2, -1)]
             worth = worth and alike(case, chosen[ends[0]], chosen[ends[1]])
         assert size == (len(union) if worth else -1)
-        walked += worth
-    assert 0 < walked < len(sizes)
+        united += worth
+    assert 0 < united < len(sizes)
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[SelectedPlan]:
-    """Plans of the calls whose unions the walk for Hopper took."""
-    from nsa_flex.fallback_kernels.selected import fwd_union_sm90 as selected_walk
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[SelectedPlan]:
+    """Plans of the calls whose unions the kernel for Hopper took."""
+    from nsa_flex.fallback_kernels.selected import fwd_union_sm90
 
     taken: list[SelectedPlan] = []
-    walk = selected_walk.walk
+    launch = fwd_union_sm90.launch
 
     def spy(selection: Selection, *results: Tensor) -> None:
         taken.append(selection.plan)
-        walk(selection, *results)
+        launch(selection, *results)
 
-    monkeypatch.setattr(selected_walk, "walk", spy)
+    monkeypatch.setattr(fwd_union_sm90, "launch", spy)
     return taken
 
 
@@ -451,14 +451,14 @@ def test_unions_on_hopper(
     value_dim: int,
     dtype: torch.dtype,
     with_unions: None,
-    walks: list[SelectedPlan],
+    launches: list[SelectedPlan],
 ) -> None:
-    """Tiles of 64 rows and 16 bits go by the walk for Hopper, there and only there."""
+    """Tiles of 64 rows and 16 bits go by the kernel for Hopper, there and only there."""
     case = Case(2, 2, group, 150, 533, 333, head_dim, value_dim, 64, 8, dtype=dtype)
     blocks = stretches(case)
     check(case, blocks)
     on_hopper = torch.cuda.get_device_capability()[0] == 9
-    assert len(walks) == on_hopper
+    assert len(launches) == on_hopper
     q, k, v = (x.detach() for x in inputs(case))
     out, lse = attend(case, q, k, v, blocks)
     k[:, :, 483:] = v[:, :, 483:] = float("nan")  # nobody sees them
@@ -483,11 +483,15 @@ def test_partial_results_on_hopper(
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         want = attend(case, q, k, v, blocks)
     on_hopper = torch.cuda.get_device_capability()[0] == 9
-    launched = {"partial_kernel", "hopper_partial_kernel"} & {x.name for x in trace.events()}
-    assert launched == {"hopper_partial_kernel" if on_hopper else "partial_kernel"}
+    launched = {"selected_fwd_partial_kernel", "selected_fwd_partial_sm90_kernel"} & {
+        x.name for x in trace.events()
+    }
+    assert launched == {
+        "selected_fwd_partial_sm90_kernel" if on_hopper else "selected_fwd_partial_kernel"
+    }
     k[:, :, 483:] = v[:, :, 483:] = float("nan")  # nobody sees them
     for wide in (False, True):
-        monkeypatch.setattr(SelectedPlan, "wide", wide)
+        monkeypatch.setattr(SelectedPlan, "int64_offsets", wide)
         forget_plans()
         for a, b in zip(attend(case, q, k, v, blocks), want, strict=True):
             assert torch.equal(a, b)
@@ -548,7 +552,7 @@ def test_unions_of_any_size(
     group: int,
     dtype: torch.dtype,
     with_unions: None,
-    walks: list[SelectedPlan],
+    launches: list[SelectedPlan],
 ) -> None:
     """Tops of the own block serve, unless others are far higher or half the queries lack it."""
     case = Case(1, 2, group, 150, None, 333, 128, 128, 64, 8, dtype=dtype)
@@ -558,9 +562,9 @@ def test_unions_of_any_size(
         half[half == torch.from_numpy(case.owns())[::2, None]] = -1
     higher = check_forward(case, blocks, factor)
     assert (higher > 70) == (factor > 1)
-    assert len(walks) == (torch.cuda.get_device_capability()[0] == 9)
+    assert len(launches) == (torch.cuda.get_device_capability()[0] == 9)
     plan = plan_of(case, *inputs(case), blocks)
-    assert bool((build_unions(plan, blocks.to(DEVICE)).sizes >= 0).all())
+    assert bool((build_block_unions(plan, blocks.to(DEVICE)).sizes >= 0).all())
 
 
 @kernels
@@ -601,7 +605,7 @@ def test_windows(
     case = Case(batch=batch, num_queries=num_queries, offset=19, kv_heads=2, group=group)
     row_bytes = 4 * case.num_slots * case.head_dim * case.kv_heads * case.group
     monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 32 * row_bytes)
-    monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 16)
+    monkeypatch.setattr(selected_plan, "MIN_CHUNK_TOKENS", 16)
     check(case, choices(case), deterministic=batch == 2)
 
 
@@ -623,8 +627,8 @@ def test_windows_on_two_streams_give_what_one_window_gives(
     monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1 << 24)
     forget_plans()
     plan = SelectedPlan.of(q, k, v, blocks, case.block_size, case.initial, case.local, 0)
-    assert plan.window_lanes == 2
-    assert plan.num_windows > 16
+    assert plan.num_streams == 2
+    assert plan.num_chunks > 16
 
     def check_against_one_window(found: list[Tensor]) -> None:
         out, lse, dq, dk, dv = found
@@ -649,12 +653,12 @@ def test_windows_on_two_streams_give_what_one_window_gives(
 def test_sizes_of_unions_reach_past_the_last_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows are equal: the last may end behind the queries, and the merge reads there."""
     case = Case(num_queries=75, offset=0, group=1)
-    monkeypatch.setattr(selected_plan, "WINDOW_ROWS", 32)
-    monkeypatch.setattr(selected_plan, "MIN_WINDOW_TOKENS", 32)
+    monkeypatch.setattr(selected_plan, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(selected_plan, "MIN_CHUNK_TOKENS", 32)
     blocks = choices(case).to(DEVICE)
     plan = plan_of(case, *inputs(case), blocks)
-    tiles = plan.windows_per_head * plan.window_tokens // plan.merge_tokens
-    sizes = build_unions(plan, blocks).sizes
+    tiles = plan.chunks_per_head * plan.chunk_tokens // plan.combine_tokens
+    sizes = build_block_unions(plan, blocks).sizes
     assert tiles > len(sizes)
     assert sizes.untyped_storage().nbytes() >= tiles * sizes.element_size()
 
@@ -684,7 +688,7 @@ def test_wide_offsets_give_the_same(
     blocks = choices(case)
     narrow = attend(case, q, k, v, blocks, deterministic=True)
     narrow_gradients = torch.autograd.grad(narrow[0].sum(), (q, k, v))
-    monkeypatch.setattr(selected_plan.SelectedPlan, "wide", True)
+    monkeypatch.setattr(selected_plan.SelectedPlan, "int64_offsets", True)
     forget_plans()
     wide = attend(case, q, k, v, blocks, deterministic=True)
     wide_gradients = torch.autograd.grad(wide[0].sum(), (q, k, v))
@@ -787,7 +791,7 @@ def test_gradients_added_to_others(deterministic: bool) -> None:
         deterministic=deterministic,
         index=storage,
         grad_query=total,
-        forced=True,
+        initial_local=True,
     )
     want = wanted(case, q, k, v, blocks, grad_out)[2:]
     want[0] = want[0] + added.double().cpu().numpy()
@@ -813,8 +817,8 @@ def test_the_index_fits_whatever_is_predicted_of_it() -> None:
         k = torch.empty((batch, kv_heads, offset + num_queries, 128), device="meta")
         blocks = torch.empty((batch, kv_heads, num_queries, num_slots), device="meta")
         plan = SelectedPlan.of(q, k, k, blocks, 64, 1, 2, offset)
-        items = plan.num_windows * plan.items_per_window(plan.chunk_tokens)
-        needed = blocks.numel() + batch * kv_heads * num_queries + ITEM_WORDS * items
+        items = plan.num_chunks * plan.work_tiles_per_chunk(plan.work_tile_tokens)
+        needed = blocks.numel() + batch * kv_heads * num_queries + WORK_TILE_WORDS * items
         assert needed <= index_words(q, k, blocks, 64, offset)
 
 

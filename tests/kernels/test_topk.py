@@ -24,9 +24,9 @@ from reference.interpreter import (
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
-from nsa_flex.fallback_kernels.topk import config as choose_plan
-from nsa_flex.fallback_kernels.topk import interface as choose
-from nsa_flex.fallback_kernels.topk.interface import choose_blocks
+from nsa_flex.fallback_kernels.topk import config as topk_config
+from nsa_flex.fallback_kernels.topk import interface as topk
+from nsa_flex.fallback_kernels.topk.interface import select_topk_blocks
 
 SMALL = NSAConfig(
     compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4
@@ -111,7 +111,7 @@ def references(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, np.ndarray]:
 
 def choice(case: Case, q: Tensor, k: Tensor, lse: Tensor | None) -> Tensor:
     starts = case.starts
-    return choose_blocks(
+    return select_topk_blocks(
         q,
         k,
         lse,
@@ -231,7 +231,7 @@ def test_offsets_of_batch_rows_differ() -> None:
     offset = torch.tensor([[120], [200]], device=DEVICE)
     options = {"config": SMALL, "scale": case.scale, "num_blocks": case.num_blocks}
     positions = torch.arange(8, device=DEVICE)[None] + offset
-    blocks = choose_blocks(q, k, None, positions, None, **options)
+    blocks = select_topk_blocks(q, k, None, positions, None, **options)
     for row, past in enumerate((120, 200)):
         alone = replace(case, batch=1, past=past, unused=200 - past)
         q_row, k_row = q[row : row + 1], k[row : row + 1]
@@ -252,13 +252,13 @@ def test_documents(config: NSAConfig, past: int, num_queries: int) -> None:
 def test_chunks_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of 64 queries at a time, and every tile of keys in a program of its own."""
     case = Case(num_queries=66, past=200)
-    row = choose_plan.row_width(case.num_blocks) + 32
-    monkeypatch.setattr(choose_plan, "SCORE_BYTES", 64 * 4 * row)
+    row = topk_config.row_width(case.num_blocks) + 32
+    monkeypatch.setattr(topk_config, "SCORE_BYTES", 64 * 4 * row)
     q, k = inputs(case)
     lse, scores = references(case, q, k)
-    monkeypatch.setattr(choose_plan, "PROGRAMS", 1000)
+    monkeypatch.setattr(topk_config, "MIN_CTAS", 1000)
     assert_best(case, choice(case, q, k, lse), scores)
-    monkeypatch.setattr(choose_plan, "PROGRAMS", 1)
+    monkeypatch.setattr(topk_config, "MIN_CTAS", 1)
     first = replace(case, num_queries=4, unused=62)
     assert_best(first, choice(first, q[:, :, :4], k, None), scores[:, :, :4])
 
@@ -271,16 +271,16 @@ def test_chunks_hold_every_query_and_its_blocks(
     num_queries: int, past: int, kv_heads: int
 ) -> None:
     num_blocks = PAPER.num_select_blocks(past + num_queries)
-    plan = choose_plan.ChoicePlan(1, kv_heads, kv_heads, num_queries, 128, num_blocks, 16, 64, 2)
+    plan = topk_config.TopkPlan(1, kv_heads, kv_heads, num_queries, 128, num_blocks, 16, 64, 2)
     stop = 0
     for chunk in plan.chunks():
         assert chunk.start == stop
         assert chunk.size > 0
         stop += chunk.size
         own = (past + stop - 1) // 64
-        assert min(own + 1, num_blocks) <= chunk.width <= choose_plan.row_width(num_blocks)
+        assert min(own + 1, num_blocks) <= chunk.width <= topk_config.row_width(num_blocks)
         bytes_ = 4 * kv_heads * chunk.size * chunk.pitch
-        assert bytes_ <= choose_plan.SCORE_BYTES or chunk.size == plan.tile_tokens
+        assert bytes_ <= topk_config.SCORE_BYTES or chunk.size == plan.tile_tokens
     assert stop == num_queries
 
 
@@ -324,7 +324,7 @@ class ChoiceOfRow(NamedTuple):
 
 
 def row_in_memory(
-    scores: Tensor, own: int, first: int, num_slots: int, chunk: choose_plan.Chunk
+    scores: Tensor, own: int, first: int, num_slots: int, chunk: topk_config.QueryChunk
 ) -> Tensor:
     """A row as a score kernel leaves it, with maxima as the Hopper kernel leaves them.
 
@@ -357,13 +357,13 @@ def blocks_of_row(
 ) -> ChoiceOfRow:
     """What is chosen from a row, with the maxima of bands or without."""
     width = len(scores)
-    plan = choose_plan.ChoicePlan(1, 1, 1, 1, 128, width, num_slots, 64, 2, hopper=maxima)
-    chunk = choose_plan.Chunk(0, 1, width, plan.candidates, hopper=maxima)
+    plan = topk_config.TopkPlan(1, 1, 1, 1, 128, width, num_slots, 64, 2, sm90=maxima)
+    chunk = topk_config.QueryChunk(0, 1, width, plan.candidates, sm90=maxima)
     blocks = torch.full((1, 1, 1, num_slots), -7, dtype=torch.int32, device=DEVICE)
     starts = torch.tensor([[64 * first]], device=DEVICE) if first else None
-    places = choose._places(torch.tensor([[own * 64 + 5]], device=DEVICE), starts)
+    places = topk._query_positions(torch.tensor([[own * 64 + 5]], device=DEVICE), starts)
     row = row_in_memory(scores, own, first, num_slots, chunk).to(DEVICE)
-    choose._launch_top(plan, chunk, row, blocks, places, **ROW_OPTIONS, NUM_SLOTS=num_slots)
+    topk._launch_select(plan, chunk, row, blocks, places, **ROW_OPTIONS, NUM_SLOTS=num_slots)
     want = best_of_row(scores, own, first, num_slots)
     searched = bool((row[width : width + plan.candidates] >= 1.0).any())
     return ChoiceOfRow(blocks.flatten().tolist(), want, searched)
@@ -377,10 +377,8 @@ def test_rows_leave_one_another_alone(
     width: int, num_slots: int, num_queries: int, documents: bool
 ) -> None:
     """Rows that are searched, not searched and without scores, of two heads and batch rows."""
-    plan = choose_plan.ChoicePlan(
-        2, 2, 2, num_queries + 1, 128, width, num_slots, 64, 2, hopper=True
-    )
-    chunk = choose_plan.Chunk(1, num_queries, width, plan.candidates, hopper=True)
+    plan = topk_config.TopkPlan(2, 2, 2, num_queries + 1, 128, width, num_slots, 64, 2, sm90=True)
+    chunk = topk_config.QueryChunk(1, num_queries, width, plan.candidates, sm90=True)
     own = torch.randint(width, (2, num_queries + 1))
     own[:, 1::3] = torch.randint(2 * num_slots, own[:, 1::3].shape)
     first = (torch.rand(own.shape) * own).long() if documents else torch.zeros_like(own)
@@ -398,9 +396,9 @@ def test_rows_leave_one_another_alone(
     expected[:, :, 1:] = torch.tensor(want).view(2, 2, num_queries, num_slots)
     blocks = blocks.to(DEVICE)
     starts = (first * 64).to(DEVICE) if documents else None
-    places = choose._places((own * 64 + 63).to(DEVICE), starts)
+    places = topk._query_positions((own * 64 + 63).to(DEVICE), starts)
     memory = torch.stack(rows).to(DEVICE)
-    choose._launch_top(plan, chunk, memory, blocks, places, **ROW_OPTIONS, NUM_SLOTS=num_slots)
+    topk._launch_select(plan, chunk, memory, blocks, places, **ROW_OPTIONS, NUM_SLOTS=num_slots)
     assert torch.equal(blocks.cpu(), expected)
 
 
@@ -414,7 +412,7 @@ def test_maxima_of_bands_lead_to_the_best(
     width: int, num_slots: int, own: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice from scores and maxima as the Hopper kernel leaves them."""
-    monkeypatch.setattr(choose_plan, "BANDED_WIDTHS", (512, 16384))
+    monkeypatch.setattr(topk_config, "BANDED_WIDTHS", (512, 16384))
     found = blocks_of_row(row_of_scores(kind, width), own, 0, num_slots, maxima=True)
     assert found.got == found.want
 
@@ -450,7 +448,7 @@ def test_tensor_copies_bring_the_same_keys(head_dim: int, monkeypatch: pytest.Mo
     lse, scores = references(case, q, k)
     copied = choice(case, q, k, lse)
     assert_best(case, copied, scores)
-    monkeypatch.setattr(choose, "supports_tma", lambda device: False)
+    monkeypatch.setattr(topk, "supports_tma", lambda device: False)
     assert torch.equal(choice(case, q, k, lse), copied)
 
 
@@ -541,7 +539,7 @@ def test_operator_obeys_the_library_rules() -> None:
     starts = torch.zeros(1, 6, dtype=torch.int32, device=DEVICE)
     for extra in ((lse, positions, None), (None, positions, starts)):
         arguments = (q, k, *extra, case.scale, case.num_blocks, SMALL.counts)
-        torch.library.opcheck(choose.choose_blocks_operator, arguments)
+        torch.library.opcheck(topk.topk_operator, arguments)
 
 
 @kernels
@@ -549,7 +547,7 @@ def test_compiles_into_one_graph_with_dynamic_length() -> None:
     def chosen(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
         positions = torch.arange(q.shape[2], device=q.device)[None]
         options = {"config": SMALL, "scale": 0.25, "num_blocks": -(-q.shape[2] // 16)}
-        return choose_blocks(q, k, lse, positions, None, **options)
+        return select_topk_blocks(q, k, lse, positions, None, **options)
 
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -574,7 +572,7 @@ GOOD = Case(num_queries=32)
         ({"dtype": torch.float64}, "query is torch.float64; the Triton kernels take"),
         (
             {"config": NSAConfig(4, 4, 4, 65)},
-            "65 blocks are to be chosen; the Triton kernels take at most 64",
+            "65 blocks are to be selected; the Triton kernels take at most 64",
         ),
     ],
 )
@@ -599,7 +597,7 @@ def test_refused_on_the_cpu() -> None:
     q, k = torch.zeros(1, 2, 32, 16), torch.zeros(1, 1, 7, 16)
     options = {"config": SMALL, "scale": 1.0, "num_blocks": 2}
     with pytest.raises(ValueError, match="the Triton kernels need CUDA tensors, got cpu"):
-        choose_blocks(q, k, None, torch.arange(32)[None], None, **options)
+        select_topk_blocks(q, k, None, torch.arange(32)[None], None, **options)
 
 
 def exact_rows(case: Case, q: Tensor, k: Tensor, rows: slice) -> np.ndarray:
@@ -667,7 +665,7 @@ def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
     launched = []
     launch = scores_sm90.launch_scores
-    monkeypatch.setattr(choose_plan, "HOPPER_PROGRAMS", 1)
+    monkeypatch.setattr(topk_config, "SM90_MIN_CTAS", 1)
     monkeypatch.setattr(
         scores_sm90, "launch_scores", lambda *args, **kw: launched.append(launch(*args, **kw))
     )
@@ -689,13 +687,13 @@ def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hopper_kernel_counts_nan_as_zero_and_keeps_ties_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choose_plan, "HOPPER_PROGRAMS", 1)
+    monkeypatch.setattr(topk_config, "SM90_MIN_CTAS", 1)
     case = Case(PAPER, 1, 1, 4, 500, 40_000, head_dim=128, dtype=BF16)
     q, k = inputs(case)
     q[:, :, 30] = float("nan")
     k[:, :, 100:] = 0.0  # most scores are equal
     chosen = choice(case, q, k, None)
-    monkeypatch.setattr(choose, "gluon_unsupported_reason", lambda device: "not asked for")
+    monkeypatch.setattr(topk, "gluon_unsupported_reason", lambda device: "not asked for")
     torch.testing.assert_close(chosen, choice(case, q, k, None), rtol=0, atol=0)
 
 
@@ -732,11 +730,11 @@ def test_offsets_past_two_to_the_31() -> None:
 @pytest.mark.gpu
 def test_chunks_on_two_streams_choose_as_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and as a CUDA graph; a chunk that read too early would see another one's scores."""
-    monkeypatch.setattr(choose_plan, "HOPPER_PROGRAMS", 1)
+    monkeypatch.setattr(topk_config, "SM90_MIN_CTAS", 1)
     case = Case(PAPER, 1, 2, 4, 6000, 0, head_dim=128, dtype=BF16)
     q, k = inputs(case)
     want = choice(case, q, k, None)
-    monkeypatch.setattr(choose_plan, "SCORE_BYTES", 1 << 20)
+    monkeypatch.setattr(topk_config, "SCORE_BYTES", 1 << 20)
     torch.testing.assert_close(choice(case, q, k, None), want, rtol=0, atol=0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
