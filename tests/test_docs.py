@@ -14,9 +14,13 @@ import transformers
 from torch import nn
 
 import nsa_flex
+from nsa_flex.dispatch import IMPLEMENTATIONS
+from nsa_flex.dispatch.facts import BRANCHES
+from nsa_flex.dispatch.table import CUDA_ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+README = ROOT / "README.md"
+PAGES = sorted([README, *(ROOT / "docs").rglob("*.md")])
 
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```", re.M | re.S)
@@ -137,3 +141,21 @@ def test_every_image_is_used_and_drawn_by_the_script() -> None:
     assert images | measured == linked
     assert all(image.with_suffix(".json").exists() for image in measured)
     assert all(f'"{image.name}"' in script for image in images)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    documented = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.M))
+    last = {name.rpartition(".")[2] for name in documented}
+    assert set(nsa_flex.__all__) <= last
+    assert {name for name in nsa_flex.testing.__all__ if not name.isupper()} <= last
+    for name in documented:
+        resolve(name)
+
+
+def test_the_readme_tells_what_auto_tries_on_cuda_and_what_it_does_not() -> None:
+    rows = re.findall(r"^\| (\w+) \| dense \| (.*?) \| (.*?) ?\|$", README.read_text(), re.M)
+    told = {branch: tuple(order.split(", ")) for branch, order, _ in rows}
+    assert told == CUDA_ORDER
+    others = {branch: set(re.findall(r"\w+", names)) for branch, _, names in rows}
+    offered = {branch: {n for n, of in IMPLEMENTATIONS if of == branch} for branch in BRANCHES}
+    assert others == {branch: offered[branch] - set(CUDA_ORDER[branch]) for branch in BRANCHES}
