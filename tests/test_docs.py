@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import re
@@ -159,3 +160,32 @@ def test_the_readme_tells_what_auto_tries_on_cuda_and_what_it_does_not() -> None
     others = {branch: set(re.findall(r"\w+", names)) for branch, _, names in rows}
     offered = {branch: {n for n, of in IMPLEMENTATIONS if of == branch} for branch in BRANCHES}
     assert others == {branch: offered[branch] - set(CUDA_ORDER[branch]) for branch in BRANCHES}
+
+
+def test_errors_that_troubleshooting_quotes_are_raised_somewhere() -> None:
+    page = (ROOT / "docs" / "guide" / "troubleshooting.md").read_text()
+    tables = page[page.index("## Errors from patch") : page.index("## Compilation")]
+    quoted = re.findall(r"^\| `([^`]*)` \|", tables, re.M)
+    texts = [text for source in SOURCES for text in texts_of(source)]
+    for error in quoted:
+        parts = [re.escape(part) for part in error.split("…")]
+        assert any(re.search(".*".join(parts), text) for text in texts), f"nothing says {error!r}"
+    assert len(quoted) > 20
+
+
+SOURCES = sorted((ROOT / "nsa_flex").rglob("*.py"))
+
+
+def texts_of(source: Path) -> list[str]:
+    """The strings of a file; what an f-string fills in is an ellipsis."""
+    found = []
+    for node in ast.walk(ast.parse(source.read_text())):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
+            found.append(
+                "".join(
+                    str(getattr(part, "value", "…")) if isinstance(part, ast.Constant) else "…"
+                    for part in parts
+                )
+            )
+    return found
