@@ -18,7 +18,8 @@ def register() -> None:
 class NSACheckpointConfig(PreTrainedConfig):
     """The config of a patched model, with the model type that it has on disk.
 
-    `base` is the config that the model has in memory; all attributes of it are here too.
+    `base` is the config that the model has in memory. All its attributes are here too, but for
+    `architectures`, by which readers would look for the class of the dense model.
     """
 
     model_type = MODEL_TYPE
@@ -30,7 +31,8 @@ class NSACheckpointConfig(PreTrainedConfig):
         return_unused = kwargs.pop("return_unused_kwargs", False)
         base, unused = _base(from_saved(config_dict), kwargs)
         config = cls()
-        config.__dict__.update(vars(base), base=base)
+        architectures = config_dict.get("architectures")
+        config.__dict__.update(vars(base), base=base, architectures=architectures)
         return (config, unused) if return_unused else config
 
     def __getattr__(self, name: str) -> Any:

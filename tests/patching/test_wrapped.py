@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -101,6 +104,7 @@ def run_checks(rank: int, rendezvous: str) -> None:
         ddp_synchronises_what_patch_added,
         fsdp_starts_from_the_meta_device,
         nsa_layers_sharded_by_themselves,
+        fsdp_as_the_page_says,
     ):
         torch.manual_seed(rank)  # each rank has random weights of its own
         check()
@@ -149,6 +153,18 @@ def nsa_layers_sharded_by_themselves() -> None:
         torch.testing.assert_close(gradient, expected.grad, msg=name)
     with pytest.raises(ValueError, match=r"φ is sharded by itself.*fully_shard the decoder layer"):
         model.eval().generate(ids, max_new_tokens=2)
+
+
+def fsdp_as_the_page_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "guide" / "training-stack.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    names: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        exec(blocks[0], names)
+        exec(next(block for block in blocks if "fully_shard" in block), names)
+        names["train_sharded"](init_device_mesh("cpu", (2,)))
+        os.chdir("/")  # the folder is about to go
 
 
 def step(model: nn.Module) -> None:
