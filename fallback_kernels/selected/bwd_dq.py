@@ -102,8 +102,8 @@ def selected_bwd_dq_kernel(
         grad += partial.to(tl.float32)
     grad *= scale
     if ADDED:
-        there = load_masked_rows(
+        earlier = load_masked_rows(
             grad_query_ptr, query_row, row_mask, INT64_OFFSETS, HEAD_DIM, BLOCK_D
         )
-        grad += there.to(tl.float32)
+        grad += earlier.to(tl.float32)
     store_rows(grad_query_ptr, query_row, grad, row_mask, INT64_OFFSETS, HEAD_DIM, BLOCK_D)

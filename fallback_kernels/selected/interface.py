@@ -38,19 +38,19 @@ def selected_attention(
     query_offset: int = 0,
     deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v over the keys of the chosen blocks, none after the query.
+    """softmax(scale * q k^T) v over the keys of the selected blocks, none after the query.
 
     Only `blocks` decides what is attended. The counts of initial and local blocks say which
-    blocks almost every query has chosen, so that they need no list; wrong counts cost time.
+    blocks almost every query has, so that they need no index; wrong counts cost time.
 
     Args:
         query: (B, Hq, Sq, D); query i sits at position `query_offset + i` of the keys.
         key: (B, Hkv, Sk, D), Hkv a divisor of Hq.
         value: (B, Hkv, Sk, Dv).
-        blocks: int32 (B, Hkv, Sq, n), one choice per query and KV head: no block twice, -1 for
+        blocks: int32 (B, Hkv, Sq, n), the blocks of each query and KV head: no block twice, -1 for
             none. A block after the query's own counts as none.
         block_size: l', tokens per block: 16, 32, 64 or 128.
-        num_initial_blocks: blocks at the start that the choice forces.
+        num_initial_blocks: blocks at the start that every query has.
         num_local_blocks: blocks up to the query's own, that one included, that it forces.
         scale: factor of the logits, positive.
         query_offset: position of query 0; `query_offset + Sq` must not exceed Sk.

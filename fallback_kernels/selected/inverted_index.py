@@ -279,7 +279,7 @@ def build_index(
         plan: sizes; `plan.num_initial` and `plan.num_local` say which blocks are no entries.
         blocks: int32, contiguous.
         work_tile_tokens: entries of a work tile.
-        unions: of the tiles. None: lists ascend by query, the same in every run, which costs a
+        unions: of the tiles. None: CSR rows ascend by query, the same in every run, which costs a
             sort of all entries; no tile counts as having a union.
         all_entries: index the entries of tiles with a union as well, which only a backward needs.
         storage: memory for the index, see `index_views`.

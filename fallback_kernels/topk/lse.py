@@ -1,6 +1,7 @@
 """Log-sum-exp of the compressed branch, for callers that have none of float32 accuracy.
 
-A tile is transposed, keys x (head in group, token), and there are no values: not the common step.
+A tile is transposed, keys x (head in group, token), without values: hence not
+`online_softmax_update`.
 """
 
 from __future__ import annotations

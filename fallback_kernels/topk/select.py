@@ -110,7 +110,7 @@ def first_slots(word, DEPTH: tl.constexpr):
 def store_flagged(flags, out_ptr, band_ptr, THREADS: tl.constexpr, DEPTH: tl.constexpr):
     """Writes the blocks of all flags [THREADS, DEPTH] that are set, ascending.
 
-    If band_ptr is not None, flags are of the blocks of the bands that it lists.
+    If band_ptr is not None, flags are of the blocks of the bands in it.
     """
     thread, rest = tl.arange(0, THREADS), tl.arange(0, DEPTH)
     # One word of flags a thread: only they are counted across threads, and taken apart.
@@ -118,7 +118,7 @@ def store_flagged(flags, out_ptr, band_ptr, THREADS: tl.constexpr, DEPTH: tl.con
     even, odd = first_slots(word, DEPTH)
     left = word
     while tl.max(left, 0) > 0:
-        lowest = (left & (0 - left)).to(tl.float32)  # a power of two: its exponent is the place
+        lowest = (left & (0 - left)).to(tl.float32)  # a power of two: its exponent is the bit
         bit = ((lowest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.uint32)
         if DEPTH == VECTOR:
             slot = even + popcount(word ^ left).to(tl.uint32)

@@ -59,7 +59,7 @@ def halves(x):
 
 @triton.jit
 def best_four(columns):
-    """Of four descending columns the halves merged, place by place, and the highest left out."""
+    """Of four descending columns the halves merged, index by index, and the highest left out."""
     a, h = halves(columns[0])
     b, g = halves(columns[1])
     c, f = halves(columns[2])
