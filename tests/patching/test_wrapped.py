@@ -156,7 +156,7 @@ def nsa_layers_sharded_by_themselves() -> None:
 
 
 def fsdp_as_the_page_says() -> None:
-    page = Path(__file__).parents[2] / "docs" / "guide" / "training-stack.md"
+    page = Path(__file__).parents[2] / "docs" / "guide" / "train.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     names: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
