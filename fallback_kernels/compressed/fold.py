@@ -118,6 +118,7 @@ def sum_residues_kernel(
     total_stride_b, total_stride_h, total_stride_n, heads, rows,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    """CTA (tile of rows, KV head of a batch row): their gradients, summed over residues."""
     b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)

@@ -64,6 +64,7 @@ def selected_fwd_partial_kernel(
     INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    """CTA (work tile): partial outputs of one block, for the queries that selected it."""
     start, stop, batch, head, head_in_chunk, block = load_work_tile(
         work_tiles_ptr,
         first_work_tile + tl.program_id(0),
