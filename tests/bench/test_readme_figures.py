@@ -1,0 +1,81 @@
+"""What the README says about speed is what the committed rows say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa_flex.bench.report.rows import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+README = " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_8k_tokens() -> None:
+    """About as fast as dense for groups, slower for one query head a KV head."""
+    median = {
+        (row["implementation"], row["heads"]): row["median_ms"]
+        for row in read_rows(RESULTS / "headline_h200.json")
+        if row["seq_len"] == 8192 and row["pass"] == "forward"
+    }
+    times = {heads: median["sdpa-cudnn", heads] / median["nsa", heads] for _, heads in median}
+    assert times["64/4"] == pytest.approx(1, abs=0.2)
+    assert times["32/8"] == pytest.approx(1, abs=0.2)
+    assert times["16/16"] < 0.8
+
+
+def test_short_forwards() -> None:
+    rows = read_rows(RESULTS / "sweep_h200.json")
+    median = {
+        row["implementation"]: row["median_ms"]
+        for row in rows
+        if row["seq_len"] == 1024 and row["pass"] == "forward"
+    }
+    times = median["nsa"] / median["sdpa-cudnn"]
+    assert f"32/8 heads at 1k tokens takes NSA {times:.1f} times as long" in README
+
+
+def speeds(implementation: str, model: str) -> dict[tuple[int, int], float]:
+    """Tokens a second by batch and length."""
+    return {
+        (row["batch"], row["seq_len"]): row["tokens_per_s"]
+        for row in read_rows(RESULTS / "models_h200.json")
+        if row["implementation"] == implementation and row["model"].startswith(model)
+    }
+
+
+def test_training_of_long_contexts() -> None:
+    nsa, dense = speeds("nsa", "llama-3.1-8b"), speeds("dense", "llama-3.1-8b")
+    assert nsa[1, 8192] / dense[1, 8192] == pytest.approx(1, abs=0.02)
+    times = nsa[1, 65536] / dense[1, 65536]
+    assert f"as fast as dense ones at 8k tokens and {times:.1f} times as fast at 64k" in README
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("-graph", "with dense attention as one CUDA graph"), ("", "without (`bench")],
+)
+def test_training_of_short_contexts(kind: str, text: str) -> None:
+    nsa, dense = speeds(f"nsa{kind}", "125m"), speeds(f"dense{kind}", "125m")
+    times = [dense[shape] / nsa[shape] for shape in nsa]
+    told = f"{min(times):.1f} to {max(times):.1f} times as fast {text}"
+    assert told in README
+
+
+def test_decoding() -> None:
+    steps = [
+        row
+        for row in json.loads((RESULTS / "decode_h200.json").read_text())
+        if row["implementation"] == "nsa, mean of 16 steps" and row["mode"] == "graph"
+    ]
+    at_64k = [row["dense_over_nsa"] for row in steps if row["seq_len"] == 65536]
+    low, high = (round(each + 1e-9, 1) for each in (min(at_64k), max(at_64k)))  # halves go up
+    assert f"{low} to {high} times as fast as dense at a context of 64k" in README
+    assert {row["batch"] for row in steps if row["seq_len"] == 65536} == {1, 8, 64}
+    assert max(row["dense_over_nsa"] for row in steps if row["seq_len"] == 2048) < 1
+    even = [r["dense_over_nsa"] for r in steps if (r["seq_len"], r["batch"]) == (8192, 1)]
+    assert even
+    assert all(1 <= each < 1.2 for each in even)
