@@ -297,7 +297,7 @@ def fused_bwd_dkdv_kernel(
             delta = load_gated_stats(local_stats, 1, head, first, LOCAL_BLOCK_M)
             token = first + tl.arange(0, LOCAL_BLOCK_M)
             p = gated_probabilities(logits, lse, scale_log2)
-            p = tl.where(is_visible(token[None, :], key[:, None], window), p, 0.0)
+            p = tl.where(is_visible(token[None, :], key[:, None], window, None), p, 0.0)
             grad_logits = p * (grad_p - delta[None, :])
             lse = load_gated_stats(local_stats, 2, head, first, LOCAL_BLOCK_M)
             delta = load_gated_stats(local_stats, 3, head, first, LOCAL_BLOCK_M)
@@ -330,7 +330,7 @@ def fused_bwd_dkdv_kernel(
         p = gated_probabilities(logits, lse, scale_log2)
         if (first < start + BLOCK_N - 1) | (first + BLOCK_M > start + window):
             token = first + tl.arange(0, BLOCK_M)
-            p = tl.where(is_visible(token[None, :], key[:, None], window), p, 0.0)
+            p = tl.where(is_visible(token[None, :], key[:, None], window, None), p, 0.0)
         grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
         grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)
         grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)

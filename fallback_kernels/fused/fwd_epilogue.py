@@ -297,8 +297,9 @@ def fused_fwd_epilogue_kernel(
             keys, values, start, BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
         )  # [BLOCK_SIZE, BLOCK_D], [BLOCK_SIZE, BLOCK_DV]
         acc, row_max, row_sum = attend_tile(
-            q, k, v, token, start, window, scale_log2, acc, row_max, row_sum, i == 0, PRECISION
-        )
+            q, k, v, token, None, start, window, scale_log2, acc, row_max, row_sum,
+            i == 0, PRECISION,
+        )  # fmt: skip
     kept = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)  # [BLOCK_M, BLOCK_DV]
     kept_lse = row_max + tl.log2(row_sum)  # [BLOCK_M]
     for i in tl.range(local_blocks, window_blocks + 1, num_stages=STAGES):
@@ -307,7 +308,7 @@ def fused_fwd_epilogue_kernel(
             keys, values, start, BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
         )  # [BLOCK_SIZE, BLOCK_D], [BLOCK_SIZE, BLOCK_DV]
         acc, row_max, row_sum = attend_tile(
-            q, k, v, token, start, window, scale_log2, acc, row_max, row_sum,
+            q, k, v, token, None, start, window, scale_log2, acc, row_max, row_sum,
             start + window < first + BLOCK_TOKENS, PRECISION,
         )  # fmt: skip
 

@@ -195,7 +195,7 @@ def fused_sliding_epilogue_kernel(
         value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
     acc, row_max, row_sum = attend_window(
-        q, keys, values, first, token, window, scale_log2,
+        q, keys, values, None, first, token, window, scale_log2,
         BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
         PRECISION, STAGES,
     )  # fmt: skip  # [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +28,7 @@ from nsa_flex.fallback_kernels.sliding.config import (
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
     is_visible,
+    load_document_start,
     load_key_value,
     load_rows_at,
     load_stats,
@@ -42,7 +44,7 @@ STATS_TOKENS = 64
 
 @triton.jit
 def add_dq_tile(
-    q, grad_out, k, v, lse_log2, delta, token, start, window, scale_log2, acc,
+    q, grad_out, k, v, lse_log2, delta, token, document_start, start, window, scale_log2, acc,
     masked, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`acc` [BLOCK_M, BLOCK_D] plus one key tile's share of dQ, before the scale."""
@@ -51,14 +53,15 @@ def add_dq_tile(
     p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
     if masked:
         key = start + tl.arange(0, k.shape[0])
-        p = tl.where(is_visible(token[:, None], key[None, :], window), p, 0.0)
+        first_key = None if document_start is None else document_start[:, None]
+        p = tl.where(is_visible(token[:, None], key[None, :], window, first_key), p, 0.0)
     grad_logits = (p * (grad_p - delta[:, None])).to(k.dtype)  # [BLOCK_M, BLOCK_N]
     return tl.dot(grad_logits, k, acc, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def sliding_bwd_dq_kernel(
-    query_ptr, key_ptr, value_ptr, key_desc, value_desc, grad_out_ptr,
+    query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, grad_out_ptr,
     lse_ptr, delta_ptr, grad_query_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
@@ -101,22 +104,24 @@ def sliding_bwd_dq_kernel(
     values = HeadRows(
         value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
+    document_start, lowest, highest = load_document_start(document_start_ptr, b, token, num_tokens)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     end = first + BLOCK_TOKENS
     diagonal_tiles: tl.constexpr = (BLOCK_TOKENS + BLOCK_N - 1) // BLOCK_N
-    full_tiles = tl.maximum((end - tl.maximum(end - window, 0)) // BLOCK_N, diagonal_tiles)
+    full_tiles = (end - tl.maximum(end - window, highest)) // BLOCK_N
+    full_tiles = tl.maximum(full_tiles, diagonal_tiles)
     for i in tl.range(0, full_tiles, num_stages=STAGES):
         start = end - (i + 1) * BLOCK_N
         k, v = load_key_value(
             keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
         )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         acc = add_dq_tile(
-            q, grad_out, k, v, lse_log2, delta, token, start, window, scale_log2, acc,
-            i < diagonal_tiles, PRECISION,
+            q, grad_out, k, v, lse_log2, delta, token, document_start, start, window,
+            scale_log2, acc, i < diagonal_tiles, PRECISION,
         )  # fmt: skip
     end -= full_tiles * BLOCK_N
 
-    rest = tl.maximum(end - tl.maximum(first - window + 1, 0), 0)
+    rest = tl.maximum(end - tl.maximum(first - window + 1, lowest), 0)
     for i in tl.range(0, (rest + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
         start = end - (i + 1) * EDGE_BLOCK_N
         edge_k, edge_v = load_key_value(
@@ -124,8 +129,8 @@ def sliding_bwd_dq_kernel(
             BY_POINTERS=True,
         )  # fmt: skip  # [EDGE_BLOCK_N, BLOCK_D], [EDGE_BLOCK_N, BLOCK_DV]
         acc = add_dq_tile(
-            q, grad_out, edge_k, edge_v, lse_log2, delta, token, start, window, scale_log2, acc,
-            True, PRECISION,
+            q, grad_out, edge_k, edge_v, lse_log2, delta, token, document_start, start, window,
+            scale_log2, acc, True, PRECISION,
         )  # fmt: skip
 
     query_heads = kv_heads * GROUP
@@ -138,7 +143,7 @@ def sliding_bwd_dq_kernel(
 def sliding_bwd_dkdv_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr,
     query_desc, key_desc, value_desc, grad_out_desc, lse_desc, delta_desc,
-    grad_key_ptr, grad_value_ptr,
+    document_start_ptr, last_query_ptr, grad_key_ptr, grad_value_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
@@ -154,7 +159,9 @@ def sliding_bwd_dkdv_kernel(
 
     Logits are transposed, [BLOCK_N, BLOCK_M]: probabilities then are the left factors of both
     products as they are in registers. The log-sum-exp is in base 2. Rows past the last token are
-    read as 0, so that their probabilities are multiplied by zeros only.
+    read as 0, so that their probabilities are multiplied by zeros only. With documents,
+    last_query is int32 (B, tiles): one past the last query whose document starts at or before the
+    tile's last key.
     """
     tiles = (num_tokens + BLOCK_N - 1) // BLOCK_N
     cta = tl.program_id(0)
@@ -173,6 +180,9 @@ def sliding_bwd_dkdv_kernel(
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     stop = tl.minimum(start + BLOCK_N - 1 + window, num_tokens)
+    if document_start_ptr is not None:
+        document_start_ptr += b.to(tl.int64) * num_tokens
+        stop = tl.minimum(stop, tl.load(last_query_ptr + b.to(tl.int64) * tiles + cta % tiles))
     tiles_per_head = (stop - start + BLOCK_M - 1) // BLOCK_M
     for i in tl.range(0, tiles_per_head * GROUP, num_stages=STAGES):
         head = h * GROUP + i // tiles_per_head
@@ -199,9 +209,18 @@ def sliding_bwd_dkdv_kernel(
             BLOCK_M,
         )  # fmt: skip  # [BLOCK_M]
         p = tl.exp2(logits * scale_log2 - lse[None, :])  # [BLOCK_N, BLOCK_M]
-        if (first < start + BLOCK_N - 1) | (first + BLOCK_M > start + window):
+        masked = (first < start + BLOCK_N - 1) | (first + BLOCK_M > start + window)
+        if document_start_ptr is not None:  # of the tile's last query: they never go back
+            last = tl.minimum(first + BLOCK_M, num_tokens) - 1
+            masked = masked | (tl.load(document_start_ptr + last) > start)
+        if masked:
             token = first + tl.arange(0, BLOCK_M)
-            p = tl.where(is_visible(token[None, :], key[:, None], window), p, 0.0)
+            first_key = None
+            if document_start_ptr is not None:
+                first_key = tl.load(
+                    document_start_ptr + token, mask=token < num_tokens, other=2147483647
+                )[None, :]
+            p = tl.where(is_visible(token[None, :], key[:, None], window, first_key), p, 0.0)
         grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
         grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)
         grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
@@ -244,6 +263,7 @@ class _Backward:
     grad_out: Tensor
     lse: Tensor
     delta: Tensor
+    document_start: Tensor | None
     window: int
     scale: float
 
@@ -255,6 +275,7 @@ class _Backward:
             self.value,
             descriptor(self.key, tiles.block_n),
             descriptor(self.value, tiles.block_n),
+            self.document_start,
             self.grad_out,
             self.lse,
             self.delta,
@@ -290,6 +311,8 @@ class _Backward:
             descriptor(self.grad_out, tiles.block_m),
             stats_descriptor(lse, tiles.block_m),
             stats_descriptor(delta, tiles.block_m),
+            self.document_start,
+            self.last_query(tiles),
             grad_key,
             grad_value,
             *strides(self.query),
@@ -304,6 +327,15 @@ class _Backward:
             base2_scale(self.scale),
             **plan.constants(tiles),
         )
+
+    def last_query(self, tiles: Tiles) -> Tensor | None:
+        """See `sliding_bwd_dkdv_kernel`; found on the device, by binary search."""
+        if self.document_start is None:
+            return None
+        device, step = self.document_start.device, tiles.block_n
+        last = torch.arange(0, self.plan.tokens, step, device=device, dtype=torch.int32)
+        last = (last + (step - 1)).expand(self.plan.batch, -1).contiguous()
+        return torch.searchsorted(self.document_start, last, right=True, out_int32=True)
 
     def along_tokens(self, stats: Tensor, factor: float) -> Tensor:
         """`factor` times stats (B, Hq, S) in float32, contiguous along the tokens."""
@@ -331,6 +363,7 @@ def sliding_gradients(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
+    document_start: Tensor | None,
     window_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,6 +374,7 @@ def sliding_gradients(
         grad_out: (B, Hq, S, Dv).
         lse: float32 (B, Hq, S), natural.
         delta: float32 (B, Hq, S), sum over Dv of the branch's output times `grad_out`.
+        document_start: int32 (B, S), contiguous, or None.
     """
     query, key, value, grad_out = (rows_contiguous(x) for x in (query, key, value, grad_out))
     plan = SlidingPlan.of(query, key, value)
@@ -355,6 +389,7 @@ def sliding_gradients(
         grad_out,
         lse,
         delta,
+        document_start,
         plan.clamped_window(window_size),
         scale,
     )

@@ -22,6 +22,7 @@ from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, Tiles, descrip
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
     is_visible,
+    load_document_start,
     load_key_value,
     load_rows_at,
     query_rows,
@@ -33,14 +34,15 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
 
 @triton.jit
 def attend_tile(
-    q, k, v, token, start, window, scale_log2, acc, row_max, row_sum,
+    q, k, v, token, document_start, start, window, scale_log2, acc, row_max, row_sum,
     masked, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`online_softmax_update` with the keys from `start` on; `row_max` is finite."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if masked:
         key = start + tl.arange(0, k.shape[0])
-        visible = is_visible(token[:, None], key[None, :], window)  # [BLOCK_M, BLOCK_N]
+        first_key = None if document_start is None else document_start[:, None]
+        visible = is_visible(token[:, None], key[None, :], window, first_key)
         logits = tl.where(visible, logits, float("-inf"))
     return online_softmax_update(
         acc, row_max, row_sum, logits, v, scale_log2, None, False, PRECISION
@@ -49,14 +51,20 @@ def attend_tile(
 
 @triton.jit
 def attend_window(
-    q, keys, values, first, token, window, scale_log2,
+    q, keys, values, document_start_ptr, first, token, window, scale_log2,
     BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EDGE_BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_M, BLOCK_DV], row_max and row_sum [BLOCK_M] of a query tile's window."""
+    """acc [BLOCK_M, BLOCK_DV], row_max and row_sum [BLOCK_M] of a query tile's window.
+
+    document_start_ptr: int32 (B, S), first key of each token's document; None for one document.
+    """
+    document_start, lowest, highest = load_document_start(
+        document_start_ptr, keys.b, token, keys.num_tokens
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # Finite, so that a tile in which a row sees nothing changes nothing.
     row_max = tl.full([BLOCK_M], MIN_LOGIT, tl.float32)
@@ -66,7 +74,7 @@ def attend_window(
     # earlier than the last row's window.
     end = first + BLOCK_TOKENS
     diagonal_tiles: tl.constexpr = (BLOCK_TOKENS + BLOCK_N - 1) // BLOCK_N
-    full_tiles = (end - tl.maximum(end - window, 0)) // BLOCK_N
+    full_tiles = (end - tl.maximum(end - window, highest)) // BLOCK_N
     full_tiles = tl.maximum(full_tiles, diagonal_tiles)
     for i in tl.range(0, full_tiles, num_stages=STAGES):
         start = end - (i + 1) * BLOCK_N
@@ -74,12 +82,12 @@ def attend_window(
             keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
         )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         acc, row_max, row_sum = attend_tile(
-            q, k, v, token, start, window, scale_log2, acc, row_max, row_sum,
+            q, k, v, token, document_start, start, window, scale_log2, acc, row_max, row_sum,
             i < diagonal_tiles, PRECISION,
         )  # fmt: skip
     end -= full_tiles * BLOCK_N
 
-    rest = tl.maximum(end - tl.maximum(first - window + 1, 0), 0)
+    rest = tl.maximum(end - tl.maximum(first - window + 1, lowest), 0)
     for i in tl.range(0, (rest + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
         start = end - (i + 1) * EDGE_BLOCK_N
         edge_k, edge_v = load_key_value(
@@ -87,7 +95,8 @@ def attend_window(
             BY_POINTERS=True,
         )  # fmt: skip  # [EDGE_BLOCK_N, BLOCK_D], [EDGE_BLOCK_N, BLOCK_DV]
         acc, row_max, row_sum = attend_tile(
-            q, edge_k, edge_v, token, start, window, scale_log2, acc, row_max, row_sum,
+            q, edge_k, edge_v, token, document_start, start, window, scale_log2,
+            acc, row_max, row_sum,
             True, PRECISION,
         )  # fmt: skip
     return acc, row_max, row_sum
@@ -95,7 +104,7 @@ def attend_window(
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def sliding_fwd_kernel(
-    query_ptr, key_ptr, value_ptr, key_desc, value_desc, out_ptr, lse_ptr,
+    query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, out_ptr, lse_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
@@ -119,7 +128,7 @@ def sliding_fwd_kernel(
         value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
     acc, row_max, row_sum = attend_window(
-        q, keys, values, first, token, window, scale_log2,
+        q, keys, values, document_start_ptr, first, token, window, scale_log2,
         BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
         PRECISION, STAGES,
     )  # fmt: skip  # [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]
@@ -132,7 +141,12 @@ def sliding_fwd_kernel(
 
 
 def sliding_forward(
-    query: Tensor, key: Tensor, value: Tensor, window_size: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_start: Tensor | None,
+    window_size: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, S, Dv) and natural log-sum-exp (B, Hq, S) float32, memory (B, S, Hq, ...)."""
     query, key, value = (rows_contiguous(x) for x in (query, key, value))
@@ -140,7 +154,7 @@ def sliding_forward(
     tiles = plan.forward_tiles()
     out = empty_bshd(query, plan.query_heads, plan.tokens, plan.value_dim, query.dtype)
     lse = empty_bshd(query, plan.query_heads, plan.tokens, 1, torch.float32)[..., 0]
-    _launch(plan, tiles, query, key, value, out, lse, window_size, scale)
+    _launch(plan, tiles, query, key, value, document_start, out, lse, window_size, scale)
     return out, lse
 
 
@@ -150,6 +164,7 @@ def _launch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    document_start: Tensor | None,
     out: Tensor,
     lse: Tensor,
     window_size: int,
@@ -161,6 +176,7 @@ def _launch(
         value,
         descriptor(key, tiles.block_n),
         descriptor(value, tiles.block_n),
+        document_start,
         out,
         lse,
         *strides(query),

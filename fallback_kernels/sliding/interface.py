@@ -21,7 +21,13 @@ MAX_HEAD_DIM = 256
 
 
 def sliding_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, window_size: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    scale: float,
+    document_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the last `window_size` keys up to the query's own.
 
@@ -31,6 +37,8 @@ def sliding_attention(
         value: (B, Hkv, S, Dv).
         window_size: keys that a query sees, its own among them; at least 1, S or more for all.
         scale: factor of the logits, positive.
+        document_start: int32 (B, S), first key of each query's document, which it sees nothing
+            before; never decreasing along a row (not checked: that would read values).
 
     Returns:
         Output (B, Hq, S, Dv) in query's dtype and natural log-sum-exp (B, Hq, S) in float32.
@@ -47,18 +55,25 @@ def sliding_attention(
     >>> out, lse = sliding_attention(q, k, v, window_size=512, scale=0.1)  # doctest: +SKIP
     """
     _check(query, key, value, window_size, scale)
-    return forward(query, key, value, window_size, scale)
+    _check_documents(query, document_start)
+    return forward(query, key, value, document_start, window_size, scale)
 
 
 @torch.library.custom_op("nsa_flex::sliding_forward", mutates_args=())
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, window_size: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_start: Tensor | None,
+    window_size: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Operator under `sliding_attention`."""
     if query.numel() == 0:
         return _empty_results(query, value)
     with torch.cuda.device_of(query):
-        return sliding_forward.sliding_forward(query, key, value, window_size, scale)
+        start = None if document_start is None else document_start.contiguous()
+        return sliding_forward.sliding_forward(query, key, value, start, window_size, scale)
 
 
 @forward.register_fake
@@ -75,6 +90,7 @@ def backward(
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    document_start: Tensor | None,
     window_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,8 +100,9 @@ def backward(
     with torch.cuda.device_of(query):
         int64_offsets = out[0].numel() >= 2**31
         delta = row_deltas(to_bshd(out), to_bshd(grad_out), grad_lse, int64_offsets=int64_offsets)
+        start = None if document_start is None else document_start.contiguous()
         return sliding_backward.sliding_gradients(
-            query, key, value, grad_out, lse, delta, window_size, scale
+            query, key, value, grad_out, lse, delta, start, window_size, scale
         )
 
 
@@ -109,18 +126,19 @@ def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *options = inputs
-    ctx.save_for_backward(query, key, value, *output)
-    ctx.options = options
+    query, key, value, document_start, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, document_start)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, out, lse = ctx.saved_tensors
+    query, key, value, out, lse, document_start = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    gradients = backward(query, key, value, out, lse, grad_out, grad_lse, *ctx.options)
-    return (*gradients, *(None for _ in ctx.options))
+    gradients = backward(
+        *(query, key, value, out, lse, grad_out, grad_lse, document_start), *ctx.options
+    )
+    return (*gradients, None, *(None for _ in ctx.options))
 
 
 forward.register_autograd(_backward, setup_context=_setup_context)
@@ -133,6 +151,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor, window_size: int, scale: f
         raise ValueError(f"window_size is {window_size}; a query sees at least its own key")
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
+
+
+def _check_documents(query: Tensor, document_start: Tensor | None) -> None:
+    expected = (query.shape[0], query.shape[2])
+    if document_start is not None and (
+        tuple(document_start.shape) != expected or document_start.dtype != torch.int32
+    ):
+        got = f"{document_start.dtype} {tuple(document_start.shape)}"
+        raise ValueError(f"document_start is {got}; it must be int32, of shape {expected}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -121,9 +121,29 @@ def load_key_value(
 
 
 @triton.jit
-def is_visible(token, key, window):
-    """Whether the queries at `token` see the keys at `key`: both broadcast."""
-    return (key <= token) & (key > token - window) & (key >= 0)
+def is_visible(token, key, window, document_start):
+    """Whether the queries at `token` see the keys at `key`: both broadcast.
+
+    document_start: first key of each query's document, as `token`; None for one document.
+    """
+    visible = (key <= token) & (key > token - window)
+    first_key = 0 if document_start is None else document_start
+    return visible & (key >= first_key)
+
+
+@triton.jit
+def load_document_start(ptr, b, token, num_tokens):
+    """First key of each query's document [BLOCK_M], a later one's past the tokens; None for None.
+
+    Also the lowest and the highest of the tile.
+    """
+    if ptr is None:
+        return None, 0, 0
+    mask = token < num_tokens
+    start = tl.load(ptr + b.to(tl.int64) * num_tokens + token, mask=mask, other=0)
+    highest = tl.max(start, 0)
+    start = tl.where(mask, start, highest)
+    return start, tl.min(start, 0), highest
 
 
 @triton.jit

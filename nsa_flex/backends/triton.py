@@ -42,8 +42,8 @@ def selected(branch: Branch) -> tuple[Tensor, Tensor]:
 
 
 def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
-    """Branch 3: tiles of tokens times the heads of a group; ranges with documents or an offset."""
-    if branch.offset is not None or branch.document_start is not None:
+    """Branch 3: tiles of tokens times the heads of a group; with an offset, ranges."""
+    if branch.offset is not None:
         positions = _positions(branch)
         window = (positions - branch.config.window_size + 1).clamp(min=0)
         first = torch.maximum(window, _document_start(branch, positions))
@@ -56,6 +56,7 @@ def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
         branch.value,
         window_size=branch.config.window_size,
         scale=branch.scale,
+        document_start=_int32(branch.document_start),
     )
 
 
@@ -72,6 +73,10 @@ def _document_start(branch: Branch, positions: Tensor) -> Tensor:
     if branch.document_start is None:
         return torch.zeros_like(positions)
     return branch.document_start.to(torch.int32)
+
+
+def _int32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(torch.int32)
 
 
 def _ranged(branch: Branch, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:

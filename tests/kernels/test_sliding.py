@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -113,6 +113,47 @@ def check(case: Case) -> None:
     hold(case, got, want, eager(case, q, k, v, grad_out))
     # The logits are float32 sums of D products of numbers around 1, times 1 / sqrt(D).
     np.testing.assert_allclose(to_float64(got[-1]), want[-1], rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("group", [1, 3, 4, 16])
+@pytest.mark.parametrize("size", [8, 64])
+def test_documents(group: int, size: int) -> None:
+    """Packed documents are computed as if alone, from values to gradients, lse included."""
+    case = Case(group=group, length=300, window=90, kv_heads=2, batch=2)
+    last = 300 // size
+    edges = np.array([[1, 2, last // 2, last], [0, 1, 1, last]]) * size  # empty, short, long ones
+    token = np.arange(case.length)
+    starts = np.stack(
+        [np.r_[0, row][np.searchsorted(row, token, side="right")] for row in edges]
+    ).astype(np.int32)
+    q, k, v = inputs(case)
+    grad_out = torch.randn(*q.shape[:3], case.value_dim).to(q)
+    given = torch.from_numpy(starts).to(DEVICE)
+    out, lse = sliding_attention(
+        q, k, v, window_size=case.window, scale=case.scale, document_start=given
+    )
+    got = [out, *torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)]
+    again = torch.autograd.grad(out, (q, k, v), grad_out)
+    assert all(torch.equal(a, b) for a, b in zip(again, got[1:], strict=True))
+    config = NSAConfig(select_block_size=size, compress_block_size=8, compress_stride=8)
+    config = replace(config, window_size=case.window)
+    mask = oracle.sliding_mask(case.length, case.length, config, 0, starts)
+    arrays = [to_float64(x) for x in (q, k, v)]
+    want, want_lse, _ = oracle.branch(*arrays, mask, case.scale)
+    upstream = to_float64(grad_out)
+    exact = [want, *oracle.branch_backward(*arrays, mask, case.scale, upstream)]
+    plain = eager_attention(q, k, v, torch.from_numpy(mask).to(q.device), case.scale)
+    hold(case, got, exact, [plain, *torch.autograd.grad(plain, (q, k, v), grad_out)])
+    np.testing.assert_allclose(to_float64(lse), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+def test_bad_document_starts_are_refused() -> None:
+    q, k, v = inputs(Case())
+    start = torch.zeros(1, 49, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"document_start is torch.int32 \(1, 49\); it must be"):
+        sliding_attention(q, k, v, window_size=9, scale=1.0, document_start=start)
 
 
 @kernels
