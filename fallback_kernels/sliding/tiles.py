@@ -138,12 +138,14 @@ def load_document_start(ptr, b, token, num_tokens):
     Also the lowest and the highest of the tile.
     """
     if ptr is None:
-        return None, 0, 0
-    mask = token < num_tokens
-    start = tl.load(ptr + b.to(tl.int64) * num_tokens + token, mask=mask, other=0)
-    highest = tl.max(start, 0)
-    start = tl.where(mask, start, highest)
-    return start, tl.min(start, 0), highest
+        start, lowest, highest = None, 0, 0
+    else:
+        mask = token < num_tokens
+        start = tl.load(ptr + b.to(tl.int64) * num_tokens + token, mask=mask, other=0)
+        highest = tl.max(start, 0)
+        start = tl.where(mask, start, highest)
+        lowest = tl.min(start, 0)
+    return start, lowest, highest
 
 
 @triton.jit
