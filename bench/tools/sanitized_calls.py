@@ -23,6 +23,7 @@ from nsa_flex import NSAConfig, nsa_attention
 from nsa_flex.compression import mean_of_blocks, split_segments
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
 from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
+from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
 from nsa_flex.fallback_kernels.sliding.interface import sliding_attention
 from nsa_flex.fallback_kernels.topk.interface import select_topk_blocks
@@ -99,8 +100,28 @@ def sliding() -> Calls:
 
 def differentiate_window(shape: Shape, value_dim: int, window: int) -> None:
     q, k, v = heads_of(shape, value_dim)
-    both = sliding_attention(q, k, v, window_size=window, scale=0.2)
-    differentiate(both, (q, k, v))
+    start = torch.arange(shape[3], dtype=torch.int32, device=q.device) // 64 * 64
+    for documents in (None, start.repeat(shape[0], 1)):
+        both = sliding_attention(q, k, v, window_size=window, scale=0.2, document_start=documents)
+        differentiate(both, (q, k, v))
+
+
+def ranges() -> Calls:
+    """Ranges of keys, some of them empty: documents, a window; heads of a group apart."""
+    cases: tuple[tuple[Shape, int], ...] = (
+        ((1, 16, 1, 300, 128, HALF), 128),
+        ((2, 6, 2, 141, 64, OTHER_HALF), 48),
+        ((1, 4, 1, 70, 32, torch.float32), 32),
+    )
+    return [partial(differentiate_ranges, *case) for case in cases]
+
+
+def differentiate_ranges(shape: Shape, value_dim: int) -> None:
+    q, k, v = heads_of(shape, value_dim)
+    token = torch.arange(shape[3], dtype=torch.int32, device=q.device)[None]
+    first = token // 96 * 96
+    end = torch.maximum(first, token - 30)  # the first queries of a document see nothing
+    differentiate(ranged_attention(q, k, v, first, end, scale=0.2), (q, k, v))
 
 
 def chosen(shape: Shape, config: NSAConfig, offset: int, alike: bool) -> Tensor:
@@ -245,7 +266,7 @@ def decode_step(
 
 
 FAMILIES: dict[str, Calls] = {
-    f.__name__: f() for f in (core, sliding, selection, choice, merge, decode)
+    f.__name__: f() for f in (core, sliding, ranges, selection, choice, merge, decode)
 }
 
 
