@@ -143,8 +143,11 @@ class CallHook:
         if cu_seqlens is not None:
             self._check_packed(call, batch, uses_cache)
             layout = align_packed(cu_seqlens, length, self.config)
-            if position_ids is None:  # else the decoder would count on from document to document
+            if call.get("position_ids") is None:  # the decoder would count on from one to the next
+                self._check_masks_to_come(call)
                 call["position_ids"] = layout.positions
+            elif position_ids is not None:
+                _assert_restart(position_ids, layout.positions)
             return packed_rows(layout)
         if position_ids is None or length == 1:
             return _unpadded_rows(batch, num_keys, cached, length)
@@ -183,6 +186,14 @@ class CallHook:
             raise ValueError(f"cu_seq_lens_q describes one row of tokens, got a batch of {batch}")
         if keys is not None and keys.shape != call["cu_seq_lens_q"].shape:
             raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q; expected self-attention")
+
+    def _check_masks_to_come(self, call: dict[str, Any]) -> None:
+        if self.kept_masks and call.get("attention_mask") is not None:
+            raise ValueError(
+                "cu_seq_lens_q without position_ids: the model around the decoder made the masks "
+                "of its unpatched attention layers already, for one document; pass position_ids "
+                "that restart at each document too"
+            )
 
     def _would_search_documents(self, decoder: Decoder, call: dict[str, Any]) -> bool:
         no_mask = call.get("attention_mask") is None
@@ -242,6 +253,20 @@ def _assert_one_document(position_ids: Tensor, reason: str) -> None:
     torch._assert_async(
         (position_ids.diff(dim=-1) == 1).all(),
         f"position_ids restart, as those of packed documents do, but {reason}",
+    )
+
+
+def _assert_restart(position_ids: Tensor, positions: Tensor) -> None:
+    """That position_ids do not count on from one document to the next; likewise.
+
+    Args:
+        positions: of each token in its own document (1, S).
+    """
+    goes_on, begins = position_ids.diff(dim=-1) == 1, positions[:, 1:] == 0
+    torch._assert_async(
+        (~(goes_on & begins)).all(),
+        "position_ids count on where a document of cu_seq_lens_q begins: pass position_ids that "
+        "restart at each document (some models make plain ones where none are passed)",
     )
 
 

@@ -55,7 +55,7 @@ def refuse_dropped_bounds(model: nn.Module, decoder: Decoder) -> list[RemovableH
 
 
 def _refuse_bounds(module: nn.Module, args: tuple[Any, ...], call: dict[str, Any]) -> None:
-    if call.get("cu_seq_lens_q") is not None:
+    if call.get("cu_seq_lens_q") is not None and call.get("position_ids") is None:
         raise ValueError(
             f"{type(module).__name__} does not hand cu_seq_lens_q down to its decoder, which "
             "would take the row for one document: pass position_ids that restart at each document"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import nsa_flex
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.patching.hf_layer_types import kind_of_mask
+from nsa_flex.testing.tiny_decoders import tiny_decoder
 from patching.tiny_models import NSA, SIZES, relative_error, tiny_model, tokens
 
 IDS = tokens(2, 40)
@@ -380,3 +381,17 @@ def test_layers_compiled_each_for_itself_share_their_graphs(what: str) -> None:
         with torch.set_grad_enabled(what == "training"):
             model(tokens(2, length), **call)
     assert len(graphs) == (2 if what == "training" else 4)
+
+
+def test_masks_that_came_before_the_documents_did() -> None:
+    model = nsa_flex.patch(tiny_decoder("gemma3"), NSA)
+    ids = IDS[:1]
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 13, 40]), "use_cache": False}
+    with pytest.raises(ValueError, match=r"masks of its unpatched .* already, for one document"):
+        logits(model, ids, **bounds)
+    positions = torch.cat((torch.arange(13), torch.arange(27)))[None]
+    found = logits(model, ids, **bounds, position_ids=positions)
+    with pytest.raises(RuntimeError, match="position_ids count on where a document of cu_seq"):
+        logits(model, ids, **bounds, position_ids=torch.arange(40)[None])
+    alone = [logits(model, part, use_cache=False) for part in ids.split([13, 27], dim=1)]
+    assert relative_error(found, torch.cat(alone, 1)) < 1e-5
