@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import nsa_flex
+from nsa_flex.cache import LayerCache
 from nsa_flex.patching.layer import NSALayer
 from nsa_flex.testing import CHECKS, ConformanceReport, check_model
 from nsa_flex.testing.lifetime_checks import differences, snapshot
@@ -38,13 +39,12 @@ def break_layer(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> 
 
 def test_a_llama_is_right_in_every_check() -> None:
     told: list[str] = []
-    checks = [name for name in CHECKS if name != "packed by cu_seq_lens"]
-    report = check_model(llama(), tell=told.append, checks=checks)
-    assert statuses(report) == dict.fromkeys(checks, "ok"), report
+    report = check_model(llama(), tell=told.append)
+    assert statuses(report) == dict.fromkeys(CHECKS, "ok"), report
     assert report.ok
     assert report.verdict == "right"
     assert report.layers == ("model.layers.0.self_attn.nsa", "model.layers.1.self_attn.nsa")
-    assert told == checks
+    assert tuple(told) == CHECKS
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -98,12 +98,12 @@ def test_a_scale_that_is_forgotten_shows_in_the_dense_start(
 
 
 def test_a_cache_that_forgets_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = NSALayer._attend_cached
+    attend = LayerCache.attend
 
-    def stale(self: Any, hidden: Any, query: Any, *args: Any) -> Any:
-        return attend(self, hidden, query.flip(1), *args)
+    def stale(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        return attend(self, query.flip(1), *args, **kwargs)
 
-    monkeypatch.setattr(NSALayer, "_attend_cached", stale)
+    monkeypatch.setattr(LayerCache, "attend", stale)
     checks = ["dynamic cache", "static cache", "left padding"]
     found = statuses(check_model(llama(), checks=checks))
     assert found["dynamic cache"] == found["static cache"] == "wrong"
@@ -185,6 +185,15 @@ def test_an_error_of_other_code_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -
     report = check_model(llama(), checks=["causality"])
     assert report["causality"].status == "crashed"
     assert report["causality"].detail.startswith("ValueError: invalid literal for int()")
+
+
+def test_a_refusal_in_generate_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        nsa_flex.NSAConfig(window_size=0)
+
+    monkeypatch.setattr(LayerCache, "attend", refuse)
+    report = check_model(llama(), checks=["dynamic cache", "static cache"])
+    assert [check.status for check in report.checks] == ["ok", "refused", "refused"]
 
 
 class Dreamer(nn.Module):
