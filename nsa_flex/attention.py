@@ -18,7 +18,7 @@ from nsa_flex.dispatch import (
     choose_backends,
     is_fused,
 )
-from nsa_flex.inputs import Inputs, check_inputs, is_whole, known_offset
+from nsa_flex.inputs import Inputs, check_inputs, known_offset, query_positions
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 
@@ -151,7 +151,7 @@ def nsa_attention(
         raise ValueError("sliding_key and sliding_value must be given together")
     check_inputs(inputs, config, query_offset, document_start)
     choices = choose_backends(inputs.facts(config, query_offset, document_start), backend)
-    offset, positions = _positions(query, key, query_offset)
+    offset, positions = query_positions(query, key, query_offset)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:
         raise ValueError(f"scale is {scale}; it must be positive")
@@ -212,18 +212,3 @@ def gated_sum(outputs: list[Tensor], gates: Tensor) -> Tensor:
     gate = gates.to(precision)
     first, *rest = (out.to(precision) * gate[..., c, None] for c, out in enumerate(outputs))
     return sum(rest, first).to(outputs[0].dtype)
-
-
-def _positions(
-    query: Tensor, key: Tensor, query_offset: int | Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """Offsets int64 (B,), None where queries are all the tokens, and positions (1 or B, Sq)."""
-    rows = torch.arange(query.shape[2], device=query.device)[None]
-    if is_whole(query, key, query_offset):
-        return None, rows
-    if isinstance(query_offset, Tensor):
-        offset = query_offset.long()
-    else:
-        first = known_offset(query, key, query_offset)
-        offset = torch.full((query.shape[0],), first, device=query.device)
-    return offset, rows + offset[:, None]

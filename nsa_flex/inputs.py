@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,21 @@ def known_offset(query: Tensor, key: Tensor, query_offset: int | Tensor | None) 
     if isinstance(query_offset, Tensor):
         return 0
     return key.shape[2] - query.shape[2] if query_offset is None else query_offset
+
+
+def query_positions(
+    query: Tensor, key: Tensor, query_offset: int | Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Offsets int64 (B,), None where queries are all the tokens, and positions (1 or B, Sq)."""
+    rows = torch.arange(query.shape[2], device=query.device)[None]
+    if is_whole(query, key, query_offset):
+        return None, rows
+    if isinstance(query_offset, Tensor):
+        offset = query_offset.long()
+    else:
+        first = known_offset(query, key, query_offset)
+        offset = torch.full((query.shape[0],), first, device=query.device)
+    return offset, rows + offset[:, None]
 
 
 class Inputs(NamedTuple):
@@ -74,30 +90,14 @@ def check_inputs(
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     config.specialize()
-    query, key = inputs.query, inputs.key
-    for name, x in inputs._asdict().items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be 4-D (B, H, S, D), got {tuple(x.shape)}")
-        if x.device != query.device:
-            raise ValueError(f"{name} is on {x.device}, query on {query.device}: move one")
-        if name != "gates" and x.dtype != query.dtype:
-            raise ValueError(f"{name} is {x.dtype}, query {query.dtype}: cast one")
-    if query.dtype not in DTYPES:
-        names = ", ".join(str(dtype) for dtype in DTYPES)
-        raise ValueError(f"query is {query.dtype}; supported are {names}")
+    tensors = inputs._asdict()
+    check_tensors(tensors, own_dtype="gates")
     if not inputs.gates.is_floating_point():
         raise ValueError(f"gates must be floating point, got {inputs.gates.dtype}")
-    if 0 in query.shape or 0 in key.shape:
-        raise ValueError(
-            f"query {tuple(query.shape)} and key {tuple(key.shape)} must not be empty"
-        )
+    query, key = inputs.query, inputs.key
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     value_dim = inputs.value.shape[-1]
-    if heads % kv_heads:
-        raise ValueError(f"key has {kv_heads} heads; query's {heads} must be a multiple of it")
     num_blocks = _num_compressed(inputs, config)
     expected = {
         "key": (batch, kv_heads, kv_len, dim),
@@ -108,11 +108,43 @@ def check_inputs(
         "sliding_key": (batch, kv_heads, kv_len, dim),
         "sliding_value": (batch, kv_heads, kv_len, value_dim),
     }
+    check_shapes(tensors, expected)
+    check_positions(query, key, query_offset, document_start)
+
+
+def check_tensors(tensors: Mapping[str, Any], *, own_dtype: str) -> None:
+    """Each a 4-D tensor on the query's device in its dtype; whole groups of heads, nothing empty.
+
+    `own_dtype` names the tensor that need not have the query's dtype.
+    """
+    query, key = tensors["query"], tensors["key"]
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-D (B, H, S, D), got {tuple(x.shape)}")
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device}, query on {query.device}: move one")
+        if name != own_dtype and x.dtype != query.dtype:
+            raise ValueError(f"{name} is {x.dtype}, query {query.dtype}: cast one")
+    if query.dtype not in DTYPES:
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"query is {query.dtype}; supported are {names}")
+    if 0 in query.shape or 0 in key.shape:
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} must not be empty"
+        )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"key has {kv_heads} heads; query's {heads} must be a multiple of it")
+
+
+def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError at the first tensor of another shape."""
     for name, shape in expected.items():
-        if getattr(inputs, name).shape != shape:
-            got = tuple(getattr(inputs, name).shape)
+        if tensors[name].shape != shape:
+            got = tuple(tensors[name].shape)
             raise ValueError(f"{name} has shape {got}; expected {shape} to fit the other inputs")
-    _check_positions(query, key, query_offset, document_start)
 
 
 def _num_compressed(inputs: Inputs, config: NSAConfig) -> int:
@@ -122,9 +154,10 @@ def _num_compressed(inputs: Inputs, config: NSAConfig) -> int:
     return max(whole, min(got, 2))
 
 
-def _check_positions(
+def check_positions(
     query: Tensor, key: Tensor, query_offset: int | Tensor | None, document_start: Tensor | None
 ) -> None:
+    """Whether the queries lie within the keys, as far as shapes and ints tell."""
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     if query_offset is None and q_len > kv_len:

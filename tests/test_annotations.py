@@ -20,12 +20,12 @@ except ImportError:
 typing.TYPE_CHECKING = True
 with jaxtyping.install_import_hook(
     ["nsa_flex.attention", "nsa_flex.compression", "nsa_flex.gates", "nsa_flex.rotary",
-     "nsa_flex.module"],
+     "nsa_flex.module", "nsa_flex.selected"],
     "beartype.beartype",
 ):
     import nsa_flex
 typing.TYPE_CHECKING = False
-from nsa_flex import NSAAttention, NSAConfig, nsa_attention
+from nsa_flex import NSAAttention, NSAConfig, nsa_attention, selected_attention
 config = NSAConfig(8, 4, 16, 4, window_size=20)
 q, k, v = (torch.randn(2, h, 50, d) for h, d in ((4, 8), (2, 8), (2, 6)))
 ck, cv = (x.unfold(2, 8, 4).mean(-1) for x in (k, v))
@@ -37,6 +37,9 @@ assert nsa_attention(q, k, v, ck, cv, gates, config=config).shape == (2, 4, 50, 
 nsa_attention(q[:, :, 40:], k, v, ck, cv, gates[:, :, 40:], config=config)
 nsa_attention(q, k, v, ck, cv, gates, config=config, query_offset=torch.zeros(2).long())
 nsa_attention(q, k, v, ck, cv, gates, config=config, sliding_key=k, sliding_value=v)
+blocks = torch.zeros(2, 2, 50, 3, dtype=torch.int32)
+out, lse = selected_attention(q, k, v, blocks, config=config, return_lse=True)
+assert out.shape == (2, 4, 50, 6) and lse.shape == (2, 4, 50)
 for kind in ("mean", "weighted", "linear", "mlp"):
     layer = NSAAttention(32, 4, 2, config=NSAConfig(8, 4, 16, 4, compression=kind))
     assert layer(torch.randn(2, 50, 32)).shape == (2, 50, 32)

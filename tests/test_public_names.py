@@ -29,6 +29,7 @@ PUBLIC = {
         "nsa_attention",
         "patch",
         "register_adapter",
+        "selected_attention",
         "unpatch",
     ],
     "nsa_flex.testing": ["CHECKS", "Check", "ConformanceReport", "check_model"],
