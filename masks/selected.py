@@ -20,6 +20,42 @@ from nsa_flex.masks.block_mask import (
     index_range,
 )
 
+NONE = torch.iinfo(torch.int32).max  # sorts behind every block
+
+
+def visible_blocks(
+    config: NSAConfig,
+    blocks: Tensor,
+    positions: Tensor,
+    num_keys: int,
+    document_start: Tensor | None = None,
+) -> Tensor:
+    """int32 (B, Hkv, Sq, n): those of the given blocks that a query sees, ascending, then -1.
+
+    The form that the masks below and the kernels need, of integer blocks in any order. Left out
+    are repeated blocks, negative ones, those after the query's own or the last key, and those that
+    begin before the query's document.
+
+    Args:
+        config: gives `select_block_size`, l'.
+        blocks: int32 or int64 (B, Hkv, Sq, n).
+        positions: int (B or 1, Sq), key index of each query.
+        num_keys: Sk.
+        document_start: int (B, Sq), first key of each query's document.
+    """
+    first_key = blocks.long() * config.select_block_size
+    seen = (blocks >= 0) & (blocks < config.num_select_blocks(num_keys))
+    seen &= first_key <= positions[:, None, :, None]
+    if document_start is not None:
+        seen &= first_key >= document_start[:, None, :, None]
+    ascending = torch.where(seen, blocks, NONE).to(torch.int32).sort(dim=-1).values
+    first, rest = ascending[..., :1], ascending[..., 1:]
+    rest = torch.where(rest == ascending[..., :-1], NONE, rest)
+    once = torch.cat([first, rest], dim=-1).sort(dim=-1).values
+    table = as_table(torch.where(once == NONE, -1, once))
+    assert table is not None
+    return table
+
 
 def selected_mask_mod(
     config: NSAConfig, blocks: Tensor, rows_per_query: int = 1, *, offset: Tensor | None = None

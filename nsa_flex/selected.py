@@ -18,12 +18,10 @@ from nsa_flex.inputs import (
     known_offset,
     query_positions,
 )
-from nsa_flex.masks.block_mask import as_table
+from nsa_flex.masks.selected import visible_blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-NONE = torch.iinfo(torch.int32).max  # sorts behind every block
 
 
 @overload
@@ -139,7 +137,7 @@ def selected_attention(
         offset=offset,
         known_offset=known_offset(query, key, query_offset),
         document_start=document_start,
-        blocks=_visible(blocks, positions, document_start, config, key.shape[2]),
+        blocks=visible_blocks(config, blocks, positions, key.shape[2], document_start),
         need_lse=return_lse,
     )
     out, lse = IMPLEMENTATIONS[chosen_backend, "selected"](task)
@@ -247,28 +245,3 @@ def _backend(facts: Facts, backend: BackendName) -> str:
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a name, got {type(backend).__name__} {backend!r}")
     return choose_backends(facts, {"selected": backend})["selected"].backend
-
-
-def _visible(
-    blocks: Tensor,
-    positions: Tensor,
-    document_start: Tensor | None,
-    config: NSAConfig,
-    num_keys: int,
-) -> Tensor:
-    """int32 (B, Hkv, Sq, n): the blocks that a query sees, ascending, each once, then -1.
-
-    The form that `choose_blocks` returns and FlexAttention's tables need.
-    """
-    first_key = blocks.long() * config.select_block_size
-    seen = (blocks >= 0) & (blocks < config.num_select_blocks(num_keys))
-    seen &= first_key <= positions[:, None, :, None]
-    if document_start is not None:
-        seen &= first_key >= document_start[:, None, :, None]
-    ascending = torch.where(seen, blocks, NONE).to(torch.int32).sort(dim=-1).values
-    first, rest = ascending[..., :1], ascending[..., 1:]
-    rest = torch.where(rest == ascending[..., :-1], NONE, rest)
-    once = torch.cat([first, rest], dim=-1).sort(dim=-1).values
-    table = as_table(torch.where(once == NONE, -1, once))
-    assert table is not None
-    return table

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsa_flex import NSAConfig, align_packed, nsa_attention, selected_attention
 from nsa_flex.hot_path import ForwardBackward, count_graphs, find_syncs, find_value_reads
+from nsa_flex.masks.selected import visible_blocks
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, gradients, leaf, to_float64
 
@@ -255,6 +256,39 @@ def test_what_counts_as_no_block(backend: str, device: str) -> None:
     ]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
     check(case, backend, device, blocks=blocks.to(torch.int32).contiguous())
+
+
+@given(
+    size=st.sampled_from([1, 4, 16]),
+    keys=st.integers(1, 60),
+    slots=st.integers(1, 6),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    data=st.data(),
+)
+def test_the_blocks_that_backends_get(
+    size: int, keys: int, slots: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Ascending, each once, visible to the query, then -1; queries may leave the keys."""
+    most = torch.iinfo(dtype).max // 2 + 1
+    given_blocks = st.one_of(st.integers(-1, 2), st.integers(0, keys // size + 2), st.just(most))
+    rows = [data.draw(st.lists(given_blocks, min_size=slots, max_size=slots)) for _ in range(3)]
+    positions = [data.draw(st.integers(0, keys + size)) for _ in rows]
+    start = [data.draw(st.integers(0, t)) for t in positions]
+    blocks, document_start = torch.tensor(rows, dtype=dtype)[None, None], torch.tensor([start])
+    config = NSAConfig(size, size, size)
+    for first in (None, document_start):
+        got = visible_blocks(config, blocks, torch.tensor([positions]), keys, first)
+        assert got.dtype == torch.int32
+        for row, t, begin, found in zip(rows, positions, start, got[0, 0].tolist(), strict=True):
+            begin = 0 if first is None else begin
+            want = sorted({j for j in row if begin <= j * size <= min(t, keys - 1)})
+            assert found == want + [-1] * (slots - len(want))
+
+
+def test_a_repeated_block_leaves_no_gap() -> None:
+    blocks = torch.tensor([0, 1, 0, 2, 1])[None, None, None]
+    got = visible_blocks(NSAConfig(), blocks, torch.tensor([[200]]), 201)
+    assert got.flatten().tolist() == [0, 1, 2, -1, -1]
 
 
 @TRAINING
