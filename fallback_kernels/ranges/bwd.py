@@ -4,7 +4,9 @@ Ranges do not go back from one query to the next, so that the queries that see a
 neighbours too: from the first whose range ends behind the tile's first key to the last whose range
 begins before its end. Binary searches on the device find them. Nothing is added by atomics.
 
-Every tile is masked: a second, unmasked copy of the loop makes ptxas spill and serialise MMAs.
+What no query of a tile sees may be large: its products are masked behind them, where 0 times inf
+would be NaN. Every tile is masked: a second, unmasked copy of the loop makes ptxas spill and
+serialise MMAs.
 """
 
 from __future__ import annotations
@@ -68,10 +70,9 @@ def ranges_bwd_dq_kernel(
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
         seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
-        p = tl.where(seen, p, 0.0)
         v = load_tile(v_ptr, key, v_stride_s, num_keys, True, VALUE_DIM, BLOCK_DV)
         grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        grad_logits = (p * (grad_p - delta[:, None])).to(k.dtype)
+        grad_logits = tl.where(seen, p * (grad_p - delta[:, None]), 0.0).to(k.dtype)
         grad_q = tl.dot(grad_logits, k, grad_q, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
     row_stride = query_heads * HEAD_DIM
     grad_q_ptr += b * num_queries * row_stride + head * HEAD_DIM
@@ -137,7 +138,7 @@ def ranges_bwd_dkdv_kernel(
             )  # [BLOCK_M, BLOCK_DV]
             grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
             grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-            grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)  # [BLOCK_N, BLOCK_M]
+            grad_logits = tl.where(seen, p * (grad_p - delta[None, :]), 0.0).to(q.dtype)
             grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
     batch = tl.num_programs(2)
     first_row = (split * batch + b) * num_keys

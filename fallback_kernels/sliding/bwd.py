@@ -54,7 +54,10 @@ def add_dq_tile(
     if masked:
         key = start + tl.arange(0, k.shape[0])
         first_key = None if document_start is None else document_start[:, None]
-        p = tl.where(is_visible(token[:, None], key[None, :], window, first_key), p, 0.0)
+        visible = is_visible(token[:, None], key[None, :], window, first_key)
+        p = tl.where(visible, p, 0.0)
+        if document_start is not None:  # what lies between documents may be large: 0 times inf
+            grad_p = tl.where(visible, grad_p, 0.0)
     grad_logits = (p * (grad_p - delta[:, None])).to(k.dtype)  # [BLOCK_M, BLOCK_N]
     return tl.dot(grad_logits, k, acc, input_precision=PRECISION)
 
@@ -104,7 +107,12 @@ def sliding_bwd_dq_kernel(
     values = HeadRows(
         value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
-    document_start, lowest, highest = load_document_start(document_start_ptr, b, token, num_tokens)
+    if document_start_ptr is None:
+        document_start, lowest, highest = None, 0, 0
+    else:
+        document_start, lowest, highest = load_document_start(
+            document_start_ptr, b, token, num_tokens
+        )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     end = first + BLOCK_TOKENS
     diagonal_tiles: tl.constexpr = (BLOCK_TOKENS + BLOCK_N - 1) // BLOCK_N
@@ -220,7 +228,10 @@ def sliding_bwd_dkdv_kernel(
                 first_key = tl.load(
                     document_start_ptr + token, mask=token < num_tokens, other=2147483647
                 )[None, :]
-            p = tl.where(is_visible(token[None, :], key[:, None], window, first_key), p, 0.0)
+            visible = is_visible(token[None, :], key[:, None], window, first_key)
+            p = tl.where(visible, p, 0.0)
+            if document_start_ptr is not None:  # as in `add_dq_tile`
+                grad_p = tl.where(visible, grad_p, 0.0)
         grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
         grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)
         grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)

@@ -62,9 +62,12 @@ def attend_window(
 
     document_start_ptr: int32 (B, S), first key of each token's document; None for one document.
     """
-    document_start, lowest, highest = load_document_start(
-        document_start_ptr, keys.b, token, keys.num_tokens
-    )
+    if document_start_ptr is None:
+        document_start, lowest, highest = None, 0, 0
+    else:
+        document_start, lowest, highest = load_document_start(
+            document_start_ptr, keys.b, token, keys.num_tokens
+        )
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # Finite, so that a tile in which a row sees nothing changes nothing.
     row_max = tl.full([BLOCK_M], MIN_LOGIT, tl.float32)

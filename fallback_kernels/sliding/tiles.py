@@ -133,19 +133,15 @@ def is_visible(token, key, window, document_start):
 
 @triton.jit
 def load_document_start(ptr, b, token, num_tokens):
-    """First key of each query's document [BLOCK_M], a later one's past the tokens; None for None.
+    """First key of each query's document [BLOCK_M], and the lowest and the highest of them.
 
-    Also the lowest and the highest of the tile.
+    Rows past the tokens have the highest.
     """
-    if ptr is None:
-        start, lowest, highest = None, 0, 0
-    else:
-        mask = token < num_tokens
-        start = tl.load(ptr + b.to(tl.int64) * num_tokens + token, mask=mask, other=0)
-        highest = tl.max(start, 0)
-        start = tl.where(mask, start, highest)
-        lowest = tl.min(start, 0)
-    return start, lowest, highest
+    mask = token < num_tokens
+    start = tl.load(ptr + b.to(tl.int64) * num_tokens + token, mask=mask, other=0)
+    highest = tl.max(start, 0)
+    start = tl.where(mask, start, highest)
+    return start, tl.min(start, 0), highest
 
 
 @triton.jit

@@ -91,7 +91,8 @@ class CallHook:
                 f"past_key_values is a {type(cache).__name__}; NSA runs with DynamicCache, "
                 "StaticCache and NSACache"
             )
-        if torch.compiler.is_exporting() and not torch.is_grad_enabled():
+        # The flag, since is_exporting() is True under any torch.compile of torch 2.11.
+        if torch.compiler._is_exporting_flag and not torch.is_grad_enabled():
             raise ValueError(
                 "exporting (torch.export) a call with past_key_values is not supported: the "
                 "exported program would lose what NSA adds to the cache; compile the model with "

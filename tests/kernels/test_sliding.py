@@ -302,12 +302,37 @@ def test_empty_inputs(shape: tuple[int, int, int, int]) -> None:
 def test_operators_obey_the_library_rules() -> None:
     case = Case(length=20, kv_heads=2)
     q, k, v = inputs(case)
+    start = torch.arange(20, dtype=torch.int32, device=DEVICE)[None] // 8 * 8
     options = (case.window, case.scale)
-    torch.library.opcheck(sliding.forward, (q, k, v, *options))
-    out, lse = (x.detach() for x in sliding.forward(q, k, v, *options))
+    for document_start in (None, start):
+        torch.library.opcheck(sliding.forward, (q, k, v, document_start, *options))
+    out, lse = (x.detach() for x in sliding.forward(q, k, v, None, *options))
     q, k, v = (x.detach() for x in (q, k, v))
-    arguments = (q, k, v, out, lse, torch.randn_like(out), torch.randn_like(lse), *options)
-    torch.library.opcheck(sliding.backward, arguments)
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    for document_start in (None, start):
+        arguments = (q, k, v, out, lse, *grads, document_start, *options)
+        torch.library.opcheck(sliding.backward, arguments)
+
+
+@kernels
+def test_what_lies_between_documents_may_be_large() -> None:
+    """Keys that no query sees, in the tiles of those that some see."""
+    case = Case(group=2, length=64, window=64)
+    q, k, v = inputs(case)
+    start = torch.arange(64, dtype=torch.int32, device=DEVICE)[None] // 32 * 32
+
+    def run(key: Tensor, value: Tensor) -> list[Tensor]:
+        out, lse = sliding_attention(
+            q, key, value, window_size=64, scale=case.scale, document_start=start
+        )
+        rows = out[:, :, 32:], lse[:, :, 32:]  # of the second document
+        return [*rows, *torch.autograd.grad(sum(x.sum() for x in rows), (q, key, value))]
+
+    first = (torch.arange(64, device=DEVICE) < 32)[:, None]
+    large = torch.finfo(case.dtype).max
+    key, value = (x.detach().clone().masked_fill(first, large).requires_grad_() for x in (k, v))
+    for plain, found in zip(run(k, v), run(key, value), strict=True):
+        assert torch.equal(plain, found)
 
 
 @kernels
