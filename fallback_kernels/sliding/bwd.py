@@ -51,14 +51,15 @@ def add_dq_tile(
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
+    centered = grad_p - delta[:, None]
     if masked:
         key = start + tl.arange(0, k.shape[0])
         first_key = None if document_start is None else document_start[:, None]
         visible = is_visible(token[:, None], key[None, :], window, first_key)
         p = tl.where(visible, p, 0.0)
-        if document_start is not None:  # what lies between documents may be large: 0 times inf
-            grad_p = tl.where(visible, grad_p, 0.0)
-    grad_logits = (p * (grad_p - delta[:, None])).to(k.dtype)  # [BLOCK_M, BLOCK_N]
+        if document_start is not None:  # another document may be large: 0 times inf is NaN
+            centered = tl.where(visible, centered, 0.0)
+    grad_logits = (p * centered).to(k.dtype)  # [BLOCK_M, BLOCK_N]
     return tl.dot(grad_logits, k, acc, input_precision=PRECISION)
 
 
@@ -217,6 +218,7 @@ def sliding_bwd_dkdv_kernel(
             BLOCK_M,
         )  # fmt: skip  # [BLOCK_M]
         p = tl.exp2(logits * scale_log2 - lse[None, :])  # [BLOCK_N, BLOCK_M]
+        centered = grad_p - delta[None, :]
         masked = (first < start + BLOCK_N - 1) | (first + BLOCK_M > start + window)
         if document_start_ptr is not None:  # of the tile's last query: they never go back
             last = tl.minimum(first + BLOCK_M, num_tokens) - 1
@@ -231,9 +233,9 @@ def sliding_bwd_dkdv_kernel(
             visible = is_visible(token[None, :], key[:, None], window, first_key)
             p = tl.where(visible, p, 0.0)
             if document_start_ptr is not None:  # as in `add_dq_tile`
-                grad_p = tl.where(visible, grad_p, 0.0)
+                centered = tl.where(visible, centered, 0.0)
         grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
-        grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)
+        grad_logits = (p * centered).to(q.dtype)  # [BLOCK_N, BLOCK_M]
         grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
 
     key_mask = key < num_tokens

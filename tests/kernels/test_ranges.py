@@ -204,7 +204,8 @@ def test_query_heads_of_a_group_together_and_apart(
     batch=st.integers(1, 2),
 )
 def test_any_ranges_that_do_not_go_back(seed: int, queries: int, keys: int, batch: int) -> None:
-    case = Case(queries=queries, keys=keys, batch=batch)
+    # In float32: what may go wrong here is which keys are seen, and that shows there best.
+    case = Case(queries=queries, keys=keys, batch=batch, dtype=torch.float32)
     check(case, *staircase(case, seed))
 
 
