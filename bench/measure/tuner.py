@@ -13,13 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from nsa_flex.bench.cases.case import DTYPES, Case
 from nsa_flex.bench.cases.registry import compiled_without_scores, grid
 from nsa_flex.bench.report.rows import Row
-from nsa_flex.dispatch import BRANCHES
-from nsa_flex.explaining import explain
+from nsa_flex.dispatch import BRANCHES, Facts, choose_backends
 from nsa_flex.tuning import Entry, versions
 
 # What is faster by less keeps its place: two runs of one program differ by as much.
@@ -98,17 +95,19 @@ def orders_of(rows: Sequence[Row]) -> Orders:
 def untuned(shape: Shape) -> dict[str, str]:
     """What `auto` takes for a shape, branch -> backend, as long as nothing tuned is looked up."""
 
-    def tensor(heads: int, width: int) -> torch.Tensor:
-        size = (1, heads, shape.seq_len, width)
-        return torch.empty(size, device="meta", dtype=DTYPES[shape.dtype])
-
-    choices = explain(
-        tensor(shape.query_heads, shape.head_dim),
-        tensor(shape.kv_heads, shape.head_dim),
-        tensor(shape.kv_heads, shape.value_dim),
-        device="cuda",
+    facts = Facts(
+        device_type="cuda",
+        dtype=DTYPES[shape.dtype],
+        head_dim=shape.head_dim,
+        value_head_dim=shape.value_dim,
+        num_query_heads=shape.query_heads,
+        num_kv_heads=shape.kv_heads,
+        num_queries=shape.seq_len,
+        whole=True,
+        documents=False,
         needs_grad=shape.train,
     )
+    choices = choose_backends(facts)
     return {branch: choices[branch].backend for branch in BRANCHES}
 
 

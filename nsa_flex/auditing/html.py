@@ -13,7 +13,7 @@ from nsa_flex.auditing.phases import Recompile
 from nsa_flex.auditing.text import seconds, size, skips
 
 if TYPE_CHECKING:
-    from nsa_flex.auditing.report import AuditReport
+    from nsa_flex.auditing import report as _report
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _CAUSES = {  # text, and class of the style
@@ -26,7 +26,7 @@ _CAUSES = {  # text, and class of the style
 _SYNCS = ("host-sync", "cuda-sync", "data-dependent")
 
 
-def page(*reports: AuditReport) -> str:
+def page(*reports: _report.AuditReport) -> str:
     """All reports on one page; it loads nothing from anywhere.
 
     Raises:

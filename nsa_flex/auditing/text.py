@@ -8,12 +8,12 @@ from nsa_flex.auditing.excerpts import shortened
 from nsa_flex.auditing.phases import Phase
 
 if TYPE_CHECKING:
-    from nsa_flex.auditing.report import AuditReport
+    from nsa_flex.auditing import report as _report
 
 _RULE = "─"
 
 
-def table(report: AuditReport) -> str:
+def table(report: _report.AuditReport) -> str:
     """The verdict, a row for each phase, the branches, then findings and notes."""
     where = ", ".join(f"{name} {value}" for name, value in report.environment.items())
     parts = [f"{report.target}: {report.verdict}\n{where}", _phases(report.phases)]
@@ -55,7 +55,7 @@ def _row(phase: Phase) -> list[str]:
     ]
 
 
-def _branches(report: AuditReport) -> str:
+def _branches(report: _report.AuditReport) -> str:
     rows = [["branch", "backend", "why", "kernels"]]
     rows += [
         [b.branch, b.backend, b.reason, ", ".join(kernel[:40] for kernel in b.kernels[:3])]

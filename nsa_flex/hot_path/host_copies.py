@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex.hot_path.patches import replaced
@@ -25,7 +26,7 @@ _MAKERS = (
     (torch, "asarray"),
     (torch.Tensor, "new_tensor"),
 )
-_INDEXING = ("__getitem__", "__setitem__")
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
 @contextlib.contextmanager
@@ -39,9 +40,7 @@ def watch_host_copies(recording: Recording) -> Iterator[None]:
         for owner, name in _MAKERS:
             maker = _watched_maker(getattr(owner, name), name, recording)
             stack.enter_context(replaced(owner, name, maker))
-        for name in _INDEXING:
-            method = _watched_indexing(getattr(torch.Tensor, name), recording)
-            stack.enter_context(replaced(torch.Tensor, name, method))
+        stack.enter_context(_IndexingMode(recording))
         stack.enter_context(_CopyMode(recording))
         yield
 
@@ -61,15 +60,26 @@ def _watched_maker(original: Callable, name: str, recording: Recording) -> Calla
     return maker
 
 
-def _watched_indexing(original: Callable, recording: Recording) -> Callable:
-    @functools.wraps(original)
-    def method(self: torch.Tensor, index: Any, *value: Any) -> Any:
-        entries = index if isinstance(index, tuple) else (index,)
-        if self.is_meta and any(isinstance(entry, list) for entry in entries):
-            recording.record("device-copy", "indexing by a list, copied from the host")
-        return original(self, index, *value)
+class _IndexingMode(TorchFunctionMode):
+    """Indexing by lists.
 
-    return method
+    A mode, since a method that was once set on Tensor leaves a mark when it is taken off again:
+    Python then holds every tensor for a sequence, and torch.tensor fails on a list of scalars.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _INDEXING and args[0].is_meta:
+            entries = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(entry, list) for entry in entries):
+                message = "indexing by a list, copied from the host"
+                self.recording.record("device-copy", message)
+        return func(*args, **(kwargs or {}))
 
 
 class _CopyMode(TorchDispatchMode):

@@ -677,3 +677,9 @@ def test_copies_before_the_first_read_are_all_found():
     assert torch.tensor([1.0]).device.type == "cpu"
     assert torch.tensor.__name__ == "tensor"
     assert not hasattr(torch.tensor, "__wrapped__")
+
+
+def test_tensors_are_no_sequences_after_the_detectors() -> None:
+    """A method set on Tensor and taken off again would make torch.tensor fail on scalars."""
+    find_value_reads(lambda x: x[[0, 1]], [torch.ones(3)])
+    assert torch.tensor([torch.tensor(3)]).tolist() == [3]
