@@ -26,6 +26,7 @@ MIN_REPEATS, MAX_REPEATS = 3, 200
 MAX_WAITS = 50  # calls from an idle device
 SLOW_MS = 500.0  # what takes longer warms nothing up that matters: its first run counts
 SLOW_REPEATS = 2
+NEAR_HOST = 0.4  # of the device's time: closer, and a slow call of the host leaves gaps
 BURST_MS = 3.0  # of calls too short for events around each
 
 Mark = Callable[[], None]
@@ -67,7 +68,7 @@ def measure(
     The function has run before. One run is timed to set the number of repeats, so that they take
     about `budget_ms`, and, where they are many, two more warm up. Every repeat starts after a
     write of 256 MB (CUDA), which leaves nothing of its inputs in the caches. With `hide_host` the
-    device waits for the host before every repeat where the host is the slower of the two.
+    device waits for the host before every repeat where the host is not far ahead.
     `first_run` is entered around the first run alone. A run of more than half a second is
     repeated once, and both count.
 
@@ -86,7 +87,7 @@ def measure(
         if repeats > MIN_REPEATS:
             first, host_ms = clock.run(step, 2)
         device_ms = min(each[-1] - each[0] for each in first)
-        wait_ms = 1.5 * host_ms if hide_host and host_ms > 0.8 * device_ms else 0.0
+        wait_ms = 1.5 * host_ms if hide_host and host_ms > NEAR_HOST * device_ms else 0.0
         stamps, _ = clock.run(step, repeats, wait_ms)
     whole = _summary([s[-1] - s[0] for s in stamps])
     host_ms, wall_ms = clock.from_idle(step, min(repeats, MAX_WAITS)) or [whole.median_ms] * 2
