@@ -184,6 +184,8 @@ def parts(rows: list[Row]) -> pd.DataFrame:
         each = each.reindex(found.index)
         found[f"{which}, ms"] = milliseconds(each)
         found[f"{which}, ÷ floor"] = number(each.over_floor, 1)
+        if each.wall_ms.notna().any():  # rows from before it was measured have none
+            found[f"{which}, a caller waits"] = waits(each)
     overlaps = table.groupby(names, sort=False).overlap.first().reindex(found.index)
     found["overlap"] = overlaps.map(lambda x: EMPTY if pd.isna(x) else f"{x:.0%}").astype(object)
     found["commit"] = table.groupby(names, sort=False).commit.first().reindex(found.index)
