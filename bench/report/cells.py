@@ -64,7 +64,13 @@ def number(values: pd.Series, digits: int = 2, unit: float = 1.0) -> pd.Series:
 
 def waits(part: pd.DataFrame) -> pd.Series:
     """What a caller waits for, host included, in ms."""
-    return part.wall_ms.map(lambda x: EMPTY if pd.isna(x) else f"{x:.3g}").astype(object)
+    return part.wall_ms.map(_wait).astype(object)
+
+
+def _wait(wall_ms: float) -> str:
+    if pd.isna(wall_ms):
+        return EMPTY
+    return f"{wall_ms:.0f}" if wall_ms >= 100 else f"{wall_ms:.3g}"
 
 
 def gib(part: pd.DataFrame) -> pd.Series:
