@@ -35,6 +35,21 @@ def empty_bshd(like: Tensor, heads: int, tokens: int, dim: int, dtype: torch.dty
     return torch.empty(shape, dtype=dtype, device=like.device).transpose(1, 2)
 
 
+def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """New output (B, Hq, Sq, Dv) and float32 log-sum-exp (B, Hq, Sq), memory (B, S, H, ...)."""
+    _, heads, tokens, _ = query.shape
+    out = empty_bshd(query, heads, tokens, value.shape[3], query.dtype)
+    return out, empty_bshd(query, heads, tokens, 1, torch.float32)[..., 0]
+
+
+def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """New tensors of their shapes and dtypes, memory (B, S, H, D)."""
+    dq, dk, dv = (
+        empty_bshd(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
+    )
+    return dq, dk, dv
+
+
 def has_tma_strides(tensor: Tensor) -> bool:
     """Whether TMA can copy tiles of a 4D tensor: 16-byte strides, the last dimension dense."""
     aligned = all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:3])

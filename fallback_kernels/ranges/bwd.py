@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import (
     key_bounds,
@@ -180,7 +181,7 @@ def ranges_gradients(
     sides = (*strides(q), *strides(k), *strides(v), *strides(grad))
     range_stride = first_key.stride(0)
     scales = (scale, base2_scale(scale))
-    ranges_bwd_dq_kernel[(heads, triton.cdiv(num_queries, plan.bwd_dq.block_m), batch)](
+    ranges_bwd_dq_kernel[(heads, cdiv(num_queries, plan.bwd_dq.block_m), batch)](
         q, k, v, first_key, end_key, grad, lse, delta, grad_q,
         *sides, range_stride, num_queries, num_keys, heads, heads // kv_heads, *scales,
         **plan.constants(), **plan.bwd_dq.constants(),
@@ -192,7 +193,7 @@ def ranges_gradients(
     grad_v = torch.empty((splits, batch, num_keys, kv_heads, value_dim), **options)
     seeing = seeing_queries(first_key, end_key, num_keys, plan.bwd_dkdv.block_n)
     seeing_stride = seeing.stride(0) if seeing.shape[0] > 1 else 0
-    grid = (triton.cdiv(num_keys, plan.bwd_dkdv.block_n), kv_heads * splits, batch)
+    grid = (cdiv(num_keys, plan.bwd_dkdv.block_n), kv_heads * splits, batch)
     ranges_bwd_dkdv_kernel[grid](
         q, k, v, first_key, end_key, grad, lse, delta, seeing, grad_k, grad_v,
         *sides, range_stride, seeing_stride,

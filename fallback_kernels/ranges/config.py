@@ -7,11 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _plan(
 
     bwd_dkdv = fitting(BWD_DKDV, "keys")
     group = query_heads // kv_heads
-    ctas = triton.cdiv(num_keys, bwd_dkdv.block_n) * kv_heads * batch
+    ctas = cdiv(num_keys, bwd_dkdv.block_n) * kv_heads * batch
     return RangesPlan(
         fwd=fitting(FWD, "queries"),
         bwd_dq=fitting(BWD_DQ, "both"),

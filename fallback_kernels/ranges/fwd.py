@@ -17,6 +17,7 @@ from nsa_flex.fallback_kernels.common.softmax import (
     online_softmax_update,
 )
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import (
     key_bounds,
@@ -121,7 +122,7 @@ def ranges_forward(
     num_keys = k.shape[2]
     out = torch.empty((batch, num_queries, heads, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_queries, heads), dtype=torch.float32, device=q.device)
-    grid = (heads, triton.cdiv(num_queries, plan.fwd.block_m), batch)
+    grid = (heads, cdiv(num_queries, plan.fwd.block_m), batch)
     ranges_fwd_kernel[grid](
         q, k, v, first_key, end_key, out, lse,
         *strides(q), *strides(k), *strides(v), first_key.stride(0),

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
+from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
+from nsa_flex.fallback_kernels.common.strides import empty_gradients, empty_results, to_bshd
 from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 
 
 def ranged_attention(
@@ -63,14 +61,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Operator under `ranged_attention`."""
     if query.numel() == 0:
-        return _empty_results(query, value)
+        return empty_results(query, value)
     with torch.cuda.device_of(query):
         return ranges_forward(query, key, value, *_bounds(first_key, end_key), scale)
 
 
 @forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
-    return _empty_results(query, value)
+    return empty_results(query, value)
 
 
 @torch.library.custom_op("nsa_flex::ranges_backward", mutates_args=())
@@ -88,10 +86,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value of `forward`."""
     if query.numel() == 0:
-        return _empty_gradients(query, key, value)
+        return empty_gradients(query, key, value)
     with torch.cuda.device_of(query):
-        out, grad_out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (out, grad_out))
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        out, grad_out, lse = to_bshd(out), to_bshd(grad_out), to_bshd(lse)
         delta = row_deltas(out, grad_out, grad_lse, int64_offsets=out[0].numel() >= 2**31)
         bounds = _bounds(first_key, end_key)
         return ranges_gradients(query, key, value, *bounds, lse, delta, grad_out, scale)
@@ -99,7 +96,7 @@ def backward(
 
 @backward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(query, key, value)
+    return empty_gradients(query, key, value)
 
 
 def _bounds(first_key: Tensor, end_key: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,22 +108,6 @@ def _bounds(first_key: Tensor, end_key: Tensor) -> tuple[Tensor, Tensor]:
         return x.as_strided(x.shape, (0, 1)) if shared else x
 
     return laid_out(first_key), laid_out(end_key)
-
-
-def _tokens_first(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """New (B, H, S, width) tensor with memory (B, S, H, width)."""
-    batch, heads, tokens, _ = x.shape
-    return x.new_empty((batch, tokens, heads, width), dtype=dtype).transpose(1, 2)
-
-
-def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    out = _tokens_first(query, value.shape[3], query.dtype)
-    return out, _tokens_first(query, 1, torch.float32)[..., 0]
-
-
-def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (_tokens_first(x, x.shape[3], x.dtype) for x in (query, key, value))
-    return dq, dk, dv
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -149,19 +130,10 @@ forward.register_autograd(_backward, setup_context=_setup_context)
 def _check(
     query: Tensor, key: Tensor, value: Tensor, first_key: Tensor, end_key: Tensor, scale: float
 ) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have 4 dimensions")
-        if tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, query {query.dtype}; they must agree")
-    problem = triton_unsupported_reason(query.device)
-    if problem is not None:
-        raise ValueError(problem)
-    if query.dtype not in DTYPES:
-        raise ValueError(f"query is {query.dtype}; the Triton kernels take {DTYPES}")
-    _check_shapes(query, key, value)
+    check_tensors(query, key, value)
+    check_shapes(query, key, value, key.shape[2])
+    if key.shape[2] == 0:
+        raise ValueError("key has no tokens; at least one is needed, which no query need see")
     for name, bound in (("first_key", first_key), ("end_key", end_key)):
         rows = {(1, query.shape[2]), (query.shape[0], query.shape[2])}
         if tuple(bound.shape) not in rows or bound.dtype != torch.int32:
@@ -171,26 +143,3 @@ def _check(
         raise ValueError(f"first_key has shape {tuple(first_key.shape)}, end_key another")
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    batch, query_heads, _, head_dim = query.shape
-    kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    expected = {
-        "key": (key, (batch, kv_heads, num_keys, head_dim)),
-        "value": (value, (batch, kv_heads, num_keys, value_dim)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
-    if kv_heads == 0 or query_heads % kv_heads:
-        raise ValueError(
-            f"key has {kv_heads} heads; query's {query_heads} must be a multiple of it"
-        )
-    if num_keys == 0:
-        raise ValueError("key has no tokens; at least one is needed, which no query need see")
-    if not (0 < head_dim <= MAX_HEAD_DIM and 0 < value_dim <= MAX_HEAD_DIM):
-        raise ValueError(
-            f"head dims are {head_dim} (query, key) and {value_dim} (value); "
-            f"they must be 1 to {MAX_HEAD_DIM}"
-        )

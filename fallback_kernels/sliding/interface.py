@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
-from nsa_flex.fallback_kernels.common.strides import empty_bshd, to_bshd
+from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
+from nsa_flex.fallback_kernels.common.strides import empty_gradients, empty_results, to_bshd
 from nsa_flex.fallback_kernels.sliding import bwd as sliding_backward
 from nsa_flex.fallback_kernels.sliding import fwd as sliding_forward
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 
 
 def sliding_attention(
@@ -70,7 +67,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Operator under `sliding_attention`."""
     if query.numel() == 0:
-        return _empty_results(query, value)
+        return empty_results(query, value)
     with torch.cuda.device_of(query):
         start = None if document_start is None else document_start.contiguous()
         return sliding_forward.sliding_forward(query, key, value, start, window_size, scale)
@@ -78,7 +75,7 @@ def forward(
 
 @forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_options: Any) -> tuple[Tensor, Tensor]:
-    return _empty_results(query, value)
+    return empty_results(query, value)
 
 
 @torch.library.custom_op("nsa_flex::sliding_backward", mutates_args=())
@@ -96,7 +93,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value of `forward`."""
     if query.numel() == 0:
-        return _empty_gradients(query, key, value)
+        return empty_gradients(query, key, value)
     with torch.cuda.device_of(query):
         int64_offsets = out[0].numel() >= 2**31
         delta = row_deltas(to_bshd(out), to_bshd(grad_out), grad_lse, int64_offsets=int64_offsets)
@@ -108,21 +105,7 @@ def backward(
 
 @backward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(query, key, value)
-
-
-def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    _, heads, tokens, _ = query.shape
-    out = empty_bshd(query, heads, tokens, value.shape[3], query.dtype)
-    lse = empty_bshd(query, heads, tokens, 1, torch.float32)[..., 0]
-    return out, lse
-
-
-def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    query_, key_, value_ = (
-        empty_bshd(x, x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (query, key, value)
-    )
-    return query_, key_, value_
+    return empty_gradients(query, key, value)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -145,8 +128,8 @@ forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, window_size: int, scale: float) -> None:
-    _check_tensors(query, key, value)
-    _check_shapes(query, key, value)
+    check_tensors(query, key, value)
+    check_shapes(query, key, value, query.shape[2])
     if window_size < 1:
         raise ValueError(f"window_size is {window_size}; a query sees at least its own key")
     if not scale > 0:
@@ -160,39 +143,3 @@ def _check_documents(query: Tensor, document_start: Tensor | None) -> None:
     ):
         got = f"{document_start.dtype} {tuple(document_start.shape)}"
         raise ValueError(f"document_start is {got}; it must be int32, of shape {expected}")
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have 4 dimensions")
-        if tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, query {query.dtype}; they must agree")
-    reason = triton_unsupported_reason(query.device)
-    if reason is not None:
-        raise ValueError(reason)
-    if query.dtype not in DTYPES:
-        raise ValueError(f"query is {query.dtype}; the Triton kernels take {DTYPES}")
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    batch, query_heads, tokens, head_dim = query.shape
-    kv_heads, value_dim = key.shape[1], value.shape[3]
-    expected = {
-        "key": (key, (batch, kv_heads, tokens, head_dim)),
-        "value": (value, (batch, kv_heads, tokens, value_dim)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
-    if kv_heads == 0 or query_heads % kv_heads:
-        raise ValueError(
-            f"key has {kv_heads} heads; query's {query_heads} must be a multiple of it"
-        )
-    if not (0 < head_dim <= MAX_HEAD_DIM and 0 < value_dim <= MAX_HEAD_DIM):
-        raise ValueError(
-            f"head dims are {head_dim} (query, key) and {value_dim} (value); "
-            f"they must be 1 to {MAX_HEAD_DIM}"
-        )
