@@ -18,6 +18,8 @@ from nsa_flex.version import __version__ as __version__
 if TYPE_CHECKING:
     from nsa_flex.auditing import AuditReport, audit
     from nsa_flex.patching.nsa_cache import NSACache
+    from nsa_flex.training import TelemetryCallback
+    from nsa_flex.training.telemetry import telemetry
 
 __all__ = [
     "Adapter",
@@ -32,6 +34,7 @@ __all__ = [
     "NSAAux",
     "NSACache",
     "NSAConfig",
+    "TelemetryCallback",
     "align_packed",
     "align_padded",
     "align_positions",
@@ -42,6 +45,7 @@ __all__ = [
     "patch",
     "register_adapter",
     "selected_attention",
+    "telemetry",
     "unpatch",
 ]
 
@@ -55,6 +59,10 @@ def __getattr__(name: str) -> Any:
         from nsa_flex import auditing
 
         return getattr(auditing, name)
+    if name == "telemetry":
+        return importlib.import_module("nsa_flex.training.telemetry").telemetry
+    if name == "TelemetryCallback":  # imports transformers
+        return importlib.import_module("nsa_flex.training").TelemetryCallback
     if name == "testing":
         return importlib.import_module("nsa_flex.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

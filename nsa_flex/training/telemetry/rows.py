@@ -1,0 +1,111 @@
+"""Append-only files of rows: written whole and flushed, read back with the types of the schema."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nsa_flex.training.telemetry.schemas import Artefact, columns, file_name, schema
+
+
+class RowFile:
+    """One artefact of a run. Rows are appended, each with a single write; none is ever changed.
+
+    A process that is killed can tear its last row. Opening the file cuts off such a tail.
+
+    Args:
+        folder: of the run; it exists.
+        artefact: which one.
+    """
+
+    def __init__(self, folder: Path, artefact: Artefact) -> None:
+        self.artefact: Artefact = artefact
+        self.path = folder / file_name(artefact)
+        self.columns = columns(artefact)
+        _cut_torn_tail(self.path)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if os.fstat(self._file).st_size == 0 and artefact != "heartbeat":
+            self._write(_csv_line(self.columns))
+
+    def append(self, *rows: dict[str, Any]) -> None:
+        """Write rows that have exactly the schema's columns.
+
+        Raises:
+            OSError: they could not be written, for instance to a full disk.
+        """
+        if rows:
+            self._write("".join(self._line(row) for row in rows))
+
+    def close(self) -> None:
+        """Flush to the disk and close."""
+        os.fsync(self._file)
+        os.close(self._file)
+
+    def _line(self, row: dict[str, Any]) -> str:
+        if row.keys() != set(self.columns):
+            raise ValueError(f"row of {self.path.name} has {list(row)}, not {self.columns}")
+        if self.artefact == "heartbeat":
+            return json.dumps({name: row[name] for name in self.columns}) + "\n"
+        return _csv_line([row[name] for name in self.columns])
+
+    def _write(self, text: str) -> None:
+        data = memoryview(text.encode())
+        while data:
+            data = data[os.write(self._file, data) :]
+
+
+def read_rows(folder: Path, artefact: Artefact) -> list[dict[str, Any]]:
+    """All whole rows of an artefact, with numbers as such, empty cells as None; [] if no file."""
+    path = folder / file_name(artefact)
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    if artefact == "heartbeat":
+        return [json.loads(line) for line in lines]
+    return list(_typed(lines, schema(artefact)["properties"]))
+
+
+def last_of_each_step(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Training rows without those that a later session wrote again, in order of steps.
+
+    A run that was killed goes on from its last checkpoint: the steps after it were rehearsals.
+    """
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        while kept and kept[-1]["session"] < row["session"] and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
+
+
+def _typed(lines: list[str], properties: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for row in csv.DictReader(lines):
+        yield {name: _value(text, properties[name]) for name, text in row.items()}
+
+
+def _value(text: str, about: dict[str, Any]) -> Any:
+    kinds = about.get("type", "string")
+    if text == "" and "null" in kinds:
+        return None
+    if "integer" in kinds:
+        return int(text)
+    return float(text) if "number" in kinds else text
+
+
+def _csv_line(cells: list[Any]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue()
+
+
+def _cut_torn_tail(path: Path) -> None:
+    if not path.exists():
+        return
+    whole = path.read_bytes().rfind(b"\n") + 1
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)

@@ -1,0 +1,282 @@
+"""`nsa_flex.telemetry`: the artefacts of one run, for any training loop."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa_flex.sharded import is_sharded
+from nsa_flex.training.errors import TrainingError
+from nsa_flex.training.telemetry.branch_counters import backends_of, check_strict, counted
+from nsa_flex.training.telemetry.gate_statistics import STATISTICS, statistics
+from nsa_flex.training.telemetry.heartbeat import Heartbeat
+from nsa_flex.training.telemetry.observe import Observation, Probe, observe, probe_call
+from nsa_flex.training.telemetry.rows import RowFile, read_rows
+
+
+class Telemetry:
+    """What `telemetry` returns: a context manager that a loop tells of its steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | os.PathLike[str],
+        *,
+        probe: Probe | None = None,
+        every: int = 10,
+        gates_every: int = 100,
+        heartbeat_seconds: float = 10.0,
+        strict: bool = False,
+        first_step: int = 0,
+    ) -> None:
+        counts = {
+            "every": every,
+            "gates_every": gates_every,
+            "heartbeat_seconds": heartbeat_seconds,
+        }
+        for name, value in counts.items():
+            if not value > 0:
+                raise ValueError(f"{name}={value} must be more than 0")
+        if strict and probe is None:
+            raise ValueError("strict=True needs a probe: pass a batch to ask the layers with")
+        self.model, self.folder = model, Path(folder)
+        self.every, self.gates_every, self.strict = every, gates_every, strict
+        self.step_count, self.tokens = first_step, 0
+        self._probe: Callable[[], Any] | None = None
+        if probe is not None:
+            self._probe = probe_call(model, probe)
+        self._heartbeat_seconds = heartbeat_seconds
+        self._losses: list[Tensor] = []
+        self._calls = 0
+        self._measured_at: int | None = None
+        self._rate_from = (0.0, 0)
+        self._writes = _rank() == 0
+        self.heartbeat: Heartbeat | None = None
+
+    def __enter__(self) -> Telemetry:
+        self._started = time.perf_counter()
+        self._rate_from = (self._started, self.tokens)
+        seen = self._observe()  # before a file is touched: strict may refuse
+        if self._writes:
+            self._open()
+        self._write_measured(seen)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.heartbeat is None:
+            return
+        self.heartbeat.stop("done" if kind is None else "failed")
+        for file in self._files.values():
+            file.close()
+        self.heartbeat = None
+
+    def step(
+        self,
+        loss: Tensor,
+        *,
+        tokens: int | None = None,
+        learning_rate: float | None = None,
+        grad_norm: Tensor | float | None = None,
+        calls: int = 1,
+    ) -> None:
+        """Tell that an optimizer step ended; every `every` steps a row is written.
+
+        Args:
+            loss: (), of this step, on the device; it is read at the next logging step.
+            tokens: that this step trained on, on all ranks.
+            learning_rate: of this step.
+            grad_norm: of this step; a tensor is read at logging steps alone.
+            calls: forward calls of the model (micro-batches).
+
+        Raises:
+            TrainingError: a loss since the last row is not finite.
+        """
+        self._losses.append(loss.detach())
+        self.step_ended(self.step_count + 1, tokens=tokens, calls=calls)
+        if self.step_count % self.every == 0:
+            read = torch.stack(self._losses).float().mean()
+            self._losses.clear()
+            norm = grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm
+            self.record(loss=read.item(), learning_rate=learning_rate, grad_norm=norm)
+
+    def step_ended(self, step: int, *, tokens: int | None = None, calls: int = 1) -> None:
+        """Count a step, without a row: for trainers that average losses themselves (`record`)."""
+        self.step_count = step
+        self.tokens += tokens or 0
+        self._calls += calls
+        if self.heartbeat is not None:
+            self.heartbeat.stepped(step)
+
+    def record(
+        self,
+        *,
+        loss: float | None,
+        learning_rate: float | None = None,
+        grad_norm: float | None = None,
+        held_out_loss: float | None = None,
+    ) -> None:
+        """Write a row of training.csv, and measure gates if it is time.
+
+        Raises:
+            TrainingError: the loss or the norm of the gradients is not finite; the row is written.
+        """
+        if self._measured_at is None or self.step_count - self._measured_at >= self.gates_every:
+            self._write_measured(self._observe())
+        if self.heartbeat is not None:
+            self._write_row(loss, learning_rate, grad_norm, held_out_loss)
+        for name, value in (("loss", loss), ("norm of the gradients", grad_norm)):
+            if value is not None and not math.isfinite(value):
+                raise TrainingError(
+                    f"the {name} is {value} at step {self.step_count}: resume from the last "
+                    "checkpoint with a lower learning rate or a longer warm-up, or look for a bad "
+                    "row in the data after it"
+                )
+
+    def phase(self, name: str) -> None:
+        """Tell the heartbeat what goes on: training, evaluating or saving."""
+        if self.heartbeat is not None:
+            self.heartbeat.phase = name
+
+    def _open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beats = read_rows(self.folder, "heartbeat")
+        self.session = 1 + (beats[-1]["session"] if beats else 0)
+        self._files = {
+            name: RowFile(self.folder, name)
+            for name in ("training", "fallback_counters", "gates", "heartbeat")
+        }
+        self.heartbeat = Heartbeat(self._files["heartbeat"], self.session, self._heartbeat_seconds)
+        self.heartbeat.step = self.step_count
+        self.heartbeat.start()
+
+    def _write_row(
+        self,
+        loss: float | None,
+        learning_rate: float | None,
+        grad_norm: float | None,
+        held_out_loss: float | None,
+    ) -> None:
+        assert self.heartbeat is not None
+        now = time.perf_counter()
+        self._files["training"].append(
+            {
+                "session": self.session,
+                "step": self.step_count,
+                "loss": loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm,
+                "tokens": self.tokens or None,
+                "seconds": round(now - self._started, 3),
+                "held_out_loss": held_out_loss,
+            }
+        )
+        if loss is None:
+            return
+        since, tokens = self._rate_from
+        if self.tokens > tokens:
+            self.heartbeat.tokens_per_second = round((self.tokens - tokens) / (now - since), 1)
+        self._rate_from = (now, self.tokens)
+        self.heartbeat.loss = loss if math.isfinite(loss) else None
+
+    def _observe(self) -> list[Observation]:
+        """The layers on the probe. Of sharded models every rank must take part."""
+        if self._probe is None or not (self._writes or _any_sharded(self.model)):
+            return []
+        self._measured_at = self.step_count
+        seen = observe(self.model, self._probe)
+        if self.strict:
+            check_strict(seen)
+        return seen
+
+    def _write_measured(self, seen: list[Observation]) -> None:
+        if self.heartbeat is None or not seen:
+            return
+        place = {"session": self.session, "step": self.step_count}
+        calls, self._calls = self._calls, 0
+        counters = [place | row for row in counted(seen, calls)]
+        self._files["fallback_counters"].append(*counters)
+        self.heartbeat.backends = backends_of(seen)
+        measured = torch.stack([statistics(each) for each in seen]).tolist()
+        for each, numbers in zip(seen, measured, strict=True):
+            known = {
+                name: None if math.isnan(x) else x
+                for name, x in zip(STATISTICS, numbers, strict=True)
+            }
+            self._files["gates"].append(place | {"layer": each.name} | known)
+
+
+def telemetry(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    probe: Probe | None = None,
+    every: int = 10,
+    gates_every: int = 100,
+    heartbeat_seconds: float = 10.0,
+    strict: bool = False,
+    first_step: int = 0,
+) -> Telemetry:
+    """Writes heartbeat.jsonl, training.csv, fallback_counters.csv and gates.csv of a run.
+
+    Losses stay on the device until a logging step; gates and blocks are measured on the probe, in
+    an extra forward outside the training step, at those logging steps that `gates_every` more
+    steps have led to. No graph breaks and nothing is read in between. In a distributed job every
+    rank opens one; rank 0 writes.
+
+    Args:
+        model: patched, or with `NSAAttention` layers.
+        folder: of the run; made if need be. Rows are appended to those of earlier sessions.
+        probe: what gates and blocks are measured on: keyword arguments of the model, its one
+            tensor, or a function that calls it (under autocast, for instance). Best some held-out
+            text of the training's length, the same throughout. None leaves gates.csv and
+            fallback_counters.csv empty.
+        every: steps between rows.
+        gates_every: least steps between measurements on the probe.
+        heartbeat_seconds: between lines of heartbeat.jsonl.
+        strict: raise where a branch would run on another backend than the table's first.
+        first_step: steps done before.
+
+    Returns:
+        a context manager; call its `step(loss, tokens=…)` after each optimizer step.
+
+    Raises:
+        ValueError: a count is not positive; `strict` without a probe; a probe with padding; or, on
+            entry, `strict` and a branch that would fall back.
+
+    >>> model = nn.Linear(2, 2)
+    >>> with telemetry(model, "a-run", every=1) as run:  # doctest: +SKIP
+    ...     run.step(model(torch.ones(2)).sum(), tokens=2)
+    """
+    return Telemetry(
+        model,
+        folder,
+        probe=probe,
+        every=every,
+        gates_every=gates_every,
+        heartbeat_seconds=heartbeat_seconds,
+        strict=strict,
+        first_step=first_step,
+    )
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _any_sharded(model: nn.Module) -> bool:
+    return any(is_sharded(parameter) for parameter in model.parameters())
