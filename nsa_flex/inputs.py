@@ -21,10 +21,10 @@ def is_whole(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> b
     return query_offset is None or query_offset == 0
 
 
-def known_offset(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> int:
-    """Key index of query 0 where the host knows it; 0 where a tensor holds it."""
+def known_offset(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> int | None:
+    """Key index of query 0 where the host knows it; None where a tensor holds it."""
     if isinstance(query_offset, Tensor):
-        return 0
+        return None
     return key.shape[2] - query.shape[2] if query_offset is None else query_offset
 
 
@@ -38,7 +38,7 @@ def query_positions(
     if isinstance(query_offset, Tensor):
         offset = query_offset.long()
     else:
-        first = known_offset(query, key, query_offset)
+        first = key.shape[2] - query.shape[2] if query_offset is None else query_offset
         offset = torch.full((query.shape[0],), first, device=query.device)
     return offset, rows + offset[:, None]
 
@@ -76,7 +76,6 @@ class Inputs(NamedTuple):
             needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
             select_block_size=config.select_block_size,
             num_selected_blocks=config.num_selected_blocks,
-            offset_tensor=isinstance(query_offset, Tensor),
         )
 
 
@@ -160,7 +159,7 @@ def check_positions(
     """Whether the queries lie within the keys, as far as shapes and ints tell."""
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
-    if query_offset is None and q_len > kv_len:
+    if (query_offset is None or isinstance(query_offset, Tensor)) and q_len > kv_len:
         raise ValueError(f"query has {q_len} tokens, key only {kv_len}")
     if isinstance(query_offset, Tensor):
         if query_offset.shape != (batch,) or query_offset.is_floating_point():

@@ -236,7 +236,6 @@ def _facts(
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)),
         select_block_size=config.select_block_size,
         num_selected_blocks=blocks.shape[3],
-        offset_tensor=isinstance(query_offset, Tensor),
     )
 
 

@@ -299,6 +299,10 @@ def test_autocast_takes_mixed_gates() -> None:
     assert out.dtype == torch.bfloat16
 
 
+def twice_as_long(x: Tensor) -> Tensor:
+    return x.repeat(1, 1, 2, 1)
+
+
 def bad(**changes: Any) -> dict[str, Any]:
     names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
     arguments: dict[str, Any] = dict(zip(names, problem(SMALL, 40), strict=True))
@@ -329,6 +333,10 @@ def bad(**changes: Any) -> dict[str, Any]:
         (bad(query_offset=1), "query_offset=1 with 40 queries leaves the 40 keys"),
         (bad(query_offset=-1), "query_offset=-1 with 40 queries leaves"),
         (bad(query_offset=torch.zeros(2)), r"query_offset must be an int or int \(1,\)"),
+        (
+            bad(query_offset=torch.zeros(1).int(), query=twice_as_long, gates=twice_as_long),
+            "query has 80 tokens, key only 40",
+        ),
         (bad(document_start=torch.zeros(1, 3)), r"document_start must be int \(1, 40\)"),
         (bad(sliding_key=torch.zeros(1, 2, 40, 8)), "must be given together"),
         (bad(scale=0.0), r"scale is 0.0; it must be positive"),

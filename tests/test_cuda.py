@@ -119,9 +119,10 @@ def test_whole_function(case: tuple[tuple[Any, ...], str, bool]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("offset", [0, 384])
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 def test_documents_and_offsets_run_on_the_kernels(
-    dtype: torch.dtype, offset: int, documents: bool
+    dtype: torch.dtype, offset: int, on_device: bool, documents: bool
 ) -> None:
     shape = (64, 64, 4, dtype, PAPER, 800 + offset, 2)
     query, *others, gates = problem(shape)
@@ -131,10 +132,13 @@ def test_documents_and_offsets_run_on_the_kernels(
     starts = np.array([0, 64, 64, 704, 768])[starts][None].repeat(2, 0)  # an empty one, one of 64
     place: dict[str, Any] = {"document_start": starts} if documents else {}
     given = {k: torch.from_numpy(v).int().cuda() for k, v in place.items()}
-    told = explain(inputs[0], inputs[1], query_offset=offset, needs_grad=True, **given)
-    if offset or documents:
+    told_offset = torch.full((2,), offset, device="cuda") if on_device else offset
+    told = explain(inputs[0], inputs[1], query_offset=told_offset, needs_grad=True, **given)
+    if on_device or offset or documents:
         assert {told[branch].backend for branch in BRANCHES} == {"triton"}
-    out, aux = nsa_attention(*inputs, config=PAPER, query_offset=offset, return_aux=True, **given)
+    out, aux = nsa_attention(
+        *inputs, config=PAPER, query_offset=told_offset, return_aux=True, **given
+    )
     arrays = [to_float64(x) for x in inputs]
     scores = oracle.forward(*arrays, PAPER, offset=offset, **place).scores
     blocks = aux.blocks.cpu().numpy()

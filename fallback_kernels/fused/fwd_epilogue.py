@@ -182,7 +182,7 @@ def _launch(
     stride: int,
 ) -> None:
     """The Triton kernel; `tensors` and `scalars` are what the `_sm90` kernel takes as well."""
-    plan, _, _, query, key, value, _ = selection
+    plan, query, key, value = selection.plan, selection.query, selection.key, selection.value
     fused_fwd_epilogue_kernel[grid](
         query,
         key,

@@ -49,6 +49,7 @@ def ranges_bwd_dq_kernel(
         first_key_ptr + b * range_stride_b, end_key_ptr + b * range_stride_b, row, num_queries
     )
     begin, _, _, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
+    num_keys = tl.minimum(num_keys, tl.max(end_key, 0))  # what follows may hold anything
 
     kv_head = (head // group).to(tl.int64)
     wide_head = head.to(tl.int64)

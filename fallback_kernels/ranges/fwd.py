@@ -71,6 +71,7 @@ def ranges_fwd_kernel(
         first_key_ptr + b * range_stride_b, end_key_ptr + b * range_stride_b, row, num_queries
     )
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row < num_queries, BLOCK_N)
+    num_keys = tl.minimum(num_keys, tl.max(end_key, 0))  # what follows may hold anything
 
     kv_head = (head // group).to(tl.int64)
     q_ptr += b * q_stride_b + head.to(tl.int64) * q_stride_h

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
-from nsa_flex.fallback_kernels.selected.tiles import split_blocks
+from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 
 # Tiles of so few queries at most sort their blocks. Longer ones search one block after the other,
 # which takes no longer than the union is, if a first test finds their queries alike.
@@ -118,7 +118,7 @@ def searched_union(
 
 @triton.jit
 def block_union_kernel(
-    blocks_ptr, sizes_ptr, union_ptr, masks_ptr, num_queries, query_offset, base,
+    blocks_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr, num_queries, query_offset, base,
     NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPACITY: tl.constexpr,
     WORDS: tl.constexpr, LIMIT: tl.constexpr, SORTED: tl.constexpr,
@@ -129,6 +129,7 @@ def block_union_kernel(
     block of a query; with LIMIT 0 it never is.
     """
     batch_head = tl.program_id(1)
+    query_offset, base = row_offset(offsets_ptr, batch_head, query_offset, base, BLOCK_SIZE)
     tile = batch_head * tl.num_programs(0) + tl.program_id(0)
     token = tl.arange(0, BLOCK_TOKENS)
     position = base + tl.program_id(0) * BLOCK_TOKENS + token
@@ -175,8 +176,13 @@ def block_union_kernel(
     tl.store(sizes_ptr + tile, size)
 
 
-def build_block_unions(plan: SelectedPlan, blocks: Tensor) -> BlockUnions:
-    """Unions of all tiles of `blocks` (B, Hkv, Sq, n), int32, contiguous."""
+def build_block_unions(
+    plan: SelectedPlan, blocks: Tensor, offsets: Tensor | None = None
+) -> BlockUnions:
+    """Unions of all tiles of `blocks` (B, Hkv, Sq, n), int32, contiguous.
+
+    offsets: int32 (B, Hkv), of a plan with `offset_tensor`.
+    """
     tiles, words = plan.span // plan.combine_tokens, cdiv(plan.combine_tokens, 32)
     number = tiles * plan.batch * plan.kv_heads
 
@@ -195,6 +201,7 @@ def build_block_unions(plan: SelectedPlan, blocks: Tensor) -> BlockUnions:
         unions.masks.zero_()
     block_union_kernel[(tiles, plan.batch * plan.kv_heads)](
         blocks,
+        offsets,
         *unions,
         plan.num_queries,
         plan.query_offset,

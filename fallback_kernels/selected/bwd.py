@@ -49,6 +49,7 @@ class _Backward:
         grad_out: Tensor,
         scale: float,
         deterministic: bool,
+        offsets: Tensor | None,
     ) -> None:
         assert is_bsh(lse)
         assert is_bsh(delta)
@@ -62,6 +63,7 @@ class _Backward:
         self.query, self.key, self.value, self.grad_out = query, key, value, grad_out
         self.lse, self.delta = lse, delta
         self.scale = scale
+        self.offsets = offsets
         self.stats = softmax_stats(lse, delta)
         # Whole blocks, so that no CTA needs a mask where it adds its block's gradient.
         tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
@@ -89,6 +91,7 @@ class _Backward:
             *self.inputs(),
             self.stats,
             bitmask,
+            self.offsets,
             self.grad_key,
             self.grad_value,
             *strides(self.key),
@@ -120,6 +123,7 @@ class _Backward:
             self.grad_value,
             csr.entries,
             csr.work_tiles,
+            self.offsets,
             *strides(self.key),
             *strides(self.value),
             chunk.number * csr.work_tiles.shape[1],
@@ -159,6 +163,7 @@ class _Backward:
             self.delta,
             partial,
             bitmask,
+            self.offsets,
             grad_query,
             *strides(self.key),
             *strides(self.value),
@@ -199,10 +204,11 @@ class _Backward:
         """
         plan = self.plan
         if self.deterministic:
-            csr = build_index(plan, blocks, self.work_tile_tokens)
+            csr = build_index(plan, blocks, self.work_tile_tokens, offsets=self.offsets)
         elif index is None:
+            unions = build_block_unions(plan, blocks, self.offsets)
             csr = build_index(
-                plan, blocks, self.work_tile_tokens, unions=build_block_unions(plan, blocks)
+                plan, blocks, self.work_tile_tokens, offsets=self.offsets, unions=unions
             )
         else:
             csr = index_views(plan, self.work_tile_tokens, index, blocks)
@@ -233,6 +239,7 @@ def backward(
     *,
     deterministic: bool,
     index: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtype; dK and dV are summed in float32.
 
@@ -250,8 +257,11 @@ def backward(
         grad_out: (B, Hq, Sq, Dv), memory (B, Sq, Hq, Dv).
         deterministic: see above; it builds an index of its own.
         index: what the forward wrote into `storage`; None builds it anew.
+        offsets: as in the forward.
     """
-    launches = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
+    launches = _Backward(
+        plan, query, key, value, lse, delta, grad_out, scale, deterministic, offsets
+    )
     grad_query = empty_bshd(query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype)
     launches.run(blocks, index, grad_query, initial_local=True, added=False)
     grad_key = launches.grad_key[:, : key.shape[2]].to(key.dtype).contiguous()
@@ -281,6 +291,6 @@ def add_gradients(
 
     Returns dK and dV (B, tokens, Hkv, D), contiguous, tokens in whole blocks.
     """
-    launches = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic)
+    launches = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic, None)
     launches.run(blocks, index, grad_query, initial_local=initial_local, added=True)
     return launches.grad_key, launches.grad_value

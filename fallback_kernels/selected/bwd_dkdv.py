@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows
-from nsa_flex.fallback_kernels.selected.tiles import first_partial, load_block, load_work_tile
+from nsa_flex.fallback_kernels.selected.tiles import (
+    first_partial,
+    last_key,
+    load_block,
+    load_work_tile,
+    row_offset,
+    row_shift,
+)
 
 # How a CTA writes its dK and dV.
 STORE = tl.constexpr(0)
@@ -51,6 +58,7 @@ def selected_bwd_dkdv_kernel(
     grad_value_ptr,
     entries_ptr,
     work_tiles_ptr,
+    offsets_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
@@ -110,6 +118,7 @@ def selected_bwd_dkdv_kernel(
     v = load_block(
         value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_SIZE, BLOCK_DV]
+    chunk_shift = row_shift(offsets_ptr, batch * kv_heads + head, chunk_shift, BLOCK_SIZE)
     first = first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS)
 
     BLOCK_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -166,6 +175,7 @@ def selected_bwd_dkdv_initial_local_kernel(
     grad_out_ptr,
     stats_ptr,
     bitmask_ptr,
+    offsets_ptr,
     grad_key_ptr,
     grad_value_ptr,
     key_stride_b,
@@ -219,6 +229,8 @@ def selected_bwd_dkdv_initial_local_kernel(
     start = tl.where(is_local, block, block + LOCAL) * BLOCK_SIZE
     start += tl.where(is_local, 0, segment * SEGMENT_TOKENS)
     stop = start + tl.where(is_local, LOCAL * BLOCK_SIZE, SEGMENT_TOKENS)
+    query_offset, _ = row_offset(offsets_ptr, batch_head, query_offset, 0, BLOCK_SIZE)
+    num_keys = last_key(offsets_ptr, query_offset, num_queries, num_keys)
     # As indices of queries; those before the first one or after the last do not exist.
     start = tl.maximum(start - query_offset, 0)
     stop = tl.minimum(stop - query_offset, num_queries)

@@ -8,6 +8,7 @@ import triton.language as tl
 from nsa_flex.fallback_kernels.common.softmax import load_lse_log2
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
 from nsa_flex.fallback_kernels.selected.fwd_combine import combine_tile_rows, load_initial_or_local
+from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def initial_local_dq(
 @triton.jit(do_not_specialize=["first_head", "chunk_start"])
 def selected_bwd_dq_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr, partial_ptr, bitmask_ptr,
-    grad_query_ptr,
+    offsets_ptr, grad_query_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     first_head, chunk_start, chunk_tokens, query_offset, num_queries, num_keys,
@@ -67,6 +68,10 @@ def selected_bwd_dq_kernel(
 
     INITIAL_LOCAL: with the initial and local blocks. ADDED: to what is in `grad_query_ptr`.
     """
+    query_offset, chunk_start = row_offset(
+        offsets_ptr, first_head + tl.program_id(1), query_offset, chunk_start, BLOCK_SIZE
+    )
+    num_keys = last_key(offsets_ptr, query_offset, num_queries, num_keys)
     batch, head, head_in_group, position, query, row_mask, offset = combine_tile_rows(
         first_head, chunk_start, chunk_tokens, query_offset, num_queries, kv_heads, GROUP,
         NUM_SLOTS, BLOCK_TOKENS, BLOCK_M,

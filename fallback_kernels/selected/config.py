@@ -77,7 +77,8 @@ def index_words(
     """Length of the int32 tensor that keeps a call's index for its backward.
 
     An upper bound that grows with the length and never branches on it, so that fake tensors of
-    symbolic shapes give it as well.
+    symbolic shapes give it as well. `query_offset` is the largest there can be where a tensor
+    holds it.
     """
     batch, heads, tokens, num_slots = blocks.shape
     group = query.shape[1] // heads
@@ -103,6 +104,10 @@ class SelectedPlan:
     Queries sit at positions [query_offset, query_offset + num_queries). Tiles, chunks and blocks
     are aligned in positions, so that a query tile never straddles two blocks. `num_keys` leaves
     out the keys after the last query: nobody sees them.
+
+    With `offset_tensor`, the device alone knows where each batch row's queries start. Positions
+    are then counted from the start of the block of the row's first query, which may be any
+    position of that block: `query_offset` is 0, and every row's queries lie in the same span.
     """
 
     batch: int
@@ -121,6 +126,7 @@ class SelectedPlan:
     shared_memory: int = SM90_SHARED_MEMORY  # bytes that one CTA may have
     in_series: bool = False  # query chunks one after the other, on one stream
     differentiable: bool = True  # the index is a backward's, too
+    offset_tensor: bool = False  # each batch row has a query offset of its own, on the device
 
     @classmethod
     def of(
@@ -135,25 +141,28 @@ class SelectedPlan:
         query_offset: int,
         *,
         differentiable: bool = True,
+        offset_tensor: bool = False,
     ) -> SelectedPlan:
         """Plan of a call; ValueError if no tile fits the device's shared memory."""
         batch, query_heads, num_queries, head_dim = query.shape
+        last_key = key.shape[2] if offset_tensor else query_offset + num_queries
         plan = cls(
             batch=batch,
             query_heads=query_heads,
             kv_heads=key.shape[1],
             num_queries=num_queries,
-            num_keys=min(key.shape[2], query_offset + num_queries),
+            num_keys=min(key.shape[2], last_key),
             head_dim=head_dim,
             value_dim=value.shape[3],
             num_slots=blocks.shape[3],
             block_size=block_size,
             num_initial=min(num_initial_blocks, MAX_DENSE_BLOCKS),
             num_local=min(num_local_blocks, MAX_DENSE_BLOCKS),
-            query_offset=query_offset,
+            query_offset=0 if offset_tensor else query_offset,
             element_size=query.element_size(),
             shared_memory=shared_memory_bytes(query.device),
             differentiable=differentiable,
+            offset_tensor=offset_tensor,
         )
         plan = _kept(plan)
         plan.check_shared_memory(query.dtype)
@@ -185,7 +194,13 @@ class SelectedPlan:
     @cached_property
     def span(self) -> int:
         """Positions that the chunks cover, a multiple of the block size."""
-        return round_up(self.query_offset + self.num_queries - self.base, self.block_size)
+        return round_up(self._end - self.base, self.block_size)
+
+    @cached_property
+    def _end(self) -> int:
+        """Position behind the last query, at most."""
+        slack = self.block_size - 1 if self.offset_tensor else 0
+        return self.query_offset + slack + self.num_queries
 
     @cached_property
     def all_heads(self) -> int:
@@ -261,9 +276,11 @@ class SelectedPlan:
 
     def max_work_tiles(self, heads: int, start: int, work_tile_tokens: int) -> int:
         """Sum of ceil(length / work_tile_tokens) over the CSR rows of a chunk, at most."""
-        stop = min(start + self.chunk_tokens, self.query_offset + self.num_queries)
-        entries = heads * (stop - max(start, self.query_offset)) * self.num_slots
-        csr_rows = heads * min(self.num_blocks, cdiv(stop, self.block_size))
+        stop = min(start + self.chunk_tokens, self._end)
+        queries = min(stop - max(start, self.query_offset), self.num_queries)
+        entries = heads * queries * self.num_slots
+        seen_blocks = self.num_blocks if self.offset_tensor else cdiv(stop, self.block_size)
+        csr_rows = heads * min(self.num_blocks, seen_blocks)
         return min(entries, csr_rows + entries // work_tile_tokens)
 
     def work_tiles_per_chunk(self, work_tile_tokens: int) -> int:

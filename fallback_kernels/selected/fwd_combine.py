@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.softmax import LN2, finite, online_softmax_update
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
-from nsa_flex.fallback_kernels.selected.tiles import load_block
+from nsa_flex.fallback_kernels.selected.tiles import last_key, load_block, row_offset
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def add_partials(
 @triton.jit(do_not_specialize=["first_head", "first_tile", "chunk_start"])
 def selected_fwd_combine_kernel(
     query_ptr, key_ptr, value_ptr, partial_ptr, partial_lse_ptr, bitmask_ptr, union_sizes_ptr,
-    out_ptr, lse_ptr,
+    offsets_ptr, out_ptr, lse_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     first_head, first_tile, tiles_per_row, chunk_start, chunk_tokens, query_offset, num_queries,
@@ -156,6 +156,10 @@ def selected_fwd_combine_kernel(
     tile = batch_head * tiles_per_row + first_tile + tl.program_id(0)
     if tl.load(union_sizes_ptr + tile) >= 0:
         return
+    query_offset, chunk_start = row_offset(
+        offsets_ptr, batch_head, query_offset, chunk_start, BLOCK_SIZE
+    )
+    num_keys = last_key(offsets_ptr, query_offset, num_queries, num_keys)
     batch, head, head_in_group, position, query, row_mask, offset = combine_tile_rows(
         first_head, chunk_start, chunk_tokens, query_offset, num_queries, kv_heads, GROUP,
         NUM_SLOTS, BLOCK_TOKENS, BLOCK_M,

@@ -25,7 +25,12 @@ from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import selected_fwd_combine_kernel
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
 from nsa_flex.fallback_kernels.selected.prepare import Selection, prepare
-from nsa_flex.fallback_kernels.selected.tiles import first_partial, load_block, load_work_tile
+from nsa_flex.fallback_kernels.selected.tiles import (
+    first_partial,
+    load_block,
+    load_work_tile,
+    row_shift,
+)
 
 
 @triton.jit(do_not_specialize=["first_work_tile", "first_head", "first_csr_row", "chunk_shift"])
@@ -37,6 +42,7 @@ def selected_fwd_partial_kernel(
     partial_lse_ptr,
     entries_ptr,
     work_tiles_ptr,
+    offsets_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
@@ -82,6 +88,7 @@ def selected_fwd_partial_kernel(
     key_ptr += b * key_stride_b + h * key_stride_h
     value_ptr += b * value_stride_b + h * value_stride_h
     # Partial row of an entry: (first + entry) * GROUP + query head within the group.
+    chunk_shift = row_shift(offsets_ptr, batch * kv_heads + head, chunk_shift, BLOCK_SIZE)
     first = first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS)
 
     BLOCK_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -177,7 +184,7 @@ def _arguments(
     selection: Selection, chunk: QueryChunk, partial: Tensor, partial_lse: Tensor
 ) -> tuple[Any, ...]:
     """Arguments of a chunk's kernel that are no constants."""
-    plan, csr, _, query, key, value, scale = selection
+    plan, csr, _, query, key, value, scale, offsets = selection
     return (
         query,
         key,
@@ -186,6 +193,7 @@ def _arguments(
         partial_lse,
         csr.entries,
         csr.work_tiles,
+        offsets,
         *strides(key),
         *strides(value),
         chunk.number * csr.work_tiles.shape[1],
@@ -220,7 +228,7 @@ def _launch_combine(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    plan, csr, unions, query, key, value, scale = selection
+    plan, csr, unions, query, key, value, scale, offsets = selection
     grid = (plan.chunk_tokens // plan.combine_tokens, chunk.num_heads)
     selected_fwd_combine_kernel[grid](
         query,
@@ -230,6 +238,7 @@ def _launch_combine(
         partial_lse,
         csr.bitmask,
         unions.sizes,
+        offsets,
         out,
         lse,
         *strides(key),
@@ -265,6 +274,7 @@ def forward(
     scale: float,
     *,
     storage: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, Sq, Dv) and natural log-sum-exp (B, Hq, Sq), chunk by chunk.
 
@@ -278,8 +288,10 @@ def forward(
         scale: factor of the logits.
         storage: int32 (`index_words`,) that receives the index for the backward; without one,
             only entries that the forward reads are indexed.
+        offsets: int32 (B, Hkv), of a plan with `offset_tensor`: position of each batch row's
+            query 0, the same for all KV heads, at most Sk - Sq.
     """
-    selection = prepare(plan, query, key, value, blocks, scale, storage=storage)
+    selection = prepare(plan, query, key, value, blocks, scale, storage=storage, offsets=offsets)
     out = empty_bshd(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_bshd(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
 

@@ -32,6 +32,7 @@ from nsa_flex.fallback_kernels.selected import tiles as selected_tiles
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 
 load_work_tile = gluon.jit(selected_tiles.load_work_tile.fn)
+row_shift = gluon.jit(selected_tiles.row_shift.fn)
 first_partial = gluon.jit(selected_tiles.first_partial.fn)
 group_rows = gluon.jit(tiles.group_rows.fn)
 
@@ -127,6 +128,7 @@ def unpacked(pairs, dtype: gl.constexpr):
 @gluon.jit(do_not_specialize=["first_work_tile", "first_head", "first_csr_row", "chunk_shift"])
 def selected_fwd_partial_sm90_kernel(
     query_ptr, key_ptr, value_ptr, partial_ptr, partial_lse_ptr, entries_ptr, work_tiles_ptr,
+    offsets_ptr,
     key_stride_b, key_stride_h, key_stride_s, value_stride_b, value_stride_h, value_stride_s,
     first_work_tile, first_head, first_csr_row, chunk_shift, chunk_tokens,
     num_queries, num_keys, num_blocks, kv_heads, scale_log2,
@@ -153,6 +155,7 @@ def selected_fwd_partial_sm90_kernel(
     query_heads = kv_heads * GROUP
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, DIM)
     # Partial row of an entry: (first + entry) * GROUP + query head within the group.
+    chunk_shift = row_shift(offsets_ptr, batch * kv_heads + head, chunk_shift, BLOCK)
     first = first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS)
     row = gl.arange(0, BLOCK_M, QUERY_ROWS)
     token, head_in_group = row // GROUP, row % GROUP

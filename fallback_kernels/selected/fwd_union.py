@@ -19,13 +19,13 @@ from nsa_flex.fallback_kernels.common.tiles import (
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import attend_initial_local, combine_tile_rows
 from nsa_flex.fallback_kernels.selected.prepare import Selection
-from nsa_flex.fallback_kernels.selected.tiles import load_block
+from nsa_flex.fallback_kernels.selected.tiles import last_key, load_block, row_offset
 
 
 @triton.jit(do_not_specialize=["base"])
 def selected_fwd_union_kernel(
-    key_tiles, value_tiles, query_ptr, key_ptr, value_ptr, bitmask_ptr, sizes_ptr, union_ptr,
-    masks_ptr, out_ptr, lse_ptr,
+    key_tiles, value_tiles, query_ptr, key_ptr, value_ptr, bitmask_ptr, offsets_ptr, sizes_ptr,
+    union_ptr, masks_ptr, out_ptr, lse_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     base, span, query_offset, num_queries, num_keys, kv_heads, scale_log2,
@@ -44,6 +44,8 @@ def selected_fwd_union_kernel(
     size = tl.load(sizes_ptr + tile)
     if size < 0:
         return
+    query_offset, base = row_offset(offsets_ptr, tl.program_id(1), query_offset, base, BLOCK_SIZE)
+    num_keys = last_key(offsets_ptr, query_offset, num_queries, num_keys)
     batch, head, head_in_group, position, query, row_mask, _ = combine_tile_rows(
         0, base, span, query_offset, num_queries, kv_heads, GROUP, NUM_SLOTS, BLOCK_TOKENS, BLOCK_M
     )
@@ -108,7 +110,7 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         out: (B, Hq, Sq, Dv), memory (B, Sq, Hq, Dv).
         lse: float32 (B, Hq, Sq), memory (B, Sq, Hq).
     """
-    plan, csr, unions, query, key, value, scale = selection
+    plan, csr, unions, query, key, value, scale, offsets = selection
     use_tma = all(has_tma_strides(x) for x in (key, value))
     if sm90_unsupported_reason(plan, query, key, value) is None:
         # Imported here: Gluon has no interpreter, and other versions of it may lack the names.
@@ -122,6 +124,7 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         key,
         value,
         csr.bitmask,
+        offsets,
         *unions,
         out,
         lse,

@@ -22,10 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from nsa_flex.fallback_kernels.common.gluon import thread_barrier
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.selected import tiles as selected_tiles
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.prepare import Selection
+
+row_offset = gluon.jit(selected_tiles.row_offset.fn)
 
 REGISTERS = 168  # three CTAs an SM
 LIMIT = gl.constexpr(2.0**64)  # of a row's sum, relative to its own block's highest probability
@@ -90,6 +94,20 @@ def add_values(p, values, out):
 
 
 @gluon.jit
+def clear_rows(values, first):
+    """Zeros in the rows of a shared tile from `first` on: 0 times what is there could be NaN."""
+    BLOCK_SIZE: gl.constexpr = values.shape[0]
+    if first < BLOCK_SIZE:
+        WARPS: gl.constexpr = gl.num_warps()
+        MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+        row = gl.expand_dims(gl.arange(0, BLOCK_SIZE, gl.SliceLayout(1, MEMORY)), 1)
+        tile = values.load(MEMORY)
+        values.store(gl.where(row < first, tile, gl.zeros_like(tile)))
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
 def tile_rows_of(first_query, num_queries, GROUP: gl.constexpr, BLOCK_TOKENS: gl.constexpr, row):
     """Query of each row of a tile, its head in the group, and the row mask; all [BLOCK_M]."""
     query = first_query + row // GROUP
@@ -108,7 +126,8 @@ def pointers(base_ptr, query_row, row_mask, DIM: gl.constexpr, BLOCK_D: gl.const
 
 @gluon.jit
 def attend_union(
-    size, copies, tiles, at, union_ptr, masks_ptr, q, buffers, barriers, rows, own, scale_log2,
+    size, copies, tiles, at, union_ptr, masks_ptr, q, buffers, barriers, rows, own, end_key,
+    scale_log2,
     RESCALE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
@@ -116,7 +135,8 @@ def attend_union(
 
     copies: of blocks that came into the buffers before. tiles, buffers, barriers: of keys and of
     values. at: batch row and KV head. rows: token within the tile of each row, its mask, and the
-    last key of the own block that it sees. RESCALE: online softmax; else row_max stays that of the
+    last key of the own block that it sees. end_key: keys from there on may hold anything; None:
+    the copy reads them as 0. RESCALE: online softmax; else row_max stays that of the
     own block (lazy rescaling), which every row must see.
     """
     token, row_mask, last_key = rows
@@ -144,6 +164,8 @@ def attend_union(
         logits, last_key >= 0, row_max, row_sum, scale_log2
     )
     mbarrier.wait(barriers[1], copies & 1)
+    if end_key is not None:
+        clear_rows(values, end_key - own * BLOCK_SIZE)
     out = add_values(p, values, scale_rows(out, alpha))
     if size > 0:
         fetch(tiles[1], at, following, buffers[1], barriers[1], BLOCK_SIZE)
@@ -179,7 +201,7 @@ def attend_union(
 
 @gluon.jit(do_not_specialize=["base"])
 def selected_fwd_union_sm90_kernel(
-    key_tiles, value_tiles, query_ptr, bitmask_ptr, sizes_ptr, union_ptr, masks_ptr,
+    key_tiles, value_tiles, query_ptr, bitmask_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr,
     out_ptr, lse_ptr, base, query_offset, num_queries, kv_heads, scale_log2,
     GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -199,6 +221,7 @@ def selected_fwd_union_sm90_kernel(
 
     batch = gl.program_id(1) // kv_heads
     head = gl.program_id(1) % kv_heads
+    query_offset, base = row_offset(offsets_ptr, gl.program_id(1), query_offset, base, BLOCK_SIZE)
     first = base + gl.program_id(0) * BLOCK_TOKENS
     own = first // BLOCK_SIZE
     tiles, at = (key_tiles, value_tiles), (batch, head)
@@ -237,6 +260,9 @@ def selected_fwd_union_sm90_kernel(
     bitmask = gl.load(bitmask_ptr + query, mask=row_mask, other=0)  # [BLOCK_M]
     last_key = gl.where((bitmask & 1) != 0, first + token, -1)
     rows = (token, row_mask, last_key)
+    end_key = None  # the host cut the keys there
+    if offsets_ptr is not None:
+        end_key = query_offset + num_queries
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_DV, 16])
     out = gl.zeros([BLOCK_M, BLOCK_DV], gl.float32, OUT)  # [BLOCK_M, BLOCK_DV]
     row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))  # [BLOCK_M]
@@ -247,7 +273,7 @@ def selected_fwd_union_sm90_kernel(
         if gl.min(gl.where(row_mask, last_key, 0), 0) >= 0:
             out, row_max, row_sum = attend_union(
                 size, copies, tiles, at, union_ptr, masks_ptr, q, buffers, barriers, rows, own,
-                scale_log2, False, BLOCK_SIZE, BLOCK_D, BLOCK_DV, WORDS,
+                end_key, scale_log2, False, BLOCK_SIZE, BLOCK_D, BLOCK_DV, WORDS,
             )  # fmt: skip
             rescale = gl.max(gl.sum(row_sum, 1), 0) > LIMIT
             if rescale:  # once more
@@ -257,7 +283,7 @@ def selected_fwd_union_sm90_kernel(
     if rescale:
         out, row_max, row_sum = attend_union(
             size, copies, tiles, at, union_ptr, masks_ptr, q, buffers, barriers, rows, own,
-            scale_log2, True, BLOCK_SIZE, BLOCK_D, BLOCK_DV, WORDS,
+            end_key, scale_log2, True, BLOCK_SIZE, BLOCK_D, BLOCK_DV, WORDS,
         )  # fmt: skip
     for i in gl.static_range(2):
         mbarrier.invalidate(barriers[i])
@@ -273,7 +299,7 @@ def selected_fwd_union_sm90_kernel(
 
 def launch(selection: Selection, out: Tensor, lse: Tensor) -> None:
     """`attend_unions` where tiles are of 64 rows and 16 bits."""
-    plan, csr, unions, query, key, value, scale = selection
+    plan, csr, unions, query, key, value, scale, offsets = selection
     constants = plan.constants()
     del constants["NUM_SLOTS"], constants["PRECISION"]
     selected_fwd_union_sm90_kernel[(plan.span // plan.combine_tokens, plan.batch * plan.kv_heads)](
@@ -281,6 +307,7 @@ def launch(selection: Selection, out: Tensor, lse: Tensor) -> None:
         kv_descriptor(plan, value),
         query,
         csr.bitmask,
+        offsets,
         *unions,
         out,
         lse,

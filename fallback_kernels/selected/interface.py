@@ -35,7 +35,7 @@ def selected_attention(
     num_initial_blocks: int,
     num_local_blocks: int,
     scale: float,
-    query_offset: int = 0,
+    query_offset: int | Tensor = 0,
     deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the keys of the selected blocks, none after the query.
@@ -53,7 +53,9 @@ def selected_attention(
         num_initial_blocks: blocks at the start that every query has.
         num_local_blocks: blocks up to the query's own, that one included, that it forces.
         scale: factor of the logits, positive.
-        query_offset: position of query 0; `query_offset + Sq` must not exceed Sk.
+        query_offset: position of query 0, an int or int (B,); `query_offset + Sq` must not exceed
+            Sk. A tensor's values are not checked, for the host never sees them: one that lies
+            outside counts as the nearest that does not.
         deterministic: no float atomics in the backward, so that equal inputs give equal bits,
             at 2.6 to 5 times its time (H200, 16/16 to 64/4 heads); by default what
             `torch.are_deterministic_algorithms_enabled()` says. The forward always is.
@@ -85,6 +87,9 @@ def selected_attention(
     differentiable = any(x.requires_grad for x in (query, key, value))
     # The deterministic backward sorts: it makes an index of its own.
     keep_index = differentiable and torch.is_grad_enabled() and not deterministic
+    offsets = None
+    if isinstance(query_offset, Tensor):
+        offsets, query_offset = _head_offsets(query_offset, query, key), 0
     out, lse, _ = selected_forward(
         query,
         key,
@@ -97,8 +102,15 @@ def selected_attention(
         query_offset,
         deterministic,
         keep_index,
+        offsets,
     )
     return out, lse
+
+
+def _head_offsets(query_offset: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """int32 (B, Hkv): the offset of each batch row, within the keys."""
+    within = query_offset.clamp(0, key.shape[2] - query.shape[2]).to(torch.int32)
+    return within[:, None].expand(-1, key.shape[1]).contiguous()
 
 
 @torch.library.custom_op("nsa_flex::selected_forward", mutates_args=())
@@ -114,11 +126,13 @@ def selected_forward(
     query_offset: int,
     deterministic: bool,
     keep_index: bool,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator under `selected_attention`; `deterministic` is for its backward.
 
     The third result, int32, is the index of `blocks`, which the backward uses again if
-    `keep_index` says so; else it has no elements.
+    `keep_index` says so; else it has no elements. `offsets`: int32 (B, Hkv), contiguous, the
+    offset of each batch row once a KV head, instead of `query_offset`.
     """
     plan = SelectedPlan.of(
         query,
@@ -130,8 +144,10 @@ def selected_forward(
         num_local_blocks,
         query_offset,
         differentiable=keep_index,
+        offset_tensor=offsets is not None,
     )
-    storage = _empty_index(query, value, blocks, block_size, query_offset, keep_index)
+    last_offset = query_offset if offsets is None else key.shape[2] - query.shape[2]
+    storage = _empty_index(query, value, blocks, block_size, last_offset, keep_index)
     if query.numel() == 0 or blocks.numel() == 0:
         out, lse = _empty_results(query, value)
         return out.zero_(), lse.fill_(float("-inf")), storage
@@ -144,6 +160,7 @@ def selected_forward(
             blocks.contiguous(),
             scale,
             storage=storage if keep_index else None,
+            offsets=offsets,
         )
     return out, lse, storage
 
@@ -161,8 +178,10 @@ def _(
     query_offset: int,
     deterministic: bool,
     keep_index: bool,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    index = _empty_index(query, value, blocks, block_size, query_offset, keep_index)
+    last_offset = query_offset if offsets is None else key.shape[2] - query.shape[2]
+    index = _empty_index(query, value, blocks, block_size, last_offset, keep_index)
     return *_empty_results(query, value), index
 
 
@@ -183,10 +202,19 @@ def selected_backward(
     scale: float,
     query_offset: int,
     deterministic: bool,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value of `selected_forward`."""
     plan = SelectedPlan.of(
-        query, key, value, blocks, block_size, num_initial_blocks, num_local_blocks, query_offset
+        query,
+        key,
+        value,
+        blocks,
+        block_size,
+        num_initial_blocks,
+        num_local_blocks,
+        query_offset,
+        offset_tensor=offsets is not None,
     )
     if query.numel() == 0 or blocks.numel() == 0:
         grad_query, grad_key, grad_value = _empty_gradients(query, key, value)
@@ -205,6 +233,7 @@ def selected_backward(
             scale,
             deterministic=deterministic,
             index=index if index.numel() else None,
+            offsets=offsets,
         )
 
 
@@ -225,10 +254,10 @@ def _empty_index(
     value: Tensor,
     blocks: Tensor,
     block_size: int,
-    query_offset: int,
+    last_offset: int,
     keep: bool,
 ) -> Tensor:
-    words = index_words(query, value, blocks, block_size, query_offset) if keep else 0
+    words = index_words(query, value, blocks, block_size, last_offset) if keep else 0
     return torch.empty(words, dtype=torch.int32, device=query.device)
 
 
@@ -240,24 +269,24 @@ def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, blocks, *options = inputs
+    query, key, value, blocks, *options, _keep_index, offsets = inputs
     out, lse, index = output
     ctx.mark_non_differentiable(index)
-    ctx.save_for_backward(query, key, value, blocks, index, out, lse)
-    ctx.options = options[:-1]  # without `keep_index`
+    ctx.save_for_backward(query, key, value, blocks, index, out, lse, offsets)
+    ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
 ) -> tuple[Any, ...]:
-    query, key, value, blocks, index, out, lse = ctx.saved_tensors
+    query, key, value, blocks, index, out, lse, offsets = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     gradients = selected_backward(
-        query, key, value, blocks, index, out, lse, grad_out, grad_lse, *ctx.options
+        query, key, value, blocks, index, out, lse, grad_out, grad_lse, *ctx.options, offsets
     )
-    return (*gradients, None, *(None for _ in ctx.options), None)
+    return (*gradients, None, *(None for _ in ctx.options), None, None)
 
 
 selected_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -272,7 +301,7 @@ def _check(
     num_initial_blocks: int,
     num_local_blocks: int,
     scale: float,
-    query_offset: int,
+    query_offset: int | Tensor,
 ) -> None:
     _check_tensors(query, key, value, blocks)
     _check_shapes(query, key, value, blocks)
@@ -285,8 +314,21 @@ def _check(
         )
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    if query_offset < 0 or query_offset + num_queries > num_keys:
+    _check_offset(query, key, query_offset)
+
+
+def _check_offset(query: Tensor, key: Tensor, query_offset: int | Tensor) -> None:
+    batch, _, num_queries, _ = query.shape
+    num_keys = key.shape[2]
+    if isinstance(query_offset, Tensor):
+        if query_offset.shape != (batch,) or query_offset.is_floating_point():
+            got = f"{query_offset.dtype} {tuple(query_offset.shape)}"
+            raise ValueError(f"query_offset must be an int or int ({batch},), got {got}")
+        if query_offset.device != query.device:
+            raise ValueError(f"query_offset is on {query_offset.device}, query on {query.device}")
+        if num_queries > num_keys:
+            raise ValueError(f"query has {num_queries} tokens, key only {num_keys}")
+    elif query_offset < 0 or query_offset + num_queries > num_keys:
         raise ValueError(
             f"query_offset={query_offset} with {num_queries} queries must lie within "
             f"{num_keys} keys: a query's own key is among them"

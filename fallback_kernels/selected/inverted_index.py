@@ -20,7 +20,7 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions
 from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan
-from nsa_flex.fallback_kernels.selected.tiles import split_blocks
+from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 
 INDEX_TOKENS = 32  # queries of one CTA of the index kernels
 TILES_PER_CTA = 128  # work tiles whose records one CTA writes
@@ -75,6 +75,7 @@ def tiles_have_union(
 @triton.jit(do_not_specialize=["phases"])
 def index_count_kernel(
     blocks_ptr,
+    offsets_ptr,
     counts_ptr,
     ranks_ptr,
     bitmask_ptr,
@@ -108,6 +109,7 @@ def index_count_kernel(
     """
     # Neighbouring CTAs work for different heads: fewer of them contend for one counter.
     batch_head = tl.program_id(0) % batch_heads
+    query_offset, base = row_offset(offsets_ptr, batch_head, query_offset, base, BLOCK_SIZE)
     index = tl.program_id(0) // batch_heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row_mask = index < num_queries  # [BLOCK_TOKENS]
     row = batch_head * num_queries + index
@@ -141,6 +143,7 @@ def index_count_kernel(
 @triton.jit(do_not_specialize=["phases"])
 def index_scatter_kernel(
     blocks_ptr,
+    offsets_ptr,
     starts_ptr,
     ranks_ptr,
     entries_ptr,
@@ -167,6 +170,7 @@ def index_scatter_kernel(
 ):
     """Write each entry at the start of its counter's entries plus its rank."""
     batch_head = tl.program_id(0) % batch_heads
+    query_offset, base = row_offset(offsets_ptr, batch_head, query_offset, base, BLOCK_SIZE)
     index = tl.program_id(0) // batch_heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row_mask = index < num_queries  # [BLOCK_TOKENS]
     row = batch_head * num_queries + index
@@ -269,6 +273,7 @@ def build_index(
     blocks: Tensor,
     work_tile_tokens: int,
     *,
+    offsets: Tensor | None = None,
     unions: BlockUnions | None = None,
     all_entries: bool = True,
     storage: Tensor | None = None,
@@ -279,6 +284,7 @@ def build_index(
         plan: sizes; `plan.num_initial` and `plan.num_local` say which blocks are no entries.
         blocks: int32, contiguous.
         work_tile_tokens: entries of a work tile.
+        offsets: int32 (B, Hkv), of a plan with `offset_tensor`.
         unions: of the tiles. None: CSR rows ascend by query, the same in every run, which costs a
             sort of all entries; no tile counts as having a union.
         all_entries: index the entries of tiles with a union as well, which only a backward needs.
@@ -309,16 +315,16 @@ def build_index(
     }
     if unions is None:
         counters = torch.full_like(blocks, num_counters)
-        ordered = (blocks, counters, counters, index.bitmask, counters)
+        ordered = (blocks, offsets, counters, counters, index.bitmask, counters)
         index_count_kernel[grid](*ordered, *sizes, **constants, ORDERED=True)
         starts = _sort_entries(plan, counters, num_counters, index.entries)
     else:
         counts = torch.zeros(num_counters, dtype=torch.int32, device=blocks.device)
         ranks = torch.empty_like(blocks)
-        counted = (blocks, counts, ranks, index.bitmask, unions.sizes)
+        counted = (blocks, offsets, counts, ranks, index.bitmask, unions.sizes)
         index_count_kernel[grid](*counted, *sizes, **constants, ORDERED=False)
         starts = _starts(counts)
-        scattered = (blocks, starts, ranks, index.entries, unions.sizes)
+        scattered = (blocks, offsets, starts, ranks, index.entries, unions.sizes)
         index_scatter_kernel[grid](*scattered, *sizes, **constants)
     _cut_csr_rows(plan, starts, work_tile_tokens, index.work_tiles)
     return index

@@ -21,6 +21,7 @@ class Selection(NamedTuple):
     key: Tensor
     value: Tensor
     scale: float
+    offsets: Tensor | None = None  # int32 (B, Hkv), of a plan with `offset_tensor`
 
 
 def prepare(
@@ -32,16 +33,18 @@ def prepare(
     scale: float,
     *,
     storage: Tensor | None,
+    offsets: Tensor | None = None,
 ) -> Selection:
     """Inverted index and unions of the query tiles; arguments as of `forward`."""
-    unions = build_block_unions(plan, blocks)
+    unions = build_block_unions(plan, blocks, offsets)
     all_entries = storage is not None
     csr = build_index(
         plan,
         blocks,
         plan.work_tile_tokens,
+        offsets=offsets,
         unions=unions,
         all_entries=all_entries,
         storage=storage,
     )
-    return Selection(plan, csr, unions, query, key, value, scale)
+    return Selection(plan, csr, unions, query, key, value, scale, offsets)

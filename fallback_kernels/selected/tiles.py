@@ -40,6 +40,37 @@ def load_work_tile(
 
 
 @triton.jit
+def row_offset(offsets_ptr, batch_head, query_offset, start, BLOCK_SIZE: tl.constexpr):
+    """Position of query 0 of a batch row, and the position `start` of a tile or chunk.
+
+    As they came, unless offsets_ptr has an offset for each (batch row, KV head): then `start`
+    came counted from the block of query 0, see `SelectedPlan`.
+    """
+    if offsets_ptr is not None:
+        query_offset = tl.load(offsets_ptr + batch_head)
+        start += query_offset // BLOCK_SIZE * BLOCK_SIZE
+    return query_offset, start
+
+
+@triton.jit
+def last_key(offsets_ptr, query_offset, num_queries, num_keys):
+    """Keys up to the last query's own; what follows may hold anything. `num_keys` if no tensor
+    has the offsets: the host left out those that follow.
+    """
+    if offsets_ptr is not None:
+        num_keys = tl.minimum(num_keys, query_offset + num_queries)
+    return num_keys
+
+
+@triton.jit
+def row_shift(offsets_ptr, batch_head, chunk_shift, BLOCK_SIZE: tl.constexpr):
+    """`chunk_shift` of a batch row: from the chunk's first position to that of query 0."""
+    if offsets_ptr is not None:
+        chunk_shift += tl.load(offsets_ptr + batch_head) % BLOCK_SIZE
+    return chunk_shift
+
+
+@triton.jit
 def first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS: tl.constexpr):
     """Slot in the partial buffer of entry 0 of a KV head, counted within the query chunk."""
     return (head_in_chunk * chunk_tokens + chunk_shift) * NUM_SLOTS

@@ -21,7 +21,8 @@ class Branch:
         config: block sizes and window.
         scale: factor of query . key before the softmax.
         offset: int64 (B,), key index of query 0; None where the queries are all the tokens.
-        known_offset: the same where it is one number that the host knows, else 0.
+        known_offset: the same where it is one number that the host knows; None where a tensor
+            holds it.
         document_start: int (B, Sq), first key of each query's document; None for one document.
         blocks: int32 (B, Hkv, Sq, n), selected branch only.
         need_lse: whether the log-sum-exp is wanted.
@@ -33,7 +34,7 @@ class Branch:
     config: NSAConfig
     scale: float
     offset: Tensor | None = None
-    known_offset: int = 0
+    known_offset: int | None = 0
     document_start: Tensor | None = None
     blocks: Tensor | None = None
     need_lse: bool = False

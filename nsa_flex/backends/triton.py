@@ -37,7 +37,7 @@ def selected(branch: Branch) -> tuple[Tensor, Tensor]:
         num_initial_blocks=config.num_initial_blocks,
         num_local_blocks=config.num_local_blocks,
         scale=branch.scale,
-        query_offset=branch.known_offset,
+        query_offset=_query_offset(branch),
     )
 
 
@@ -58,6 +58,14 @@ def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
         scale=branch.scale,
         document_start=_int32(branch.document_start),
     )
+
+
+def _query_offset(branch: Branch) -> int | Tensor:
+    """Key index of query 0, of each batch row where the host does not know it."""
+    if branch.known_offset is not None:
+        return branch.known_offset
+    assert branch.offset is not None
+    return branch.offset
 
 
 def _positions(branch: Branch) -> Tensor:

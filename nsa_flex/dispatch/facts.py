@@ -31,7 +31,6 @@ class Facts:
     needs_grad: bool
     select_block_size: int = 64
     num_selected_blocks: int = 16
-    offset_tensor: bool = False  # query_offset is a tensor, whose values nobody reads
 
     @property
     def half(self) -> bool:

@@ -85,8 +85,6 @@ def _triton(branch: BranchName, facts: Facts) -> str | None:
 def _selected(facts: Facts) -> str | None:
     """What the selection kernels were not written for."""
     group = facts.group_size
-    if facts.offset_tensor:
-        return "it needs one query_offset the host knows, not a tensor"
     if group > 64:
         return f"it needs at most 64 query heads a KV head, got {group}"
     if facts.select_block_size not in (16, 32, 64, 128):
