@@ -6,11 +6,16 @@ import importlib.util
 
 
 def installed(name: str) -> bool:
-    """Whether top-level package `name` can be found; a finder that refuses it counts as no."""
+    """Whether package `name` can be found; a finder that refuses it counts as no.
+
+    So does a folder without an `__init__`: flash-attn-4 alone brings `flash_attn/cute`, and no
+    `flash_attn`.
+    """
     try:
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
     except ImportError:
         return False
+    return spec is not None and spec.origin is not None
 
 
 HAS_TRITON = installed("triton")
