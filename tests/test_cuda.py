@@ -333,6 +333,44 @@ def test_offsets_past_two_to_the_31(backend: str) -> None:
         assert error < 2**-7, f"row {t}: {error:.1e}"
 
 
+@pytest.mark.large
+def test_documents_past_two_to_the_31() -> None:
+    """The last of three documents, all of it behind 2^31 elements, as if it were alone."""
+    last, heads, kv_heads, dim = 2**18, 64, 2, 128
+    length = last + 5003
+    assert last * heads * dim >= 2**31
+
+    def tensor(h: int, s: int) -> Tensor:
+        return leaf((1, h, s, dim), torch.bfloat16, "cuda")
+
+    q, k, v = tensor(heads, length), tensor(kv_heads, length), tensor(kv_heads, length)
+    blocks = PAPER.num_compressed_blocks(length)
+    ck, cv = tensor(kv_heads, blocks), tensor(kv_heads, blocks)
+    gates = torch.rand(1, length, heads, 3, device="cuda", dtype=torch.bfloat16)
+    gates = gates.transpose(1, 2).requires_grad_()
+    starts = torch.arange(length, device="cuda", dtype=torch.int32)[None]
+    starts = torch.where(starts < last, starts // 2**17 * 2**17, last)
+    inputs = [q, k, v, ck, cv, gates]
+    out = nsa_attention(*inputs, config=PAPER, document_start=starts)
+    grad_out = torch.zeros_like(out)
+    grad_out[:, :, last:] = torch.randn_like(out[:, :, last:])
+    grads = torch.autograd.grad(out, inputs, grad_out)
+    firsts = [last, last, last, last // 16, last // 16, last]  # of tokens and compressed blocks
+    alone = [
+        x.detach()[:, :, n:].clone().requires_grad_() for x, n in zip(inputs, firsts, strict=True)
+    ]
+    # With `document_start`, the kernels are those of documents here too.
+    want = nsa_attention(*alone, config=PAPER, document_start=starts[:, last:] - last)
+    want_grads = torch.autograd.grad(want, alone, grad_out[:, :, last:])
+    cut = [x[:, :, n:] for x, n in zip(grads, firsts, strict=True)]
+    for name, x, y in zip(
+        ("out", *NAMES), (out[:, :, last:], *cut), (want, *want_grads), strict=True
+    ):
+        assert float((x - y).float().norm() / y.float().norm()) < 2**-7, name
+    for name, x, n in zip(NAMES, grads, firsts, strict=True):
+        assert not x[:, :, :n].any(), f"{name}: another document has a gradient"
+
+
 def row_of(
     q: Tensor,
     k: Tensor,

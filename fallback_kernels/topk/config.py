@@ -174,13 +174,17 @@ class TopkPlan:
                 wide_enough = self.num_queries - start
             size = min(size, wide_enough, self.num_queries - start)
             if size > best.size:
-                best = QueryChunk(start, size, width, self.candidates, self._goes_to_sm90(size))
+                best = QueryChunk(start, size, width, self.candidates, False)
             width *= 2
-        return best
+        sm90 = self.sm90 and self.sm90_unsupported_reason(best.size) is None
+        return best._replace(sm90=sm90)
 
-    def _goes_to_sm90(self, num_queries: int) -> bool:
-        tiles = cdiv(num_queries, self.sm90_tokens)
-        return self.sm90 and tiles * self.batch * self.kv_heads >= SM90_MIN_CTAS
+    def sm90_unsupported_reason(self, num_queries: int) -> str | None:
+        """Why `topk_scores_sm90_kernel` takes no chunk of so many queries; None if it does."""
+        ctas = cdiv(num_queries, self.sm90_tokens) * self.batch * self.kv_heads
+        if ctas < SM90_MIN_CTAS:
+            return f"{ctas} CTAs do not fill the device: other kernels split them along the keys"
+        return None
 
     def empty_workspace(self, device: torch.device) -> Tensor:
         """Memory for the scores of any chunk, rows (batch row, KV head, query)."""
