@@ -227,15 +227,21 @@ class SelectedPlan:
     @cached_property
     def chunk_tokens(self) -> int:
         """Positions of one query chunk: the whole span or equal parts of it."""
+        return round_up(cdiv(self.span, self._parts), self.block_size)
+
+    @cached_property
+    def _parts(self) -> int:
+        """Query chunks of a KV head. Not by the span: what it has beyond the queries, less than
+        two blocks, is no reason for one more.
+        """
         rows = CHUNK_ROWS if self.differentiable else FORWARD_CHUNK_ROWS
         longest = longest_chunk(self.group, self._affordable_queries, rows)
-        count = cdiv(self.span, longest)
-        return round_up(cdiv(self.span, count), self.block_size)
+        return cdiv(self.num_queries, longest)
 
     @cached_property
     def chunk_heads(self) -> int:
         """KV heads of one query chunk: as many as fit the buffer."""
-        fitting = max(1, self._affordable_queries // self.chunk_tokens)
+        fitting = max(1, self._affordable_queries // cdiv(self.num_queries, self._parts))
         return cdiv(self.all_heads, cdiv(self.all_heads, fitting))
 
     @cached_property

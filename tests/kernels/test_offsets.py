@@ -378,6 +378,25 @@ def test_the_index_fits_whatever_is_predicted_of_it(forget_plans: Callable[[], N
 
 
 @kernels
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 4), (32, 8)])
+def test_an_offset_within_a_block_makes_no_more_chunks(
+    heads: int, kv_heads: int, forget_plans: Callable[[], None]
+) -> None:
+    forget_plans()
+    q = torch.empty((1, heads, 4096, 128), device="meta", dtype=torch.bfloat16)
+    k = torch.empty((1, kv_heads, 65536, 128), device="meta")
+    blocks = torch.empty((1, kv_heads, 4096, 16), device="meta")
+    aligned, *others = (
+        SelectedPlan.of(
+            *(q, k, k, blocks, 64, 1, 2, offset), differentiable=False, offset_tensor=on_device
+        )
+        for offset, on_device in ((61440, False), (61439, False), (0, True))
+    )
+    for plan in others:
+        assert plan.num_chunks == aligned.num_chunks
+
+
+@kernels
 @pytest.mark.parametrize(
     ("offset", "queries", "message"),
     [
