@@ -14,44 +14,47 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.moved_tokens import move_tokens
 
 
 class DocumentLayout(NamedTuple):
     """Where every token goes, and back.
 
-    source: int64 (B', S'), for each aligned place the flat index (b * S + s) of its token. Places
+    Gradients go back the way the tokens came, by a gather. A slot behind a document's end gives
+    none to the token that it repeats, and takes none: no real query sees it.
+
+    source: int64 (B', S'), for each aligned slot the flat index (b * S + s) of its token. Slots
         behind a document's end repeat a token; no real query sees them.
-    target: int64 (B, S), for each token its flat place (b' * S' + s'); padding tokens get any
-        valid place.
-    start: int32 (B', S'), first aligned place of the document that each place belongs to (the
-        `document_start` of `nsa_attention`), or None where every row is one document from place 0.
+    target: int64 (B, S), for each token its flat slot (b' * S' + s'); padding tokens get any
+        valid slot.
+    start: int32 (B', S'), first aligned slot of the document that each slot belongs to (the
+        `document_start` of `nsa_attention`), or None where every row is one document from slot 0.
+        Blocks behind the last document are documents of their own, which cost attention little.
+    repeats: bool (B', S'), slots that repeat a token; None if there are none.
+    padding: bool (B, S), tokens that no slot is for; None if there are none.
     """
 
     source: Tensor
     target: Tensor
     start: Tensor | None
+    repeats: Tensor | None = None
+    padding: Tensor | None = None
 
     def align(self, x: Tensor) -> Tensor:
         """(B, H, S, D) -> (B', H, S', D)."""
-        return _take(x, self.source)
+        return move_tokens(x, self.source, self.target, self.padding)
 
     def restore(self, x: Tensor) -> Tensor:
         """(B', H, S', D) -> (B, H, S, D), the inverse of `align` on real tokens."""
-        return _take(x, self.target)
+        return move_tokens(x, self.target, self.source, self.repeats)
 
     @property
     def positions(self) -> Tensor:
         """Position of each token in its own document, int64 (B, S), as rotary embeddings want."""
-        places = self.target % self.source.shape[1]
+        slots = self.target % self.source.shape[1]
         if self.start is None:
-            return places
-        return places - self.start.flatten()[self.target]
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    tokens = x.transpose(1, 2).flatten(0, 1)  # [B * S, H, D]
-    taken = tokens.index_select(0, index.flatten())
-    return taken.unflatten(0, index.shape).transpose(1, 2)
+            return slots
+        return slots - self.start.flatten()[self.target]
 
 
 def align_packed(cu_seqlens: Tensor, num_tokens: int, config: NSAConfig) -> DocumentLayout:
@@ -73,27 +76,16 @@ def align_packed(cu_seqlens: Tensor, num_tokens: int, config: NSAConfig) -> Docu
             f"cu_seqlens must be a 1-D integer tensor (num_documents + 1,), "
             f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
-    size, device = config.select_block_size, cu_seqlens.device
+    num_documents = cu_seqlens.shape[0] - 1
     cu = cu_seqlens.long()
-    begin, length = cu[:-1], cu.diff()
-    num_documents = begin.shape[0]
-    padded = -(-length // size) * size
-    end = padded.cumsum(0)
-    aligned = end - padded
-
-    token = torch.arange(num_tokens, device=device)
+    token = torch.arange(num_tokens, device=cu.device)
     # One less than the number of documents that begin at or before the token. Over all of cu:
     # Inductor of torch 2.11 cannot search in a slice.
-    document = (torch.searchsorted(cu, token, right=True) - 1).clamp(max=num_documents - 1)
-    num_places = (num_tokens + num_documents * (size - 1)) // size * size
-    target = (aligned[document] + token - begin[document]).clamp(max=num_places - 1)
-
-    place = torch.arange(num_places, device=device)
-    document = torch.searchsorted(end, place, right=True).clamp(max=num_documents - 1)
-    within = torch.minimum(place - aligned[document], length[document] - 1)
-    source = (begin[document] + within).clamp(0, num_tokens - 1)
-    start = aligned[document].to(torch.int32)
-    return DocumentLayout(source[None], target[None], start[None])
+    document = torch.searchsorted(cu, token, right=True) - 1
+    first = cu[document.clamp(0, num_documents - 1)]
+    room = num_documents * (config.select_block_size - 1)
+    num_slots = _num_slots(num_tokens, room, config)
+    return _row(first, _aligned(first, config), num_slots, config)
 
 
 def align_positions(
@@ -105,29 +97,68 @@ def align_positions(
 ) -> DocumentLayout:
     """Layout of packed rows whose `position_ids` (B, S) restart at every document.
 
-    A document ends where the next position is not one more. The rows become one row. Their number
-    must be bounded without reading values: by `max_documents`, by default 16, one more a row and
-    one more for every 4 * l' tokens. More documents than that raise an error on the device (an
-    assertion that the host does not wait for), which calls the bound `bound_name`. `align_packed`
-    has no such bound.
+    A document ends where the next position is not one more. The rows become one row. The unused
+    slots behind the documents must be bounded without reading values: by l' - 1 for each of
+    `max_documents`, whatever their lengths. By default by an eighth of the tokens and l' - 1 for
+    each row and eight more: room for documents of 4 * l' tokens on average, of any lengths that
+    leave half a block unused on average. Documents that do not fit raise an error on the device
+    (an assertion that the host does not wait for), which calls the bound `bound_name`.
+    `align_packed` has no such bound.
     """
     batch, length = position_ids.shape
-    total = batch * length
-    if max_documents is None:
-        max_documents = 16 + batch + total // (4 * config.select_block_size)
+    total, gap = batch * length, config.select_block_size - 1
+    room = total // 8 + (8 + batch) * gap if max_documents is None else max_documents * gap
     new = torch.ones_like(position_ids, dtype=torch.bool)
     new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    document = new.flatten().cumsum(0) - 1
-    torch._assert_async(
-        document[-1] < max_documents,
-        f"position_ids hold more than {bound_name}={max_documents} documents: "
-        f"raise {bound_name} or pass cu_seqlens",
-    )
-    ranks = torch.arange(max_documents, device=position_ids.device)
-    cu_seqlens = torch.searchsorted(document, ranks)
-    cu_seqlens = torch.nn.functional.pad(cu_seqlens, (0, 1), value=total)
-    layout = align_packed(cu_seqlens, total, config)
+    document = new.flatten().cumsum(0)
+    first = torch.searchsorted(document, document)
+    target, num_slots = _aligned(first, config), _num_slots(total, room, config)
+    torch._assert_async(target[-1] < num_slots, _too_many(bound_name, max_documents))
+    layout = _row(first, target, num_slots, config)
     return layout._replace(target=layout.target.view(batch, length))
+
+
+def _too_many(bound_name: str, max_documents: int | None) -> str:
+    if max_documents is None:
+        return (
+            "position_ids hold more short documents than are expected: pass "
+            f"{bound_name}, a bound on their number, or cu_seqlens"
+        )
+    return (
+        f"position_ids hold more than {bound_name}={max_documents} documents: "
+        f"raise {bound_name} or pass cu_seqlens"
+    )
+
+
+def _num_slots(num_tokens: int, room: int, config: NSAConfig) -> int:
+    """Length of a row of whole blocks in which documents leave at most `room` slots unused."""
+    return (num_tokens + room) // config.select_block_size * config.select_block_size
+
+
+def _aligned(first: Tensor, config: NSAConfig) -> Tensor:
+    """Ascending slots of the tokens of a row, int64 (T,): each document begins at a block.
+
+    Args:
+        first: int64 (T,), for each token the index of the first one of its document.
+    """
+    token = torch.arange(first.shape[0], device=first.device)
+    unused = -first.diff() % config.select_block_size  # behind the document before
+    return token + torch.nn.functional.pad(unused.cumsum(0), (1, 0))
+
+
+def _row(first: Tensor, target: Tensor, num_slots: int, config: NSAConfig) -> DocumentLayout:
+    """The layout of one row, from the slots of its tokens."""
+    slot = torch.arange(num_slots, device=target.device)
+    source = torch.searchsorted(target, slot, right=True) - 1  # the last token at or before
+    token = torch.arange(target.shape[0], device=target.device)
+    own, block = target[source], slot - slot % config.select_block_size
+    start = torch.where(block > own, block, (target - token + first)[source])
+    return DocumentLayout(
+        source[None],
+        target.clamp(max=num_slots - 1)[None],
+        start.to(torch.int32)[None],
+        (own != slot)[None],
+    )
 
 
 def align_padded(attention_mask: Tensor) -> DocumentLayout:
@@ -150,7 +181,7 @@ def align_padded(attention_mask: Tensor) -> DocumentLayout:
     row = torch.arange(batch, device=attention_mask.device)[:, None] * length
     source = row + (place + first).clamp(max=length - 1)
     target = row + (place - first).clamp(min=0)
-    return DocumentLayout(source, target, None)
+    return DocumentLayout(source, target, None, place + first >= length, place < first)
 
 
 def gather_real(real: Tensor) -> DocumentLayout:

@@ -161,17 +161,7 @@ class NSAAttention(nn.Module):
             out, aux = self._attend_cached(x, positions, attention_mask, cache, return_aux)
             return out if aux is None else (out, aux)
         layout = self._layout(x, cu_seqlens, attention_mask)
-        if layout is None:
-            out, aux = self._attend(x, positions, None, return_aux)
-        else:
-            # One gather of x costs less than one each of queries, keys, values and gates.
-            if positions is not None:
-                positions = positions.expand(x.shape[:2])[:, None, :, None]
-                positions = layout.align(positions)[:, 0, :, 0]
-            x = layout.align(x[:, None]).squeeze(1)
-            out, aux = self._attend(x, positions, layout.start, return_aux)
-            out = layout.restore(out[:, None]).squeeze(1)
-            aux = None if aux is None else _restore_aux(aux, layout, self.config)
+        out, aux = self._attend(x, positions, layout, return_aux)
         if attention_mask is not None:
             out = out.masked_fill((attention_mask == 0)[:, :, None], 0)
         return out if aux is None else (out, aux)
@@ -241,13 +231,18 @@ class NSAAttention(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None,
-        document_start: Tensor | None,
+        layout: DocumentLayout | None,
         return_aux: bool,
     ) -> tuple[Tensor, NSAAux | None]:
         if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
-            positions = positions if document_start is None else positions - document_start
+            plain = torch.arange(x.shape[1], device=x.device)
+            positions = plain if layout is None else layout.positions
         query, keys, values = self._project(x, positions)
+        gates = self.gates(x)
+        if layout is not None:
+            # Behind the projections, which then see no unused slots. The rotation before it and
+            # this move are one pass over memory when compiled.
+            query, keys, values, gates = map(layout.align, (query, keys, values, gates))
         compressed_key, key, sliding_key = self._branches(keys)
         compressed_value, value, sliding_value = self._branches(values)
         result = nsa_attention(  # type: ignore[call-overload]  # there is none for bool
@@ -256,15 +251,18 @@ class NSAAttention(nn.Module):
             value,
             self.compress_key(compressed_key),
             self.compress_value(compressed_value),
-            self.gates(x),
+            gates,
             config=self.config,
             backend=self.backend,
             sliding_key=sliding_key,
             sliding_value=sliding_value,
-            document_start=document_start,
+            document_start=None if layout is None else layout.start,
             return_aux=return_aux,
         )
         out, aux = result if isinstance(result, tuple) else (result, None)
+        if layout is not None:
+            out = layout.restore(out)
+            aux = None if aux is None else _restore_aux(aux, layout, self.config)
         return self.o_proj(out.transpose(1, 2).flatten(2)), aux
 
     def _heads(self, features: Tensor, head_dim: int) -> Tensor:

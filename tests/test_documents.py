@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa_flex import DocumentLayout, NSAConfig, align_packed, align_padded, align_positions
+from nsa_flex.documents import gather_real
 
 CONFIG = NSAConfig(4, 2, 8, 3, window_size=5)
 lengths_of = st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(sum)
@@ -65,6 +66,50 @@ def test_rows_of_positions_become_one_row() -> None:
     assert layout.source.shape == (1, 32)
     assert layout.target.shape == (2, 6)
     assert torch.equal(layout.positions, position_ids)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "at_most"), [(2048, 0.45), (8192, 0.2), (65536, 0.14)], ids=str
+)
+def test_unused_slots_are_few_and_room_for_short_documents(
+    num_tokens: int, at_most: float
+) -> None:
+    config = NSAConfig()
+    average = 4 * config.select_block_size
+    lengths = np.random.default_rng(num_tokens).integers(1, 2 * average, num_tokens)
+    bounds = np.minimum(lengths.cumsum(), num_tokens)
+    lengths = np.diff(bounds, prepend=0)
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    layout = align_positions(position_ids, config)
+    assert torch.equal(layout.positions, position_ids)
+    assert layout.source.shape[1] <= (1 + at_most) * num_tokens
+
+
+def test_as_many_documents_as_tokens() -> None:
+    position_ids = torch.zeros(3, 5, dtype=torch.int64)
+    layout = align_positions(position_ids, CONFIG, max_documents=15)
+    assert torch.equal(layout.target.flatten(), 8 * torch.arange(15))
+    assert torch.equal(layout.positions, position_ids)
+
+
+@given(lengths=lengths_of)
+def test_blocks_behind_the_documents_are_documents_of_their_own(lengths: list[int]) -> None:
+    total = sum(lengths)
+    layout = align_packed(cumulative([*lengths, 0, 0, 0]), total, CONFIG)
+    assert layout.start is not None
+    used = int(layout.target.max()) // 8 * 8 + 8
+    slots = torch.arange(used, layout.source.shape[1])
+    assert torch.equal(layout.start[0, used:], (slots // 8 * 8).int())
+
+
+def test_more_documents_than_the_bound_pass_if_they_fit() -> None:
+    layout = align_positions(torch.arange(24)[None] % 8, CONFIG, max_documents=1)
+    assert torch.equal(layout.target[0], torch.arange(24))
+
+
+def test_short_documents_beyond_expectation_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"more short documents .* pass max_documents, a bound"):
+        align_positions(torch.zeros(1, 40, dtype=torch.int64), CONFIG)
 
 
 def test_too_many_documents_are_refused() -> None:
@@ -134,8 +179,50 @@ def test_compiled_layouts_equal_eager_ones() -> None:
         assert torch.equal(got, want)
 
 
-def test_gradients_flow_through_align_and_restore() -> None:
-    layout = align_packed(cumulative([5, 9]), 14, CONFIG)
-    x = torch.randn(1, 2, 14, 3, requires_grad=True)
-    (grad,) = torch.autograd.grad(layout.restore(layout.align(x)).sum(), x)
-    assert torch.equal(grad, torch.ones_like(x))
+LAYOUTS = {
+    "packed": align_packed(cumulative([5, 0, 9, 1]), 15, CONFIG),
+    "left": align_padded((torch.arange(15) >= torch.tensor([[4], [0]])).int()),
+    "right": align_padded((torch.arange(15) < torch.tensor([[4], [0]])).int()),
+    "gaps": gather_real(torch.arange(15) % torch.tensor([[2], [3]]) > 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_come_back_to_where_tokens_came_from(name: str) -> None:
+    layout = LAYOUTS[name]
+    batch, length = layout.target.shape
+    real = torch.ones(batch, length, dtype=torch.bool)
+    real = real if layout.padding is None else ~layout.padding
+    x = torch.randn(batch, 2, length, 3, requires_grad=True)
+    weight = torch.randn_like(x)
+    wanted = weight * real[:, None, :, None]
+    (grad,) = torch.autograd.grad((layout.restore(layout.align(x)) * wanted).sum(), x)
+    assert torch.equal(grad, wanted)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_slots_that_repeat_a_token_get_and_give_no_gradient(name: str) -> None:
+    layout = LAYOUTS[name]
+    rows, slots = layout.source.shape
+    taken = torch.zeros(rows * slots, dtype=torch.bool)
+    tokens = layout.target if layout.padding is None else layout.target[~layout.padding]
+    taken[tokens.flatten()] = True
+    aligned = torch.randn(rows, 2, slots, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(layout.restore(aligned).sum(), aligned)
+    assert torch.equal(grad, taken.view(rows, 1, slots, 1).float().expand_as(grad))
+
+    x = torch.randn(*layout.target.shape, 2, 3).transpose(1, 2).requires_grad_()
+    (grad,) = torch.autograd.grad(layout.align(x).sum(), x)
+    assert grad.max() == 1
+    assert grad.sum() == 2 * 3 * tokens.numel()
+
+
+def test_second_derivatives_of_moved_tokens() -> None:
+    layout = LAYOUTS["packed"]
+    x = torch.randn(1, 1, 15, 2, dtype=torch.float64, requires_grad=True)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        return layout.restore(layout.align(x).square())
+
+    assert torch.autograd.gradcheck(there_and_back, x)
+    assert torch.autograd.gradgradcheck(there_and_back, x)

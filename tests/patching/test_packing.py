@@ -1,0 +1,127 @@
+"""Packed documents in a patched decoder: each as if alone, at the cost of a few moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nsa_flex
+from nsa_flex.hot_path import find_graph_breaks, find_syncs
+from patching.tiny_models import NSA, relative_error, tiny_model, tokens
+
+WAYS = ("position_ids", "cu_seq_lens", "both")
+LENGTHS = [1, 13, 8, 0, 30, 1, 0, 16]
+
+
+def how(way: str, lengths: list[int]) -> dict[str, Any]:
+    """What tells a patched decoder of the documents, in each of the ways that collators use."""
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    longest = max(lengths)
+    by_bounds = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    by_positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    calls = {"position_ids": by_positions, "cu_seq_lens": by_bounds}
+    return {**calls.get(way, {**by_bounds, **by_positions}), "use_cache": False}
+
+
+def trained_like() -> nn.Module:
+    """A patched Llama in float64 whose φ is no mean, which tells where a document begins."""
+    model = nsa_flex.patch(tiny_model(), NSA).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".nsa." in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def outcome(model: nn.Module, calls: list[tuple[Tensor, dict[str, Any]]]) -> tuple[Tensor, Tensor]:
+    """Logits of all calls (tokens, V), and the gradient of their squares in all parameters."""
+    model.zero_grad()
+    found = torch.cat([model(ids, **call).logits[0] for ids, call in calls])
+    found.square().sum().backward()
+    gradient = [x.grad.flatten() for x in model.parameters() if x.grad is not None]
+    return found.detach(), torch.cat(gradient)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_and_gradients_are_those_of_each_document_alone(way: str) -> None:
+    model, ids = trained_like(), tokens(1, sum(LENGTHS))
+    alone = [(part, {"use_cache": False}) for part in ids.split(LENGTHS, 1) if part.numel()]
+    expected = outcome(model, alone)
+    found = outcome(model, [(ids, how(way, LENGTHS))])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-10
+
+
+@settings(max_examples=6)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(sum))
+def test_any_packing_in_any_way(lengths: list[int]) -> None:
+    torch.manual_seed(sum(lengths))
+    model, ids = trained_like(), tokens(1, sum(lengths))
+    with torch.no_grad():
+        alone = [model(x, use_cache=False).logits for x in ids.split(lengths, 1) if x.numel()]
+        for way in WAYS:
+            found = model(ids, **how(way, lengths)).logits
+            assert relative_error(found, torch.cat(alone, 1)) < 1e-10
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_graph_for_any_packing(way: str) -> None:
+    model = nsa_flex.patch(tiny_model(), NSA)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for lengths in ([23, 40, 1], [1, 1, 62], [0, 64, 0], [64 - 16, 8, 8]):
+        lengths = lengths if way != "position_ids" else [n for n in lengths if n]
+        ids, call = tokens(1, 64), how(way, lengths)
+        call.pop("max_length_q", None), call.pop("max_length_k", None)
+        found, expected = compiled(ids, **call).logits, model(ids, **call).logits
+        assert relative_error(found.detach(), expected.detach()) < 1e-5
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_host_sync_and_no_graph_break(way: str) -> None:
+    model, ids = nsa_flex.patch(tiny_model(), NSA).train(), tokens(1, sum(LENGTHS))
+    call = how(way, LENGTHS)
+    assert find_syncs(model, ids, **call) == []
+    assert find_graph_breaks(model, ids, **call) == []
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_moves_five_tensors_and_their_gradients_once(way: str) -> None:
+    model, ids = nsa_flex.patch(tiny_model(), NSA).train(), tokens(1, sum(LENGTHS))
+    counted = []
+    for call in ({"use_cache": False}, how(way, LENGTHS)):
+        with Operators() as operators:
+            model(ids, **call).logits.sum().backward()
+        counted.append(operators.seen)
+    more = counted[1] - counted[0]
+    layers = len(model.model.layers)
+    assert more["index_select"] == 2 * 5 * layers  # q, k, v, gates and the output
+    adding = {name for name in more if "index_add" in name or "index_put" in name}
+    assert not adding, "a gradient is added up where it could be moved"
