@@ -82,6 +82,7 @@ def patch(
     if groups:
         _transformers_decoder().install(model, groups, configs)
         _transformers_saving().install(model, set(groups))
+        _transformers_batching().install(model, set(groups))
     return model
 
 
@@ -97,6 +98,7 @@ def unpatch(model: ModelT) -> ModelT:
             adapters.remove(site.module)
     groups = _by_decoder(sites)
     if groups:
+        _transformers_batching().remove(model, set(groups))
         _transformers_saving().remove(model, set(groups))
         _transformers_decoder().remove(model, groups)
     for site in sites:
@@ -169,6 +171,13 @@ def _transformers_decoder() -> ModuleType:
     from nsa_flex.patching import hf_decoder
 
     return hf_decoder
+
+
+def _transformers_batching() -> ModuleType:
+    """What gives transformers' models continuous batching."""
+    from nsa_flex.patching import hf_batching
+
+    return hf_batching
 
 
 def _transformers_saving() -> ModuleType:

@@ -16,6 +16,8 @@ class CallContext(NamedTuple):
     cache: transformers cache whose `LayerCache`s have the keys and were told of the padding, or
         None; then `rows` moves nothing.
     passed: names of the arguments that the caller of the decoder passed.
+    paged: the engine's batch and pages if continuous batching calls, else None; then there is
+        neither `rows` nor `cache`.
     full_masks: whether masks of the former implementation are made for full attention, because
         some layers with full attention are unpatched.
     """
@@ -24,6 +26,7 @@ class CallContext(NamedTuple):
     cache: Any = None
     passed: tuple[str, ...] = ()
     full_masks: bool = False
+    paged: Any = None
 
 
 class LayerInput(NamedTuple):

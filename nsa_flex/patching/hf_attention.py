@@ -1,6 +1,7 @@
 """What transformers' attention interface calls for a patched decoder, and for its masks.
 
-`nsa_flex` is the attention implementation in the config of a patched decoder. Importing this
+`nsa_flex` is the attention implementation in the config of a patched decoder, and
+`nsa_flex_flash` while an engine of continuous batching runs it. Importing this
 module registers it.
 """
 
@@ -15,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from nsa_flex.patching.call_context import CallContext, LayerInput
-from nsa_flex.patching.hf_layers import IMPLEMENTATION, Attention
+from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
 from nsa_flex.patching.hf_refusals import check_arguments, check_mask, check_tokens, check_window
 
 _NOT_PATCHED = (
@@ -64,7 +65,12 @@ def attention_forward(
     check_arguments(name, dropout, kwargs, nsa_call)
     check_window(name, kwargs.get("sliding_window"), module.config)
     check_mask(name, attention_mask, nsa_input.attention_mask, full=nsa_call.full_masks)
-    if nsa_call.cache is None:
+    if nsa_call.paged is not None:
+        pages = nsa_call.paged.layers[module.layer_idx]
+        output = layer.attend_pages(
+            nsa_input.hidden_states, query, key, value, pages, nsa_call.paged.batch, scale=scaling
+        )
+    elif nsa_call.cache is None:
         check_tokens(name, query, key, nsa_call.rows)
         output = layer(
             nsa_input.hidden_states, query, key, value, scale=scaling, rows=nsa_call.rows
@@ -122,5 +128,6 @@ def mask_for_attention(
     return attention_mask
 
 
-AttentionInterface.register(IMPLEMENTATION, attention_forward)
-AttentionMaskInterface.register(IMPLEMENTATION, mask_for_attention)
+for _name in IMPLEMENTATIONS:
+    AttentionInterface.register(_name, attention_forward)
+    AttentionMaskInterface.register(_name, mask_for_attention)

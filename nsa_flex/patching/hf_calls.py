@@ -18,7 +18,8 @@ from nsa_flex.documents import align_packed, align_positions
 from nsa_flex.patching.call_context import CallContext
 from nsa_flex.patching.hf_cache import adopt, holds_nsa
 from nsa_flex.patching.hf_incoming import expect, real_past
-from nsa_flex.patching.hf_layers import IMPLEMENTATION, Decoder
+from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Decoder
+from nsa_flex.patching.hf_paged_call import read_paged_call
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
 _CACHED_DOCUMENTS = "a cache cannot tell documents apart: pass use_cache=False"
@@ -48,7 +49,7 @@ class CallHook:
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        if decoder.config._attn_implementation != IMPLEMENTATION:
+        if decoder.config._attn_implementation not in IMPLEMENTATIONS:
             self._refuse_nsa_cache(call)
             return args, kwargs  # switched by set_attn_implementation, for a while
         if call.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
@@ -58,6 +59,10 @@ class CallHook:
             )
         max_documents = call.pop("nsa_max_documents", None)
         context = CallContext(passed=tuple(call), full_masks="full" in self.kept_masks)
+        paged = read_paged_call(call)
+        if paged is not None:
+            call["nsa_call"] = context._replace(paged=paged)
+            return (), _with_plain_mask(call)
         caches = self._caches(decoder, call)
         if caches:
             self._expect(caches, call)
@@ -65,12 +70,7 @@ class CallHook:
             return (), call
         call["nsa_call"] = context._replace(rows=self._rows(decoder, call, max_documents))
         if self._would_search_documents(decoder, call):
-            # Documents are known by now. Without a mask transformers would look for them itself,
-            # which reads position_ids on the host.
-            tokens = _tokens(call)
-            call["attention_mask"] = torch.ones(
-                tokens.shape[:2], dtype=torch.bool, device=tokens.device
-            )
+            return (), _with_plain_mask(call)
         return (), call
 
     def _refuse_nsa_cache(self, call: dict[str, Any]) -> None:
@@ -223,6 +223,17 @@ def _tokens(call: dict[str, Any]) -> Tensor:
     if tokens is None:
         raise ValueError("pass one of input_ids and inputs_embeds")
     return tokens
+
+
+def _with_plain_mask(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose documents are known, with a padding mask of ones.
+
+    Without a mask transformers would look for documents itself, which reads position_ids on the
+    host.
+    """
+    tokens = _tokens(call)
+    mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    return {**call, "attention_mask": mask}
 
 
 def _document_positions(call: dict[str, Any]) -> Tensor | None:

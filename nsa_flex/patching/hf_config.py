@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PreTrainedConfig
 
-from nsa_flex.patching.hf_layers import IMPLEMENTATION, Attention, Decoder
+from nsa_flex.patching.hf_layers import IMPLEMENTATION, IMPLEMENTATIONS, Attention, Decoder
 
 # Attributes that patch itself writes.
 _WRITTEN = ("nsa_flex", "_attn_implementation_internal")
@@ -126,7 +126,7 @@ def former_implementation(config: Config) -> str:
     A model made from the config of a patched one names NSA; then "sdpa".
     """
     implementation = config._attn_implementation
-    return "sdpa" if implementation == IMPLEMENTATION else implementation
+    return "sdpa" if implementation in IMPLEMENTATIONS else implementation
 
 
 def write_record(decoder: Decoder, record: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_flex.patching.hf_attention import attention_forward
 from nsa_flex.patching.hf_families import family_of
-from nsa_flex.patching.hf_layers import IMPLEMENTATION, Attention
+from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
 
 
 def own_forwards(modules: list[Attention]) -> list[OwnForward]:
@@ -46,7 +46,7 @@ def _forward(
     The keys and values of a group stay one, in the cache too. (Falcon's own forward repeats those
     of its newer architecture for each query head.)
     """
-    if module.config._attn_implementation != IMPLEMENTATION:
+    if module.config._attn_implementation not in IMPLEMENTATIONS:
         own = type(module).forward
         named = {"layer_past": layer_past, "position_embeddings": position_embeddings}
         return own(module, hidden_states, alibi, attention_mask, **named, **kwargs)

@@ -15,6 +15,10 @@ from nsa_flex.patching.layer import AttentionShape
 
 # The attention implementation of a patched decoder, as its config names it.
 IMPLEMENTATION = "nsa_flex"
+# The same while an engine of continuous batching runs. The engine takes implementations with
+# "flash" in their name for ones that attend packed tokens and need no masks.
+PAGED_IMPLEMENTATION = "nsa_flex_flash"
+IMPLEMENTATIONS = (IMPLEMENTATION, PAGED_IMPLEMENTATION)
 
 # Attention modules of transformers share attributes, not a type.
 Attention: TypeAlias = Any

@@ -25,7 +25,6 @@ _REFUSED = {
     "indices": "keys chosen by an indexer",
     "topk_indices": "keys chosen by an indexer",
     "block_indices": "keys chosen by an indexer",
-    "cache": "continuous batching with a paged cache",
 }
 
 # What layers add to the arguments of their decoder, and attention functions need not look at.

@@ -14,6 +14,7 @@ from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates
+from nsa_flex.paging import LayerPages, NewTokens, PagedBatch, PagedLayer, attend
 from nsa_flex.patching.rows import Rows
 
 
@@ -170,6 +171,34 @@ class NSALayer(nn.Module):
         gates = self.gates(hidden_states)
         output, _ = cache.attend(query, key, value, gates, scale=scale, backend=self.backend)
         return output
+
+    def attend_pages(
+        self,
+        hidden_states: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pages: LayerPages,
+        batch: PagedBatch,
+        *,
+        scale: float | None = None,
+    ) -> Tensor:
+        """NSA of the new tokens of several requests in one row, stored in pages on the way.
+
+        Args:
+            hidden_states: (1, T, E).
+            query: (1, Hq, T, D), key: (1, Hkv, T, D), value: (1, Hkv, T, Dv).
+            pages: of this layer.
+            batch: which tokens are whose.
+            scale: as of `forward`.
+
+        Returns:
+            (1, Hq, T, Dv) in the dtype of `value`.
+        """
+        gates = self.gates(hidden_states)
+        new = NewTokens(query.to(value.dtype), key.to(value.dtype), value, gates)
+        paged = PagedLayer(pages, self.compress_key, self.compress_value, self.backend)
+        return attend(paged, new, batch, query.shape[-1] ** -0.5 if scale is None else scale)
 
     def new_cache(self, *, max_length: int | None = None) -> LayerCache:
         """An empty cache for this layer; static with room for `max_length` tokens, or growing."""

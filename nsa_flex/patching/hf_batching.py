@@ -1,0 +1,127 @@
+"""Continuous batching of patched transformers models: `generate_batch`, and what serves them.
+
+All entry points of the engine get their manager from `model.init_continuous_batching`. A patched
+model has one of its own, which makes managers whose cache holds compressed rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.paging import rows_per_page
+from nsa_flex.patching.hf_layers import Decoder, is_attention
+from nsa_flex.patching.layer import layer_of
+
+_ALLOCATORS = "transformers.generation.continuous_batching.cache_allocators"
+
+
+def install(model: nn.Module, decoders: set[Decoder]) -> None:
+    """Let models in `model` that generate with a patched decoder batch with NSA."""
+    for holder in _generators(model, decoders):
+        holder.init_continuous_batching = functools.partial(_init_continuous_batching, holder)
+
+
+def remove(model: nn.Module, decoders: set[Decoder]) -> None:
+    """Undo `install`; a manager that was kept for later is dropped."""
+    for holder in _generators(model, decoders):
+        if "init_continuous_batching" in vars(holder):
+            del holder.init_continuous_batching
+            holder.destroy_cached_continuous_batching_manager()
+
+
+def _generators(model: nn.Module, decoders: set[Decoder]) -> list[Any]:
+    return [
+        each
+        for each in model.modules()
+        if isinstance(each, PreTrainedModel)
+        and hasattr(type(each), "init_continuous_batching")
+        and not decoders.isdisjoint(each.modules())
+    ]
+
+
+def _init_continuous_batching(
+    model: Any,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> Any:
+    """As the class's own: a manager, or the one that was kept from an earlier session.
+
+    Raises:
+        ValueError: something that was asked for, or that the model has, does not go together with
+            NSA's pages; the message names it.
+    """
+    kept = getattr(model, "_cached_continuous_batching_manager", None)
+    if kept is not None:
+        kept.switch_to_cb_friendly_attn(model)
+        return kept
+    if importlib.util.find_spec(_ALLOCATORS) is None:
+        raise ValueError(
+            "continuous batching of a patched model needs a transformers whose engine has cache "
+            f"allocators ({_ALLOCATORS}), as 5.23 has: upgrade transformers"
+        )
+    from transformers import ContinuousBatchingConfig
+
+    from nsa_flex.patching.hf_manager import NSAManager, check_heads
+
+    generation = copy.deepcopy(generation_config or model.generation_config)
+    batching = copy.deepcopy(continuous_batching_config or ContinuousBatchingConfig())
+    _check_model(model, batching.page_size)
+    check_heads(model)
+    _check_request(generation, batching)
+    if generation.eos_token_id is None:
+        generation.eos_token_id = -1  # the engine's word for none
+    batching.use_cuda_graph = False
+    batching.max_blocks_per_request = 0
+    return NSAManager(model, generation, batching, workload_hints)
+
+
+def _check_model(model: Any, page_size: int) -> None:
+    config = model.config.get_text_config()
+    record = getattr(config, "nsa_flex", None)
+    if record is None:
+        raise ValueError(
+            f"the text decoder of {type(model).__name__} is not the one that is patched: "
+            "continuous batching runs that alone"
+        )
+    for name, module in model.named_modules():
+        if is_attention(module):
+            _check_patched(name, module)
+    rows_per_page(page_size, NSAConfig.from_dict(record["config"]))
+
+
+def _check_patched(name: str, module: Any) -> None:
+    if layer_of(module) is None:
+        raise ValueError(
+            f"{name} is not patched, and the engine's memory for it cannot lie beside NSA's "
+            "pages: continuous batching needs all attention layers patched; use generate()"
+        )
+
+
+def _check_request(generation: Any, batching: Any) -> None:
+    """ValueError for what would pad batches to constant shapes."""
+    compiled = (
+        batching.default_compile_level > 0
+        or batching.varlen_compile_config is not None
+        or batching.decode_compile_config is not None
+        or getattr(generation, "compile_config", None) is not None
+    )
+    if compiled:
+        raise ValueError(
+            "compilation is not supported in continuous batching with NSA: leave compile_config, "
+            "varlen_compile_config, decode_compile_config and default_compile_level as they are"
+        )
+    graphs = batching.use_cuda_graph
+    padded = batching.q_padding_interval_size or batching.kv_padding_interval_size
+    if padded or (any(graphs) if isinstance(graphs, tuple) else graphs):
+        raise ValueError(
+            "CUDA graphs are not supported in continuous batching with NSA: leave use_cuda_graph, "
+            "q_padding_interval_size and kv_padding_interval_size as they are"
+        )

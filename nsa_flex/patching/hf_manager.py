@@ -1,0 +1,85 @@
+"""transformers' manager of continuous batching, for a patched model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+)
+from transformers.generation.continuous_batching.utils import (
+    find_head_dim,
+    find_num_key_value_heads,
+)
+
+from nsa_flex.patching import hf_pages  # noqa: F401 -- registers NSA's pages
+from nsa_flex.patching.hf_layers import IMPLEMENTATION, PAGED_IMPLEMENTATION
+from nsa_flex.patching.layer import NSALayer
+
+
+def check_heads(model: Any) -> None:
+    """That the engine, which reads the config, plans for the heads that the layers have.
+
+    Raises:
+        ValueError: a family whose config counts its key-value heads otherwise.
+    """
+    config = model.config.get_text_config()
+    planned = find_num_key_value_heads(config), find_head_dim(config)
+    for name, module in model.named_modules():
+        if isinstance(module, NSALayer):
+            found = module.shape.num_kv_heads, module.shape.head_dim
+            if planned != found:
+                raise ValueError(
+                    f"the engine plans pages for {planned[0]} key-value heads of {planned[1]} "
+                    f"dimensions, and {name} has {found[0]} of {found[1]}: use generate()"
+                )
+
+
+class NSAManager(ContinuousBatchingManager):
+    """Runs the engine with NSA's pages. Made by `model.init_continuous_batching`."""
+
+    batch_processor: Any
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Name NSA's attention as one that the engine needs no masks for; until `stop`."""
+        model.config.get_text_config()._attn_implementation_internal = PAGED_IMPLEMENTATION
+
+    def start(self) -> None:
+        """Start the engine; what cannot be set up raises here, not in its thread."""
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()
+        super().start()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the engine, and give NSA's attention its usual name again."""
+        super().stop(*args, **kwargs)
+        self.model.config.get_text_config()._attn_implementation_internal = IMPLEMENTATION
+
+    def _create_batch_processor(self) -> Any:
+        processor = super()._create_batch_processor()
+        scheduler, config = processor.scheduler, self.model.config.get_text_config()
+        limits = {
+            "pages of the cache": processor.cache.max_tokens_read,
+            "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+        }
+        add = type(scheduler).add_waiting_request
+        scheduler.add_waiting_request = functools.partial(_add, scheduler, add, limits)
+        return processor
+
+
+def _add(scheduler: Any, add: Any, limits: dict[str, int | None], state: Any) -> None:
+    """Queue a request, unless it could never be finished: that would stop the engine for all.
+
+    Raises:
+        ValueError: its prompt and the tokens it asks for are too many. The engine fails this
+            request with the message, and goes on.
+    """
+    prompt, new = len(state.initial_tokens), state.max_new_tokens or 0
+    for name, limit in limits.items():
+        if limit is not None and prompt + new - 1 > limit:
+            raise ValueError(
+                f"a prompt of {prompt} tokens with max_new_tokens={new} does not fit into {limit} "
+                f"tokens ({name}): shorten the prompt or ask for fewer tokens"
+            )
+    add(scheduler, state)
