@@ -14,6 +14,7 @@ from nsa_flex.cli.demo import demo
 from nsa_flex.cli.explain import explain
 from nsa_flex.cli.generate import generate
 from nsa_flex.cli.info import info
+from nsa_flex.cli.serve import serve
 from nsa_flex.cli.tune import tune
 
 app = typer.Typer(
@@ -53,3 +54,4 @@ app.command()(check)
 app.command()(bench)
 app.command()(tune)
 app.command()(generate)
+app.command()(serve)

@@ -62,6 +62,31 @@ def _init_continuous_batching(
     if kept is not None:
         kept.switch_to_cb_friendly_attn(model)
         return kept
+    check_batching(model, continuous_batching_config, generation_config)
+    from transformers import ContinuousBatchingConfig
+
+    from nsa_flex.patching.hf_manager import NSAManager
+
+    generation = copy.deepcopy(generation_config or model.generation_config)
+    batching = copy.deepcopy(continuous_batching_config or ContinuousBatchingConfig())
+    if generation.eos_token_id is None:
+        generation.eos_token_id = -1  # the engine's word for none
+    batching.use_cuda_graph = False
+    batching.max_blocks_per_request = 0
+    return NSAManager(model, generation, batching, workload_hints)
+
+
+def check_batching(model: Any, batching: Any = None, generation: Any = None) -> None:
+    """That a patched model, and what is asked of the engine, go together with NSA's pages.
+
+    Args:
+        model: a patched model that generates.
+        batching: a ContinuousBatchingConfig; the engine's defaults if None.
+        generation: a GenerationConfig; the model's if None.
+
+    Raises:
+        ValueError: they do not; the message names why.
+    """
     if importlib.util.find_spec(_ALLOCATORS) is None:
         raise ValueError(
             "continuous batching of a patched model needs a transformers whose engine has cache "
@@ -69,18 +94,12 @@ def _init_continuous_batching(
         )
     from transformers import ContinuousBatchingConfig
 
-    from nsa_flex.patching.hf_manager import NSAManager, check_heads
+    from nsa_flex.patching.hf_manager import check_heads
 
-    generation = copy.deepcopy(generation_config or model.generation_config)
-    batching = copy.deepcopy(continuous_batching_config or ContinuousBatchingConfig())
+    batching = ContinuousBatchingConfig() if batching is None else batching
     _check_model(model, batching.page_size)
     check_heads(model)
-    _check_request(generation, batching)
-    if generation.eos_token_id is None:
-        generation.eos_token_id = -1  # the engine's word for none
-    batching.use_cuda_graph = False
-    batching.max_blocks_per_request = 0
-    return NSAManager(model, generation, batching, workload_hints)
+    _check_request(model.generation_config if generation is None else generation, batching)
 
 
 def _check_model(model: Any, page_size: int) -> None:

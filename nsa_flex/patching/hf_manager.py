@@ -56,19 +56,25 @@ class NSAManager(ContinuousBatchingManager):
         super().stop(*args, **kwargs)
         self.model.config.get_text_config()._attn_implementation_internal = IMPLEMENTATION
 
+    def max_request_tokens(self) -> int:
+        """Tokens that one request can have in all, by the cache and by the model."""
+        return min(limit for _, limit in self._limits())
+
+    def _limits(self) -> list[tuple[str, int]]:
+        processor, config = self.batch_processor, self.model.config.get_text_config()
+        limits = [("the cache", processor.cache.max_tokens_read)]
+        positions = getattr(config, "max_position_embeddings", None)
+        return limits if positions is None else [*limits, ("max_position_embeddings", positions)]
+
     def _create_batch_processor(self) -> Any:
-        processor = super()._create_batch_processor()
-        scheduler, config = processor.scheduler, self.model.config.get_text_config()
-        limits = {
-            "pages of the cache": processor.cache.max_tokens_read,
-            "max_position_embeddings": getattr(config, "max_position_embeddings", None),
-        }
+        self.batch_processor = super()._create_batch_processor()
+        scheduler = self.batch_processor.scheduler
         add = type(scheduler).add_waiting_request
-        scheduler.add_waiting_request = functools.partial(_add, scheduler, add, limits)
-        return processor
+        scheduler.add_waiting_request = functools.partial(_add, scheduler, add, self._limits())
+        return self.batch_processor
 
 
-def _add(scheduler: Any, add: Any, limits: dict[str, int | None], state: Any) -> None:
+def _add(scheduler: Any, add: Any, limits: list[tuple[str, int]], state: Any) -> None:
     """Queue a request, unless it could never be finished: that would stop the engine for all.
 
     Raises:
@@ -76,8 +82,8 @@ def _add(scheduler: Any, add: Any, limits: dict[str, int | None], state: Any) ->
             request with the message, and goes on.
     """
     prompt, new = len(state.initial_tokens), state.max_new_tokens or 0
-    for name, limit in limits.items():
-        if limit is not None and prompt + new - 1 > limit:
+    for name, limit in limits:
+        if prompt + new - 1 > limit:
             raise ValueError(
                 f"a prompt of {prompt} tokens with max_new_tokens={new} does not fit into {limit} "
                 f"tokens ({name}): shorten the prompt or ask for fewer tokens"

@@ -1,0 +1,68 @@
+"""`nsa-flex serve`: transformers' OpenAI-compatible server, with a patched model."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+
+from nsa_flex.cli.device import check_device
+from nsa_flex.cli.dtypes import dtype_name
+from nsa_flex.cli.generate_model import be_quiet
+
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PACKAGES = ("transformers", "fastapi", "uvicorn", "openai", "pydantic")
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="Pages of the cache; none: what the memory holds.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=4, help="Tokens of a page.")] = 256,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a pass; longer prompts come in chunks.")
+    ] = None,
+    memory_share: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Of free memory, for the cache.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: CUDA if any.")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto: as saved.")] = "auto",
+) -> None:
+    """Serve a model that runs NSA to many clients at once (continuous batching).
+
+    Endpoints: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /health. A
+    checkpoint of an unpatched model is patched on loading (init="dense"), untrained. The first
+    request's sampling options hold for all. Exits with 2 if the model cannot be served.
+
+    Example: `nsa-flex serve my-checkpoint --port 8000`
+    """
+    kind = DTYPES[dtype_name(dtype, DTYPES)]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        _fail(f"needs {', '.join(missing)}; install with: pip install 'nsa-flex[cli,hf,serve]'")
+    be_quiet()
+    from transformers import ContinuousBatchingConfig
+
+    from nsa_flex.cli.serve_app import build_app, run
+
+    options = {
+        "num_blocks": num_blocks,
+        "max_batch_tokens": max_batch_tokens,
+        "max_memory_percent": memory_share,
+        "page_size": page_size,
+    }
+    try:
+        app = build_app(model, ContinuousBatchingConfig(**options), check_device(device), kind)
+    except (OSError, ValueError) as error:
+        _fail(str(error), error)
+    run(app, host, port)
+
+
+def _fail(text: str, cause: Exception | None = None) -> NoReturn:
+    typer.echo(f"nsa-flex serve: {text}", err=True)
+    raise typer.Exit(2) from cause

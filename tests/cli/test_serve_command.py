@@ -1,0 +1,175 @@
+"""`nsa-flex serve`: a server in a process of its own, and OpenAI's client."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import nsa_flex
+from nsa_flex.cli.app import app
+from patching.tiny_models import NSA, tiny_model
+
+openai: Any = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+PROMPTS = ["sparse attention", "reads", "sparsely " * 12, "a page of tokens " * 9]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A patched model with a tokenizer of characters, saved."""
+    folder = tmp_path_factory.mktemp("served")
+    torch.manual_seed(0)
+    model = tiny_model("llama", max_position_embeddings=1024)
+    nsa_flex.patch(model, NSA).save_pretrained(folder)
+    # One token a character: every piece of text that is streamed is whole.
+    characters = [*map(chr, range(33, 127)), "Ġ", "Ċ", "ĉ"]  # space, newline, tab
+    vocabulary = {character: index for index, character in enumerate(characters)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint: Path) -> Iterator[Any]:
+    """A client of a server with room for 512 tokens."""
+    main = "from nsa_flex.cli import main; main()"
+    command = [sys.executable, "-c", main, "serve", str(checkpoint), "--port", "0"]
+    sizes = ["--page-size", "16", "--num-blocks", "32", "--max-batch-tokens", "64"]
+    process = subprocess.Popen(
+        [*command, *sizes, "--memory-share", "0.5", "--device", "cpu"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        address = None
+        for line in process.stderr:
+            if found := re.search(r"listening on (http://\S+)", line):
+                address = found[1]
+                break
+        assert address is not None, "the server did not start"
+        with ThreadPoolExecutor(1) as drain:
+            drain.submit(process.stderr.read)
+            yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+            process.terminate()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[str, str]:
+    """What `generate` writes after each prompt."""
+    model = nsa_flex.load(checkpoint).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    texts = {}
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        out = model.generate(ids, max_new_tokens=12, do_sample=False)
+        texts[prompt] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def write(client: Any, checkpoint: Path, prompt: str, **options: Any) -> Any:
+    options = {"max_tokens": 12, "temperature": 0, **options}
+    return client.completions.create(model=str(checkpoint), prompt=prompt, **options)
+
+
+def test_an_answer_is_the_text_of_generate(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    answer = write(client, checkpoint, PROMPTS[0])
+    assert answer.choices[0].text == expected[PROMPTS[0]]
+    assert answer.usage.completion_tokens == 12
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_streamed_answer_comes_in_pieces(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    pieces = [part.choices[0].text for part in write(client, checkpoint, PROMPTS[1], stream=True)]
+    assert "".join(pieces) == expected[PROMPTS[1]]
+    assert len([piece for piece in pieces if piece]) > 1
+
+
+def test_clients_at_once_get_each_their_answer(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda p: write(client, checkpoint, p), PROMPTS * 2))
+    assert [answer.choices[0].text for answer in answers] == [expected[p] for p in PROMPTS * 2]
+
+
+def test_a_client_that_goes_away_leaves_the_server_to_others(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    # Together they would fill the cache, if those that went away stayed.
+    for _ in range(3):
+        stream = write(client, checkpoint, PROMPTS[2], stream=True, max_tokens=300)
+        next(iter(stream))
+        stream.close()
+    assert write(client, checkpoint, PROMPTS[3]).choices[0].text == expected[PROMPTS[3]]
+
+
+def test_a_prompt_too_long_is_answered_with_the_reason(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=r"the prompt has \d+ tokens, and this"):
+            write(client, checkpoint, "page " * 600, stream=stream)
+    with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+        write(client, checkpoint, "")
+    assert write(client, checkpoint, PROMPTS[0]).choices[0].text == expected[PROMPTS[0]]
+
+
+def test_chats_and_the_list_of_models(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    chat = client.chat.completions.create(
+        model=str(checkpoint),
+        messages=[{"role": "user", "content": PROMPTS[1]}],
+        max_tokens=12,
+        temperature=0,
+    )
+    assert chat.choices[0].message.content == expected[PROMPTS[1]]
+    assert [model.id for model in client.models.list()] == [str(checkpoint)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--page-size", "18"], "page_size=18 must be a multiple of compress_stride=4"),
+        (["--device", "cuda:99"], "cuda:99"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_2(
+    checkpoint: Path, options: list[str], message: str
+) -> None:
+    result = CliRunner().invoke(app, ["serve", str(checkpoint), *options], prog_name="nsa-flex")
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_checkpoint_without_a_tokenizer_ends_with_2(tmp_path: Path) -> None:
+    model: Any = tiny_model("llama", vocab_size=256)
+    nsa_flex.patch(model, NSA).save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path)], prog_name="nsa-flex")
+    assert result.exit_code == 2
+    assert "has no tokenizer, which a server needs" in " ".join(result.output.split())
