@@ -7,11 +7,13 @@ chunk's first ones, and memory-bound kernels beside compute-bound ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import TypeVar
 
 import torch
+
+from nsa_flex.fallback_kernels.common.plan_recorder import current_recorder
 
 Chunk = TypeVar("Chunk")
 Workspace = TypeVar("Workspace")
@@ -43,13 +45,35 @@ def _streams(device: torch.device, number: int) -> Iterator[list[AbstractContext
         return
     current = torch.cuda.current_stream(device)
     others = [_stream(device, index) for index in range(1, number)]
+    recorder = current_recorder()
     for other in others:
         other.wait_stream(current)
+    if recorder is not None:
+        recorder.fork(device, others)
     try:
-        yield [nullcontext(), *(torch.cuda.stream(other) for other in others)]
+        yield [nullcontext(), *(_on(other) for other in others)]
     finally:
         for other in others:
             current.wait_stream(other)
+        if recorder is not None:
+            recorder.join(device, others)
+
+
+class _on:  # a context that is entered many times
+    """The stream is the current one, also of what a launch plan is made of."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.stack = ExitStack()
+        self.stack.enter_context(torch.cuda.stream(self.stream))
+        recorder = current_recorder()
+        if recorder is not None:
+            self.stack.enter_context(recorder.on_stream(self.stream))
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
 
 
 @lru_cache

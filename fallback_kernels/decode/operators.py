@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import Cache, NewTokens, launch_append, run
 
@@ -19,6 +20,7 @@ CACHE = ("key", "value", "compressed_key", "compressed_value")
 
 
 @torch.library.custom_op("nsa_flex::decode_append", mutates_args=("key", "value"))
+@planned
 def append(
     new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, lengths: Tensor
 ) -> None:
@@ -36,6 +38,7 @@ def _(*tensors: Any) -> None:
 @torch.library.custom_op(
     "nsa_flex::decode_compress", mutates_args=("compressed_key", "compressed_value")
 )
+@planned
 def compress_completed(
     key: Tensor,
     value: Tensor,
@@ -62,6 +65,7 @@ def _(*arguments: Any) -> None:
 
 
 @torch.library.custom_op("nsa_flex::decode_append_and_compress", mutates_args=CACHE)
+@planned
 def append_and_compress(
     new_key: Tensor,
     new_value: Tensor,
@@ -88,6 +92,7 @@ def _(*arguments: Any) -> None:
 
 
 @torch.library.custom_op("nsa_flex::decode_attention", mutates_args=())
+@planned
 def attention(
     query: Tensor,
     key: Tensor,
@@ -117,6 +122,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, 
 
 
 @torch.library.custom_op("nsa_flex::decode_step", mutates_args=CACHE)
+@planned
 def step(
     query: Tensor,
     new_key: Tensor,

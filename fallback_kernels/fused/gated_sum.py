@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 
 BLOCK_ROWS = 16  # (token, head) rows of a CTA
@@ -34,6 +35,7 @@ def gated_sum(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tens
 
 
 @torch.library.custom_op("nsa_flex::merge", mutates_args=())
+@planned
 def _forward(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) -> Tensor:
     batch, heads, length, dim = compressed.shape
     out = compressed.new_empty((batch, length, heads, dim))
@@ -49,6 +51,7 @@ def _(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) -> T
 
 
 @torch.library.custom_op("nsa_flex::merge_backward", mutates_args=())
+@planned
 def _backward(
     grad: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

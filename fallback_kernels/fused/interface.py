@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.fused.schedule import run_backward, run_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
 
@@ -79,6 +80,7 @@ def core_attention(
 
 
 @torch.library.custom_op("nsa_flex::core_forward", mutates_args=())
+@planned
 def core_forward(
     query: Tensor,
     key: Tensor,
@@ -147,6 +149,7 @@ def _(
 
 
 @torch.library.custom_op("nsa_flex::core_backward", mutates_args=())
+@planned
 def core_backward(
     grad: Tensor,
     inputs: list[Tensor],

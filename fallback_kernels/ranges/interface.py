@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
 from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
+from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_gradients, empty_results, to_bshd
 from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
@@ -56,6 +57,7 @@ def ranged_attention(
 
 
 @torch.library.custom_op("nsa_flex::ranges_forward", mutates_args=())
+@planned
 def forward(
     query: Tensor, key: Tensor, value: Tensor, first_key: Tensor, end_key: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -72,6 +74,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor,
 
 
 @torch.library.custom_op("nsa_flex::ranges_backward", mutates_args=())
+@planned
 def backward(
     query: Tensor,
     key: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
+from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, to_bshd
 from nsa_flex.fallback_kernels.selected.bwd import backward
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
@@ -114,6 +115,7 @@ def _head_offsets(query_offset: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("nsa_flex::selected_forward", mutates_args=())
+@planned
 def selected_forward(
     query: Tensor,
     key: Tensor,
@@ -186,6 +188,7 @@ def _(
 
 
 @torch.library.custom_op("nsa_flex::selected_backward", mutates_args=())
+@planned
 def selected_backward(
     query: Tensor,
     key: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
 from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
+from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_gradients, empty_results, to_bshd
 from nsa_flex.fallback_kernels.sliding import bwd as sliding_backward
 from nsa_flex.fallback_kernels.sliding import fwd as sliding_forward
@@ -57,6 +58,7 @@ def sliding_attention(
 
 
 @torch.library.custom_op("nsa_flex::sliding_forward", mutates_args=())
+@planned
 def forward(
     query: Tensor,
     key: Tensor,
@@ -79,6 +81,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_options: Any) -> tuple[Tensor
 
 
 @torch.library.custom_op("nsa_flex::sliding_backward", mutates_args=())
+@planned
 def backward(
     query: Tensor,
     key: Tensor,

@@ -19,6 +19,7 @@ from nsa_flex.fallback_kernels.common.arch import (
     supports_tma,
     triton_unsupported_reason,
 )
+from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
@@ -199,7 +200,9 @@ def run_topk(
     return blocks
 
 
-topk_operator = torch.library.custom_op("nsa_flex::choose_blocks_fused", run_topk, mutates_args=())
+topk_operator = torch.library.custom_op(
+    "nsa_flex::choose_blocks_fused", planned(run_topk), mutates_args=()
+)
 
 
 @topk_operator.register_fake

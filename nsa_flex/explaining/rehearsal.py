@@ -8,9 +8,8 @@ would be launched: what is told comes from the code that launches, and cannot dr
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from nsa_flex.installed import HAS_TRITON
 
 _META = torch.device("meta")
 _KERNELS = "nsa_flex.fallback_kernels."
-_patching = threading.Lock()
 
 
 class Launch(NamedTuple):
@@ -140,25 +138,14 @@ class _Bodies(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def _noting_launches(told: Told) -> Iterator[None]:
+def _noting_launches(told: Told) -> AbstractContextManager[None]:
     """Within, launches of this thread are noted instead of done; others go on."""
-    from triton.runtime.jit import KernelInterface
+    from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 
-    launch, thread = KernelInterface.__getitem__, threading.get_ident()
+    def note(kernel: Any, *_call: Any) -> None:
+        told.launches.append(Launch(kernel.fn.__name__, _stage(kernel.fn.__module__)))
 
-    def note_or_launch(kernel: Any, grid: Any) -> Callable[..., Any]:
-        if threading.get_ident() != thread:
-            return launch(kernel, grid)
-        noted = Launch(kernel.fn.__name__, _stage(kernel.fn.__module__))
-        return lambda *args, **kwargs: told.launches.append(noted)
-
-    with _patching:
-        KernelInterface.__getitem__ = note_or_launch
-        try:
-            yield
-        finally:
-            KernelInterface.__getitem__ = launch
+    return intercepting_launches(note)
 
 
 @contextmanager

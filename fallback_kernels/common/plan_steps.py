@@ -1,0 +1,268 @@
+"""What a launch plan consists of: steps that read and fill registers, one register a tensor.
+
+A register holds a tensor that owns memory: an argument of the operator or the result of a PyTorch
+operator. Views are not kept: a kernel gets its pointer from the register's and an offset, an
+operator a view made by one `as_strided`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Registers:
+    """The tensors of one replay.
+
+    tensors: by register, None before and after its life. pointers: addresses, by register.
+    stream: handle of the CUDA stream that kernels are launched on; main: of the caller's.
+    """
+
+    __slots__ = ("main", "pointers", "stream", "tensors")
+
+    def __init__(self, inputs: list[Tensor], number: int, stream: int) -> None:
+        missing = number - len(inputs)
+        self.tensors: list[Tensor | None] = inputs + [None] * missing
+        self.pointers = [x.data_ptr() for x in inputs] + [0] * missing
+        self.stream = self.main = stream
+
+    def put(self, register: int, x: Tensor) -> None:
+        self.tensors[register] = x
+        self.pointers[register] = x.data_ptr()
+
+
+Step = Callable[[Registers], None]
+
+
+class Whole(NamedTuple):
+    """The tensor of a register."""
+
+    register: int
+
+    def of(self, registers: Registers) -> Tensor | None:
+        return registers.tensors[self.register]
+
+
+class View(NamedTuple):
+    """A view of a register's tensor, `offset` elements behind its first."""
+
+    register: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, registers: Registers) -> Tensor:
+        base = registers.tensors[self.register]
+        assert base is not None
+        return torch.as_strided(base, self.size, self.stride, base.storage_offset() + self.offset)
+
+
+class Many(NamedTuple):
+    """A list of references and of anything else."""
+
+    items: tuple[Any, ...]
+
+    def of(self, registers: Registers) -> list[Any]:
+        return [resolved(item, registers) for item in self.items]
+
+
+class Described(NamedTuple):
+    """A tensor descriptor of a reference's memory."""
+
+    descriptor: Any
+    base: Whole | View
+
+    def of(self, registers: Registers) -> Any:
+        descriptor = copy.copy(self.descriptor)
+        descriptor.base = self.base.of(registers)
+        return descriptor
+
+
+class Copy(NamedTuple):
+    """A copy of what a reference stands for."""
+
+    item: Whole | View
+
+    @property
+    def register(self) -> int:
+        return self.item.register
+
+    def of(self, registers: Registers) -> Tensor:
+        found = self.item.of(registers)
+        assert found is not None
+        return found.clone()
+
+
+_REFERENCES = {Whole, View, Many, Described, Copy}
+
+
+def resolved(item: Any, registers: Registers) -> Any:
+    """The tensor that a reference stands for; what is no reference stands for itself."""
+    return item.of(registers) if type(item) in _REFERENCES else item
+
+
+@dataclass(slots=True)
+class Operation:
+    """An operator of PyTorch.
+
+    results: the register of each result that owns memory, None of others.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]
+
+    def __call__(self, registers: Registers) -> None:
+        args = [resolved(x, registers) for x in self.args]
+        kwargs = {name: resolved(x, registers) for name, x in self.kwargs.items()}
+        out = self.operator(*args, **kwargs)
+        if isinstance(out, Tensor):
+            out = (out,)
+        for register, x in zip(self.results, out or (), strict=False):
+            if register is not None:
+                registers.put(register, x)
+
+
+class _Pointer:
+    """What a tensor descriptor's base is asked for at a launch."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class CompiledLaunch:
+    """A compiled kernel: its launcher, called with pointers in place of tensors.
+
+    pointers: (argument, register, offset in bytes). descriptors: likewise, with the tensor
+    descriptor of when the plan was made; the last one is kept for as long as its memory is the
+    same, which PyTorch's caching allocator makes the usual case.
+    """
+
+    __slots__ = ("args", "descriptors", "kept", "pointers", "run")
+
+    def __init__(
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        args: list[Any],
+        pointers: list[tuple[int, int, int]],
+        descriptors: list[tuple[int, int, int]],
+    ) -> None:
+        grid = (*grid, 1, 1)[:3]
+        # Grid, stream, function, metadata and three for hooks; then the arguments.
+        head = [*grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
+        self.run = compiled.run
+        self.args = head + args
+        first = len(head)
+        self.pointers = [(first + i, register, offset) for i, register, offset in pointers]
+        self.descriptors = [(first + i, register, offset) for i, register, offset in descriptors]
+        self.kept = [(-1, _moved(args[i], -1)) for i, _, _ in descriptors]
+        for i, _, _ in self.descriptors:
+            self.args[i] = None  # the tensor that it names is not to live on
+
+    def __call__(self, registers: Registers) -> None:
+        args = self.args.copy()
+        args[3] = registers.stream
+        addresses = registers.pointers
+        for i, register, offset in self.pointers:
+            args[i] = addresses[register] + offset
+        for number, (i, register, offset) in enumerate(self.descriptors):
+            address = addresses[register] + offset
+            kept = self.kept[number]
+            if kept[0] != address:  # one assignment: threads may replay the plan side by side
+                self.kept[number] = kept = (address, _moved(kept[1], address))
+            args[i] = kept[1]
+        self.run(*args)
+
+
+def _moved(descriptor: Any, address: int) -> Any:
+    """The tensor descriptor of memory elsewhere."""
+    descriptor = copy.copy(descriptor)
+    descriptor.base = _Pointer(address)
+    return descriptor
+
+
+@dataclass(slots=True)
+class InterpretedLaunch:
+    """A kernel in Triton's CPU interpreter, launched as it was."""
+
+    kernel: Any
+    grid: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, registers: Registers) -> None:
+        args = [resolved(x, registers) for x in self.args]
+        kwargs = {name: resolved(x, registers) for name, x in self.kwargs.items()}
+        self.kernel[self.grid](*args, **kwargs)
+
+
+@dataclass(slots=True)
+class Fork:
+    """Other streams start after what the caller's was given."""
+
+    device: torch.device
+    others: list[torch.cuda.Stream]
+
+    def __call__(self, registers: Registers) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for other in self.others:
+            other.wait_stream(current)
+
+
+@dataclass(slots=True)
+class Join:
+    """The caller's stream goes on after the others."""
+
+    device: torch.device
+    others: list[torch.cuda.Stream]
+
+    def __call__(self, registers: Registers) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for other in self.others:
+            current.wait_stream(other)
+
+
+@dataclass(slots=True)
+class OnStream:
+    """Steps on one of the other streams.
+
+    operations: whether PyTorch's are among them, which ask for the current stream.
+    """
+
+    stream: torch.cuda.Stream
+    steps: list[Step]
+    operations: bool = False
+
+    def __call__(self, registers: Registers) -> None:
+        registers.stream = self.stream.cuda_stream
+        if self.operations:
+            with torch.cuda.stream(self.stream):
+                for step in self.steps:
+                    step(registers)
+        else:
+            for step in self.steps:
+                step(registers)
+        registers.stream = registers.main
+
+
+@dataclass(slots=True)
+class Release:
+    """Registers whose tensors nothing reads any more."""
+
+    numbers: tuple[int, ...]
+
+    def __call__(self, registers: Registers) -> None:
+        for number in self.numbers:
+            registers.tensors[number] = None

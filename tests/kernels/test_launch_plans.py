@@ -1,0 +1,372 @@
+"""Launch plans: a replay does what the body does, and is used only where nothing can differ."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa_flex import NSAConfig, nsa_attention
+from reference.interpreter import DEVICE, kernels, only_outside, run_in_the_interpreter
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from nsa_flex.fallback_kernels.common import plans  # noqa: E402
+from nsa_flex.fallback_kernels.common.plans import forget_plans, planned  # noqa: E402
+from nsa_flex.fallback_kernels.common.streams import round_robin  # noqa: E402
+
+
+@only_outside
+def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """Every test below that does not need a GPU, on the CPU."""
+    run_in_the_interpreter(__file__, request.config)
+
+
+@pytest.fixture(autouse=True)
+def _plans_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Operators are planned on the CPU too, and nothing is left behind."""
+    monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, out_ptr, factor, size, BLOCK: tl.constexpr):
+    """out = x + factor * y, of `size` numbers."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < size)
+    y = tl.load(y_ptr + i, mask=i < size)
+    tl.store(out_ptr + i, x + factor * y, mask=i < size)
+
+
+class Counted:
+    """A planned body, and how often it ran."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self.ran = 0
+
+        def counted(*args: Any) -> Any:
+            self.ran += 1
+            return body(*args)
+
+        self.operator = planned(counted)
+
+    def __call__(self, *args: Any) -> Any:
+        with torch.no_grad():
+            return self.operator(*args)
+
+
+def launch_add(x: Tensor, y: Tensor, out: Tensor, factor: float) -> None:
+    size = x.numel()
+    add_kernel[(triton.cdiv(size, 16),)](x, y, out, factor, size, BLOCK=16)
+
+
+def blend(x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Copies, views, offsets, lists of views, results in place and a result that is a view."""
+    rows, columns = x.shape
+    x, y = x.contiguous(), y.t().contiguous().t().contiguous()
+    both = torch.empty((2, rows, columns), device=x.device)
+    launch_add(x, y, both[1], factor)  # at an offset
+    launch_add(y, x, both[0], factor)
+    first, second = both.split(1)
+    running = torch.zeros(columns + 1, device=x.device)
+    torch.cumsum(first[0].sum(0), 0, out=running[1:])
+    second.mul_(2)
+    numbers = torch.arange(columns, device=x.device) + 1
+    return both.transpose(1, 2), running[1:] * numbers
+
+
+def numbers(*shape: int, device: str = DEVICE) -> Tensor:
+    return torch.randn(shape, device=device)
+
+
+@kernels
+def test_a_replay_computes_what_the_body_computes() -> None:
+    operator = Counted(blend)
+    for _ in range(5):
+        x, y = numbers(3, 20), numbers(3, 20)
+        for found, expected in zip(operator(x, y, 0.5), blend(x, y, 0.5), strict=True):
+            assert torch.equal(found, expected)
+            assert found.stride() == expected.stride()
+    assert operator.ran == 2  # once before it is known, once recorded
+    assert operator.operator.plans.replayed == 3
+
+
+@kernels
+def test_results_are_new_memory_each_time() -> None:
+    operator = Counted(blend)
+    x, y = numbers(3, 20), numbers(3, 20)
+    results = [operator(x, y, 0.5) for _ in range(4)]
+    expected = [r.clone() for r in results[2]]
+    operator(numbers(3, 20), numbers(3, 20), 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(results[2], expected, strict=True))
+    assert results[2][0].data_ptr() != results[3][0].data_ptr()
+
+
+def _strided(x: Tensor) -> Tensor:
+    return numbers(20, 3).t()
+
+
+def _misaligned(x: Tensor) -> Tensor:
+    return numbers(61).as_strided((3, 20), (20, 1), 1)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, y: (x[:2], y[:2], 0.5),
+        lambda x, y: (_strided(x), y, 0.5),
+        lambda x, y: (_misaligned(x), y, 0.5),
+        lambda x, y: (x, y, 0.25),
+        lambda x, y: (x, y, 1),
+        lambda x, y: (x, x, 0.5),
+    ],
+    ids=["shape", "strides", "alignment", "number", "int", "same tensor"],
+)
+def test_what_a_plan_depends_on(other: Callable[[Tensor, Tensor], tuple[Any, ...]]) -> None:
+    operator = Counted(blend)
+    x, y = numbers(3, 20), numbers(3, 20)
+    for _ in range(3):
+        operator(x, y, 0.5)
+    args = other(x, y)
+    ran = operator.ran
+    for _ in range(3):
+        for found, expected in zip(operator(*args), blend(*args), strict=True):
+            assert torch.equal(found, expected)
+    assert operator.ran == ran + 2
+
+
+@kernels
+def test_deterministic_algorithms_have_plans_of_their_own() -> None:
+    operator = Counted(blend)
+    x, y = numbers(3, 20), numbers(3, 20)
+    for _ in range(3):
+        operator(x, y, 0.5)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        operator(x, y, 0.5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert operator.ran == 3
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (lambda x: x * x.sum().item(), "tells Python of values"),
+        (lambda x: x[x > 0], "tells Python of values"),
+        (lambda x: x + OUTSIDE.to(x.device), "from outside the operator"),
+        (lambda x: {"a": x + 1}, "returns dict"),
+        (lambda x: torch.rand_like(x), None),
+    ],
+    ids=["item", "nonzero", "outside", "dict", "random"],
+)
+def test_bodies_that_cannot_be_recorded_run_as_they_are(
+    body: Callable[[Tensor], Any], reason: str | None
+) -> None:
+    operator = Counted(body)
+    results = [operator(numbers(4).abs() + 1) for _ in range(4)]
+    if reason is None:  # recorded; but random numbers are drawn anew
+        assert operator.ran == 2
+        assert not torch.equal(results[2], results[3])
+        return
+    assert operator.ran == 4
+    assert any(reason in problem for problem in operator.operator.plans.problems)
+
+
+OUTSIDE = torch.ones(4)
+
+
+@kernels
+def test_what_depends_on_no_argument_is_kept_unless_it_is_written() -> None:
+    def body(x: Tensor) -> tuple[Tensor, Tensor]:
+        steps = torch.arange(4, device=x.device, dtype=x.dtype)
+        sums = torch.zeros(4, device=x.device)
+        launch_add(x, steps, sums, 1.0)
+        sums.add_(sums)
+        return sums, steps * 2
+
+    operator = Counted(body)
+    for _ in range(4):
+        x = numbers(4)
+        sums, doubled = operator(x)
+        assert torch.equal(sums, 2 * (x + torch.arange(4, device=DEVICE)))
+        assert doubled.tolist() == [0, 2, 4, 6]
+        doubled.zero_()  # the caller's own
+
+
+class Watcher(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@kernels
+def test_whoever_watches_operators_sees_the_body() -> None:
+    operator = Counted(blend)
+    x, y = numbers(3, 20), numbers(3, 20)
+    for _ in range(3):
+        operator(x, y, 0.5)
+    with Watcher():
+        operator(x, y, 0.5)
+    assert operator.ran == 3
+
+
+@kernels
+def test_hooks_of_triton_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Counted(blend)
+    x, y = numbers(3, 20), numbers(3, 20)
+    for _ in range(3):
+        operator(x, y, 0.5)
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(_ignore)
+    try:
+        operator(x, y, 0.5)
+    finally:
+        hook.remove(_ignore)
+    assert operator.ran == 3
+
+
+def _ignore(*args: Any) -> None:
+    return None
+
+
+@kernels
+def test_the_oldest_plan_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MAX_PLANS", 2)
+    operator = Counted(blend)
+    for columns in (4, 5, 6):
+        operator(numbers(2, columns), numbers(2, columns), 0.5)
+    assert len(operator.operator.plans.by_key) == 2
+
+
+@pytest.mark.gpu  # the interpreter runs one kernel at a time
+def test_threads_replay_side_by_side() -> None:
+    operator = Counted(blend)
+    for _ in range(3):
+        operator(numbers(3, 20), numbers(3, 20), 0.5)
+    wrong: list[bool] = []
+
+    def work() -> None:
+        for _ in range(5):
+            x, y = numbers(3, 20), numbers(3, 20)
+            found = operator(x, y, 0.5)
+            pairs = zip(found, blend(x, y, 0.5), strict=True)
+            wrong.extend(not torch.equal(a, b) for a, b in pairs)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong
+    assert not any(wrong)
+
+
+def chunked(x: Tensor, y: Tensor) -> Tensor:
+    """Halves on two streams, each with an operator of PyTorch and a launch."""
+    out = torch.empty_like(x)
+    halves = [(x[:8], y[:8], out[:8]), (x[8:], y[8:], out[8:])]
+
+    def run(half: tuple[Tensor, Tensor, Tensor], factor: float) -> None:
+        a, b, c = half
+        launch_add(a * 1.0, b, c, factor)
+
+    round_robin(x.device, halves, [2.0, 2.0], run)
+    return out
+
+
+@pytest.mark.gpu
+def test_streams_captures_and_other_devices() -> None:
+    operator = Counted(chunked)
+    x, y = numbers(16, 1 << 16), numbers(16, 1 << 16)
+    for _ in range(3):
+        assert torch.equal(operator(x, y), x + 2 * y)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        found = operator(x * 2, y)
+    torch.cuda.current_stream().wait_stream(other)
+    assert torch.equal(found, 2 * x + 2 * y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = operator(x, y)
+    x.mul_(3)
+    graph.replay()
+    assert torch.equal(captured, x + 2 * y)
+    assert operator.ran == 2
+    if torch.cuda.device_count() > 1:
+        a, b = x.to("cuda:1"), y.to("cuda:1")
+        for _ in range(3):
+            assert torch.equal(operator(a, b), a + 2 * b)
+        assert operator.ran == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("tokens", [70, 2048, 20000])
+def test_nsa_attention_is_replayed(tokens: int, documents: bool) -> None:
+    """Forward and backward of all operators, against their bodies."""
+    config = NSAConfig()
+    blocks = config.num_compressed_blocks(tokens)
+    shapes = [(8, tokens, 64), (2, tokens, 64), (2, tokens, 64), (2, blocks, 64), (2, blocks, 64)]
+    start = None
+    if documents:
+        start = (torch.arange(tokens, device="cuda") // 640 * 640)[None]
+
+    def inputs() -> list[Tensor]:
+        leaves = [
+            torch.randn((1, s, h, d), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for h, s, d in [*shapes, (8, tokens, 3)]
+        ]
+        return [x.requires_grad_() for x in leaves]
+
+    def run(leaves: list[Tensor]) -> list[Tensor]:
+        out = nsa_attention(*leaves, config=config, document_start=start)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    leaves = inputs()
+    expected = run(leaves)
+    run(leaves)  # recorded
+    before = {p.body.__name__: p.replayed for p in plans._all_plans}
+    found = run(leaves)
+    again = run(
+        [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in leaves]
+    )
+    replayed = sum(p.replayed - before[p.body.__name__] for p in plans._all_plans if p.replayed)
+    assert replayed >= 4, plans.plan_problems()
+    for name, a, b, c in zip(
+        ("out", "q", "k", "v", "ck", "cv", "gates"), expected, found, again, strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(a, c, rtol=1e-2, atol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
+    assert torch.equal(expected[0], found[0])
+
+
+@pytest.mark.gpu
+def test_a_replay_takes_no_more_memory_than_the_body() -> None:
+    config = NSAConfig()
+    q, k, v = (
+        torch.randn(1, 16384, h, 128, device="cuda", dtype=torch.bfloat16) for h in (16, 4, 4)
+    )
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in (q, k, v))
+    n = config.num_compressed_blocks(16384)
+    ck, cv = (torch.randn(1, 4, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    gates = torch.rand(1, 16, 16384, 3, device="cuda", dtype=torch.bfloat16)
+    peaks = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        nsa_attention(q, k, v, ck, cv, gates, config=config).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        q.grad = k.grad = v.grad = None
+    assert peaks[3] <= peaks[0]
