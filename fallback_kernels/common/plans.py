@@ -130,8 +130,10 @@ class Plan:
         results = _results(recorder, out)
         returned = {x.register for x in _listed(results) if x is not None}
         with_releases(recorder.steps, returned | set(recorder.constants), registers_of)
+        # What was returned this time is the caller's already.
+        constants = {r: x.clone() if r in returned else x for r, x in recorder.constants.items()}
         number, device = len(recorder.owners), recorder.owners[0].device
-        return cls(recorder.steps, number, recorder.constants, results, device)
+        return cls(recorder.steps, number, constants, results, device)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         if self.device.type != "cuda":
