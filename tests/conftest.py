@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -149,3 +150,12 @@ def forget_plans() -> Iterator[Callable[[], None]]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Runs the test on the CPU and, where there is one, on the CUDA device."""
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _operators_plan_anew() -> Iterator[None]:
+    """Tests change what launch plans follow from: none outlives its test."""
+    yield
+    plans = sys.modules.get("nsa_flex.fallback_kernels.common.plans")
+    if plans is not None:
+        plans.forget_plans()
