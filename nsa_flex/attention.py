@@ -151,7 +151,6 @@ def nsa_attention(
         raise ValueError("sliding_key and sliding_value must be given together")
     check_inputs(inputs, config, query_offset, document_start)
     choices = choose_backends(inputs.facts(config, query_offset, document_start), backend)
-    offset, positions = query_positions(query, key, query_offset)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:
         raise ValueError(f"scale is {scale}; it must be positive")
@@ -165,6 +164,8 @@ def nsa_attention(
         core = fused.attend(tensors, config, scale)
         lse = BranchLSE(core.compressed_lse, core.selected_lse, core.sliding_lse)
         return (core.out, NSAAux(core.blocks, lse)) if return_aux else core.out
+
+    offset, positions = query_positions(query, key, query_offset)
 
     def run(branch: BranchName, k: Tensor, v: Tensor, blocks: Tensor | None = None):
         # On CUDA the compressed branch lends its log-sum-exp to the choice of blocks.

@@ -7,7 +7,7 @@ a tensor which is neither an argument nor made by it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ from nsa_flex.fallback_kernels.common.plan_steps import (
     Many,
     OnStream,
     Operation,
-    Release,
     Step,
     View,
     Whole,
@@ -66,6 +65,7 @@ class Recorder(TorchDispatchMode):
         self._registers: dict[int, int] = {}  # by a tensor's id; `_alive` keeps them unique
         self._alive: list[Tensor] = []
         self._inside = False
+        self.num_inputs = len(inputs)
         for x in inputs:
             self._own(x)
 
@@ -284,61 +284,6 @@ class Recorder(TorchDispatchMode):
         if register is None:
             raise Unrecordable(f"a tensor {tuple(x.shape)} from outside the operator")
         return register
-
-
-def with_releases(steps: list[Step], kept: set[int], written: Callable[[Step], set[int]]) -> None:
-    """Inserts the release of each register behind the last step that uses it."""
-    last: dict[int, int] = {}
-    joined = _ends_of_forks(steps)
-    for position, step in enumerate(steps):
-        for register in written(step):
-            last[register] = max(last.get(register, -1), joined[position])
-    by_position: dict[int, list[int]] = {}
-    for register, position in last.items():
-        if register not in kept:
-            by_position.setdefault(position, []).append(register)
-    for position in sorted(by_position, reverse=True):
-        steps.insert(position + 1, Release(tuple(sorted(by_position[position]))))
-
-
-def _ends_of_forks(steps: list[Step]) -> list[int]:
-    """For each step its position, or that of the join behind it where streams are forked."""
-    ends, end = [0] * len(steps), None
-    for position in reversed(range(len(steps))):
-        if isinstance(steps[position], Join):
-            end = position
-        ends[position] = position if end is None else end
-        if isinstance(steps[position], Fork):
-            end = None
-    return ends
-
-
-def registers_of(step: Any) -> set[int]:
-    """The registers that a step reads or fills."""
-    if isinstance(step, OnStream):
-        return set().union(*(registers_of(each) for each in step.steps))
-    if isinstance(step, CompiledLaunch):
-        return {register for _, register, _ in (*step.pointers, *step.descriptors)}
-    if isinstance(step, Operation):
-        used = {r for r in step.results if r is not None}
-        return used | _referred((step.args, step.kwargs))
-    if isinstance(step, InterpretedLaunch):
-        return _referred((step.args, step.kwargs))
-    return set()
-
-
-def _referred(x: Any) -> set[int]:
-    if isinstance(x, (Whole, View)):
-        return {x.register}
-    if isinstance(x, Many):
-        return _referred(x.items)
-    if isinstance(x, Described):
-        return _referred(x.base)
-    if isinstance(x, dict):
-        return _referred(tuple(x.values()))
-    if isinstance(x, (tuple, list)):
-        return set().union(*(_referred(each) for each in x))
-    return set()
 
 
 def _arguments(func: Any) -> Any:

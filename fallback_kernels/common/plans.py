@@ -19,13 +19,10 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from nsa_flex.fallback_kernels.common.plan_recorder import (
-    Recorder,
-    Unrecordable,
-    registers_of,
-    with_releases,
-)
+from nsa_flex.fallback_kernels.common.plan_lifetimes import insert_releases
+from nsa_flex.fallback_kernels.common.plan_recorder import Recorder, Unrecordable
 from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, Whole, resolved
+from nsa_flex.fallback_kernels.common.plan_workspace import Workspace
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 
@@ -109,7 +106,7 @@ class _Plans:
 class Plan:
     """Steps in order, and where the results are afterwards."""
 
-    __slots__ = ("constants", "device", "number", "results", "steps")
+    __slots__ = ("constants", "device", "number", "offsets", "results", "size", "steps")
 
     def __init__(
         self,
@@ -118,7 +115,10 @@ class Plan:
         constants: dict[int, Tensor],
         results: Any,
         device: torch.device,
+        workspace: Workspace,
     ) -> None:
+        self.offsets = tuple(workspace.offsets.items())
+        self.size = workspace.size
         self.steps = steps
         self.number = number
         self.constants = tuple(constants.items())
@@ -129,11 +129,14 @@ class Plan:
     def of(cls, recorder: Recorder, out: Any) -> Plan:
         results = _results(recorder, out)
         returned = {x.register for x in _listed(results) if x is not None}
-        with_releases(recorder.steps, returned | set(recorder.constants), registers_of)
+        inputs = set(range(recorder.num_inputs))
+        workspace = Workspace.of(recorder, returned | inputs)
+        kept = returned | set(recorder.constants) | set(workspace.offsets)
+        insert_releases(recorder.steps, kept)
         # What was returned this time is the caller's already.
         constants = {r: x.clone() if r in returned else x for r, x in recorder.constants.items()}
         number, device = len(recorder.owners), recorder.owners[0].device
-        return cls(recorder.steps, number, constants, results, device)
+        return cls(recorder.steps, number, constants, results, device, workspace)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         if self.device.type != "cuda":
@@ -148,6 +151,11 @@ class Plan:
         registers = Registers(tensors, self.number, stream)
         for register, x in self.constants:
             registers.put(register, x)
+        if self.size:
+            workspace = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            base, pointers = workspace.data_ptr(), registers.pointers
+            for register, offset in self.offsets:
+                pointers[register] = base + offset
         for step in self.steps:
             step(registers)
         results = self.results

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 
@@ -31,7 +32,7 @@ def gated_sum(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tens
         (B, H, S, D) in the branches' dtype, in (B, S, H, D) memory. Differentiable once in all
         four inputs.
     """
-    return _forward(compressed, selected, sliding, gates).transpose(1, 2)
+    return _sum(compressed, selected, sliding, gates).transpose(1, 2)
 
 
 @torch.library.custom_op("nsa_flex::merge", mutates_args=())
@@ -80,11 +81,13 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-    grads = _backward(grad, *ctx.saved_tensors)
+    grads = _sum_gradients(grad, *ctx.saved_tensors)
     return tuple(g.transpose(1, 2) for g in grads)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+_sum = directly(_forward, _save, _differentiate)
+_sum_gradients = directly(_backward)
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], shape: torch.Size) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.fused.schedule import run_backward, run_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
@@ -60,7 +61,7 @@ def core_attention(
     # Which keys are the same is told apart where the operator is called, not by what memory holds.
     shared = sliding_key is key and sliding_value is value
     own = (None, None) if shared else (sliding_key, sliding_value)
-    results = core_forward(
+    results = _core(
         *tensors,
         *own,
         scale,
@@ -203,7 +204,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
     if grad is None:
         return *(None,) * 8, *options
     inputs, results = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
-    grads = core_backward(
+    grads = _core_gradients(
         grad, list(inputs), list(results), ctx.scale, ctx.counts, ctx.deterministic
     )
     q, k, v, ck, cv, *others = grads
@@ -212,3 +213,5 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
 
 
 core_forward.register_autograd(_differentiate, setup_context=_save)
+_core = directly(core_forward, _save, _differentiate)
+_core_gradients = directly(core_backward)

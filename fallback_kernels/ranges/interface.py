@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
 from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
+from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_gradients, empty_results, to_bshd
 from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
@@ -53,7 +54,7 @@ def ranged_attention(
     >>> out, lse = ranged_attention(q, k, v, first, end, scale=0.1)  # doctest: +SKIP
     """
     _check(query, key, value, first_key, end_key, scale)
-    return forward(query, key, value, first_key, end_key, scale)
+    return _attend(query, key, value, first_key, end_key, scale)
 
 
 @torch.library.custom_op("nsa_flex::ranges_forward", mutates_args=())
@@ -123,11 +124,13 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     out = ctx.saved_tensors[5]
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    gradients = backward(*ctx.saved_tensors, grad_out, grad_lse, ctx.scale)
+    gradients = _attend_gradients(*ctx.saved_tensors, grad_out, grad_lse, ctx.scale)
     return (*gradients, None, None, None)
 
 
 forward.register_autograd(_backward, setup_context=_setup_context)
+_attend = directly(forward, _setup_context, _backward)
+_attend_gradients = directly(backward)
 
 
 def _check(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
+from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, to_bshd
 from nsa_flex.fallback_kernels.selected.bwd import backward
@@ -91,7 +92,7 @@ def selected_attention(
     offsets = None
     if isinstance(query_offset, Tensor):
         offsets, query_offset = _head_offsets(query_offset, query, key), 0
-    out, lse, _ = selected_forward(
+    out, lse, _ = _attend(
         query,
         key,
         value,
@@ -286,13 +287,15 @@ def _backward(
     query, key, value, blocks, index, out, lse, offsets = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    gradients = selected_backward(
+    gradients = _attend_gradients(
         query, key, value, blocks, index, out, lse, grad_out, grad_lse, *ctx.options, offsets
     )
     return (*gradients, None, *(None for _ in ctx.options), None, None)
 
 
 selected_forward.register_autograd(_backward, setup_context=_setup_context)
+_attend = directly(selected_forward, _setup_context, _backward)
+_attend_gradients = directly(selected_backward)
 
 
 def _check(

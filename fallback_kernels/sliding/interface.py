@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
 from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
+from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_gradients, empty_results, to_bshd
 from nsa_flex.fallback_kernels.sliding import bwd as sliding_backward
@@ -54,7 +55,7 @@ def sliding_attention(
     """
     _check(query, key, value, window_size, scale)
     _check_documents(query, document_start)
-    return forward(query, key, value, document_start, window_size, scale)
+    return _attend(query, key, value, document_start, window_size, scale)
 
 
 @torch.library.custom_op("nsa_flex::sliding_forward", mutates_args=())
@@ -121,13 +122,15 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     query, key, value, out, lse, document_start = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    gradients = backward(
+    gradients = _attend_gradients(
         *(query, key, value, out, lse, grad_out, grad_lse, document_start), *ctx.options
     )
     return (*gradients, None, *(None for _ in ctx.options))
 
 
 forward.register_autograd(_backward, setup_context=_setup_context)
+_attend = directly(forward, _setup_context, _backward)
+_attend_gradients = directly(backward)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, window_size: int, scale: float) -> None:

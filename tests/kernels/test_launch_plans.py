@@ -352,6 +352,41 @@ def test_nsa_attention_is_replayed(tokens: int, documents: bool) -> None:
 
 
 @pytest.mark.gpu
+def test_plain_calls_and_watched_ones_compute_the_same() -> None:
+    """A plain eager call goes round the operator; whoever watches, sees it."""
+    config = NSAConfig()
+    leaves = [
+        torch.randn((1, tokens, heads, dim), device="cuda", dtype=torch.float16).transpose(1, 2)
+        for heads, tokens, dim in [(8, 300, 32), (2, 300, 32), (2, 300, 32), (2, 17, 32),
+                                   (2, 17, 32), (8, 300, 3)]
+    ]  # fmt: skip
+    leaves = [x.requires_grad_() for x in leaves]
+    seen: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    plain = nsa_attention(*leaves, config=config)
+    gradients = torch.autograd.grad(plain, leaves, torch.ones_like(plain))
+    with Names():
+        watched = nsa_attention(*leaves, config=config)
+        expected = torch.autograd.grad(watched, leaves, torch.ones_like(watched))
+    assert {"nsa_flex.core_forward.default", "nsa_flex.core_backward.default"} <= set(seen)
+    assert torch.equal(plain, watched)
+    for a, b in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert "core_forward" in str(plain.grad_fn.next_functions)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        out = nsa_attention(*leaves, config=config)
+        (first,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
+        torch.autograd.grad(first.sum(), leaves[:1])
+
+
+@pytest.mark.gpu
 def test_a_replay_takes_no_more_memory_than_the_body() -> None:
     config = NSAConfig()
     q, k, v = (

@@ -1,0 +1,68 @@
+"""One allocation for the small buffers of a launch plan that only kernels see."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from nsa_flex.fallback_kernels.common.plan_lifetimes import Lifetime, lifetimes, operands_of
+from nsa_flex.fallback_kernels.common.plan_recorder import Recorder
+from nsa_flex.fallback_kernels.common.plan_steps import Operation
+from nsa_flex.fallback_kernels.common.tiles import round_up
+
+ALIGNMENT = 512  # bytes, as PyTorch's allocator gives
+# Larger buffers are allocated and freed one by one: a workspace lives as long as the call.
+MAX_BYTES = 4 << 20
+
+
+class Workspace(NamedTuple):
+    """size: in bytes. offsets: in bytes, by register."""
+
+    size: int
+    offsets: dict[int, int]
+
+    @classmethod
+    def of(cls, recorder: Recorder, kept: set[int]) -> Workspace:
+        """Takes the allocations of such buffers, but for `kept` ones, out of the steps."""
+        steps = recorder.steps
+        seen = set().union(*(operands_of(step) for step in steps), kept)
+        allocated = _allocated(steps)
+        small = {
+            register
+            for register in allocated - seen
+            if recorder.owners[register].untyped_storage().nbytes() <= MAX_BYTES
+        }
+        steps[:] = [step for step in steps if not _only_allocates(step, small)]
+        lived = {r: lifetime for r, lifetime in lifetimes(steps).items() if r in small}
+        sizes = {r: recorder.owners[r].untyped_storage().nbytes() for r in lived}
+        return _packed(lived, sizes)
+
+
+def _allocated(steps: list[Any]) -> set[int]:
+    """Registers that an operator makes without writing, on the caller's stream."""
+    found = (step.results[0] for step in steps if isinstance(step, Operation) and _is_empty(step))
+    return {register for register in found if register is not None}
+
+
+def _is_empty(step: Operation) -> bool:
+    return step.operator._schema.name in ("aten::empty", "aten::new_empty")
+
+
+def _only_allocates(step: Any, registers: set[int]) -> bool:
+    return isinstance(step, Operation) and _is_empty(step) and step.results[0] in registers
+
+
+def _packed(lived: dict[int, Lifetime], sizes: dict[int, int]) -> Workspace:
+    """First fit: a buffer lies at the lowest offset that is free for all its life."""
+    placed: list[tuple[int, int, Lifetime]] = []  # offset, end, lifetime
+    offsets, size = {}, 0
+    for register in sorted(lived, key=lambda r: (-sizes[r], r)):
+        life, needed = lived[register], round_up(sizes[register], ALIGNMENT)
+        offset = 0
+        for other, end, its in sorted(placed):
+            apart = its.last < life.first or life.last < its.first
+            if not apart and other < offset + needed and offset < end:
+                offset = end
+        placed.append((offset, offset + needed, life))
+        offsets[register] = offset
+        size = max(size, offset + needed)
+    return Workspace(size, offsets)
