@@ -51,18 +51,20 @@ def directly(
 
         return without_gradients
 
+    keep, differentiate = setup_context, backward
+
     class Direct(torch.autograd.Function):
         """The operator's body and its gradients."""
 
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             out = body(*args)
-            setup_context(ctx, args, out)
+            keep(ctx, args, out)
             return out
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, *grads)
+            return differentiate(ctx, *grads)
 
     Direct.__name__ = Direct.__qualname__ = operator._name
 
