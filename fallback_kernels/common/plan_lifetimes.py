@@ -6,18 +6,13 @@ from typing import Any, NamedTuple
 
 from nsa_flex.fallback_kernels.common.plan_steps import (
     CompiledLaunch,
-    Copy,
-    Described,
     Fork,
     InterpretedLaunch,
     Join,
-    Many,
     OnStream,
     Operation,
     Release,
     Step,
-    View,
-    Whole,
 )
 
 
@@ -73,7 +68,7 @@ def registers_of(step: Any) -> set[int]:
     if isinstance(step, CompiledLaunch):
         return {register for _, register, _ in (*step.pointers, *step.descriptors)}
     if isinstance(step, Operation):
-        return {r for r in step.results if r is not None} | operands_of(step)
+        return {r for r in step.results if r is not None} | step.operands
     return operands_of(step)
 
 
@@ -82,19 +77,5 @@ def operands_of(step: Any) -> set[int]:
     if isinstance(step, OnStream):
         return set().union(*(operands_of(each) for each in step.steps))
     if isinstance(step, (Operation, InterpretedLaunch)):
-        return _referred((step.args, step.kwargs))
-    return set()
-
-
-def _referred(x: Any) -> set[int]:
-    if isinstance(x, (Whole, View, Copy)):
-        return {x.register}
-    if isinstance(x, Many):
-        return _referred(x.items)
-    if isinstance(x, Described):
-        return _referred(x.base)
-    if isinstance(x, dict):
-        return _referred(tuple(x.values()))
-    if isinstance(x, (tuple, list)):
-        return set().union(*(_referred(each) for each in x))
+        return set(step.operands)
     return set()

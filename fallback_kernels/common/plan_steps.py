@@ -106,25 +106,58 @@ def resolved(item: Any, registers: Registers) -> Any:
     return item.of(registers) if type(item) in _REFERENCES else item
 
 
-@dataclass(slots=True)
+def operands(x: Any) -> set[int]:
+    """The registers of all references in arguments."""
+    if isinstance(x, (Whole, View, Copy)):
+        return {x.register}
+    if isinstance(x, Many):
+        return operands(x.items)
+    if isinstance(x, Described):
+        return operands(x.base)
+    if isinstance(x, dict):
+        return operands(tuple(x.values()))
+    if isinstance(x, (tuple, list)):
+        return set().union(*(operands(each) for each in x))
+    return set()
+
+
 class Operation:
     """An operator of PyTorch.
 
-    results: the register of each result that owns memory, None of others.
+    results: the register of each result that owns memory, None of others. Only arguments that
+    are references are looked up, and the C++ function is called without its Python front.
     """
 
-    operator: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[int | None, ...]
+    __slots__ = ("args", "call", "kwargs", "name", "named", "numbered", "operands", "results")
+
+    def __init__(
+        self,
+        operator: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: tuple[int | None, ...],
+    ) -> None:
+        self.name: str = operator._schema.name
+        self.call = operator._op
+        self.args, self.kwargs, self.results = list(args), kwargs, results
+        self.operands = operands((args, kwargs))
+        self.numbered = [(i, x) for i, x in enumerate(args) if type(x) in _REFERENCES]
+        self.named = [(name, x) for name, x in kwargs.items() if type(x) in _REFERENCES]
 
     def __call__(self, registers: Registers) -> None:
-        args = [resolved(x, registers) for x in self.args]
-        kwargs = {name: resolved(x, registers) for name, x in self.kwargs.items()}
-        out = self.operator(*args, **kwargs)
-        if isinstance(out, Tensor):
-            out = (out,)
-        for register, x in zip(self.results, out or (), strict=False):
+        args, kwargs, results = self.args, self.kwargs, self.results
+        if self.numbered:
+            args = args.copy()
+            for i, x in self.numbered:
+                args[i] = x.of(registers)
+        if self.named:
+            kwargs = {**kwargs, **{name: x.of(registers) for name, x in self.named}}
+        out = self.call(*args, **kwargs)
+        if len(results) == 1:
+            if results[0] is not None:
+                registers.put(results[0], out)
+            return
+        for register, x in zip(results, out, strict=False):
             if register is not None:
                 registers.put(register, x)
 
@@ -193,14 +226,16 @@ def _moved(descriptor: Any, address: int) -> Any:
     return descriptor
 
 
-@dataclass(slots=True)
 class InterpretedLaunch:
     """A kernel in Triton's CPU interpreter, launched as it was."""
 
-    kernel: Any
-    grid: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    __slots__ = ("args", "grid", "kernel", "kwargs", "operands")
+
+    def __init__(
+        self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.kernel, self.grid, self.args, self.kwargs = kernel, grid, args, kwargs
+        self.operands = operands((args, kwargs))
 
     def __call__(self, registers: Registers) -> None:
         args = [resolved(x, registers) for x in self.args]

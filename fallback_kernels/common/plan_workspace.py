@@ -38,13 +38,13 @@ class Workspace(NamedTuple):
 
 
 def _allocated(steps: list[Any]) -> set[int]:
-    """Registers that an operator makes without writing, on the caller's stream."""
+    """Registers that an operator makes without writing, but for those made on other streams."""
     found = (step.results[0] for step in steps if isinstance(step, Operation) and _is_empty(step))
     return {register for register in found if register is not None}
 
 
 def _is_empty(step: Operation) -> bool:
-    return step.operator._schema.name in ("aten::empty", "aten::new_empty")
+    return step.name in ("aten::empty", "aten::new_empty", "aten::empty_like")
 
 
 def _only_allocates(step: Any, registers: set[int]) -> bool:
