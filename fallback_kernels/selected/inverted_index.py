@@ -17,13 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions
 from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 
 INDEX_TOKENS = 32  # queries of one CTA of the index kernels
 TILES_PER_CTA = 128  # work tiles whose records one CTA writes
+STARTS_TILE = 2048  # counters that the CTA of `index_starts_kernel` adds at a time
+# Up to so many, one CTA takes less than the launches of PyTorch's operators that do the same.
+ONE_CTA_COUNTERS = 1 << 14
 
 
 class SelectedIndex(NamedTuple):
@@ -243,6 +246,70 @@ def index_work_tiles_kernel(
     tl.store(record + 3, tl.where(some, union_start, 0), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_csr_rows", "work_tile_tokens"])
+def index_starts_kernel(
+    counts_ptr,
+    starts_ptr,
+    work_tile_starts_ptr,
+    num_csr_rows,
+    work_tile_tokens,
+    COUNTERS: tl.constexpr,
+    PADDED_COUNTERS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """One CTA: where each counter's entries begin, and each CSR row's work tiles.
+
+    COUNTERS of a CSR row lie side by side. Both results end with their total.
+    """
+    column = tl.arange(0, PADDED_COUNTERS)
+    entries = tl.zeros([], tl.int32)  # before this tile of CSR rows
+    work_tiles = tl.zeros([], tl.int32)
+    for first in range(0, num_csr_rows, BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        counter = row[:, None] * COUNTERS + column[None, :]  # [BLOCK_ROWS, PADDED_COUNTERS]
+        mask = (row < num_csr_rows)[:, None] & (column < COUNTERS)[None, :]
+        counts = tl.load(counts_ptr + counter, mask=mask, other=0)
+        running = tl.cumsum(tl.reshape(counts, [BLOCK_ROWS * PADDED_COUNTERS]), 0)
+        running = tl.reshape(running, [BLOCK_ROWS, PADDED_COUNTERS])
+        tl.store(starts_ptr + 1 + counter, entries + running, mask=mask)
+        lengths = tl.sum(counts, 1)  # [BLOCK_ROWS]
+        needed = (lengths + work_tile_tokens - 1) // work_tile_tokens
+        stops = work_tiles + tl.cumsum(needed, 0)
+        tl.store(work_tile_starts_ptr + 1 + row, stops, mask=row < num_csr_rows)
+        entries += tl.sum(lengths, 0)
+        work_tiles += tl.sum(needed, 0)
+    tl.store(starts_ptr, 0)
+    tl.store(work_tile_starts_ptr, 0)
+
+
+def _starts_in_one_cta(
+    plan: SelectedPlan, counts: Tensor, work_tile_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """As `_starts` of the counts and `_work_tile_starts` of that, in one launch."""
+    options = {"dtype": torch.int32, "device": counts.device}
+    starts = torch.empty(counts.shape[0] + 1, **options)
+    work_tile_starts = torch.empty(plan.num_csr_rows + 1, **options)
+    padded = next_power_of_2(2 * plan.phases)
+    index_starts_kernel[(1,)](
+        counts,
+        starts,
+        work_tile_starts,
+        plan.num_csr_rows,
+        work_tile_tokens,
+        COUNTERS=2 * plan.phases,
+        PADDED_COUNTERS=padded,
+        BLOCK_ROWS=max(1, STARTS_TILE // padded),
+        num_warps=8,
+    )
+    return starts, work_tile_starts
+
+
+def _work_tile_starts(plan: SelectedPlan, starts: Tensor, work_tile_tokens: int) -> Tensor:
+    """Exclusive running sum of the work tiles of each CSR row, with the total at the end."""
+    lengths = starts[:: 2 * plan.phases].diff()
+    return _starts((lengths + (work_tile_tokens - 1)) // work_tile_tokens)
+
+
 def _starts(counts: Tensor) -> Tensor:
     """Exclusive running sum with the total at the end."""
     starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
@@ -318,27 +385,35 @@ def build_index(
         ordered = (blocks, offsets, counters, counters, index.bitmask, counters)
         index_count_kernel[grid](*ordered, *sizes, **constants, ORDERED=True)
         starts = _sort_entries(plan, counters, num_counters, index.entries)
+        work_tile_starts = _work_tile_starts(plan, starts, work_tile_tokens)
     else:
         counts = torch.zeros(num_counters, dtype=torch.int32, device=blocks.device)
         ranks = torch.empty_like(blocks)
         counted = (blocks, offsets, counts, ranks, index.bitmask, unions.sizes)
         index_count_kernel[grid](*counted, *sizes, **constants, ORDERED=False)
-        starts = _starts(counts)
+        if num_counters <= ONE_CTA_COUNTERS:
+            starts, work_tile_starts = _starts_in_one_cta(plan, counts, work_tile_tokens)
+        else:
+            starts = _starts(counts)
+            work_tile_starts = _work_tile_starts(plan, starts, work_tile_tokens)
         scattered = (blocks, offsets, starts, ranks, index.entries, unions.sizes)
         index_scatter_kernel[grid](*scattered, *sizes, **constants)
-    _cut_csr_rows(plan, starts, work_tile_tokens, index.work_tiles)
+    _cut_csr_rows(plan, starts, work_tile_starts, work_tile_tokens, index.work_tiles)
     return index
 
 
 def _cut_csr_rows(
-    plan: SelectedPlan, starts: Tensor, work_tile_tokens: int, work_tiles: Tensor
+    plan: SelectedPlan,
+    starts: Tensor,
+    work_tile_starts: Tensor,
+    work_tile_tokens: int,
+    work_tiles: Tensor,
 ) -> None:
     """Records of all work tiles of the CSR rows whose counters' entries begin at `starts`."""
-    lengths = starts[:: 2 * plan.phases].diff()
     bound = work_tiles.shape[1]
     index_work_tiles_kernel[(cdiv(bound, TILES_PER_CTA), plan.num_chunks)](
         starts,
-        _starts((lengths + (work_tile_tokens - 1)) // work_tile_tokens),
+        work_tile_starts,
         work_tiles,
         bound,
         plan.csr_rows_per_chunk,
