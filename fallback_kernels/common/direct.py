@@ -53,24 +53,19 @@ def directly(
 
     keep, differentiate = setup_context, backward
 
-    class Direct(torch.autograd.Function):
-        """The operator's body and its gradients."""
+    def forward(ctx: Any, *args: Any) -> Any:
+        out = body(*args)
+        keep(ctx, args, out)
+        return out
 
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            out = body(*args)
-            keep(ctx, args, out)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return differentiate(ctx, *grads)
-
-    Direct.__name__ = Direct.__qualname__ = operator._name
+    # The class is named after the operator: profilers and graphs show its name.
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+    kind: Any = type(torch.autograd.Function)
+    direct = kind(operator._name, (torch.autograd.Function,), methods)
 
     def with_gradients(*args: Any) -> Any:
         if is_plain(_first_tensor(args)):
-            return Direct.apply(*args) if torch.is_grad_enabled() else body(*args)
+            return direct.apply(*args) if torch.is_grad_enabled() else body(*args)
         return operator(*args)
 
     return with_gradients

@@ -10,7 +10,7 @@ kernels takes one work tile, a piece of a row.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -262,8 +262,7 @@ def index_starts_kernel(
     COUNTERS of a CSR row lie side by side. Both results end with their total.
     """
     column = tl.arange(0, PADDED_COUNTERS)
-    entries = tl.zeros([], tl.int32)  # before this tile of CSR rows
-    work_tiles = tl.zeros([], tl.int32)
+    entries, work_tiles = 0, 0  # before this tile of CSR rows
     for first in range(0, num_csr_rows, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
         counter = row[:, None] * COUNTERS + column[None, :]  # [BLOCK_ROWS, PADDED_COUNTERS]
@@ -286,7 +285,7 @@ def _starts_in_one_cta(
     plan: SelectedPlan, counts: Tensor, work_tile_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """As `_starts` of the counts and `_work_tile_starts` of that, in one launch."""
-    options = {"dtype": torch.int32, "device": counts.device}
+    options: dict[str, Any] = {"dtype": torch.int32, "device": counts.device}
     starts = torch.empty(counts.shape[0] + 1, **options)
     work_tile_starts = torch.empty(plan.num_csr_rows + 1, **options)
     padded = next_power_of_2(2 * plan.phases)
