@@ -10,6 +10,8 @@ from nsa_flex.bench.cases.branches import DETERMINISTIC, Compressed, Selected, S
 from nsa_flex.bench.cases.case import Case, Pattern
 from nsa_flex.bench.cases.compile_time import CompileCase
 from nsa_flex.bench.cases.core import PACKED, Core
+from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
+from nsa_flex.bench.cases.layers import LayerCase
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS, ModelCase
 from nsa_flex.bench.cases.parts import Choice, CompressionTarget, Merge
 from nsa_flex.bench.cases.targets import Target
@@ -28,7 +30,7 @@ TARGETS: dict[str, Target] = {
     )
 }
 
-AnyCase = Case | ModelCase | CompileCase
+AnyCase = Case | ModelCase | LayerCase | CompileCase
 Heads = tuple[int, int]
 
 KI = 1024
@@ -121,6 +123,16 @@ def packed() -> list[Case]:
     ]
 
 
+def layers() -> list[AnyCase]:
+    """A Llama layer on 64k tokens of equal documents, as batch rows and packed in two ways."""
+    return [
+        LayerCase(name, documents, 64 * KI // documents, query_heads, kv_heads)
+        for query_heads, kv_heads in MODEL_HEADS
+        for documents in (8, 16, 64)
+        for name in LAYERS
+    ]
+
+
 def overlap() -> list[Case]:
     """Selection on choices that overlap little, by 88 to 92 %, and as a trained model's do.
 
@@ -190,7 +202,8 @@ def compression() -> list[Case]:
 def full() -> list[AnyCase]:
     """Everything that the docs show: the cases of all the others on CUDA, each once."""
     cases: list[AnyCase] = [*headline(), *sweep(), *groups(), *shapes(), *branches()]
-    return [*cases, *eager(), *packed(), *overlap(), *compression(), *models(), *compiling()]
+    cases += [*eager(), *packed(), *layers(), *overlap(), *compression(), *models()]
+    return [*cases, *compiling()]
 
 
 def models() -> list[AnyCase]:
@@ -238,6 +251,7 @@ def smoke() -> list[AnyCase]:
         tiny("compression", "compiled", True),
         ModelCase("tiny", "nsa", 2, 64),
         ModelCase("tiny", "dense-eager", 2, 64),
+        *(LayerCase(name, 3, 40, 4, 2, 8, config) for name in LAYERS),
     ]
 
 
@@ -251,6 +265,7 @@ PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
     "branches": branches,
     "eager": eager,
     "packed": packed,
+    "layers": layers,
     "overlap": overlap,
     "trained": trained,
     "compression": compression,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_flex.bench.cases.case import Case, Skip
 from nsa_flex.bench.cases.compile_time import CompileCase, compile_times
+from nsa_flex.bench.cases.layers import LayerCase, layer_columns
 from nsa_flex.bench.cases.models import ModelCase, training_columns
 from nsa_flex.bench.cases.registry import TARGETS, AnyCase
 from nsa_flex.bench.cases.targets import Function, Target
@@ -122,6 +123,8 @@ def _measured(
             case, ceilings, options.device, options.compiler, options.budget_ms
         )
         return {"training_step": columns}
+    if isinstance(case, LayerCase):
+        return layer_columns(case, options.device, options.compiler, options.budget_ms)
     if isinstance(case, CompileCase):
         if options.device.type != "cuda":
             raise Skip("compile times are taken on CUDA")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS
 from nsa_flex.bench.report.cells import (
     EMPTY,
@@ -34,6 +35,7 @@ from nsa_flex.bench.report.rows import Row, read_rows
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
 RIVAL = "sdpa-cudnn"
+NO_PARTS = {"layer", "model", "compile"}
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 SHAPE = ["heads", "D", "seq_len"]
 
@@ -150,6 +152,23 @@ def packed(rows: list[Row]) -> pd.DataFrame:
     return found.fillna(EMPTY)
 
 
+def layers(rows: list[Row]) -> pd.DataFrame:
+    """A layer on packed documents against the same as batch rows, forward + backward."""
+    table = frame(rows)
+    names = ["heads", "batch", "seq_len"]
+    table = table[(table.target == "layer") & (table["pass"] == "forward_backward")]
+    index = pd.MultiIndex.from_frame(table[names].drop_duplicates())
+    each = [table[table.implementation == who].set_index(names).reindex(index) for who in LAYERS]
+    found = pd.DataFrame({"heads": [place[0] for place in index]}, index=index)
+    found["documents"] = [f"{place[1]} x {tokens(place[2])}" for place in index]
+    for title, part in zip(("batch rows, ms", "position_ids", "cu_seq_lens"), each, strict=True):
+        found[title] = milliseconds(part)
+        if part is not each[0]:
+            found[f"{title} ÷ batch rows"] = _ratio(part, each[0])
+    found["commit"] = each[0].commit
+    return found.fillna(EMPTY)
+
+
 def repeats(rows: list[Row]) -> pd.DataFrame:
     """Core against cuDNN, one case in several runs: one line a shape, pass and run.
 
@@ -175,7 +194,7 @@ def repeats(rows: list[Row]) -> pd.DataFrame:
 def parts(rows: list[Row]) -> pd.DataFrame:
     """One line a part, implementation and shape."""
     table = frame(rows)
-    table = table[~table.target.isin(["model", "compile"])]
+    table = table[~table.target.isin(NO_PARTS)]
     table = table.assign(part=part_names(table), on=table.implementation, choices=table.pattern)
     names = ["part", "on", "heads", "D", "tokens", "choices"]
     found = table[names].drop_duplicates().set_index(names, drop=False)
@@ -251,6 +270,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "sweep": sweep,
     "summary": summary,
     "packed": packed,
+    "layers": layers,
     "repeats": repeats,
     "parts": parts,
     "models": models,
@@ -266,9 +286,10 @@ def tables_of(rows: list[Row]) -> dict[str, pd.DataFrame]:
     wanted += ["sweep"] if wanted and rivals > {"nsa", RIVAL} else []
     targets = {row["target"] for row in rows}
     wanted += ["packed"] if "nsa-packed" in rivals else []
-    if targets - {"model", "compile"} and (targets != {"core"} or not wanted):
+    if targets - NO_PARTS and (targets != {"core"} or not wanted):
         wanted.append("parts")
-    wanted += [name for name, t in (("models", "model"), ("compile", "compile")) if t in targets]
+    wholes = (("layers", "layer"), ("models", "model"), ("compile", "compile"))
+    wanted += [name for name, target in wholes if target in targets]
     tables = {name: TABLES[name](rows) for name in [*wanted, "reasons"]}
     return {name: table for name, table in tables.items() if len(table)}
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from nsa_flex import NSAConfig
-from nsa_flex.bench.cases import patterns, registry
+from nsa_flex.bench.cases import layers, patterns, registry
 from nsa_flex.bench.cases.branches import deterministically
 from nsa_flex.bench.cases.case import Case, Skip
 from nsa_flex.bench.cases.core import PACKED
+from nsa_flex.bench.cases.layers import LayerCase
 from nsa_flex.bench.cases.models import ModelCase, Trainee
 from nsa_flex.bench.cases.parts import compression_by_definition
 from nsa_flex.bench.cases.registry import PRESETS, TARGETS, preset
@@ -475,6 +476,20 @@ def test_packed_table():
     ]
 
 
+def test_layers_table():
+    shape = {"target": "layer", "heads": "32/8", "batch": 8, "seq_len": 8192, "commit": "c"}
+    rows = [
+        {**row(who, ms), **shape, "implementation": who, "pass": "forward_backward"}
+        for who, ms in zip(layers.IMPLEMENTATIONS, (2.0, 2.2, 2.1), strict=True)
+    ]
+    (line,) = lines(table.layers(rows))
+    assert line == [
+        *("32/8", "8 x 8k", "2.00 ± 0.00", "2.20 ± 0.00", "1.10"),
+        *("2.10 ± 0.00", "1.05", "c"),
+    ]
+    assert set(table.tables_of(rows)) == {"layers"}
+
+
 def test_presets_of_rows_cover_what_must_be_shown():
     every = set(TARGETS["core"].implementations()) - set(PACKED)
     swept = preset("sweep")
@@ -559,6 +574,31 @@ def test_training_step_reports_tokens_a_second():
     assert step["tokens_per_s"] == pytest.approx(2 * 32 * 1e3 / step["median_ms"], rel=1e-2)
     assert step["last_loss"] < step["first_loss"]
     assert step["first_loss"] == pytest.approx(math.log(64), rel=0.1)
+
+
+def layer_case(implementation: str) -> LayerCase:
+    config = NSAConfig(8, 4, 8, 4, window_size=16)
+    return LayerCase(implementation, 3, 40, 4, 2, 8, config)
+
+
+@pytest.mark.parametrize("implementation", layers.IMPLEMENTATIONS)
+def test_a_layer_on_documents(implementation: str) -> None:
+    pytest.importorskip("transformers")
+    rows = run_one(layer_case(implementation))
+    assert [row["pass"] for row in rows] == ["forward_backward", "backward"]
+    assert {row["status"] for row in rows} == {"ok"}, rows
+    assert (rows[0]["heads"], rows[0]["hidden_size"]) == ("4/2", 32)
+
+
+@pytest.mark.parametrize("implementation", layers.PACKED)
+def test_a_layer_that_mixes_documents_fails(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(layers, "documents", lambda case, device: {})
+    rows = run_one(layer_case(implementation))
+    assert {row["status"] for row in rows} == {"failed"}
+    assert "the output of the layer is off by" in rows[0]["reason"]
 
 
 def test_a_dense_step_to_be_captured_is_that_of_transformers():
