@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -125,3 +126,32 @@ def test_a_layer_moves_five_tensors_and_their_gradients_once(way: str) -> None:
     assert more["index_select"] == 2 * 5 * layers  # q, k, v, gates and the output
     adding = {name for name in more if "index_add" in name or "index_put" in name}
     assert not adding, "a gradient is added up where it could be moved"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_on_cuda_a_packed_step_waits_for_nothing_and_errs_as_documents_alone_do(way: str) -> None:
+    lengths = [1, 700, 64, 0, 33, 900]
+    sizes = {"head_dim": 64, "max_position_embeddings": 2048}
+    exact = nsa_flex.patch(tiny_model(**sizes), nsa_flex.NSAConfig(num_selected_blocks=4))
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            if ".nsa." in name:
+                parameter.normal_(std=0.05)
+    ours = copy.deepcopy(exact).cuda().bfloat16()
+    ids = tokens(1, sum(lengths))
+    parts = [part for part in ids.split(lengths, 1) if part.numel()]
+    want = outcome(exact.double(), [(part, {"use_cache": False}) for part in parts])
+    alone = outcome(ours, [(part.cuda(), {"use_cache": False}) for part in parts])
+    ids, call = ids.cuda(), how(way, lengths)
+    call = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
+    outcome(ours, [(ids, call)])  # what is made on the first call may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = outcome(ours, [(ids, call)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for packed, each, exactly in zip(found, alone, want, strict=True):
+        allowed = 2 * relative_error(each.double().cpu(), exactly)
+        assert relative_error(packed.double().cpu(), exactly) <= allowed
