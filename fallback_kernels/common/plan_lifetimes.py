@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from nsa_flex.fallback_kernels.common.plan_steps import (
+    Allocation,
     CompiledLaunch,
     Fork,
     InterpretedLaunch,
@@ -67,6 +68,8 @@ def registers_of(step: Any) -> set[int]:
         return set().union(*(registers_of(each) for each in step.steps))
     if isinstance(step, CompiledLaunch):
         return {register for _, register, _ in (*step.pointers, *step.descriptors)}
+    if isinstance(step, Allocation):
+        return {step.register}
     if isinstance(step, Operation):
         return {r for r in step.results if r is not None} | step.operands
     return operands_of(step)

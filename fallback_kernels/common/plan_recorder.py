@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.common.plan_steps import (
+    Allocation,
     CompiledLaunch,
     Copy,
     Described,
@@ -33,6 +34,7 @@ from nsa_flex.fallback_kernels.common.plan_steps import (
 
 # Made anew in each call, since somebody may write into their results.
 _ALLOCATING = ("empty", "new_", "zeros", "ones", "full", "clone")
+_NEW_MEMORY = {"empty", "new_empty", "empty_like", "zeros", "new_zeros", "zeros_like"}
 # Of operators whose results depend on values in a way that Python sees.
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 MAX_CONSTANT_BYTES = 4 << 20  # of what depends on no argument and is kept with the plan
@@ -111,7 +113,7 @@ class Recorder(TorchDispatchMode):
         try:
             yield
         finally:
-            operations = any(isinstance(step, Operation) for step in self.steps)
+            operations = any(isinstance(step, (Operation, Allocation)) for step in self.steps)
             outer.append(OnStream(stream, self.steps, operations))
             self.steps = outer
 
@@ -156,6 +158,10 @@ class Recorder(TorchDispatchMode):
         if aliases and all(aliases) and not writes:
             return  # a view
         if not writes and self._is_constant(func, args, kwargs, results):
+            return
+        name = func._schema.name.removeprefix("aten::")
+        if name in _NEW_MEMORY and out.is_contiguous():
+            self.steps.append(Allocation(self._own(out), out, zeros="zeros" in name))
             return
         self.steps.append(
             Operation(

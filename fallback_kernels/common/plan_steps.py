@@ -162,6 +162,25 @@ class Operation:
                 registers.put(register, x)
 
 
+class Allocation:
+    """New memory, zeros or nothing in it, by the quickest way that PyTorch has.
+
+    By its name an operator takes four times as long as by `torch.empty`.
+    """
+
+    __slots__ = ("make", "options", "register", "size")
+
+    def __init__(self, register: int, like: Tensor, *, zeros: bool) -> None:
+        assert like.is_contiguous()
+        self.register = register
+        self.make = torch.zeros if zeros else torch.empty
+        self.size = tuple(like.shape)
+        self.options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+
+    def __call__(self, registers: Registers) -> None:
+        registers.put(self.register, self.make(self.size, **self.options))
+
+
 class _Pointer:
     """What a tensor descriptor's base is asked for at a launch."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from nsa_flex.fallback_kernels.common.plan_lifetimes import Lifetime, lifetimes, operands_of
 from nsa_flex.fallback_kernels.common.plan_recorder import Recorder
-from nsa_flex.fallback_kernels.common.plan_steps import Operation
+from nsa_flex.fallback_kernels.common.plan_steps import Allocation
 from nsa_flex.fallback_kernels.common.tiles import round_up
 
 ALIGNMENT = 512  # bytes, as PyTorch's allocator gives
@@ -25,30 +27,16 @@ class Workspace(NamedTuple):
         """Takes the allocations of such buffers, but for `kept` ones, out of the steps."""
         steps = recorder.steps
         seen = set().union(*(operands_of(step) for step in steps), kept)
-        allocated = _allocated(steps)
+        empty = {x.register for x in steps if isinstance(x, Allocation) and x.make is torch.empty}
         small = {
             register
-            for register in allocated - seen
+            for register in empty - seen
             if recorder.owners[register].untyped_storage().nbytes() <= MAX_BYTES
         }
-        steps[:] = [step for step in steps if not _only_allocates(step, small)]
+        steps[:] = [x for x in steps if not (isinstance(x, Allocation) and x.register in small)]
         lived = {r: lifetime for r, lifetime in lifetimes(steps).items() if r in small}
         sizes = {r: recorder.owners[r].untyped_storage().nbytes() for r in lived}
         return _packed(lived, sizes)
-
-
-def _allocated(steps: list[Any]) -> set[int]:
-    """Registers that an operator makes without writing, but for those made on other streams."""
-    found = (step.results[0] for step in steps if isinstance(step, Operation) and _is_empty(step))
-    return {register for register in found if register is not None}
-
-
-def _is_empty(step: Operation) -> bool:
-    return step.name in ("aten::empty", "aten::new_empty", "aten::empty_like")
-
-
-def _only_allocates(step: Any, registers: set[int]) -> bool:
-    return isinstance(step, Operation) and _is_empty(step) and step.results[0] in registers
 
 
 def _packed(lived: dict[int, Lifetime], sizes: dict[int, int]) -> Workspace:
