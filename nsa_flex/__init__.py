@@ -12,6 +12,7 @@ from nsa_flex.explaining import Explanation, explain
 from nsa_flex.gates import Gates
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import Adapter, AttentionShape, load, patch, register_adapter, unpatch
+from nsa_flex.quantization import quantization_filter
 from nsa_flex.selected import selected_attention
 from nsa_flex.version import __version__ as __version__
 
@@ -43,6 +44,7 @@ __all__ = [
     "load",
     "nsa_attention",
     "patch",
+    "quantization_filter",
     "register_adapter",
     "selected_attention",
     "telemetry",

@@ -20,7 +20,7 @@ _OFFSETS: dict[GateInit, tuple[float, float, float]] = {
 }
 
 
-class _ZeroLinear(nn.Linear):
+class GateLinear(nn.Linear):
     """A linear map that starts at zero, also when a framework resets every module by itself."""
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ class Gates(nn.Module):
         self.hidden_size = hidden_size
         self.num_query_heads = num_query_heads
         self.init: GateInit = init
-        self.linear = _ZeroLinear(
+        self.linear = GateLinear(
             hidden_size, num_query_heads * NUM_BRANCHES, device=device, dtype=dtype
         )
         self.register_buffer("offset", torch.empty(NUM_BRANCHES, device=device, dtype=dtype))

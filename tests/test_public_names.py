@@ -29,6 +29,7 @@ PUBLIC = {
         "load",
         "nsa_attention",
         "patch",
+        "quantization_filter",
         "register_adapter",
         "selected_attention",
         "telemetry",

@@ -66,12 +66,27 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
     """As the class's own, which writes what `_SavedConfig` makes of the config."""
     if all(layer_of(module) is None for module in model.modules()):
         return type(model).save_pretrained(model, *args, **kwargs)  # a part was unpatched alone
+    _check_writable(model)
     config = model.config
     model.config = _SavedConfig(config)
     try:
         return type(model).save_pretrained(model, *args, **kwargs)
     finally:
         model.config = config
+
+
+def _check_writable(model: Any) -> None:
+    """ValueError for torchao's tensors that transformers did not make: it cannot write them."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__module__.startswith("torchao"):
+            raise ValueError(
+                f"{name} was quantized in memory by torchao, and save_pretrained writes only what "
+                "was quantized on loading: save the model before, and call nsa_flex.load(path, "
+                "quantization_config=transformers.TorchAoConfig(...)), or torch.save the state "
+                "dict"
+            )
 
 
 class _SavedConfig:
