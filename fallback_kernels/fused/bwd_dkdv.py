@@ -23,6 +23,7 @@ from nsa_flex.fallback_kernels.sliding.config import (
     SlidingPlan,
     descriptor,
     empty_stats,
+    last_queries,
     stats_descriptor,
 )
 from nsa_flex.fallback_kernels.sliding.tiles import (
@@ -45,6 +46,7 @@ def key_gradients(
     key: Tensor,
     value: Tensor,
     gates: Tensor,
+    document_start: Tensor | None,
     initial_local: InitialLocal,
     window_size: int,
     scale: float,
@@ -56,6 +58,7 @@ def key_gradients(
             or more.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
         gates: (B, Hq, S, 3), any strides, any real numbers.
+        document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
     """
     key, value = (rows_contiguous(x) for x in (key, value))
@@ -80,6 +83,8 @@ def key_gradients(
         descriptor(query, local_block_m),
         descriptor(grad, local_block_m),
         stats_descriptor(stats, local_block_m),
+        document_start,
+        None if document_start is None else last_queries(document_start, tiles.block_n),
         *((None, None) if selected_sums is None else selected_sums),
         grad_key,
         grad_value,
@@ -217,11 +222,27 @@ def gated_probabilities(logits, lse, scale_log2):
     return (p.to(tl.int32, bitcast=True) ^ sign[None, :]).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def in_document(document_start_ptr, token, key, stop, num_tokens, ONE_DOCUMENT: tl.constexpr):
+    """Whether keys are in the documents of the queries at `token`: [BLOCK_N or 1, BLOCK_M].
+
+    ONE_DOCUMENT: all keys are in one, whose queries end before `stop`.
+    """
+    if ONE_DOCUMENT:
+        same = (token < stop)[None, :]
+    else:
+        first_key = tl.load(
+            document_start_ptr + token, mask=token < num_tokens, other=2147483647
+        )  # [BLOCK_M]
+        same = key[:, None] >= first_key[None, :]
+    return same
+
+
 @triton.jit(do_not_specialize=["num_tokens", "sum_tokens", "window"])
 def fused_bwd_dkdv_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, stats_ptr,
     query_desc, key_desc, value_desc, grad_out_desc, stats_desc,
-    local_query_desc, local_grad_out_desc, local_stats_desc,
+    local_query_desc, local_grad_out_desc, local_stats_desc, document_start_ptr, last_query_ptr,
     sum_key_ptr, sum_value_ptr, grad_key_ptr, grad_value_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
@@ -238,7 +259,7 @@ def fused_bwd_dkdv_kernel(
 
     Logits are transposed, [BLOCK_N, BLOCK_M]: probabilities then are the left factors of both
     products as they are in registers. Rows past the last token are read as 0: their probabilities
-    are multiplied by zeros only.
+    are multiplied by zeros only. With documents, last_query is what `last_queries` finds.
 
     The query tiles with local blocks come first, of all heads, in a loop of their own: the second
     set of probabilities takes registers that the other loop does not have.
@@ -268,6 +289,12 @@ def fused_bwd_dkdv_kernel(
 
     query_heads = kv_heads * GROUP
     stop = tl.minimum(start + BLOCK_N - 1 + window, num_tokens)
+    DOCUMENTS: tl.constexpr = document_start_ptr is not None
+    # Of a key tile in one block, and so in one document, all queries before `stop` are in it.
+    ONE_DOCUMENT: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
+    if DOCUMENTS:
+        document_start_ptr += b.to(tl.int64) * num_tokens
+        stop = tl.minimum(stop, tl.load(last_query_ptr + b.to(tl.int64) * tiles + cta % tiles))
     tiles_per_head = (stop - start + BLOCK_M - 1) // BLOCK_M
     local_tiles = 0
     if LOCAL > 0:
@@ -297,15 +324,26 @@ def fused_bwd_dkdv_kernel(
             delta = load_gated_stats(local_stats, 1, head, first, LOCAL_BLOCK_M)
             token = first + tl.arange(0, LOCAL_BLOCK_M)
             p = gated_probabilities(logits, lse, scale_log2)
-            p = tl.where(is_visible(token[None, :], key[:, None], window, None), p, 0.0)
+            visible = is_visible(token[None, :], key[:, None], window, None)
+            if DOCUMENTS:
+                same = in_document(document_start_ptr, token, key, stop, num_tokens, ONE_DOCUMENT)
+                visible = visible & same
+            p = tl.where(visible, p, 0.0)
             grad_logits = p * (grad_p - delta[None, :])
+            if DOCUMENTS:  # another document may be large: 0 times inf is NaN
+                grad_logits = tl.where(visible, grad_logits, 0.0)
             lse = load_gated_stats(local_stats, 2, head, first, LOCAL_BLOCK_M)
             delta = load_gated_stats(local_stats, 3, head, first, LOCAL_BLOCK_M)
             selected_p = gated_probabilities(logits, lse, scale_log2)
             first_key = tl.maximum(first_local_key(token, BLOCK_SIZE, LOCAL), 0)
             is_local = (key[:, None] >= first_key[None, :]) & (key[:, None] <= token[None, :])
+            if DOCUMENTS:
+                is_local = is_local & same
             selected_p = tl.where(is_local, selected_p, 0.0)
-            grad_logits += selected_p * (grad_p - delta[None, :])
+            selected_grad_logits = selected_p * (grad_p - delta[None, :])
+            if DOCUMENTS:
+                selected_grad_logits = tl.where(is_local, selected_grad_logits, 0.0)
+            grad_logits += selected_grad_logits
             p += selected_p
             grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
             grad_k = tl.dot(grad_logits.to(q.dtype), q, grad_k, input_precision=PRECISION)
@@ -328,11 +366,22 @@ def fused_bwd_dkdv_kernel(
         # Loaded before the MMAs below start: a wait while they run would serialise them.
         delta = load_gated_stats(stats, 1, head, first, BLOCK_M)
         p = gated_probabilities(logits, lse, scale_log2)
-        if (first < start + BLOCK_N - 1) | (first + BLOCK_M > start + window):
+        masked = (first < start + BLOCK_N - 1) | (first + BLOCK_M > start + window)
+        if DOCUMENTS:
+            masked = masked | (first + BLOCK_M > stop) | (not ONE_DOCUMENT)
+            centered = grad_p - delta[None, :]
+        if masked:
             token = first + tl.arange(0, BLOCK_M)
-            p = tl.where(is_visible(token[None, :], key[:, None], window, None), p, 0.0)
+            visible = is_visible(token[None, :], key[:, None], window, None)
+            if DOCUMENTS:
+                same = in_document(document_start_ptr, token, key, stop, num_tokens, ONE_DOCUMENT)
+                visible = visible & same
+                centered = tl.where(visible, centered, 0.0)
+            p = tl.where(visible, p, 0.0)
         grad_v = tl.dot(p.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
-        grad_logits = (p * (grad_p - delta[None, :])).to(q.dtype)
+        if not DOCUMENTS:
+            centered = grad_p - delta[None, :]
+        grad_logits = (p * centered).to(q.dtype)
         grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
 
     key_mask = key < num_tokens

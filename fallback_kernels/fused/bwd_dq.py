@@ -23,6 +23,7 @@ from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
+    load_document_start,
     load_key_value,
     load_rows_at,
     query_rows,
@@ -36,13 +37,13 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
 class InitialLocal:
     """Initial and local blocks of the selected branch that the window's kernels take over."""
 
-    block_size: int
-    num_initial: int
+    block_size: int  # l'
+    num_initial: int  # 0 with documents, each of which has initial blocks of its own
     num_local: int  # no more than the window holds
 
     @classmethod
-    def none(cls) -> InitialLocal:
-        return cls(64, 0, 0)
+    def none(cls, block_size: int) -> InitialLocal:
+        return cls(block_size, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def query_gradients(
     key: Tensor,
     value: Tensor,
     gates: Tensor,
+    document_start: Tensor | None,
     initial_local: InitialLocal,
     window_size: int,
     scale: float,
@@ -88,6 +90,7 @@ def query_gradients(
         compressed_parts: dQ of the compressed branch, by the parts of its fold.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
         gates: (B, Hq, S, 3), any strides, any real numbers.
+        document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
     """
     key, value = (rows_contiguous(x) for x in (key, value))
@@ -101,6 +104,7 @@ def query_gradients(
         value,
         descriptor(key, tiles.block_n),
         descriptor(value, tiles.block_n),
+        document_start,
         *compressed_parts,
         grad_query,
         *strides(key),
@@ -131,14 +135,15 @@ def first_local_key(token, BLOCK_SIZE: tl.constexpr, LOCAL: tl.constexpr):
 @triton.jit
 def add_dq_tile(
     q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta, selected_gate,
-    token, start, window, scale_log2, acc, in_window,
+    token, first_key, start, window, scale_log2, acc, in_window,
     BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`acc` [BLOCK_M, BLOCK_D] plus one key tile's share of dQ, before the scale.
 
     Unless MASKED, all rows see all keys through the window, and through nothing else. A tile
     `in_window` has keys of the window and of local blocks, another one those of initial blocks.
+    `first_key` is the first of the rows' document: 0, one for all rows, or [BLOCK_M].
     """
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -146,18 +151,25 @@ def add_dq_tile(
     key = tl.arange(0, k.shape[0])[None, :]
     last = token - start  # [BLOCK_M], as first
     if MASKED:
-        first = tl.maximum(last - window + 1, -start)
+        first = tl.maximum(last - window + 1, first_key - start)
         window_last = tl.where(in_window, last, -1)
-        p = tl.where((key >= first[:, None]) & (key <= window_last[:, None]), p, 0.0)
+        visible = (key >= first[:, None]) & (key <= window_last[:, None])
+        p = tl.where(visible, p, 0.0)
     grad_logits = p * (grad_p - sliding_delta[:, None])  # [BLOCK_M, BLOCK_N]
+    if MASKED and DOCUMENTS:  # another document may be large: 0 times inf is NaN
+        grad_logits = tl.where(visible, grad_logits, 0.0)
     if MASKED and LOCAL > 0:
         local = first_local_key(token, BLOCK_SIZE, LOCAL)
-        first = tl.where(in_window, tl.maximum(local, 0), 0) - start
+        first = tl.where(in_window, tl.maximum(local, first_key), 0) - start
         last_initial = tl.minimum(local, INITIAL * BLOCK_SIZE) - 1 - start
         last = tl.where(in_window, last, last_initial)
         p = tl.exp2(logits * scale_log2 - selected_lse[:, None]) * selected_gate[:, None]
-        p = tl.where((key >= first[:, None]) & (key <= last[:, None]), p, 0.0)
-        grad_logits += p * (grad_p - selected_delta[:, None])
+        visible = (key >= first[:, None]) & (key <= last[:, None])
+        p = tl.where(visible, p, 0.0)
+        selected_grad_logits = p * (grad_p - selected_delta[:, None])
+        if DOCUMENTS:
+            selected_grad_logits = tl.where(visible, selected_grad_logits, 0.0)
+        grad_logits += selected_grad_logits
     return tl.dot(grad_logits.to(k.dtype), k, acc, input_precision=PRECISION)
 
 
@@ -167,7 +179,8 @@ def add_dq_tile(
 def fused_bwd_dq_kernel(
     query_ptr, grad_out_ptr,
     selected_lse_ptr, delta_selected_ptr, sliding_lse_ptr, delta_sliding_ptr, gate_ptr,
-    key_ptr, value_ptr, key_desc, value_desc, part0, part1, part2, part3, grad_query_ptr,
+    key_ptr, value_ptr, key_desc, value_desc, document_start_ptr,
+    part0, part1, part2, part3, grad_query_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
@@ -217,11 +230,19 @@ def fused_bwd_dq_kernel(
     values = HeadRows(
         value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
+    DOCUMENTS: tl.constexpr = document_start_ptr is not None
+    if not DOCUMENTS:
+        first_key, lowest, highest = 0, 0, 0
+    elif BLOCK_SIZE % BLOCK_TOKENS == 0:  # a tile lies in one block, and so in one document
+        first_key = tl.load(document_start_ptr + batch * num_tokens + first)
+        lowest, highest = first_key, first_key
+    else:
+        first_key, lowest, highest = load_document_start(document_start_ptr, b, token, num_tokens)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     end = first + BLOCK_TOKENS
     # Tiles of the window with a mask, or with local blocks.
     near_tiles = (BLOCK_TOKENS + BLOCK_N - 1) // BLOCK_N
-    full_tiles = tl.maximum((end - tl.maximum(end - window, 0)) // BLOCK_N, near_tiles)
+    full_tiles = tl.maximum((end - tl.maximum(end - window, highest)) // BLOCK_N, near_tiles)
     if LOCAL > 0:
         local = end - first_local_key(first, BLOCK_SIZE, LOCAL)
         local_tiles = (local + BLOCK_N - 1) // BLOCK_N
@@ -238,8 +259,8 @@ def fused_bwd_dq_kernel(
         )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         acc = add_dq_tile(
             q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta,
-            selected_gate, token, start, window, scale_log2, acc, i < near_tiles,
-            BLOCK_SIZE, INITIAL, LOCAL, True, PRECISION,
+            selected_gate, token, first_key, start, window, scale_log2, acc, i < near_tiles,
+            BLOCK_SIZE, INITIAL, LOCAL, True, DOCUMENTS, PRECISION,
         )  # fmt: skip
     for i in tl.range(near_tiles, full_tiles, num_stages=STAGES):
         start = end - (i + 1) * BLOCK_N
@@ -248,12 +269,12 @@ def fused_bwd_dq_kernel(
         )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         acc = add_dq_tile(
             q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta,
-            selected_gate, token, start, window, scale_log2, acc, i < full_tiles,
-            BLOCK_SIZE, INITIAL, LOCAL, False, PRECISION,
+            selected_gate, token, first_key, start, window, scale_log2, acc, i < full_tiles,
+            BLOCK_SIZE, INITIAL, LOCAL, False, DOCUMENTS, PRECISION,
         )  # fmt: skip
     end -= full_tiles * BLOCK_N
 
-    rest = tl.maximum(end - tl.maximum(first - window + 1, 0), 0)
+    rest = tl.maximum(end - tl.maximum(first - window + 1, lowest), 0)
     for i in tl.range(0, (rest + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
         start = end - (i + 1) * EDGE_BLOCK_N
         edge_k, edge_v = load_key_value(
@@ -262,8 +283,8 @@ def fused_bwd_dq_kernel(
         )  # fmt: skip  # [EDGE_BLOCK_N, BLOCK_D], [EDGE_BLOCK_N, BLOCK_DV]
         acc = add_dq_tile(
             q, grad_out, edge_k, edge_v, sliding_lse, sliding_delta, selected_lse, selected_delta,
-            selected_gate, token, start, window, scale_log2, acc, i >= 0,
-            BLOCK_SIZE, INITIAL, LOCAL, True, PRECISION,
+            selected_gate, token, first_key, start, window, scale_log2, acc, i >= 0,
+            BLOCK_SIZE, INITIAL, LOCAL, True, DOCUMENTS, PRECISION,
         )  # fmt: skip
 
     acc *= scale

@@ -32,6 +32,9 @@ class SumGradients(NamedTuple):
     signed_delta: Tensor  # float32 (B, S, H): delta_selected times the sign of its gate
     delta_selected: Tensor  # float32 (B, S, H), before the gate, as the next
     delta_sliding: Tensor
+    # As `selected_lse` and `signed_delta`, of the compressed branch, if they were asked for.
+    compressed_lse: Tensor | None = None
+    compressed_delta: Tensor | None = None
 
 
 def gated_sum_gradients(
@@ -41,6 +44,7 @@ def gated_sum_gradients(
     sliding: Tensor,
     selected_lse: Tensor,
     gates: Tensor,
+    compressed_lse: Tensor | None = None,
 ) -> SumGradients:
     """Gradients of the gates, and what the branches' backward takes for its gate and delta.
 
@@ -48,10 +52,14 @@ def gated_sum_gradients(
         grad, compressed, selected, sliding: (B, S, H, D), contiguous.
         selected_lse: float32 (B, S, H), contiguous, finite.
         gates: (B, H, S, 3), any strides, any real numbers.
+        compressed_lse: float32 (B, S, H), contiguous, -inf for a query that sees nothing; None
+            where that branch's backward has rows in another order, the fold's.
     """
     batch, tokens, heads, dim = selected.shape
     grad_gates = gates.new_empty((batch, tokens, heads, 3))
-    stats = torch.empty((4, batch, tokens, heads), dtype=torch.float32, device=grad.device)
+    number = 4 if compressed_lse is None else 6
+    stats = torch.empty((number, batch, tokens, heads), dtype=torch.float32, device=grad.device)
+    of_compressed = (None, None) if compressed_lse is None else (stats[4], stats[5])
     signed = torch.empty_like(grad)
     num_rows = batch * tokens * heads
     fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
@@ -63,7 +71,9 @@ def gated_sum_gradients(
         gates,
         signed,
         grad_gates,
-        *stats.unbind(),
+        *stats[:4].unbind(),
+        compressed_lse,
+        *of_compressed,
         *gates.stride(),
         num_rows,
         tokens,
@@ -140,6 +150,7 @@ def fused_bwd_gates_kernel(
     grad_ptr, compressed_ptr, selected_ptr, sliding_ptr, selected_lse_ptr, gate_ptr,
     signed_ptr, grad_gate_ptr, gated_lse_ptr, signed_delta_ptr,
     delta_selected_ptr, delta_sliding_ptr,
+    compressed_lse_ptr, gated_compressed_lse_ptr, compressed_delta_ptr,
     stride_b, stride_h, stride_s, stride_c,
     num_rows, num_tokens, heads,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -177,6 +188,13 @@ def fused_bwd_gates_kernel(
     )
     tl.store(delta_selected_ptr + row, delta_selected, mask=row_mask)
     tl.store(delta_sliding_ptr + row, delta_sliding, mask=row_mask)
+    if compressed_lse_ptr is not None:
+        lse = tl.load(compressed_lse_ptr + row, mask=row_mask, other=0.0)
+        # -inf less the logarithm of a gate of 0 would be NaN.
+        gated_lse = tl.where(lse == float("-inf"), lse, lse - log_abs(compressed_gate))
+        tl.store(gated_compressed_lse_ptr + row, gated_lse, mask=row_mask)
+        delta = tl.where(compressed_gate < 0, -delta_compressed, delta_compressed)
+        tl.store(compressed_delta_ptr + row, delta, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])

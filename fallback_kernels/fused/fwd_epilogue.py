@@ -114,6 +114,7 @@ def _is_same(x: Tensor, y: Tensor) -> bool:
 
 def fwd_epilogue(
     selection: Selection,
+    document_start: Tensor | None,
     window: int,
     compressed_parts: tuple[Tensor, ...],
     fold: Fold,
@@ -126,6 +127,8 @@ def fwd_epilogue(
     Args:
         selection: of a supported call, with all initial and local blocks; query memory
             (B, S, H, D).
+        document_start: int32 (B, S), contiguous, or None; with it, `selection` counts no initial
+            blocks.
         window: of the sliding branch, in keys.
         compressed_parts: outputs of the compressed branch, by the parts of its fold.
         gates: (B, Hq, S, 3), any strides.
@@ -150,8 +153,8 @@ def fwd_epilogue(
 
     def run_chunk(chunk: QueryChunk, partials: Tensor, partial_lse: Tensor) -> None:
         tensors = (
-            partial_lse, selection.csr.bitmask, selection.unions.sizes, *compressed_parts, gates,
-            out, selected_lse, sliding_lse,
+            partial_lse, selection.csr.bitmask, selection.unions.sizes, document_start,
+            *compressed_parts, gates, out, selected_lse, sliding_lse,
         )  # fmt: skip
         scalars = (
             *gates.stride(),
@@ -177,7 +180,7 @@ def _launch(
     grid: tuple[int, int],
     selection: Selection,
     partials: Tensor,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor | None, ...],
     scalars: tuple[float, ...],
     stride: int,
 ) -> None:
@@ -246,8 +249,8 @@ def attend_initial_blocks(
 )  # fmt: skip
 def fused_fwd_epilogue_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc,
-    partial_ptr, partial_lse_ptr, bitmask_ptr, union_size_ptr, part0, part1, part2, part3,
-    gate_ptr, out_ptr, selected_lse_ptr, sliding_lse_ptr,
+    partial_ptr, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr,
+    part0, part1, part2, part3, gate_ptr, out_ptr, selected_lse_ptr, sliding_lse_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
@@ -289,8 +292,12 @@ def fused_fwd_epilogue_kernel(
     row_max = tl.full([BLOCK_M], MIN_LOGIT, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     own_block = first // BLOCK_SIZE
-    window_blocks = own_block - tl.maximum(first - window + 1, 0) // BLOCK_SIZE
-    local_blocks = tl.minimum(LOCAL, own_block + 1)
+    first_key = 0  # of the document, which starts with a block
+    if document_start_ptr is not None:
+        document_start_ptr += batch * num_tokens + first
+        first_key = tl.load(document_start_ptr, mask=first < num_tokens, other=0)
+    window_blocks = own_block - tl.maximum(first - window + 1, first_key) // BLOCK_SIZE
+    local_blocks = tl.minimum(LOCAL, own_block + 1 - first_key // BLOCK_SIZE)
     for i in tl.range(0, local_blocks, num_stages=STAGES):
         start = (own_block - i) * BLOCK_SIZE
         k, v = load_key_value(

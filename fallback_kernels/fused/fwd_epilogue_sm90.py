@@ -223,8 +223,8 @@ def add_rows(acc, buffer, factor):
 def fused_fwd_epilogue_sm90_kernel(
     key_desc, value_desc, query_desc, out_desc,
     compressed_desc, selected_desc, sliding_desc, selected_ptr,
-    partial_desc, partial_lse_ptr, bitmask_ptr, union_size_ptr, part0, part1, part2, part3,
-    gate_ptr, selected_lse_ptr, sliding_lse_ptr,
+    partial_desc, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr,
+    part0, part1, part2, part3, gate_ptr, selected_lse_ptr, sliding_lse_ptr,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     first_head, chunk_start, chunk_tokens, tiles_per_head,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
@@ -240,6 +240,8 @@ def fused_fwd_epilogue_sm90_kernel(
     SAVE: gl.constexpr = sliding_desc is not None
     FIRST: gl.constexpr = 1 if SAVE else 0
     TOPK: gl.constexpr = NUM_SLOTS - INITIAL - LOCAL
+    # Steps that attend the row's first block: with documents none is an initial block.
+    FIRST_BLOCKS: gl.constexpr = 1 if document_start_ptr is None else 0
     TOKENS: gl.constexpr = BLOCK_M // GROUP
     WARPS: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = query_desc.dtype
@@ -258,10 +260,14 @@ def fused_fwd_epilogue_sm90_kernel(
     has_union = gl.load(union_size_ptr + tile) >= 0
     first = chunk_start + gl.program_id(0) * TOKENS
     own_block = first // BLOCK_N
-    window_blocks = own_block - gl.maximum(first - window + 1, 0) // BLOCK_N + 1
+    first_key = 0  # of the document, which starts with a block
+    if document_start_ptr is not None:
+        document_start_ptr += batch.to(gl.int64) * num_tokens + first
+        first_key = gl.load(document_start_ptr, mask=first < num_tokens, other=0)
+    window_blocks = own_block - gl.maximum(first - window + 1, first_key) // BLOCK_N + 1
     steps = window_blocks
     if not has_union:
-        steps += 1
+        steps += FIRST_BLOCKS
 
     # Separate allocations: the compiler then orders no access to one behind those to another.
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
@@ -293,7 +299,7 @@ def fused_fwd_epilogue_sm90_kernel(
     row_sum = sums_by_lane(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES))
     descs, blocks = (key_desc, value_desc), (own_block, window_blocks, steps, first, window)
     mbarrier.wait(barriers[2], 0)
-    local_blocks = gl.minimum(LOCAL, own_block + 1)
+    local_blocks = gl.minimum(LOCAL, own_block + 1 - first_key // BLOCK_N)
     acc, row_max, row_sum = attend_window(
         0, local_blocks, descs, at, blocks, token, q, keys, values, barriers,
         (acc, row_max, row_sum), scale_log2, TOKENS, SCORES,
@@ -345,9 +351,10 @@ def fused_fwd_epilogue_sm90_kernel(
         start_compressed(parts, fold, of_tile, compressed, GROUP, STRIDE, MEMORY)
     else:
         # Normaliser of the selected branch: kept result, initial block, partial outputs.
-        mbarrier.wait(barriers[0], window_blocks & 1)
-        zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-        logits = qk_product(q, keys.permute((1, 0)), zero)  # [BLOCK_M, BLOCK_N]
+        if FIRST_BLOCKS:
+            mbarrier.wait(barriers[0], window_blocks & 1)
+            zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+            logits = qk_product(q, keys.permute((1, 0)), zero)  # [BLOCK_M, BLOCK_N]
         if SAVE:
             write_tile(sliding_desc, at, first, q, acc)
             acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OUT)
@@ -355,16 +362,21 @@ def fused_fwd_epilogue_sm90_kernel(
         partials = (partial_desc, first_row, gl.max(num_topk, 0))
         for i in gl.static_range(2 - FIRST):
             fetch_partials(partials, i, ring_barriers[i], ring[i])
-        is_selected = row_mask & (INITIAL > 0) & (((bitmask >> LOCAL) & 1) != 0)
-        logits = gl.where(gl.expand_dims(is_selected, 1), logits, float("-inf")) * scale_log2
+        if FIRST_BLOCKS:
+            is_selected = row_mask & (INITIAL > 0) & (((bitmask >> LOCAL) & 1) != 0)
+            logits = gl.where(gl.expand_dims(is_selected, 1), logits, float("-inf")) * scale_log2
         slots_of_row = gl.expand_dims(gl.convert_layout(num_topk, gl.SliceLayout(1, SLOTS)), 1)
         partial_lse = gl.where(slot < slots_of_row, partial_lse, float("-inf"))
         new_max = gl.convert_layout(gl.max(partial_lse, 1), ROW)  # [BLOCK_M]
-        new_max = gl.maximum(gl.maximum(kept_lse, gl.max(logits, 1)), new_max)
+        if FIRST_BLOCKS:
+            new_max = gl.maximum(gl.maximum(kept_lse, gl.max(logits, 1)), new_max)
+        else:
+            new_max = gl.maximum(kept_lse, new_max)
         shift = gl.expand_dims(gl.convert_layout(new_max, gl.SliceLayout(1, SLOTS)), 1)
         row_sum = gl.convert_layout(gl.sum(gl.exp2(partial_lse - shift), 1), ROW)
         row_sum += gl.exp2(kept_lse - new_max)
-        row_sum += gl.sum(gl.exp2(logits - gl.expand_dims(new_max, 1)), 1)
+        if FIRST_BLOCKS:
+            row_sum += gl.sum(gl.exp2(logits - gl.expand_dims(new_max, 1)), 1)
         lse_log2 = new_max + gl.log2(row_sum)
         gl.store(selected_lse_ptr + row, lse_log2 * LN2, mask=row_mask)
 
@@ -374,9 +386,10 @@ def fused_fwd_epilogue_sm90_kernel(
         acc = add_rows(acc, kept, gl.exp2(kept_lse - lse_log2) * factor)
         fence_async_shared()
         fetch_partials(partials, 2 - FIRST, ring_barriers[2 - FIRST], ring[2 - FIRST])
-        p = gl.exp2(logits - gl.expand_dims(lse_log2, 1)) * gl.expand_dims(factor, 1)
-        mbarrier.wait(barriers[1], window_blocks & 1)
-        acc = add_values(p, values, acc)
+        if FIRST_BLOCKS:
+            p = gl.exp2(logits - gl.expand_dims(lse_log2, 1)) * gl.expand_dims(factor, 1)
+            mbarrier.wait(barriers[1], window_blocks & 1)
+            acc = add_values(p, values, acc)
         fetch_partials(partials, 3 - FIRST, ring_barriers[3 - FIRST], ring[3 - FIRST])
         lse_rows, branch = (partial_lse_ptrs, GROUP, num_topk), (lse_log2, factor)
         slot_lse = load_partial_lse(lse_rows, 0)  # [BLOCK_M]

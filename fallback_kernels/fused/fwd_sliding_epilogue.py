@@ -61,6 +61,7 @@ def sliding_epilogue(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    document_start: Tensor | None,
     window_size: int,
     scale: float,
     compressed_parts: tuple[Tensor, ...],
@@ -73,7 +74,7 @@ def sliding_epilogue(
     """The sliding branch, and in its registers `sum_c gates[..., c] * branch_c` in float32.
 
     Args:
-        query: (B, Hq, S, D); key, value: as `sliding_attention` takes them.
+        query: (B, Hq, S, D); key, value, document_start: as `sliding_attention` takes them.
         compressed_parts: outputs of the compressed branch, by the parts of its fold.
         selected: (B, S, Hq, Dv), contiguous.
         gates: (B, Hq, S, 3), any strides.
@@ -93,6 +94,7 @@ def sliding_epilogue(
         value,
         descriptor(key, tiles.block_n),
         descriptor(value, tiles.block_n),
+        document_start,
         *compressed_parts,
         selected,
         gates,
@@ -165,8 +167,9 @@ def load_compressed(
     do_not_specialize=["num_tokens", "window", "rows", "first1", "first2", "first3", "reach"]
 )
 def fused_sliding_epilogue_kernel(
-    query_ptr, key_ptr, value_ptr, key_desc, value_desc, part0, part1, part2, part3, selected_ptr,
-    gate_ptr, out_ptr, lse_ptr, sliding_ptr, compressed_ptr,
+    query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr,
+    part0, part1, part2, part3, selected_ptr, gate_ptr,
+    out_ptr, lse_ptr, sliding_ptr, compressed_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
@@ -195,7 +198,7 @@ def fused_sliding_epilogue_kernel(
         value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
     )
     acc, row_max, row_sum = attend_window(
-        q, keys, values, None, first, token, window, scale_log2,
+        q, keys, values, document_start_ptr, first, token, window, scale_log2,
         BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
         PRECISION, STAGES,
     )  # fmt: skip  # [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]

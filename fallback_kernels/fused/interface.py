@@ -40,8 +40,9 @@ def core_attention(
     *,
     config: NSAConfig,
     scale: float,
+    document_start: Tensor | None = None,
 ) -> CoreResults:
-    """All of `nsa_attention` where the queries are all the tokens of one document a row.
+    """All of `nsa_attention` where the queries are all the tokens of a row.
 
     Args:
         query: (B, Hq, S, D), float16 or bfloat16 on CUDA, D and Dv multiples of 8 up to 128, or
@@ -51,6 +52,8 @@ def core_attention(
         compressed_key, compressed_value: (B, Hkv, N, D) and (B, Hkv, N, Dv), N at least 1.
         gates: (B, Hq, S, 3), any float dtype and strides.
         scale: factor of query . key.
+        document_start: int32 (B, S), contiguous, key index of the first token of each query's
+            document, a multiple of l'; None where each row is one document.
 
     Returns:
         `CoreResults`. Differentiable once, in all tensors. Sums are float32; the backward of the
@@ -69,6 +72,7 @@ def core_attention(
         torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (*tensors, *own)),
         torch.are_deterministic_algorithms_enabled(),
+        document_start,
     )
     out, blocks, _, compressed_lse, _, selected_lse, _, sliding_lse, _ = results
     return CoreResults(
@@ -95,20 +99,24 @@ def core_forward(
     counts: list[int],
     differentiable: bool,
     deterministic: bool,
+    document_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, blocks, output and log-sum-exp of each branch, and the index of the selection.
 
-    Outputs are (B, S, H, D), contiguous, log-sum-exps (B, S, H), that of the compressed branch
-    (B, H, S). What only a backward wants is empty unless the call is `differentiable`: the index
-    and the outputs of the branches. `deterministic` is for the backward. Without keys and values
-    of its own the sliding branch has the selected one's. `counts` are an `NSAConfig`'s.
+    Outputs are (B, S, H, D), contiguous, log-sum-exps (B, S, H), that of the compressed branch (B,
+    H, S), with documents in (B, S, H) memory. What only a backward wants is empty unless the call
+    is `differentiable`: the index and the outputs of the branches. `deterministic` is for the
+    backward. Without keys and values of its own the sliding branch has the selected one's.
+    `counts` are an `NSAConfig`'s, `document_start` is what `core_attention` takes.
     """
     tensors = (query, key, value, compressed_key, compressed_value, gates)
     own = None
     if sliding_key is not None and sliding_value is not None:
         own = (sliding_key, sliding_value)
     with torch.cuda.device_of(query):
-        return run_forward(tensors, own, NSAConfig.of_counts(counts), scale, differentiable)
+        return run_forward(
+            tensors, own, document_start, NSAConfig.of_counts(counts), scale, differentiable
+        )
 
 
 @core_forward.register_fake
@@ -126,7 +134,8 @@ def _(
 ) -> tuple[Tensor, ...]:
     batch, heads, tokens, _ = query.shape
     dim = value.shape[3]
-    counts, differentiable, _ = options
+    counts, differentiable, _, *others = options
+    document_start = others[0] if others else None
     config = NSAConfig.of_counts(counts)
     shape = (batch, key.shape[1], tokens, config.num_selected_blocks)
     blocks = query.new_empty(shape, dtype=torch.int32)
@@ -140,7 +149,7 @@ def _(
         query.new_empty(branch),
         blocks,
         query.new_empty(branch if differentiable else 0),
-        lse(batch, heads, tokens),
+        lse(batch, heads, tokens) if document_start is None else lse(*branch[:3]).transpose(1, 2),
         query.new_empty(branch if differentiable else 0),
         lse(*branch[:3]),
         query.new_empty(branch if differentiable else 0),
@@ -158,6 +167,7 @@ def core_backward(
     scale: float,
     counts: list[int],
     deterministic: bool,
+    document_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the eight tensors that `core_forward` takes; empty for what it did not get.
 
@@ -166,10 +176,11 @@ def core_backward(
         inputs: the six tensors, or all eight.
         results: all but the first.
         counts: `NSAConfig.counts`.
+        document_start: as the forward had it.
     """
     config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
-        return run_backward(grad, inputs, results, scale, config, deterministic)
+        return run_backward(grad, inputs, results, document_start, scale, config, deterministic)
 
 
 @core_backward.register_fake
@@ -191,21 +202,22 @@ def _empty_bshd(x: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (ctx.scale, ctx.counts, _, ctx.deterministic) = inputs[:8], inputs[8:]
+    tensors, (ctx.scale, ctx.counts, _, ctx.deterministic, document_start) = inputs[:8], inputs[8:]
     tensors = tuple(x for x in tensors if x is not None)
     ctx.num_tensors = len(tensors)
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*tensors, *output[1:], document_start)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
-    options = (None,) * 4
+    options = (None,) * 5
     if grad is None:
         return *(None,) * 8, *options
-    inputs, results = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
+    *saved, document_start = ctx.saved_tensors
+    inputs, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
     grads = _core_gradients(
-        grad, list(inputs), list(results), ctx.scale, ctx.counts, ctx.deterministic
+        grad, inputs, results, ctx.scale, ctx.counts, ctx.deterministic, document_start
     )
     q, k, v, ck, cv, *others = grads
     gates, *own = (x.transpose(1, 2) if x.dim() > 1 else None for x in others)

@@ -1,12 +1,16 @@
 """The stages of the core's forward and backward, in order.
 
-Forward: compressed branch on the fold, top-k block selection from its log-sum-exps, selected
-branch, then the sliding branch with the gated sum as its epilogue. Where selected and sliding
-branch have the same keys, one epilogue computes what is left of both.
+Forward: compressed branch, top-k block selection from its log-sum-exps, selected branch, then the
+sliding branch with the gated sum as its epilogue. Where selected and sliding branch have the same
+keys, one epilogue computes what is left of both.
 
-Backward: gates and deltas, compressed branch on the fold, dQ of everything but the top-k blocks,
-selected branch (which adds the top-k blocks' dQ), and dK and dV of the window with the selected
-branch's sums.
+Backward: gates and deltas, compressed branch, dQ of everything but the top-k blocks, selected
+branch (which adds the top-k blocks' dQ), and dK and dV of the window with the selected branch's
+sums.
+
+With documents, a document's first blocks are top-k blocks as far as kernels are concerned: what
+counts as an initial block is counted from the row's start, and only the first document begins
+there. Local blocks are the same with documents and without.
 """
 
 from __future__ import annotations
@@ -16,21 +20,15 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
-from nsa_flex.fallback_kernels.compressed.cudnn import (
-    RangeGradients,
-    attend_range,
-    range_gradients,
-)
-from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, query_gradients
-from nsa_flex.fallback_kernels.fused.bwd_gates import (
-    fold_gated_lse,
-    gated_sum_gradients,
-    switch_gate_sign,
+from nsa_flex.fallback_kernels.fused.bwd_gates import gated_sum_gradients, switch_gate_sign
+from nsa_flex.fallback_kernels.fused.compressed_branch import (
+    attend_compressed,
+    compressed_gradients,
 )
-from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import sliding_epilogue, unfold_lse
+from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import sliding_epilogue
 from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
@@ -41,35 +39,32 @@ from nsa_flex.fallback_kernels.topk.interface import run_topk
 def run_forward(
     tensors: tuple[Tensor, ...],
     own: tuple[Tensor, Tensor] | None,
+    document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
     differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results of `core_forward`; `own`: keys and values of the sliding branch, if others."""
     query, key, value, compressed_key, compressed_value, gates = tensors
-    tokens, heads = query.shape[2], query.shape[1]
-    fold = _fold(tokens, config)
+    tokens = query.shape[2]
     rows = query.transpose(1, 2).contiguous()
     q = rows.transpose(1, 2)
-    compressed = (rows_contiguous(compressed_key), rows_contiguous(compressed_value))
-    parts, lses = zip(
-        *(attend_range(rows, *compressed, x, scale, fold.reach, fold.stride) for x in fold.ranges),
-        strict=True,
+    parts, fold, compressed_lse = attend_compressed(
+        rows, compressed_key, compressed_value, document_start, config, scale
     )
-    compressed_lse = unfold_lse(lses, fold, heads, tokens)
     blocks = run_topk(
         q,
         compressed_key,
         compressed_lse,
         torch.arange(tokens, device=query.device)[None],
-        None,
+        document_start,
         scale,
         config.num_select_blocks(tokens),
         config.counts,
     )
     words = index_words(q, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
-    plan = _plan(q, key, value, blocks, config, differentiable)
+    plan = _plan(q, key, value, blocks, document_start, config, differentiable)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     keys, window_keys = (key, value), own or (key, value)
     window, storage = config.window_size, index if differentiable else None
@@ -81,7 +76,7 @@ def run_forward(
             plan, q, *selected_keys, blocks, scale, storage=storage
         )
         both = fwd_epilogue.fwd_epilogue(
-            selection, window, parts, fold, gates, save=differentiable
+            selection, document_start, window, parts, fold, gates, save=differentiable
         )
         return (
             both.out,
@@ -99,7 +94,16 @@ def run_forward(
     )
     selected = selected.transpose(1, 2)
     last = sliding_epilogue(
-        q, *window_keys, window, scale, parts, fold, selected, gates, save=differentiable
+        q,
+        *window_keys,
+        document_start,
+        window,
+        scale,
+        parts,
+        fold,
+        selected,
+        gates,
+        save=differentiable,
     )
     return (
         last.out,
@@ -118,6 +122,7 @@ def run_backward(
     grad: Tensor,
     inputs: list[Tensor],
     results: list[Tensor],
+    document_start: Tensor | None,
     scale: float,
     config: NSAConfig,
     deterministic: bool,
@@ -127,29 +132,39 @@ def run_backward(
     blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
         results
     )
-    fold = _fold(query.shape[2], config)
     rows = query.transpose(1, 2).contiguous()
     grad = grad.contiguous()
-    sums = gated_sum_gradients(grad, compressed, selected, sliding, selected_lse, gates)
-    parts = _compressed_gradients(
-        sums.signed, rows, compressed_key, compressed_value, compressed, compressed_lse,
-        gates, fold, scale,
-    )  # fmt: skip
-    grad_compressed_key, grad_compressed_value = (
-        _sum_over_parts(shares, like)
-        for shares, like in (
-            ([part.key for part in parts], compressed_key),
-            ([part.value for part in parts], compressed_value),
-        )
+    by_token = None if document_start is None else compressed_lse.transpose(1, 2)
+    sums = gated_sum_gradients(grad, compressed, selected, sliding, selected_lse, gates, by_token)
+    parts, fold, grad_compressed_key, grad_compressed_value = compressed_gradients(
+        sums,
+        rows,
+        compressed_key,
+        compressed_value,
+        compressed,
+        compressed_lse,
+        gates,
+        document_start,
+        config,
+        scale,
     )
 
-    plan = _plan(rows.transpose(1, 2), key, value, blocks, config, True)
-    taken_over = InitialLocal.none() if own else _taken_over(plan, config, deterministic)
+    plan = _plan(rows.transpose(1, 2), key, value, blocks, document_start, config, True)
+    taken_over = (
+        InitialLocal.none(plan.block_size) if own else _taken_over(plan, config, deterministic)
+    )
     of_rows = QueryRows(
         rows, grad, selected_lse, sums.delta_selected, sliding_lse, sums.delta_sliding
     )
-    window = (*(own or (key, value)), gates, taken_over, config.window_size, scale)
-    grad_rows = query_gradients(of_rows, [part.query for part in parts], fold, *window)
+    of_window = (
+        *(own or (key, value)),
+        gates,
+        document_start,
+        taken_over,
+        config.window_size,
+        scale,
+    )
+    grad_rows = query_gradients(of_rows, parts, fold, *of_window)
     del parts  # their memory is large, and the next stage allocates
 
     switch_gate_sign(sums.signed, gates)
@@ -173,10 +188,10 @@ def run_backward(
             x_sum[:, : key.shape[2]].to(x.dtype).contiguous()
             for x_sum, x in zip(selected_sums, (key, value), strict=True)
         )
-        of_window = key_gradients(of_rows, None, *window)
+        grads_of_own = key_gradients(of_rows, None, *of_window)
     else:
-        grad_key, grad_value = key_gradients(of_rows, selected_sums, *window)
-        of_window = (grad.new_empty(0), grad.new_empty(0))
+        grad_key, grad_value = key_gradients(of_rows, selected_sums, *of_window)
+        grads_of_own = (grad.new_empty(0), grad.new_empty(0))
     return (
         grad_rows,
         grad_key,
@@ -184,39 +199,14 @@ def run_backward(
         grad_compressed_key,
         grad_compressed_value,
         sums.gates,
-        *of_window,
+        *grads_of_own,
     )
-
-
-def _compressed_gradients(
-    signed: Tensor,
-    rows: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    gates: Tensor,
-    fold: Fold,
-    scale: float,
-) -> list[RangeGradients]:
-    keys = (rows_contiguous(key), rows_contiguous(value))
-    lses = fold_gated_lse(lse, gates[..., 0], fold)
-    return [
-        range_gradients(signed, rows, *keys, out, part_lse, part, scale, fold.reach, fold.stride)
-        for part, part_lse in zip(fold.ranges, lses, strict=True)
-    ]
-
-
-def _sum_over_parts(shares: list[Tensor], like: Tensor) -> Tensor:
-    out = like.new_empty(like.shape)
-    sum_residues(shares, out)
-    return out
 
 
 def _taken_over(plan: SelectedPlan, config: NSAConfig, deterministic: bool) -> InitialLocal:
     """Initial and local blocks that the window's kernels take over from the selected branch's."""
     if not 0 < plan.num_local * plan.block_size <= config.window_size:
-        return InitialLocal.none()
+        return InitialLocal.none(plan.block_size)
     # Without float atomics the index lists initial blocks as well.
     num_initial = 0 if deterministic else plan.num_initial
     return InitialLocal(plan.block_size, num_initial, plan.num_local)
@@ -227,6 +217,7 @@ def _plan(
     key: Tensor,
     value: Tensor,
     blocks: Tensor,
+    document_start: Tensor | None,
     config: NSAConfig,
     differentiable: bool,
 ) -> SelectedPlan:
@@ -236,12 +227,8 @@ def _plan(
         value,
         blocks,
         config.select_block_size,
-        config.num_initial_blocks,
+        config.num_initial_blocks if document_start is None else 0,
         config.num_local_blocks,
         0,
         differentiable=differentiable,
     )
-
-
-def _fold(num_tokens: int, config: NSAConfig) -> Fold:
-    return fold_of(num_tokens, config.compress_block_size, config.compress_stride)

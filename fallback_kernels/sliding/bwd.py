@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +22,7 @@ from nsa_flex.fallback_kernels.sliding.config import (
     Tiles,
     descriptor,
     empty_stats,
+    last_queries,
     stats_descriptor,
 )
 from nsa_flex.fallback_kernels.sliding.tiles import (
@@ -169,8 +169,7 @@ def sliding_bwd_dkdv_kernel(
     Logits are transposed, [BLOCK_N, BLOCK_M]: probabilities then are the left factors of both
     products as they are in registers. The log-sum-exp is in base 2. Rows past the last token are
     read as 0, so that their probabilities are multiplied by zeros only. With documents,
-    last_query is int32 (B, tiles): one past the last query whose document starts at or before the
-    tile's last key.
+    last_query is what `last_queries` finds.
     """
     tiles = (num_tokens + BLOCK_N - 1) // BLOCK_N
     cta = tl.program_id(0)
@@ -325,7 +324,9 @@ class _Backward:
             stats_descriptor(lse, tiles.block_m),
             stats_descriptor(delta, tiles.block_m),
             self.document_start,
-            self.last_query(tiles),
+            None
+            if self.document_start is None
+            else last_queries(self.document_start, tiles.block_n),
             grad_key,
             grad_value,
             *strides(self.query),
@@ -340,15 +341,6 @@ class _Backward:
             base2_scale(self.scale),
             **plan.constants(tiles),
         )
-
-    def last_query(self, tiles: Tiles) -> Tensor | None:
-        """See `sliding_bwd_dkdv_kernel`; found on the device, by binary search."""
-        if self.document_start is None:
-            return None
-        device, step = self.document_start.device, tiles.block_n
-        last = torch.arange(0, self.plan.tokens, step, device=device, dtype=torch.int32)
-        last = (last + (step - 1)).expand(self.plan.batch, -1).contiguous()
-        return torch.searchsorted(self.document_start, last, right=True, out_int32=True)
 
     def along_tokens(self, stats: Tensor, factor: float) -> Tensor:
         """`factor` times stats (B, Hq, S) in float32, contiguous along the tokens."""

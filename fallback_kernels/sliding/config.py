@@ -174,6 +174,19 @@ def descriptor(tensor: Tensor, tokens: int) -> TensorDescriptor | None:
     return TensorDescriptor(tensor, list(tensor.shape), [*steps, 1], block)
 
 
+def last_queries(document_start: Tensor, block_n: int) -> Tensor:
+    """One past the last query whose document starts at or before a key tile's last key.
+
+    Found on the device, by binary search: int32 (B, tiles) from int32 (B, S), contiguous.
+    """
+    batch, tokens = document_start.shape
+    last = torch.arange(
+        block_n - 1, tokens + block_n - 1, block_n, device=document_start.device, dtype=torch.int32
+    )
+    last = last.expand(batch, -1).contiguous()
+    return torch.searchsorted(document_start, last, right=True, out_int32=True)
+
+
 def empty_stats(batch: int, heads: int, tokens: int, device: torch.device) -> Tensor:
     """New float32 (batch, heads, tokens), every row of it on a boundary of 16 bytes."""
     shape = (batch, heads, round_up(tokens, 4))

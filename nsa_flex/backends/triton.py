@@ -9,17 +9,13 @@ from nsa_flex.backends.branch import Branch
 
 
 def compressed(branch: Branch) -> tuple[Tensor, Tensor]:
-    """Branch 1: a query sees the blocks from its document's first to the last that is complete.
+    """Branch 1: a query sees the blocks from its document's first to the last that is complete."""
+    from nsa_flex.fallback_kernels.ranges.bounds import compressed_bounds
 
-    Row t sees blocks start/d ... (t - l + 1)//d, a range of keys that never goes back.
-    """
     config, positions = branch.config, _positions(branch)
-    num_blocks = branch.key.shape[2]
-    start = _document_start(branch, positions)
-    first = (start // config.compress_stride).clamp(max=num_blocks)
-    complete = (positions - config.compress_block_size + 1) // config.compress_stride + 1
-    end = torch.maximum(complete.clamp(max=num_blocks), first)
-    return _ranged(branch, first, end)
+    sizes = branch.key.shape[2], config.compress_block_size, config.compress_stride
+    bounds = compressed_bounds(positions, _document_start(branch, positions), *sizes)
+    return _ranged(branch, *bounds)
 
 
 def selected(branch: Branch) -> tuple[Tensor, Tensor]:

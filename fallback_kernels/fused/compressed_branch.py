@@ -1,0 +1,138 @@
+"""The compressed branch inside of the core: cuDNN on the fold, or range attention on documents.
+
+cuDNN leaves outputs and dQ in the parts of the fold, range attention in the order of tokens. The
+latter is a fold as well, that of blocks of one token (l = d = 1), so that whoever reads the parts
+need not know.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous
+from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradients
+from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
+from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, fold_gated_lse
+from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import unfold_lse
+from nsa_flex.fallback_kernels.ranges.bounds import compressed_bounds
+from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
+from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
+
+NUM_PARTS = 4  # of any fold
+
+
+class CompressedOutput(NamedTuple):
+    """What `attend_compressed` returns."""
+
+    parts: tuple[Tensor, ...]  # the output, by the parts of the fold
+    fold: Fold
+    lse: Tensor  # float32 (B, H, S), natural; -inf for a query that sees no block
+
+
+class CompressedGradients(NamedTuple):
+    """What `compressed_gradients` returns."""
+
+    query_parts: list[Tensor]  # dQ, by the parts of the fold
+    fold: Fold
+    key: Tensor  # (B, Hkv, N, D)
+    value: Tensor
+
+
+def attend_compressed(
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+) -> CompressedOutput:
+    """The compressed branch of queries (B, S, H, D), contiguous.
+
+    document_start: int32 (B, S), first key of each query's document; None for one document.
+    """
+    key, value = rows_contiguous(key), rows_contiguous(value)
+    tokens, heads = rows.shape[1:3]
+    if document_start is not None:
+        bounds = _bounds(document_start, key, config)
+        out, lse = ranges_forward(rows.transpose(1, 2), key, value, *bounds, scale)
+        return CompressedOutput((out.transpose(1, 2),) * NUM_PARTS, fold_of(tokens, 1, 1), lse)
+    fold = _fold(tokens, config)
+    parts, lses = zip(
+        *(
+            attend_range(rows, key, value, part, scale, fold.reach, fold.stride)
+            for part in fold.ranges
+        ),
+        strict=True,
+    )
+    return CompressedOutput(parts, fold, unfold_lse(lses, fold, heads, tokens))
+
+
+def compressed_gradients(
+    sums: SumGradients,
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    gates: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+) -> CompressedGradients:
+    """Gradients of what `attend_compressed` took; `out` and `lse` are what it returned.
+
+    sums: with documents it holds what it does if it was given the log-sum-exp of this branch.
+    out: (B, S, H, D), contiguous.
+    """
+    keys = (rows_contiguous(key), rows_contiguous(value))
+    tokens = rows.shape[1]
+    if document_start is not None:
+        assert sums.compressed_lse is not None
+        assert sums.compressed_delta is not None
+        stats = (x.transpose(1, 2) for x in (sums.compressed_lse, sums.compressed_delta))
+        queries = rows.transpose(1, 2)
+        grads = ranges_gradients(
+            *(queries, *keys, *_bounds(document_start, key, config), *stats),
+            sums.signed.transpose(1, 2),
+            scale,
+        )
+        query_parts = [grads[0].transpose(1, 2)] * NUM_PARTS
+        return CompressedGradients(query_parts, fold_of(tokens, 1, 1), *grads[1:])
+    fold = _fold(tokens, config)
+    parts = [
+        range_gradients(
+            sums.signed, rows, *keys, out, part_lse, part, scale, fold.reach, fold.stride
+        )
+        for part, part_lse in zip(
+            fold.ranges, fold_gated_lse(lse, gates[..., 0], fold), strict=True
+        )
+    ]
+    grad_key, grad_value = (
+        _sum_over_parts(shares, like)
+        for shares, like in (
+            ([part.key for part in parts], key),
+            ([part.value for part in parts], value),
+        )
+    )
+    return CompressedGradients([part.query for part in parts], fold, grad_key, grad_value)
+
+
+def _bounds(document_start: Tensor, key: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    tokens = document_start.shape[1]
+    positions = torch.arange(tokens, device=document_start.device, dtype=torch.int32)[None]
+    sizes = key.shape[2], config.compress_block_size, config.compress_stride
+    return compressed_bounds(positions, document_start, *sizes)
+
+
+def _sum_over_parts(shares: list[Tensor], like: Tensor) -> Tensor:
+    out = like.new_empty(like.shape)
+    sum_residues(shares, out)
+    return out
+
+
+def _fold(num_tokens: int, config: NSAConfig) -> Fold:
+    return fold_of(num_tokens, config.compress_block_size, config.compress_stride)
