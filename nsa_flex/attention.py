@@ -150,7 +150,8 @@ def nsa_attention(
     if (sliding_key is None) != (sliding_value is None):
         raise ValueError("sliding_key and sliding_value must be given together")
     check_inputs(inputs, config, query_offset, document_start)
-    choices = choose_backends(inputs.facts(config, query_offset, document_start), backend)
+    facts = inputs.facts(config, query_offset, document_start)
+    choices = choose_backends(facts, backend)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:
         raise ValueError(f"scale is {scale}; it must be positive")
@@ -159,9 +160,9 @@ def nsa_attention(
         for x in (compressed_key, compressed_value)
     )
 
-    if is_fused(choices):
+    if is_fused(choices, facts):
         tensors = inputs._replace(compressed_key=compressed_key, compressed_value=compressed_value)
-        core = fused.attend(tensors, config, scale)
+        core = fused.attend(tensors, config, scale, document_start)
         lse = BranchLSE(core.compressed_lse, core.selected_lse, core.sliding_lse)
         return (core.out, NSAAux(core.blocks, lse)) if return_aux else core.out
 

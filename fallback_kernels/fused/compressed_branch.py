@@ -93,10 +93,12 @@ def compressed_gradients(
     if document_start is not None:
         assert sums.compressed_lse is not None
         assert sums.compressed_delta is not None
-        stats = (x.transpose(1, 2) for x in (sums.compressed_lse, sums.compressed_delta))
-        queries = rows.transpose(1, 2)
         grads = ranges_gradients(
-            *(queries, *keys, *_bounds(document_start, key, config), *stats),
+            rows.transpose(1, 2),
+            *keys,
+            *_bounds(document_start, key, config),
+            sums.compressed_lse.transpose(1, 2),
+            sums.compressed_delta.transpose(1, 2),
             sums.signed.transpose(1, 2),
             scale,
         )

@@ -24,4 +24,4 @@ def compressed_bounds(
     first = (document_start // stride).clamp(max=num_blocks)
     complete = (positions - (block - 1 - stride)) // stride
     end = torch.maximum(complete.clamp(max=num_blocks), first)
-    return torch.broadcast_tensors(first, end)  # type: ignore[return-value]
+    return torch.broadcast_tensors(first, end)

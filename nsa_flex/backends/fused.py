@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from nsa_flex.config import NSAConfig
 
 if TYPE_CHECKING:
+    from nsa_flex.dispatch.facts import Facts
     from nsa_flex.fallback_kernels.fused.interface import CoreResults
     from nsa_flex.inputs import Inputs
 
-# The backends of the branches whose kernels the operator runs.
+# The backends whose kernels the operator runs: of whole rows, and of packed documents.
 FUSED = {"compressed": "sdpa", "selected": "triton", "sliding": "triton"}
+FUSED_DOCUMENTS = {"compressed": "triton", "selected": "triton", "sliding": "triton"}
 
 
-def attend(inputs: Inputs, config: NSAConfig, scale: float) -> CoreResults:
+def unsupported_reason(facts: Facts) -> str | None:
+    """Why branches with the backends of `FUSED_DOCUMENTS` run one by one; None if together."""
+    if not facts.documents:
+        return "one operator takes range attention with packed documents alone"
+    if not facts.whole:
+        return "one operator takes documents whose queries are all the tokens, at offset 0"
+    if facts.head_dim % 8 or facts.value_head_dim % 8:
+        got = f"{facts.head_dim} and {facts.value_head_dim}"
+        return f"one operator takes head dims in multiples of 8, got {got}"
+    return None
+
+
+def attend(
+    inputs: Inputs, config: NSAConfig, scale: float, document_start: Tensor | None
+) -> CoreResults:
     """The core of `nsa_attention` with such inputs, checked."""
     from nsa_flex.fallback_kernels.fused.interface import core_attention
 
-    return core_attention(*inputs, config=config, scale=scale)
+    if document_start is not None:
+        document_start = document_start.to(torch.int32).contiguous()
+    return core_attention(*inputs, config=config, scale=scale, document_start=document_start)

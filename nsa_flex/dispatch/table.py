@@ -52,9 +52,12 @@ def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName,
     return {name: _choose(name, wanted[name], facts, backend) for name in BRANCHES}
 
 
-def is_fused(choices: Mapping[BranchName, Choice]) -> bool:
+def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
     """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
-    return {name: choice.backend for name, choice in choices.items()} == fused.FUSED
+    backends = {name: choice.backend for name, choice in choices.items()}
+    if backends == fused.FUSED_DOCUMENTS:
+        return fused.unsupported_reason(facts) is None
+    return backends == fused.FUSED
 
 
 def _wanted(backend: Backend) -> dict[BranchName, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from nsa_flex import NSAConfig, nsa_attention
 from nsa_flex.documents import align_packed
@@ -29,6 +30,7 @@ PAPER = NSAConfig()
 NARROW = NSAConfig(8, 4, 16, 4, window_size=20)  # a window that does not hold the local blocks
 WIDE = NSAConfig(8, 4, 16, 5, window_size=37)  # and one that does
 LARGE = NSAConfig(8, 8, 32, 4, window_size=70)  # blocks as large as the key tiles of float32
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
 # The branches one by one, on other kernels.
 APART = {"compressed": "triton", "selected": "triton", "sliding": "flex"}
@@ -118,9 +120,7 @@ def test_results_and_gradients(name: str) -> None:
     hold(case, inputs, results, grad, grads)
 
 
-def hold(
-    case: Case, inputs: list[Tensor], results: CoreResults, grad: Tensor, grads: Any
-) -> None:
+def hold(case: Case, inputs: list[Tensor], results: CoreResults, grad: Tensor, grads: Any) -> None:
     """Choice, values, log-sum-exps and gradients, in float32."""
     arrays, config = [to_float64(x) for x in inputs], case.config
     names = ("sliding_key", "sliding_value") if case.own else ()
@@ -230,3 +230,135 @@ def test_packed_is_alone(lengths: list[int], seed: int) -> None:
     arrays = [to_float64(x) for x in (q, k, v, gates)]
     want = oracle.forward_documents(*arrays, config, lengths, scale=0.25)
     assert_close("output", out, want, None, torch.float32)
+
+
+@kernels
+@in_the_interpreter
+def test_operators_pass_opcheck() -> None:
+    case = CASES["one document"]
+    *tensors, gates = case.inputs()
+    start = torch.from_numpy(case.starts())
+    for differentiable in (True, False):
+        options = (0.3, case.config.counts, differentiable, True, start)
+        arguments = (*tensors, gates, None, None, *options)
+        torch.library.opcheck(
+            torch.ops.nsa_flex.core_forward.default, arguments, test_utils=CHECKS
+        )
+        if differentiable:
+            results = [x.detach() for x in core.core_forward(*arguments)]
+            inputs = [x.detach() for x in (*tensors, gates)]
+            backward = (
+                torch.randn_like(results[0]),
+                inputs,
+                results[1:],
+                *options[:2],
+                True,
+                start,
+            )
+            torch.library.opcheck(core.core_backward, backward, test_utils=CHECKS)
+
+
+def on_cuda(
+    dims: tuple[int, int], group: int, dtype: torch.dtype, tokens: int, batch: int = 2
+) -> tuple[list[Tensor], Tensor]:
+    """Inputs of `nsa_attention`, and documents: long ones, one of a block, an empty one."""
+    blocks = PAPER.num_compressed_blocks(tokens)
+    sizes = [(2 * group, tokens, dims[0])]
+    sizes += [(2, n, dim) for dim in dims for n in (tokens, blocks)]
+    q, k, ck, v, cv = (leaf((batch, *size), dtype, "cuda") for size in sizes)
+    gates = torch.randn(batch, 2 * group, tokens, 3, device="cuda").to(dtype)
+    gates[:, 0, ::3] = 0
+    edges = torch.tensor([64, 64, tokens // 128 * 64, tokens // 128 * 64 + 64], device="cuda")
+    token = torch.arange(tokens, device="cuda")
+    bounds = torch.nn.functional.pad(edges, (1, 0))
+    start = bounds[torch.searchsorted(edges, token, right=True)].expand(batch, -1)
+    return [q, k, v, ck, cv, gates.requires_grad_(True)], start
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "group", "tokens", "dtype"),
+    [
+        ((128, 128), 16, 2500, torch.bfloat16),
+        ((128, 128), 4, 2500, torch.float16),
+        ((128, 128), 1, 1333, torch.bfloat16),
+        ((128, 128), 3, 1333, torch.bfloat16),
+        ((64, 64), 4, 1333, torch.bfloat16),
+        ((80, 80), 2, 700, torch.float16),
+        ((192, 128), 4, 700, torch.bfloat16),
+        ((256, 256), 2, 700, torch.bfloat16),
+        ((64, 64), 2, 700, torch.float32),
+    ],
+    ids=str,
+)
+def test_is_the_branches_apart(
+    dims: tuple[int, int], group: int, tokens: int, dtype: torch.dtype
+) -> None:
+    """The same choice, and values and gradients as near as two roundings are."""
+    inputs, start = on_cuda(dims, group, dtype, tokens)
+    results = []
+    for backend in ("auto", APART):
+        out, aux = nsa_attention(
+            *inputs, config=PAPER, backend=backend, document_start=start, return_aux=True
+        )
+        torch.manual_seed(0)
+        results.append((out, *torch.autograd.grad(out, inputs, torch.randn_like(out))))
+        results[-1] += (aux.blocks, *aux.lse)
+    (*got, blocks, lse0, lse1, lse2), (*want, want_blocks, want0, want1, want2) = results
+    assert torch.equal(blocks, want_blocks)
+    for lse, want_lse in ((lse0, want0), (lse1, want1), (lse2, want2)):
+        torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-3)
+    for name, x, y in zip(("out", *INPUTS), got, want, strict=True):
+        error = (x.float() - y.float()).norm() / y.float().norm()
+        assert error < 2**-7, (name, float(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("forget_plans")
+@pytest.mark.parametrize("union_limit", [0, 64])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_the_kernel_for_hopper_ends_the_forward(
+    group: int, union_limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without gradients, against the two kernels that keys of its own for the window ask
+    for; tiles of lists and of unions.
+    """
+    monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
+    inputs, start = on_cuda((128, 128), group, torch.bfloat16, 2500)
+    ends = {"fused_sliding_epilogue_kernel", "fused_fwd_epilogue_sm90_kernel"}
+
+    def run(grad: bool, **own: Tensor) -> tuple[Tensor, set[str]]:
+        with torch.set_grad_enabled(grad), profile(activities=[ProfilerActivity.CUDA]) as trace:
+            out = nsa_attention(*inputs, config=PAPER, document_start=start, **own)
+        return out, ends & {event.name for event in trace.events()}
+
+    own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
+    want, found = run(True, **own)
+    assert found == {"fused_sliding_epilogue_kernel"}
+    for grad in (True, False):
+        out, found = run(grad)
+        if gluon_unsupported_reason(out.device) is None:
+            assert found == {"fused_fwd_epilogue_sm90_kernel"}
+        assert (out.float() - want.float()).norm() < 2**-8 * want.float().norm()
+
+
+@pytest.mark.gpu
+def test_one_graph_for_any_packing() -> None:
+    graphs = []
+
+    def count(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    def call(*tensors: Tensor) -> Tensor:
+        *inputs, start = tensors
+        return nsa_attention(*inputs, config=PAPER, document_start=start)
+
+    compiled = torch.compile(call, backend=count, fullgraph=True, dynamic=True)
+    for tokens in (700, 701, 1500):
+        inputs, start = on_cuda((64, 64), 4, torch.bfloat16, tokens)
+        for packing in (start, torch.zeros_like(start)):
+            out = compiled(*inputs, packing)
+            torch.autograd.grad(out.sum(), inputs)
+            assert (out - call(*inputs, packing)).abs().max() < 2**-4
+    assert len(graphs) == 1
