@@ -15,6 +15,7 @@ from nsa_flex.cli.explain import explain
 from nsa_flex.cli.generate import generate
 from nsa_flex.cli.info import info
 from nsa_flex.cli.serve import serve
+from nsa_flex.cli.train import train
 from nsa_flex.cli.tune import tune
 
 app = typer.Typer(
@@ -52,6 +53,7 @@ app.command()(demo)
 app.command()(audit)
 app.command()(check)
 app.command()(bench)
+app.command()(train)
 app.command()(tune)
 app.command()(generate)
 app.command()(serve)

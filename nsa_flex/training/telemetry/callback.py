@@ -23,6 +23,7 @@ class TelemetryCallback(TrainerCallback):
         folder: of the run; the trainer's `output_dir` if None.
         probe: as of `Telemetry`; by default the first row of the training set, where it can be
             indexed and has no padding.
+        measures: false leaves gates and backends out.
         tokens_per_step: of one optimizer step on all ranks, for the tokens column.
         gates_every, heartbeat_seconds, strict: as of `Telemetry`.
     """
@@ -32,6 +33,7 @@ class TelemetryCallback(TrainerCallback):
         folder: str | os.PathLike[str] | None = None,
         *,
         probe: Probe | None = None,
+        measures: bool = True,
         tokens_per_step: int | None = None,
         gates_every: int = 100,
         heartbeat_seconds: float = 10.0,
@@ -39,7 +41,7 @@ class TelemetryCallback(TrainerCallback):
     ) -> None:
         self.folder, self.probe, self.tokens_per_step = folder, probe, tokens_per_step
         self.gates_every, self.heartbeat_seconds = gates_every, heartbeat_seconds
-        self.strict = strict
+        self.strict, self.measures = strict, measures
         self.session: Telemetry | None = None
 
     def on_train_begin(
@@ -47,7 +49,7 @@ class TelemetryCallback(TrainerCallback):
     ) -> None:
         """Open the files and measure the probe once."""
         probe = self.probe
-        if probe is None:
+        if probe is None and self.measures:
             probe = _first_row(kwargs.get("train_dataloader"), args.device)
         self.session = Telemetry(
             kwargs["model"],

@@ -146,7 +146,7 @@ class Telemetry:
                 )
 
     def phase(self, name: str) -> None:
-        """Tell the heartbeat what goes on: training, evaluating or saving."""
+        """Tell the heartbeat what goes on: training or evaluating."""
         if self.heartbeat is not None:
             self.heartbeat.phase = name
 

@@ -1,0 +1,125 @@
+"""`nsa-flex train`: a config to a trained, resumable, observable model."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from nsa_flex.training.errors import TrainingError
+
+INTERRUPTED = 130
+
+
+def train(
+    config: Annotated[
+        str | None,
+        typer.Argument(help="A YAML file, or tiny, 125m, 350m, llama-8b-layers or convert."),
+    ] = None,
+    named: Annotated[str | None, typer.Option("--config", help="The same, as an option.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="section.key=value, over the config's; repeatable."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in out.")
+    ] = False,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say parameters, memory, tokens and graphs, and stop."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Result on stdout, progress on stderr.")
+    ] = False,
+) -> None:
+    """Train a model on text, from a config; several GPUs with torchrun.
+
+    Checkpoints are whole or not there: a run that was killed goes on with `--resume` as if
+    nothing had happened. Ctrl-C ends it after the step, with a checkpoint. Exits with 1 if the run
+    could not go on, with 2 on wrong usage, with 130 after Ctrl-C.
+
+    Example: `nsa-flex train tiny`
+
+    Example: `nsa-flex train 125m --set data.files=[books,code] --set out=runs/first --dry-run`
+
+    Example: `torchrun --nproc-per-node 8 -m nsa_flex.cli train my.yaml --resume`
+    """
+    if (config is None) == (named is None):
+        raise typer.BadParameter("give one config: a file or a shipped one's name")
+    console = Console(stderr=as_json, highlight=False)
+    name = config or named or ""
+    try:
+        result = _run(name, tuple(overrides or ()), console, resume=resume, dry=dry)
+    except (ValueError, ModuleNotFoundError) as error:
+        typer.echo(f"nsa-flex train: {error}", err=True)
+        raise typer.Exit(2) from error
+    except RuntimeError as error:
+        if not isinstance(error, TrainingError):
+            raise
+        typer.echo(f"nsa-flex train: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        console.print(_table(result))
+    if result.get("stopped"):
+        typer.echo(
+            f"nsa-flex train: stopped; {result['checkpoint']} goes on with --resume", err=True
+        )
+        raise typer.Exit(INTERRUPTED)
+
+
+def _run(
+    name: str, overrides: tuple[str, ...], console: Console, *, resume: bool, dry: bool
+) -> dict[str, Any]:
+    from nsa_flex.cli.generate_model import be_quiet
+    from nsa_flex.training.config import read_config
+
+    chosen = read_config(name, overrides)
+    be_quiet()
+    if dry:
+        from nsa_flex.training.dry_run import dry_run
+
+        return dry_run(chosen)
+    from nsa_flex.cli.train_progress import ProgressCallback
+    from nsa_flex.training.arguments import tokens_per_step
+    from nsa_flex.training.run import train as train_model
+
+    progress = ProgressCallback(console, tokens_per_step(chosen), chosen.data.seq_len)
+    try:
+        return train_model(chosen, resume=resume, callbacks=[progress])
+    finally:
+        progress.close()
+
+
+def _table(result: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=None)
+    for name, value in _flat(result):
+        if value is not None:
+            table.add_row(name.replace("_", " "), value)
+    return table
+
+
+def _flat(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in result.items():
+        if isinstance(value, dict):
+            found += [(f"{name} {part}", _shown(name, size)) for part, size in value.items()]
+        elif isinstance(value, list):
+            found.append((name, ", ".join(map(str, value)) or "nothing"))
+        else:
+            found.append((name, _shown(name, value)))
+    return found
+
+
+def _shown(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.2f} GiB"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,109 @@
+"""A config as the arguments of transformers' Trainer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from nsa_flex.training.config import TrainConfig
+
+_SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    "linear": ("linear", {}),
+    "constant": ("constant_with_warmup", {}),
+}
+
+
+def world_size() -> int:
+    """Processes of this job, as torchrun tells."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def uses_cuda(config: TrainConfig) -> bool:
+    """Whether the run is on CUDA.
+
+    Raises:
+        ValueError: it is asked for, and there is none.
+    """
+    available = torch.cuda.is_available()
+    if config.engine.device == "cuda" and not available:
+        raise ValueError("engine.device is cuda, and torch sees no CUDA device: take auto or cpu")
+    return available and config.engine.device != "cpu"
+
+
+def is_bf16(config: TrainConfig) -> bool:
+    """Whether matrix products are bfloat16."""
+    precision = config.engine.precision
+    return uses_cuda(config) if precision == "auto" else precision == "bf16"
+
+
+def is_sharded(config: TrainConfig) -> bool:
+    """Whether parameters are sharded by FSDP2."""
+    return config.engine.parallel == "fsdp" and world_size() > 1
+
+
+def tokens_per_step(config: TrainConfig) -> int:
+    """Tokens of an optimizer step on all ranks."""
+    training = config.training
+    rows = training.batch_size * training.accumulate * world_size()
+    return rows * config.data.seq_len
+
+
+def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArguments:
+    """What the Trainer is told.
+
+    Args:
+        layer_class: name of the decoder layers' class, what FSDP2 shards.
+    """
+    training, run = config.training, config.run
+    schedule, schedule_arguments = _SCHEDULES[training.schedule]
+    cuda = uses_cuda(config)
+    options: dict[str, Any] = {}
+    if is_sharded(config):
+        options["fsdp"] = True
+        options["fsdp_config"] = {
+            "version": 2,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "transformer_layer_cls_to_wrap": [layer_class],
+        }
+    return TrainingArguments(
+        output_dir=config.out,
+        seed=config.seed,
+        use_cpu=not cuda,
+        # Of sharded parameters, accelerate gathers bfloat16; else the Trainer of this package
+        # runs autocast itself: accelerate's copies all logits to float32.
+        bf16=is_bf16(config) and is_sharded(config),
+        max_steps=training.steps,
+        per_device_train_batch_size=training.batch_size,
+        per_device_eval_batch_size=training.batch_size,
+        gradient_accumulation_steps=training.accumulate,
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        lr_scheduler_type=schedule,
+        lr_scheduler_kwargs=schedule_arguments,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        weight_decay=training.weight_decay,
+        adam_beta1=training.betas[0],
+        adam_beta2=training.betas[1],
+        max_grad_norm=training.max_grad_norm,
+        logging_steps=run.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if run.eval_every else "no",
+        eval_steps=run.eval_every or None,
+        prediction_loss_only=True,
+        save_steps=run.save_every,
+        save_total_limit=run.keep,
+        dataloader_num_workers=config.data.workers,
+        dataloader_pin_memory=cuda,
+        accelerator_config={"dispatch_batches": False, "non_blocking": cuda},
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        disable_tqdm=True,
+        report_to=[],
+        use_cache=False,
+        **options,
+    )

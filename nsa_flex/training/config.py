@@ -1,0 +1,257 @@
+"""What `nsa-flex train` is told: a YAML file of five sections, typed and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.gates import GateInit
+from nsa_flex.training.config_reading import from_mapping
+
+# The optional sections of a config and their fields; docs/guide/train-command.md has the table.
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """What is trained: exactly one of `preset`, `config` and `checkpoint`.
+
+    Args:
+        preset: a name in `nsa_flex.training.presets.PRESETS`.
+        config: of transformers, with its model_type; fresh weights.
+        checkpoint: directory of a dense or a patched checkpoint.
+        attention: "nsa", or "dense" for the unpatched twin.
+        init: where the gates start, "paper" or "dense".
+        backend: as of `nsa_attention`.
+        nsa: sizes of NSA; of a patched checkpoint its own hold.
+    """
+
+    preset: str | None = None
+    config: dict[str, Any] | None = None
+    checkpoint: str | None = None
+    attention: Literal["nsa", "dense"] = "nsa"
+    init: GateInit = "paper"
+    backend: Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"] = "auto"
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("preset", "config", "checkpoint") if getattr(self, name)]
+        if len(given) != 1:
+            what = " and ".join(given) or "none"
+            raise ValueError(f"got {what}; expected one of preset, config and checkpoint")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Text to train on.
+
+    Args:
+        files: files, folders and globs; "stdlib" is the sources of Python's standard library.
+            .jsonl and .parquet hold one document a row, every other file is one document; .gz,
+            .xz and .zst are decompressed.
+        held_out_files: likewise, to measure the held-out loss on.
+        held_out_share: of the documents of `files`, if there are no `held_out_files`.
+        text_field: of .jsonl and .parquet.
+        tokenizer: "bytes", or the directory of one of transformers.
+        seq_len: tokens of a row.
+        documents: "separate" computes every document alone (cu_seq_lens); "joined" lets a row's
+            tokens see all before them, the end-of-document token included.
+        documents_per_row: of separate documents at most so many begin in a row, which fixes the
+            shapes; a row with more ends in padding.
+        shuffle: documents among which the next one is drawn; 1 keeps their order.
+        workers: 1 reads and tokenises in a process of its own, 0 between steps.
+    """
+
+    files: tuple[str, ...]
+    held_out_files: tuple[str, ...] = ()
+    held_out_share: float = 0.01
+    text_field: str = "text"
+    tokenizer: str = "bytes"
+    seq_len: int = 2048
+    documents: Literal["separate", "joined"] = "separate"
+    documents_per_row: int = 4
+    shuffle: int = 256
+    workers: Literal[0, 1] = 0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "documents_per_row", "shuffle")
+        _at_least(self, 2, "seq_len")
+        if not 0 < self.held_out_share < 1:
+            raise ValueError(f"held_out_share={self.held_out_share} must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class TrainingSection:
+    """The optimization: AdamW, warm-up, decay.
+
+    Args:
+        steps: optimizer steps.
+        batch_size: rows of a forward on each device.
+        accumulate: forwards of one step.
+        learning_rate: peak.
+        warmup_steps: of linear warm-up.
+        schedule: after it; cosine goes down to a tenth of the peak, linear to 0.
+        weight_decay, betas: of AdamW.
+        max_grad_norm: gradients are clipped to; 0 leaves them.
+    """
+
+    steps: int
+    batch_size: int = 16
+    accumulate: int = 1
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "steps", "batch_size", "accumulate")
+        _at_least(self, 0, "warmup_steps", "weight_decay", "max_grad_norm")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be more than 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers from 0 up to 1")
+
+
+@dataclass(frozen=True)
+class EngineSection:
+    """How it is computed.
+
+    Args:
+        device: "auto" takes CUDA if there is any.
+        precision: "bf16" is autocast over float32 weights; "auto" that on CUDA, else float32.
+        compile: every decoder layer and the loss, each by itself.
+        checkpointing: "full" recomputes each layer in the backward pass, "selective" keeps matrix
+            products and attention.
+        parallel: of several processes (torchrun): "ddp", or "fsdp" for FSDP2.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    compile: bool = True
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """What is written, and when, in steps.
+
+    Args:
+        log_every: rows of training.csv.
+        gates_every: rows of gates.csv and fallback_counters.csv; 0 leaves them out.
+        eval_every: held-out losses, of `eval_rows` rows; 0 measures none.
+        save_every: checkpoints, a multiple of `log_every`; of these `keep` are kept.
+        heartbeat_seconds: between lines of heartbeat.jsonl.
+        strict: stop where a branch would not run on the table's first backend.
+    """
+
+    log_every: int = 20
+    gates_every: int = 200
+    eval_every: int = 500
+    eval_rows: int = 64
+    save_every: int = 500
+    keep: int = 2
+    heartbeat_seconds: float = 10.0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "log_every", "eval_rows", "save_every", "keep")
+        _at_least(self, 0, "gates_every", "eval_every")
+        if self.heartbeat_seconds <= 0:
+            raise ValueError(f"heartbeat_seconds={self.heartbeat_seconds} must be more than 0")
+        if self.save_every % self.log_every:
+            raise ValueError(
+                f"save_every={self.save_every} must be a multiple of log_every={self.log_every}: "
+                "a resumed run then writes the same rows as one that was never stopped"
+            )
+        if self.strict and not self.gates_every:
+            raise ValueError("strict needs gates_every of at least 1: the probe asks the layers")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run; `out` is its folder, `seed` that of weights, data order and all else."""
+
+    out: str
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    engine: EngineSection = field(default_factory=EngineSection)
+    run: RunSection = field(default_factory=RunSection)
+    seed: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types of YAML; `read_config` takes them."""
+        return dataclasses.asdict(
+            self, dict_factory=lambda pairs: {k: _plain(v) for k, v in pairs}
+        )
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name to file of the configs that come with the package."""
+    folder = Path(str(resources.files("nsa_flex.training") / "configs"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_config(name: str, overrides: tuple[str, ...] = ()) -> TrainConfig:
+    """A config from a YAML file, or one of `shipped_configs` by name.
+
+    Args:
+        overrides: "section.key=value", values as in YAML.
+
+    Raises:
+        ValueError: there is no such file, it is no YAML, or something in it is wrong.
+    """
+    yaml = _yaml()
+    path = Path(name)
+    if not path.is_file():
+        if name not in shipped_configs():
+            shipped = ", ".join(shipped_configs())
+            raise ValueError(f"{name} is neither a file nor one of the configs {shipped}")
+        path = shipped_configs()[name]
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for each in overrides:
+            _override(values, each, yaml)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return from_mapping(TrainConfig, values)
+
+
+def _override(values: dict[str, Any], text: str, yaml: Any) -> None:
+    name, equals, value = text.partition("=")
+    *sections, key = name.split(".")
+    if not equals or not key:
+        raise ValueError(f"{text!r} is no override; expected section.key=value")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{name}: {section} is not a section")
+    values[key] = yaml.safe_load(value)
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "training configs need pyyaml, which is not installed; install it with: "
+            "pip install 'nsa-flex[hf,train]'",
+            name="yaml",
+        ) from error
+    return yaml
+
+
+def _at_least(section: Any, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(section, name) < least:
+            raise ValueError(f"{name}={getattr(section, name)} must be at least {least}")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,75 @@
+"""What a config asks of the machine, without training: parameters, memory, tokens, graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_flex.training.arguments import is_bf16, is_sharded, tokens_per_step, world_size
+from nsa_flex.training.config import TrainConfig
+from nsa_flex.training.flops import flops_per_token, num_parameters
+from nsa_flex.training.models import build_model, decoder_layers
+from nsa_flex.training.telemetry.observe import nsa_layers
+from nsa_flex.training.texts import find_texts
+
+
+def dry_run(config: TrainConfig) -> dict[str, Any]:
+    """Plain JSON types; the model is built on the meta device, files are looked for, not read.
+
+    Raises:
+        ValueError: as `nsa_flex.training.run.train` does.
+    """
+    texts = find_texts(config)
+    model = build_model(config.model, config.data, texts.tokenizer, meta=True)
+    layers = decoder_layers(model)
+    step = tokens_per_step(config)
+    flops = flops_per_token(model, config.data.seq_len)
+    added = sum(num_parameters(layer) for layer in nsa_layers(model).values())
+    return {
+        "model": type(model).__name__,
+        "parameters": num_parameters(model),
+        "parameters_of_nsa": added,
+        "files": len(texts.files),
+        "file_bytes": sum(path.stat().st_size for path in texts.files),
+        "ranks": world_size(),
+        "steps": config.training.steps,
+        "tokens_per_step": step,
+        "tokens": step * config.training.steps,
+        "flops_per_token": flops,
+        "flops": flops * step * config.training.steps,
+        "memory_bytes": memory(config, model),
+        "compiled": _compiled(config, len(layers), type(layers[0]).__name__),
+    }
+
+
+def memory(config: TrainConfig, model: Any) -> dict[str, int]:
+    """Bytes on each device: weights, gradients and AdamW's moments exactly, the rest about.
+
+    Activations are those of a Llama: a layer keeps about 10 tensors of the hidden size and 3 of
+    the MLP's; under full checkpointing its input alone, under selective checkpointing its matrix
+    products. Logits are kept in the precision of the matrix products and in float32.
+    """
+    sizes = model.config.get_text_config()
+    weights = 4 * num_parameters(model) // (world_size() if is_sharded(config) else 1)
+    tokens = config.training.batch_size * config.data.seq_len
+    item = 2 if is_bf16(config) else 4
+    hidden, wide = sizes.hidden_size, sizes.intermediate_size
+    kept = {
+        "none": 10 * hidden + 3 * wide,
+        "selective": 6 * hidden + 2 * wide,
+        "full": hidden,
+    }[config.engine.checkpointing]
+    parts = {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": 2 * weights,
+        "activations": tokens * kept * item * sizes.num_hidden_layers,
+        "logits": tokens * sizes.vocab_size * (item + 4),
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def _compiled(config: TrainConfig, num_layers: int, name: str) -> list[str]:
+    if not config.engine.compile:
+        return []
+    how = "" if config.engine.checkpointing == "none" else ", recomputed in the backward pass"
+    return [f"{num_layers} layers {name}, one graph for all{how}", "the loss"]

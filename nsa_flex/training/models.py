@@ -1,0 +1,175 @@
+"""The model of a config: built, patched, and prepared for the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from nsa_flex.patching import load, patch
+from nsa_flex.training.config import DataSection, EngineSection, ModelSection
+from nsa_flex.training.presets import PRESETS
+from nsa_flex.training.tokenizers import Tokenizer
+
+
+def build_model(
+    section: ModelSection, data: DataSection, tokenizer: Tokenizer, *, meta: bool = False
+) -> Any:
+    """The model in training mode, float32, patched unless it is the dense twin.
+
+    Args:
+        meta: on the meta device, without values; a checkpoint is read for its config alone.
+
+    Raises:
+        ValueError: the preset, the model type or the checkpoint is unknown, or its vocabulary is
+            smaller than the tokenizer's.
+    """
+    if section.checkpoint is not None and not meta:
+        model = _from_checkpoint(section.checkpoint, section.attention == "dense")
+    else:
+        config = _config(section, data, tokenizer)
+        _check_vocabulary(config.get_text_config().vocab_size, tokenizer)  # before it takes memory
+        with torch.device("meta" if meta else "cpu"):
+            model = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _check_vocabulary(model.get_input_embeddings().num_embeddings, tokenizer)
+    if section.attention == "nsa" and not _is_patched(model):
+        patch(model, section.nsa, init=section.init, backend=section.backend)
+    model.config.use_cache = False
+    return model.train()
+
+
+def _check_vocabulary(size: int, tokenizer: Tokenizer) -> None:
+    if size < tokenizer.vocab_size:
+        raise ValueError(
+            f"the model's vocabulary has {size} ids, the tokenizer {tokenizer.vocab_size}: set "
+            "vocab_size in model.config, or take the model's own tokenizer"
+        )
+
+
+def _from_checkpoint(path: str, dense: bool) -> Any:
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"model.checkpoint: {file} does not exist; expected what save_pretrained wrote"
+        )
+    saved = "nsa_flex" in json.loads(file.read_text())
+    if saved and dense:
+        raise ValueError(f"{path} is a patched checkpoint: attention cannot be dense")
+    if saved:
+        return load(path, dtype=torch.float32)
+    return _transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def _config(section: ModelSection, data: DataSection, tokenizer: Tokenizer) -> Any:
+    transformers = _transformers()
+    if section.checkpoint is not None:
+        config = transformers.AutoConfig.from_pretrained(section.checkpoint)
+        return getattr(config, "base", config)
+    if section.preset is not None and section.preset not in PRESETS:
+        raise ValueError(f"model.preset is {section.preset}; expected one of {', '.join(PRESETS)}")
+    preset = {"model_type": "llama", **PRESETS[section.preset]} if section.preset else {}
+    values = {
+        "vocab_size": tokenizer.vocab_size,
+        "max_position_embeddings": data.seq_len,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.end,
+        "pad_token_id": None,
+        **preset,
+        **(section.config or {}),
+    }
+    try:
+        return transformers.AutoConfig.for_model(values.pop("model_type", "unnamed"), **values)
+    except ValueError as error:
+        raise ValueError(f"model.config: {error}") from error
+
+
+def _is_patched(model: Any) -> bool:
+    return getattr(model.config.get_text_config(), "nsa_flex", None) is not None
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a transformers model.
+
+    Raises:
+        ValueError: it has none by the usual name.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{type(model).__name__} has no list of decoder layers: set engine.compile false and "
+            "engine.checkpointing none"
+        )
+    return layers
+
+
+def prepare(model: Any, engine: EngineSection) -> None:
+    """Checkpointing and compilation of each layer and of the loss, in place; before wrapping.
+
+    The checkpoint lies within what is compiled, so that the compiler sees which results to keep.
+    """
+    if engine.checkpointing != "none":
+        arguments: dict[str, Any] = {"use_reentrant": False}
+        if engine.checkpointing == "selective":
+            arguments["context_fn"] = selective_contexts()
+        for layer in decoder_layers(model):
+            layer.forward = partial(checkpoint, layer.forward, **arguments)
+    if engine.compile:
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=False)
+        model.loss_function = torch.compile(causal_loss, dynamic=False)
+
+
+def selective_contexts() -> Callable[[], Any]:
+    """Contexts of selective checkpointing: matrix products and attention are kept.
+
+    Recomputed are norms, activations, rotary embeddings and gates: cheap, and most of the memory.
+    """
+    aten = torch.ops.aten
+    kept = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = operator in kept or operator.namespace == "nsa_flex"
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+def causal_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    **_: Any,
+) -> Tensor:
+    """Cross entropy of the next token in float32: logits (B, S, V), labels (B, S) -> ().
+
+    The sum over `num_items_in_batch` labels, their mean if None; -100 does not count.
+    """
+    labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = nn.functional.cross_entropy(
+        logits.reshape(-1, vocab_size).float(), labels.reshape(-1), reduction=reduction
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "training runs need transformers, which is not installed; install it with: "
+            "pip install 'nsa-flex[hf,train]'",
+            name="transformers",
+        ) from error
+    return transformers

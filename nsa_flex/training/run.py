@@ -1,0 +1,200 @@
+"""`train`: a config from its text to a trained, resumable model, on transformers' Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from nsa_flex.training.arguments import (
+    is_bf16,
+    is_sharded,
+    tokens_per_step,
+    training_arguments,
+    uses_cuda,
+)
+from nsa_flex.training.config import TrainConfig, read_config
+from nsa_flex.training.errors import TrainingError
+from nsa_flex.training.models import build_model, decoder_layers, prepare
+from nsa_flex.training.saving import last_checkpoint, remove_unfinished
+from nsa_flex.training.stopping import StopCallback
+from nsa_flex.training.telemetry import last_of_each_step, read_rows
+from nsa_flex.training.telemetry.callback import TelemetryCallback
+from nsa_flex.training.telemetry.schemas import file_name
+from nsa_flex.training.texts import Texts, find_texts
+from nsa_flex.training.trainer import Trainer
+
+CONFIG_FILE = "config.yaml"
+MODEL_FOLDER = "model"
+
+
+def train(
+    config: TrainConfig, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()
+) -> dict[str, Any]:
+    """Run a config, or go on with it from its last checkpoint; call it on every rank of a job.
+
+    Args:
+        resume: continue what is in `config.out`; without a checkpoint there, from the start.
+        callbacks: further ones for the Trainer.
+
+    Returns:
+        what `summary` says of the run.
+
+    Raises:
+        ValueError: the config does not fit its files, model or machine; or `config.out` holds a
+            run already, or on resuming one of another config. Nothing was changed.
+        TrainingError: the run could not go on; its last checkpoint is whole.
+    """
+    run = Path(config.out)
+    _check_run(config, run, resume=resume)
+    texts = find_texts(config)
+    uses_cuda(config)
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, config.data, texts.tokenizer)
+    held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
+    _open_run(config, run)
+    trainer, stop, telemetry = _trainer(config, texts, model, held_out, callbacks)
+    checkpoint = last_checkpoint(run) if resume else None
+    start = time.perf_counter()
+    with _told(run, telemetry), stop.listening():
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if not stop.stopped:
+            save_model(trainer, run / MODEL_FOLDER)
+    return summary(run, stopped=stop.stopped, seconds=time.perf_counter() - start)
+
+
+def save_model(trainer: Trainer, folder: Path) -> None:
+    """The weights of all ranks as one safetensors checkpoint, for `nsa_flex.load`."""
+    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+    trainer._save(str(folder), state_dict=state)
+
+
+def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
+    """How a run stands, by its artefacts; plain JSON types."""
+    rows = last_of_each_step(read_rows(run, "training"))
+    trained = [row for row in rows if row["loss"] is not None]
+    evaluated = [row for row in rows if row["held_out_loss"] is not None]
+    checkpoint = last_checkpoint(run)
+    return {
+        "out": str(run),
+        "stopped": stopped,
+        "steps": trained[-1]["step"] if trained else 0,
+        "tokens": trained[-1]["tokens"] if trained else 0,
+        "loss": trained[-1]["loss"] if trained else None,
+        "first_loss": trained[0]["loss"] if trained else None,
+        "held_out_loss": evaluated[-1]["held_out_loss"] if evaluated else None,
+        "seconds": round(seconds, 2),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "model": None if stopped else str(run / MODEL_FOLDER),
+    }
+
+
+def _needs_held_out(config: TrainConfig) -> bool:
+    return bool(config.run.eval_every or config.run.gates_every)
+
+
+def _check_run(config: TrainConfig, run: Path, *, resume: bool) -> None:
+    file = run / CONFIG_FILE
+    if not (file.exists() and (run / file_name("training")).exists()):  # nothing was trained
+        return
+    if not resume:
+        raise ValueError(f"{run} holds a run already: resume it (--resume), or choose another out")
+    before, now = read_config(str(file)).to_dict(), config.to_dict()
+    changed = [name for name in now if name not in ("run", "out") and now[name] != before[name]]
+    if changed:
+        raise ValueError(
+            f"{file} differs from the config in {', '.join(changed)}: resume with what the run "
+            "was started with, or choose another out"
+        )
+
+
+def _open_run(config: TrainConfig, run: Path) -> None:
+    """The run's folder, with its config; what a killed process left half written is removed."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    import yaml
+
+    run.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(run)
+    aside = run / f".{CONFIG_FILE}"
+    aside.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+    aside.rename(run / CONFIG_FILE)
+
+
+def _trainer(
+    config: TrainConfig,
+    texts: Texts,
+    model: Any,
+    held_out: list[Any],
+    callbacks: Sequence[TrainerCallback],
+) -> tuple[Trainer, StopCallback, TelemetryCallback]:
+    arguments = training_arguments(config, type(decoder_layers(model)[0]).__name__)
+    prepare(model, config.engine)
+    stop = StopCallback()
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=texts.training_rows(),
+        eval_dataset=held_out if config.run.eval_every else None,
+        data_collator=texts.collator,
+        processing_class=texts.tokenizer.processing_class,
+        callbacks=[stop, *callbacks],
+    )
+    if is_bf16(config) and not is_sharded(config):
+        trainer.autocast_dtype = torch.bfloat16
+    telemetry = TelemetryCallback(
+        probe=_probe(trainer, texts, held_out) if config.run.gates_every else None,
+        measures=bool(config.run.gates_every),
+        tokens_per_step=tokens_per_step(config),
+        gates_every=config.run.gates_every or 1,
+        heartbeat_seconds=config.run.heartbeat_seconds,
+        strict=config.run.strict,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(telemetry)
+    return trainer, stop, telemetry
+
+
+def _probe(trainer: Trainer, texts: Texts, held_out: list[Any]) -> Callable[[], Any]:
+    """Runs the model on the first held-out row as the training runs it."""
+    batch = texts.collator(held_out[:1])
+    del batch["labels"]
+
+    def call() -> Any:
+        inputs = {name: x.to(trainer.args.device) for name, x in batch.items()}
+        with trainer.compute_loss_context_manager():
+            return trainer.model(**inputs, use_cache=False)
+
+    return call
+
+
+@contextlib.contextmanager
+def _told(run: Path, telemetry: TelemetryCallback) -> Iterator[None]:
+    """Within, errors close the artefacts; those of the machine say what to do about them."""
+    try:
+        yield
+    except BaseException as error:
+        telemetry.close(error)
+        told = _of_the_machine(error, run)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _of_the_machine(error: BaseException, run: Path) -> TrainingError | None:
+    last = last_checkpoint(run)
+    after = "start again" if last is None else f"resume from {last.name}, which is whole"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+        return TrainingError(
+            f"out of memory ({error}): lower training.batch_size and raise training.accumulate, "
+            f"or set engine.checkpointing to selective or full; then {after}"
+        )
+    if isinstance(error, OSError):
+        return TrainingError(f"{error}: mend that, then {after}")
+    return None

@@ -1,0 +1,147 @@
+"""Checkpoints that are whole or not there: written aside, then renamed; no pickle in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nsa_flex.training.errors import TrainingError
+
+PREFIX = "checkpoint-"
+_ASIDE = ".writing"
+
+
+@contextlib.contextmanager
+def written_aside(run: Path, step: int, *, writes: bool = True) -> Iterator[Path]:
+    """A folder to write checkpoint `step` under; it gets its place in `run` when all is written.
+
+    Args:
+        writes: false on ranks other than 0, which neither make the folder nor rename it.
+
+    Yields:
+        the folder that stands for `run`: the checkpoint goes to its `checkpoint-<step>`.
+
+    Raises:
+        TrainingError: a file could not be written. What was is removed; earlier checkpoints stay.
+    """
+    aside, name = run / _ASIDE, f"{PREFIX}{step}"
+    try:
+        if writes:
+            remove_unfinished(run)
+            aside.mkdir(parents=True)
+        yield aside
+        if writes:
+            _flush(aside / name)
+            if (run / name).exists():  # written before the run was killed, and reached again
+                shutil.rmtree(run / name)
+            (aside / name).rename(run / name)
+            _flush_folder(run)
+            aside.rmdir()
+    except (OSError, SafetensorError) as error:
+        remove_unfinished(run)
+        last = last_checkpoint(run)
+        raise TrainingError(
+            f"checkpoint {step} could not be written to {run} ({error}): free some space, then "
+            f"resume from {'the start' if last is None else last.name}"
+        ) from error
+
+
+def remove_unfinished(run: Path) -> None:
+    """Remove what a killed process left half written."""
+    shutil.rmtree(run / _ASIDE, ignore_errors=True)
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """The whole checkpoint with the most steps, or None."""
+    found = [path for path in run.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdigit()]
+    return max(found, key=lambda path: int(path.name[len(PREFIX) :]), default=None)
+
+
+def save_state(path: Path, state: Any) -> None:
+    """Write nested dicts and lists: tensors to safetensors, the rest to its header."""
+    tensors: dict[str, Tensor] = {}
+    plain = _take_tensors(state, "", tensors)
+    save_file(tensors, path, metadata={"state": json.dumps(plain)})
+
+
+def load_state(path: Path, device: torch.device | str = "cpu") -> Any:
+    """What `save_state` wrote. Integer keys of dicts come back as integers."""
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        plain = json.loads(file.metadata()["state"])
+        return _put_tensors(plain, file.get_tensor)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's global generators, this rank's device's too."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(np.array(keys)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Inverse of `random_state`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().contiguous()
+        return {"tensor": name}
+    if isinstance(value, dict):
+        items = [[key, _take_tensors(x, f"{name}/{key}", tensors)] for key, x in value.items()]
+        return {"dict": items}
+    if isinstance(value, (list, tuple)):
+        return [_take_tensors(x, f"{name}/{i}", tensors) for i, x in enumerate(value)]
+    return value
+
+
+def _put_tensors(value: Any, get_tensor: Any) -> Any:
+    if isinstance(value, list):
+        return [_put_tensors(x, get_tensor) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return get_tensor(value["tensor"])
+    return {key: _put_tensors(x, get_tensor) for key, x in value["dict"]}
+
+
+def _flush(folder: Path) -> None:
+    """Wait until every file below is on the disk."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            with (Path(parent) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        _flush_folder(Path(parent))
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

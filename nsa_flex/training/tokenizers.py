@@ -1,0 +1,61 @@
+"""Text to token ids: bytes, built in, or a tokenizer of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Ids of a document.
+
+    Args:
+        vocab_size: ids are below it.
+        end: id that ends a document.
+        processing_class: the tokenizer of transformers, saved with checkpoints; None for bytes.
+    """
+
+    vocab_size: int
+    end: int
+    processing_class: Any = None
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """int64 (tokens,): the document, then the end token."""
+        if self.processing_class is None:
+            data = text.encode() if isinstance(text, str) else text
+            ids = np.frombuffer(data, np.uint8)
+        else:
+            if isinstance(text, bytes):
+                text = text.decode(errors="replace")
+            ids = np.asarray(
+                self.processing_class(text, add_special_tokens=False, verbose=False)["input_ids"]
+            )
+        return np.append(ids.astype(np.int64), self.end)
+
+
+BYTES = Tokenizer(vocab_size=256, end=0)  # text holds no zero byte
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`BYTES`, or the tokenizer in directory `name`.
+
+    Raises:
+        ValueError: there is none, or it has no token that ends a text.
+    """
+    if name == "bytes":
+        return BYTES
+    if not Path(name).is_dir():
+        raise ValueError(
+            f"data.tokenizer is {name}; expected bytes or the directory of a tokenizer that "
+            "save_pretrained wrote"
+        )
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(name)
+    if found.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {name} has no eos_token: set one and save it again")
+    return Tokenizer(len(found), found.eos_token_id, found)

@@ -1,0 +1,111 @@
+"""transformers' Trainer with checkpoints that are whole or not there, and without pickle."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_utils import rotate_checkpoints
+
+from nsa_flex.training.saving import (
+    load_state,
+    random_state,
+    save_state,
+    set_random_state,
+    written_aside,
+)
+
+OPTIMIZER = "optimizer.safetensors"
+SCHEDULER = "scheduler.safetensors"
+
+
+class Trainer(transformers.Trainer):
+    """As transformers' own. Checkpoints are written aside and renamed; held-out losses are eager.
+
+    Weights, optimizer, schedule and random states are safetensors; under FSDP weights and
+    optimizer are DCP, which any number of ranks reads.
+    """
+
+    autocast_dtype: torch.dtype | None = None
+    _aside: Path | None = None
+
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
+        """Autocast to `autocast_dtype`, unless accelerate runs its own."""
+        if self.autocast_dtype is None:
+            return super().compute_loss_context_manager()
+        return torch.autocast(self.args.device.type, self.autocast_dtype)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the base class's, without compiling layers for it a second time."""
+        with torch.compiler.set_stance("force_eager"):
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run, writes = Path(self.args.output_dir), self.args.should_save
+        with written_aside(run, self.state.global_step, writes=writes) as aside:
+            self._aside = aside
+            self.accelerator.wait_for_everyone()  # the folder is there
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._aside = None
+            self.accelerator.wait_for_everyone()  # everybody has written
+        self.accelerator.wait_for_everyone()  # it has its place
+        if writes:
+            rotate_checkpoints(output_dir=str(run), save_total_limit=self.args.save_total_limit)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Weights, config and tokenizer; what the base class pickles is in the run's config."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        if not self.args.should_save:
+            return
+        model: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model.save_pretrained(folder, state_dict=state_dict)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        if self.is_fsdp_enabled:
+            from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+            plugin = self.accelerator.state.fsdp_plugin
+            save_fsdp_model(plugin, self.accelerator, self.model, output_dir)
+            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        elif self.args.should_save:
+            save_state(folder / OPTIMIZER, self.optimizer.state_dict())
+        if self.args.should_save:
+            save_state(folder / SCHEDULER, self.lr_scheduler.state_dict())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if self.is_fsdp_enabled:
+            from accelerate.utils import load_fsdp_optimizer
+
+            plugin = self.accelerator.state.fsdp_plugin
+            load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint)
+        else:
+            self.optimizer.load_state_dict(load_state(folder / OPTIMIZER))
+        self.lr_scheduler.load_state_dict(load_state(folder / SCHEDULER))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(folder / self._random_file(), random_state())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Ranks that the checkpoint did not have go on with what they have."""
+        if checkpoint is not None and (Path(checkpoint) / self._random_file()).exists():
+            set_random_state(load_state(Path(checkpoint) / self._random_file()))
+
+    def _random_file(self) -> str:
+        return f"random-{self.args.process_index}.safetensors"

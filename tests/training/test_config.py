@@ -1,0 +1,112 @@
+"""Configs: what is read, what is refused and in which words, what is shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from training.small_config import small_mapping
+
+from nsa_flex.training.config import TrainConfig, read_config, shipped_configs
+from nsa_flex.training.config_reading import from_mapping
+from nsa_flex.training.presets import PRESETS
+
+
+def of(section: str, **values: Any) -> TrainConfig:
+    mapping = small_mapping(Path("out"), Path("texts"))
+    return from_mapping(TrainConfig, {**mapping, section: {**mapping[section], **values}})
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("training", {"steps": "many"}, r"training\.steps is 'many' \(str\); expected an integer"),
+        ("training", {"step": 3}, r"unknown key training\.step; did you mean steps\?"),
+        ("training", {"steps": True}, r"training\.steps is True \(bool\); expected an integer"),
+        ("training", {"steps": 0}, r"training: steps=0 must be at least 1"),
+        ("training", {"learning_rate": 0}, r"training: learning_rate=0\.0 must be more than 0"),
+        ("training", {"betas": [0.9]}, r"training: betas=\(0\.9,\) must be two numbers"),
+        ("training", {"betas": 0.9}, r"training\.betas is 0\.9 \(float\); expected a list"),
+        ("training", {"schedule": "step"}, r"training\.schedule is 'step' \(str\); expected one"),
+        ("engine", {"compile": "yes please"}, r"engine\.compile is .*; expected true or false"),
+        ("model", {"checkpoint": "x"}, "model: got preset and checkpoint; expected one of preset"),
+        ("model", {"preset": None}, "model: got none; expected one of preset, config and"),
+        (
+            "model",
+            {"nsa": {"window": 3}},
+            r"unknown key model\.nsa\.window; did you mean",
+        ),
+        ("model", {"nsa": {"compress_stride": 5}}, r"model\.nsa: compress_stride=5 must divide"),
+        ("model", {"nsa": None}, r"model\.nsa is empty; expected a mapping"),
+        ("data", {"held_out_share": 1}, r"data: held_out_share=1\.0 must be between 0 and 1"),
+        ("data", {"files": 3}, r"data\.files is 3 \(int\); expected a list"),
+        ("run", {"save_every": 5}, r"run: save_every=5 must be a multiple of log_every=2"),
+        ("run", {"gates_every": 0, "strict": True}, "run: strict needs gates_every of at least 1"),
+    ],
+)
+def test_what_is_wrong_is_named(section: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of(section, **values)
+
+
+def test_a_section_that_must_be_there() -> None:
+    mapping = small_mapping(Path("out"), Path("texts"))
+    del mapping["training"]
+    with pytest.raises(ValueError, match="training is missing; the config must give it"):
+        from_mapping(TrainConfig, mapping)
+    with pytest.raises(ValueError, match=r"the config is \[\] \(list\); expected a mapping"):
+        from_mapping(TrainConfig, [])
+
+
+def test_numbers_as_yaml_reads_them_and_lists_of_one() -> None:
+    config = of("training", learning_rate="1e-3")
+    assert config.training.learning_rate == 1e-3
+    assert of("data", files="one.txt").data.files == ("one.txt",)
+
+
+def test_a_config_survives_its_file(tmp_path: Path) -> None:
+    config = of("training", betas=[0.8, 0.9])
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.to_dict()))
+    assert read_config(str(file)) == config
+
+
+def test_overrides(tmp_path: Path) -> None:
+    chosen = read_config("125m", ("training.steps=7", "data.files=[a, b]", "out=here"))
+    assert (chosen.training.steps, chosen.data.files, chosen.out) == (7, ("a", "b"), "here")
+    for text, message in (
+        ("training.steps", "'training.steps' is no override; expected section.key=value"),
+        ("out.x=1", "out.x: out is not a section"),
+        ("training.steps=[", "while parsing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_config("125m", (text,))
+
+
+def test_a_name_that_is_neither_file_nor_config(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere is neither a file nor one of the configs 125m"):
+        read_config("nowhere")
+    (tmp_path / "torn.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"torn\.yaml: while parsing"):
+        read_config(str(tmp_path / "torn.yaml"))
+
+
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_shipped_configs_are_valid(name: str) -> None:
+    config = read_config(name)
+    assert config.model.preset in (None, *PRESETS)
+    assert Path(config.out).name == name
+
+
+def test_what_is_shipped() -> None:
+    assert set(shipped_configs()) == {"tiny", "125m", "350m", "llama-8b-layers", "convert"}
+    small = read_config("125m")
+    sizes = PRESETS["125m"]
+    assert (sizes["hidden_size"], sizes["num_hidden_layers"]) == (768, 12)
+    assert (sizes["num_attention_heads"], sizes["num_key_value_heads"]) == (12, 2)
+    assert small.model.nsa.counts == [32, 16, 64, 16, 1, 2, 512]
+    assert small.training.batch_size >= 16
+    assert small.data.seq_len == 2048
+    assert read_config("convert").model.init == "dense"
