@@ -206,10 +206,9 @@ def test_pre_commit_pins_equal_the_constraints() -> None:
 
 
 def test_every_required_package_is_pinned(built: Path) -> None:
-    """flash-attn is left out: it is compiled against the CUDA and torch of its machine."""
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"nsa_flex-{nsa_flex.__version__}.dist-info/METADATA").decode()
     required = {name.lower() for name in re.findall(r"^Requires-Dist: ([\w.-]+)", text, re.M)}
     pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M))
-    assert required - pinned == {"flash-attn"}
+    assert required - pinned == set()

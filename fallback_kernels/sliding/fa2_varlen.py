@@ -1,4 +1,4 @@
-"""FA-2 varlen attention: torch's own `varlen_attn`, or flash-attn where that is installed."""
+"""FA-2 varlen attention: torch's own `varlen_attn`, or flash-attn 2.8 where that is installed."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nsa_flex
+from nsa_flex.installed import HAS_FLASH_ATTN
 
 PACKAGES = ("torch", "numpy", "triton", "flash-attn", "transformers", "torchao")
 
@@ -43,6 +44,7 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},
+        "fa2": "flash-attn" if HAS_FLASH_ATTN else "torch",
         "cpu": {
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
@@ -82,6 +84,7 @@ def _table(facts: dict[str, Any]) -> Table:
     table.add_row("python", f"{facts['python']} on {facts['platform']}")
     for name, version in facts["packages"].items():
         table.add_row(name, version or "not installed")
+    table.add_row("fa2 runs on", facts["fa2"])
     cpu = facts["cpu"]
     table.add_row("cpu", f"{cpu['capability']}, {cpu['threads']} threads")
     table.add_row("C++ compiler", cpu["cxx_compiler"] or "none: torch.compile will fail on CPU")

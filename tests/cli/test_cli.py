@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ def test_info_names_versions_and_devices() -> None:
     assert set(facts["packages"]) == set(PACKAGES)
     assert facts["packages"]["torch"] == torch.__version__
     assert len(facts["cuda"]["devices"]) == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(("there", "provider"), [(True, "flash-attn"), (False, "torch")])
+def test_info_names_what_fa2_runs_on(
+    there: bool, provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa_flex.cli.info.HAS_FLASH_ATTN", there)
+    assert collect()["fa2"] == provider
+    assert re.search(rf"fa2 runs on +│ {provider} ", invoke("info")[1])
 
 
 def test_info_as_table_shows_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
