@@ -65,6 +65,29 @@ def test_training_of_short_contexts(kind: str, text: str) -> None:
     assert told in README
 
 
+def test_dense_attention_of_packed_documents() -> None:
+    """On FA-2 and on FlashAttention-4, which is faster than NSA there."""
+    nsa, fa2 = (
+        [
+            row["median_ms"]
+            for each in ("forward", "forward_backward")
+            for row in read_rows(RESULTS / "packed_h200.json")
+            if (row["implementation"], row["heads"], row["batch"], row["pass"])
+            == (name, "64/4", 8, each)
+        ]
+        for name in ("nsa-packed", "fa2-varlen")
+    )
+    (fa4,) = (
+        [row["forward_ms"], row["forward_backward_ms"]]
+        for row in json.loads((RESULTS / "flash_attn_4_h200.json").read_text())["times"]
+        if (row["branch"], row["heads"], row["documents"]) == ("dense", "64/4", 8)
+        and row["implementation"] == "fa4 varlen"
+    )
+    assert f"on FA-2 varlen takes {fa2[0]:.1f} and {fa2[1]:.1f};" in README
+    assert f"takes {fa4[0]:.1f} and {fa4[1]:.1f} for the eight documents, less than NSA" in README
+    assert all(ours > theirs for ours, theirs in zip(nsa, fa4, strict=True))
+
+
 def test_decoding() -> None:
     steps = [
         row
