@@ -1,0 +1,128 @@
+"""Times what one call of `nsa_attention` costs the host: until it returns, its kernels queued.
+
+Eager and compiled, without gradients, with them, and with the backward; nothing captured. The
+device is idle before each call, as it is where the host is what one waits for. Beside it causal
+attention of PyTorch on the same tensors. bfloat16, batch 1, head dim 128, the paper's
+configuration. Rows of JSON: medians in milliseconds.
+
+Example: python -m nsa_flex.bench.cases.host_time --tokens 2048 65536 --out host_time.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_flex import NSAConfig, nsa_attention
+
+CONFIG = NSAConfig()
+HEAD_DIM = 128
+WARM_UP = 5  # calls: compilation, and the recording of launch plans
+
+
+def make(heads: str, tokens: int, device: str) -> list[Tensor]:
+    """Query, key, value, compressed key and value, gates: leaves in memory order (B, S, H, D)."""
+    query_heads, kv_heads = (int(x) for x in heads.split("/"))
+    blocks = CONFIG.num_compressed_blocks(tokens)
+    sizes = [(query_heads, tokens), (kv_heads, tokens), (kv_heads, tokens)]
+    sizes += [(kv_heads, blocks), (kv_heads, blocks)]
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    leaves = [torch.randn((1, s, h, HEAD_DIM), **options).transpose(1, 2) for h, s in sizes]
+    leaves.append(torch.rand((1, tokens, query_heads, 3), **options).transpose(1, 2))
+    return [x.requires_grad_() for x in leaves]
+
+
+def host_ms(call: Callable[[], object], repeats: int) -> float:
+    """Median of `call`'s time on the host, from an idle device."""
+    synchronise = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    times = []
+    for _ in range(WARM_UP + repeats):
+        synchronise()
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return round(statistics.median(times[WARM_UP:]), 3)
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, *_others: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def row_of(what: str, forward: Callable[..., Tensor], leaves: list[Tensor], repeats: int) -> Any:
+    grad = torch.ones_like(forward(*leaves))
+
+    def without_gradients() -> None:
+        with torch.no_grad():
+            forward(*leaves)
+
+    def step() -> None:
+        forward(*leaves).backward(grad)
+
+    return {
+        "what": what,
+        "forward_without_gradients_ms": host_ms(without_gradients, repeats),
+        "forward_ms": host_ms(lambda: forward(*leaves), repeats),
+        "forward_backward_ms": host_ms(step, repeats),
+    }
+
+
+def rows_of(
+    heads: str, tokens: int, documents: int, device: str, repeats: int, compiled: bool
+) -> list[Any]:
+    """Rows of one shape; `documents` of equal length, 1 for none."""
+    leaves = make(heads, tokens, device)
+    start = None
+    if documents > 1:
+        length = -(-tokens // documents // 64) * 64
+        start = (torch.arange(tokens, device=device) // length * length)[None]
+    ours = partial(nsa_attention, config=CONFIG, document_start=start)
+    rows = [row_of("nsa_attention", ours, leaves, repeats)]
+    if compiled:
+        rows.append(row_of("nsa_attention, compiled", torch.compile(ours), leaves, repeats))
+    if documents == 1:
+        rows.append(row_of("dense", dense, leaves, repeats))
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return [
+        {"device": name, "torch": torch.__version__, "heads": heads, "tokens": tokens,
+         "documents": documents, **row}
+        for row in rows
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", nargs="+", default=["32/8"], help="Hq/Hkv")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 65536])
+    parser.add_argument("--documents", nargs="+", type=int, default=[1, 8], help="a row of tokens")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--repeats", type=int, default=50, help="calls a median is of")
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[Any] = []
+    for heads in arguments.heads:
+        for tokens in arguments.tokens:
+            for documents in arguments.documents:
+                options = (arguments.device, arguments.repeats, arguments.compiled)
+                found = rows_of(heads, tokens, documents, *options)
+                rows += found
+                arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+                for row in found:
+                    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

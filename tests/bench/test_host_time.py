@@ -1,0 +1,25 @@
+"""The benchmark of a call's time on the host runs, and its rows say what they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa_flex.bench.cases import host_time
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.json"
+    options = ["--heads", "4/2", "--tokens", "128", "--documents", "1", "--device", device]
+    command = ["host_time", *options, "--repeats", "2", "--no-compiled", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    host_time.main()
+    rows = json.loads(out.read_text())
+    assert [row["what"] for row in rows] == ["nsa_attention", "dense"]
+    for row in rows:
+        times = [row[f"{name}_ms"] for name in ("forward", "forward_backward")]
+        assert 0 < times[0] < times[1]
