@@ -158,6 +158,7 @@ class Compression(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.kind: CompressionKind = kind
+        self.parameter_names = tuple(self._parameter_shapes())
         for name, shape in self._parameter_shapes().items():
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, parameter)

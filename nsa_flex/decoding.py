@@ -2,12 +2,12 @@
 
 Constant shapes and no host sync, whatever the lengths of the rows are: where tokens go and what a
 query sees follows from `lengths`, int32 (B,) on the device, the tokens of each row before the new
-ones. Triton kernels where they take the inputs, else PyTorch operations.
+ones. One operator of Triton kernels where they take the inputs, else PyTorch operations.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,192 +16,110 @@ from nsa_flex.attention import BranchLSE, NSAAux, gated_sum
 from nsa_flex.backends.dense import masked_attention
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
+from nsa_flex.gates import GateLogits
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
+from nsa_flex.sharded import is_sharded
+from nsa_flex.storing import append, compress_completed, take_slots
 
 # So many new tokens are a decode step (speculative ones included); more are a prefill.
 MAX_STEP = 16
 
 
-def store_fused(
-    new_key: Tensor,
-    new_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    lengths: Tensor,
-    compress_key: Compression,
-    compress_value: Compression,
-) -> bool:
-    """`append` and `compress_completed` in one kernel; False, and nothing done, without one.
+class Stored(NamedTuple):
+    """The tensors of a layer's cache, whole.
 
-    There is one for at most `MAX_STEP` tokens on CUDA and for φ of the kinds mean and weighted.
+    key: (B, sets · Hkv, C, D), value: (B, sets · Hkv, C, Dv).
+    compressed_key: (B, Hkv, Ncap, D), compressed_value: (B, Hkv, Ncap, Dv).
+    lengths: int32 (B,), tokens of each row before those of the step.
     """
-    phi = (compress_key, compress_value)
-    if store_unsupported_reason(new_key, key, value, compressed_key, *phi) is not None:
-        return False
-    weights = {}
-    if compress_key.kind == "weighted":
-        weights = {
-            "key_weights": compress_key.logits.float().softmax(-1),
-            "value_weights": compress_value.logits.float().softmax(-1),
-        }
-    from nsa_flex.fallback_kernels.decode import interface as decode
 
-    decode.append_and_compress(
-        new_key,
-        new_value,
-        key,
-        value,
-        compressed_key,
-        compressed_value,
-        lengths,
-        compress_key.config,
-        **weights,
-    )
-    return True
+    key: Tensor
+    value: Tensor
+    compressed_key: Tensor
+    compressed_value: Tensor
+    lengths: Tensor
+
+    @property
+    def num_sets(self) -> int:
+        """3 for keys of the compressed, selected and sliding branch side by side, else 1."""
+        return self.key.shape[1] // self.compressed_key.shape[1]
+
+    def branch(self, which: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the compressed (0), selected (1) or sliding (2) branch."""
+        sets = self.num_sets
+        if sets == 1:
+            return self.key, self.value
+        return self.key.chunk(sets, 1)[which], self.value.chunk(sets, 1)[which]
 
 
-def append(
-    new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, lengths: Tensor
-) -> None:
-    """Store T new tokens a row at slots `lengths` ... `lengths + T - 1`, in place.
+class New(NamedTuple):
+    """What a step stores.
 
-    Args:
-        new_key: (B, Hkv, T, D), new_value: (B, Hkv, T, Dv).
-        key: (B, Hkv, C, D), value: (B, Hkv, C, Dv), the cache.
-        lengths: int32 (B,), tokens of each row before these.
+    key: (B, sets · Hkv, T, D), value: (B, sets · Hkv, T, Dv). phi: of keys and of values.
+    may_complete: False where the host knows that no row completes a compressed block.
     """
-    slots = lengths[:, None] + torch.arange(new_key.shape[2], device=lengths.device)
-    for new, cached in ((new_key, key), (new_value, value)):
-        _put(cached, slots, new)
+
+    key: Tensor
+    value: Tensor
+    phi: tuple[Compression, Compression]
+    may_complete: bool = True
 
 
-def compress_completed(
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    lengths: Tensor,
-    num_new: int,
-    compress_key: Compression,
-    compress_value: Compression,
-) -> None:
-    """Write the row of every block that the last `num_new` tokens made whole, in place.
-
-    Block i is made whole by token i·d + l - 1: `lengths < i·d + l <= lengths + num_new`. Other
-    rows stay as they are.
-
-    Args:
-        key: (B, Hkv, C, D), value: (B, Hkv, C, Dv), the new tokens among them.
-        compressed_key, compressed_value: (B, Hkv, max(1, (C - l) // d + 1), D or Dv).
-        lengths: int32 (B,), tokens of each row before the new ones.
-        compress_key, compress_value: φ.
-    """
-    if key.shape[2] >= compress_key.config.compress_block_size:
-        _compress(key, compressed_key, lengths, num_new, compress_key)
-        _compress(value, compressed_value, lengths, num_new, compress_value)
-
-
-def _compress(
-    source: Tensor, compressed: Tensor, lengths: Tensor, num_new: int, compress: Compression
-) -> None:
-    block, stride = compress.config.compress_block_size, compress.config.compress_stride
-    num_rows = compressed.shape[2]
-    count = min(-(-num_new // stride), num_rows)
-    first = ((lengths - block) // stride + 1).clamp(min=0)
-    base = first.clamp(max=num_rows - count)
-    offsets = torch.arange((count - 1) * stride + block, device=lengths.device)
-    tokens = (base * stride)[:, None] + offsets
-    rows = base[:, None] + offsets[:count]
-    fresh = compress(_take(source, tokens))[:, :, :count]  # [B, Hkv, count, D]
-    whole = (rows >= first[:, None]) & (rows * stride + block <= (lengths + num_new)[:, None])
-    kept = _take(compressed, rows)
-    _put(compressed, rows, torch.where(whole[:, None, :, None], fresh.to(kept.dtype), kept))
-
-
-def decode_attention(
+def decode_step(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    gates: Tensor,
+    new: New | None,
+    stored: Stored,
+    gates: Tensor | GateLogits,
     *,
-    lengths: Tensor,
     config: NSAConfig,
     scale: float,
-    sliding_key: Tensor | None = None,
-    sliding_value: Tensor | None = None,
     return_aux: bool = False,
-) -> Tensor | tuple[Tensor, NSAAux]:
-    """`nsa_attention` of a few queries at `lengths` ... `lengths + T - 1` over a cache.
+) -> tuple[Tensor, NSAAux | None]:
+    """Stores T new tokens a row and attends, as `nsa_attention` does for queries at `lengths` ...
+    `lengths + T - 1`.
 
     Reads the compressed keys, the tokens of the chosen blocks and the window; nothing else of the
     cache. What lies behind a query may be anything finite.
 
     Args:
         query: (B, Hq, T, D), T at most `MAX_STEP`.
-        key: (B, Hkv, C, D), value: (B, Hkv, C, Dv), the new tokens among them.
-        compressed_key, compressed_value: (B, Hkv, Ncap, D or Dv).
+        new: None if the tokens are stored.
         gates: (B, Hq, T, 3), order compressed, selected, sliding.
-        lengths: int32 (B,), position of query 0 of each row.
         scale: factor of query . key.
-        sliding_key, sliding_value: of the sliding branch, if its own.
         return_aux: also return the chosen blocks and the log-sum-exps.
 
     Returns:
         (B, Hq, T, Dv) in the query's dtype, and an `NSAAux` if asked.
     """
     config.specialize()
-    if unsupported_reason(query, key, value, config) is None:
-        from nsa_flex.fallback_kernels.decode import interface as decode
-
-        result: Any = decode.decode_attention(
-            query,
-            key,
-            value,
-            compressed_key,
-            compressed_value,
-            gates,
-            lengths,
-            config=config,
-            scale=scale,
-            sliding_key=sliding_key,
-            sliding_value=sliding_value,
-            return_aux=return_aux,
-        )
-        if not return_aux:
-            return result
-        out, aux = result
-        return out, NSAAux(aux.blocks, BranchLSE(*aux.lse.unbind(-1)))
-    positions = lengths[:, None] + torch.arange(query.shape[2], device=lengths.device)  # [B, T]
-    compressed = _compressed(query, compressed_key, compressed_value, positions, config, scale)
-    blocks = choose_blocks(
-        query,
-        compressed_key,
-        config=config,
-        scale=scale,
-        num_blocks=config.num_select_blocks(key.shape[2]),
-        positions=positions,
-    )
-    selected = _selected(query, key, value, blocks, positions, config, scale)
-    sliding = _sliding(
-        query,
-        key if sliding_key is None else sliding_key,
-        value if sliding_value is None else sliding_value,
-        positions,
-        config,
-        scale,
-    )
-    out = gated_sum([compressed[0], selected[0], sliding[0]], gates)
-    if not return_aux:
-        return out
-    return out, NSAAux(blocks, BranchLSE(compressed[1], selected[1], sliding[1]))
+    unsupported = unsupported_reason(query, stored.key, stored.value, config, stored.num_sets)
+    if new is not None and (unsupported or phi_unsupported_reason(new.phi, stored.key)):
+        store(new, stored)
+        new = None
+    if unsupported is None:
+        return _on_kernels(query, new, stored, gates, config, scale, return_aux)
+    gates = gates.gates() if isinstance(gates, GateLogits) else gates
+    return _by_operations(query, stored, gates, config, scale, return_aux)
 
 
-def unsupported_reason(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> str | None:
+def store(new: New, stored: Stored) -> None:
+    """What `decode_step` stores, by PyTorch operations."""
+    append(new.key, new.value, stored.key, stored.value, stored.lengths)
+    compress(new, stored)
+
+
+def compress(new: New, stored: Stored) -> None:
+    """The part of `store` that follows once the tokens are in the cache."""
+    if new.may_complete:
+        compressed = (stored.compressed_key, stored.compressed_value)
+        num_new = new.key.shape[2]
+        compress_completed(*stored.branch(0), *compressed, stored.lengths, num_new, *new.phi)
+
+
+def unsupported_reason(
+    query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, num_sets: int = 1
+) -> str | None:
     """Why the Triton kernels do not take a step of such shapes and dtypes; None if they do."""
     if query.device.type != "cuda":
         return f"the decode kernels need a CUDA device, got {query.device.type}"
@@ -209,26 +127,81 @@ def unsupported_reason(query: Tensor, key: Tensor, value: Tensor, config: NSACon
         return "triton is not installed"
     from nsa_flex.fallback_kernels.decode import interface as decode
 
-    return decode.unsupported_reason(query, key, value, config)
+    return decode.unsupported_reason(query, key, value, config, num_sets)
 
 
-def store_unsupported_reason(
-    new_key: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compress_key: Compression,
-    compress_value: Compression,
-) -> str | None:
-    """Why no one kernel appends and compresses; None if there is one."""
-    if new_key.shape[2] > MAX_STEP:
-        return f"at most {MAX_STEP} tokens are stored by one kernel, got {new_key.shape[2]}"
-    if key.shape[1] != compressed_key.shape[1]:
-        return "each branch has keys of its own, of which one kernel compresses no part"
-    kinds = (compress_key.kind, compress_value.kind)
-    if kinds not in (("mean", "mean"), ("weighted", "weighted")):
-        return f"one kernel stores for φ of the kinds mean and weighted, got {' and '.join(kinds)}"
-    return unsupported_reason(new_key, key, value, compress_key.config)
+def phi_unsupported_reason(phi: tuple[Compression, Compression], key: Tensor) -> str | None:
+    """Why the kernels of a step do not compress with such φ; None if they do."""
+    kinds = tuple(each.kind for each in phi)
+    if kinds[0] != kinds[1]:
+        return f"a step compresses keys and values alike, got {kinds[0]} and {kinds[1]}"
+    for x in _parameters(phi[0]) + _parameters(phi[1]):
+        if x.device != key.device or is_sharded(x) or not x.is_contiguous():
+            return f"parameters of φ must be whole and contiguous on {key.device}, got {x.device}"
+    return None
+
+
+def _parameters(phi: Compression) -> list[Tensor]:
+    """In their order; read as attributes, which hold what a parametrization or a wrapper put."""
+    return [getattr(phi, name) for name in phi.parameter_names]
+
+
+def _on_kernels(
+    query: Tensor,
+    new: New | None,
+    stored: Stored,
+    gates: Tensor | GateLogits,
+    config: NSAConfig,
+    scale: float,
+    return_aux: bool,
+) -> tuple[Tensor, NSAAux | None]:
+    from nsa_flex.fallback_kernels.decode import interface as decode
+
+    options: dict[str, Any] = {"num_sets": stored.num_sets, "return_aux": return_aux}
+    if isinstance(gates, GateLogits):
+        gates, options["gate_offset"] = gates
+    new_key = new_value = None
+    if new is not None:
+        new_key, new_value = new.key, new.value
+        key_phi, value_phi = (tuple(_parameters(each)) for each in new.phi)
+        options["phi"] = decode.Phi(new.phi[0].kind, key_phi, value_phi)
+        options["may_complete"] = new.may_complete
+    result: Any = decode.step(
+        query, new_key, new_value, *stored[:4], gates, stored.lengths,
+        config=config, scale=scale, **options,
+    )  # fmt: skip
+    if not return_aux:
+        return result, None
+    out, aux = result
+    return out, NSAAux(aux.blocks, BranchLSE(*aux.lse.unbind(-1)))
+
+
+def _by_operations(
+    query: Tensor,
+    stored: Stored,
+    gates: Tensor,
+    config: NSAConfig,
+    scale: float,
+    return_aux: bool,
+) -> tuple[Tensor, NSAAux | None]:
+    new = torch.arange(query.shape[2], device=query.device)
+    positions = stored.lengths[:, None] + new  # [B, T]
+    compressed_key, compressed_value = stored.compressed_key, stored.compressed_value
+    compressed = _compressed(query, compressed_key, compressed_value, positions, config, scale)
+    blocks = choose_blocks(
+        query,
+        compressed_key,
+        config=config,
+        scale=scale,
+        num_blocks=config.num_select_blocks(stored.key.shape[2]),
+        positions=positions,
+    )
+    selected = _selected(query, *stored.branch(1), blocks, positions, config, scale)
+    sliding = _sliding(query, *stored.branch(2), positions, config, scale)
+    out = gated_sum([compressed[0], selected[0], sliding[0]], gates)
+    if not return_aux:
+        return out, None
+    return out, NSAAux(blocks, BranchLSE(compressed[1], selected[1], sliding[1]))
 
 
 def _compressed(
@@ -289,19 +262,7 @@ def _sliding(
         first = positions[:, :1] - window + 1
         tokens = first + torch.arange(width, device=key.device)
         inside = tokens.clamp(0, capacity - 1)
-        key, value = _take(key, inside), _take(value, inside)
+        key, value = take_slots(key, inside), take_slots(value, inside)
     now = positions[..., None]
     visible = (tokens[:, None] <= now) & (tokens[:, None] > now - window) & (tokens[:, None] >= 0)
     return masked_attention(query, key, value, visible[:, None], scale)
-
-
-def _take(x: Tensor, slots: Tensor) -> Tensor:
-    """(B, H, C, D) at int (B, L) slots: (B, H, L, D)."""
-    row = torch.arange(x.shape[0], device=x.device)[:, None]
-    return x.transpose(1, 2)[row, slots].transpose(1, 2)
-
-
-def _put(x: Tensor, slots: Tensor, new: Tensor) -> None:
-    """The inverse of `_take`, in place."""
-    row = torch.arange(x.shape[0], device=x.device)[:, None]
-    x.transpose(1, 2)[row, slots] = new.transpose(1, 2).to(x.dtype)

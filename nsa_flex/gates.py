@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,21 @@ _OFFSETS: dict[GateInit, tuple[float, float, float]] = {
     "paper": (0.0, 0.0, 0.0),
     "dense": (-0.5, 0.5, -0.5),
 }
+
+
+class GateLogits(NamedTuple):
+    """Gates before the sigmoid: what a kernel that applies it takes.
+
+    logits: (B, Hq, S, 3) in the dtype of the gates. offset: (3,).
+    """
+
+    logits: Tensor
+    offset: Tensor
+
+    def gates(self) -> Tensor:
+        """sigmoid(logits) + offset, computed in float32 or better, (B, Hq, S, 3)."""
+        wide = torch.promote_types(self.logits.dtype, torch.float32)
+        return (self.logits.to(wide).sigmoid() + self.offset.to(wide)).to(self.logits.dtype)
 
 
 class GateLinear(nn.Linear):
@@ -93,11 +108,14 @@ class Gates(nn.Module):
         """What `print(module)` shows."""
         return f"num_query_heads={self.num_query_heads}, init={self.init!r}"
 
-    def forward(self, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B Hq S 3"]:
+    def forward(
+        self, x: Float[Tensor, "B S E"], *, as_logits: bool = False
+    ) -> Float[Tensor, "B Hq S 3"] | GateLogits:
         """Gates of every token.
 
         Args:
             x: (B, S, E), the input of the attention layer.
+            as_logits: give what they are computed from, for a decode step.
 
         Returns:
             (B, Hq, S, 3) in the dtype of `x`, order compressed, selected, sliding; a transposed
@@ -111,7 +129,6 @@ class Gates(nn.Module):
                 f"x has shape {tuple(x.shape)}; "
                 f"expected (batch, tokens, hidden_size={self.hidden_size})"
             )
-        logits = self.linear(x).unflatten(2, (self.num_query_heads, NUM_BRANCHES))
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        gates = logits.to(wide).sigmoid() + self.offset.to(wide)
-        return gates.to(x.dtype).transpose(1, 2)  # [B, Hq, S, 3]
+        logits = self.linear(x).to(x.dtype).unflatten(2, (self.num_query_heads, NUM_BRANCHES))
+        found = GateLogits(logits.transpose(1, 2), self.offset)  # [B, Hq, S, 3]
+        return found if as_logits else found.gates()

@@ -195,7 +195,7 @@ class NSAAttention(nn.Module):
             positions = self._next_positions(x, attention_mask, cache)
         query, keys, values = self._project(x, positions)
         keys, values = cache.update(keys, values)
-        gates = self.gates(x)
+        gates = self.gates(x, as_logits=cache.is_step(x.shape[1], self.backend))
         out, aux = cache.attend(
             query, keys, values, gates, backend=self.backend, return_aux=return_aux
         )

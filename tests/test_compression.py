@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from nsa_flex.compression import Compression, mean_of_blocks, split_segments
 from nsa_flex.config import CompressionKind, NSAConfig
 from nsa_flex.hot_path import count_graphs
 from reference import oracle
+from reference.phi import by_definition
 
 KINDS = get_args(CompressionKind)
 LEARNED = tuple(kind for kind in KINDS if kind != "mean")
@@ -35,34 +35,6 @@ def randomized(compress: Compression) -> Compression:
         for parameter in compress.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return compress
-
-
-def by_definition(compress: Compression, x: Tensor) -> np.ndarray:
-    """The formulas of the class docstring, one block after the other, in float64."""
-    x = x.detach().double().numpy()
-    weights = {name: p.detach().double().numpy() for name, p in compress.named_parameters()}
-    block, stride = compress.config.compress_block_size, compress.config.compress_stride
-    starts = range(0, x.shape[2] - block + 1, stride)
-    return np.stack([one_block(weights, x[:, :, i : i + block]) for i in starts], axis=2)
-
-
-def one_block(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
-    """(B, H, l, D) -> (B, H, D)."""
-    if "logits" in weights:
-        odds = np.exp(weights["logits"])
-        return np.einsum("bhpd,hp->bhd", tokens, odds / odds.sum(-1, keepdims=True))
-    if "weight" in weights:
-        return np.einsum("bhpd,hpde->bhe", tokens, weights["weight"])
-    if "position" in weights:
-        z = tokens + weights["position"]
-        out = z.mean(2)
-        for sign, inner, outer in zip(
-            (1, -1), weights["hidden_weight"], weights["output_weight"], strict=True
-        ):
-            hidden = torch.from_numpy(np.einsum("bhpd,pde->bhe", z, inner))
-            out = out + sign * nn.functional.gelu(hidden).numpy() @ outer
-        return out
-    return tokens.mean(2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

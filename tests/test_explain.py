@@ -135,12 +135,22 @@ def test_a_decode_step_runs_on_triton() -> None:
     assert all(run.launches == 1 for run in told.kernels.forward)
 
 
-def test_phi_without_a_kernel_is_told() -> None:
+def test_a_step_that_completes_a_block_multiplies() -> None:
     query = meta(1, 64, 1, 128)
-    mean, mlp = (explain(query, cache=filled_cache(kind), device=GPU) for kind in ("mean", "mlp"))
-    assert mlp.kernels.names < mean.kernels.names
-    assert any("got mlp and mlp" in line for line in mlp.kernels.passed_over)
-    assert not any("one kernel stores" in line for line in mean.kernels.passed_over)
+    mean, mlp, before = (
+        explain(query, cache=filled_cache(kind, tokens), device=GPU).kernels.names
+        for kind, tokens in (("mean", 4095), ("mlp", 4095), ("mlp", 4094))
+    )
+    assert mlp - mean == {"decode_project_kernel", "decode_write_blocks_kernel"}
+    assert before == mean
+
+
+def test_phi_that_no_kernel_takes_is_told() -> None:
+    cache = filled_cache("mean")
+    cache.compress_value = Compression(NSAConfig(), 4, 128, "mlp", device="meta")
+    kernels = explain(meta(1, 64, 1, 128), cache=cache, device=GPU).kernels
+    assert {run.stage for run in kernels.forward} == {"decode"}
+    assert any("keys and values alike, got mean and mlp" in x for x in kernels.passed_over)
 
 
 def test_a_step_that_no_kernel_takes_is_dense() -> None:

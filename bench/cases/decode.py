@@ -1,8 +1,9 @@
 """Times one decode step of one layer: NSA as a whole and by parts, against dense attention.
 
-The step is append, compress where a block completes (as it does at the timed length), score,
-choose, attend, gate; dense is one query token over all S. bfloat16, head dim 128, the paper's
-configuration. Over as many copies of the inputs as keep the L2 from holding them, in modes
+The step is what a layer's static cache runs: append, compress where a block completes (as it does
+at the timed length), score, choose, attend, gate; dense is one query token over all S. bfloat16,
+head dim 128, the paper's configuration with φ of three kinds. Over as many copies of the inputs as
+keep the L2 from holding them, in modes
 
     graph            two dozen steps captured as one CUDA graph
     eager            launched by Python, one by one
@@ -24,7 +25,7 @@ import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,29 @@ import triton
 from torch.nn.attention import SDPBackend
 
 from nsa_flex.bench.cases import decode_dense as dense
-from nsa_flex.bench.cases.decode_inputs import CONFIG, HEAD_DIM, Inputs, Shape, check, make_inputs
+from nsa_flex.bench.cases.decode_inputs import (
+    CONFIG,
+    HEAD_DIM,
+    Inputs,
+    Shape,
+    check,
+    make_inputs,
+    step,
+)
 from nsa_flex.bench.measure.timing import Call, Times, measure_burst
+from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import launch
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
-from nsa_flex.fallback_kernels.decode.interface import step
 
 BANDWIDTH = 4.8e12  # bytes a second, an H200's data sheet
 LENGTHS = (512, 2048, 8192, 65536, 262144)
 SIXTEEN = CONFIG.compress_stride  # steps, one of which completes a block
+PRODUCTS: tuple[CompressionKind, ...] = ("linear", "mlp")
 Measured = tuple[str, str, Callable[[], dict[str, Any]]]
 
 
 def whole(inputs: Inputs) -> Call:
-    return lambda: step(*inputs.tensors(), config=CONFIG)
+    return lambda: step(*inputs.arguments())
 
 
 def advancing(inputs: Inputs) -> Call:
@@ -55,11 +65,7 @@ def advancing(inputs: Inputs) -> Call:
 
     Counting is not in it: a model counts once a token, for all its layers.
     """
-    first = inputs.key.shape[2] - SIXTEEN
-    steps = [
-        whole(replace(inputs, lengths=torch.full_like(inputs.lengths, first + i)))
-        for i in range(SIXTEEN)
-    ]
+    steps = [whole(inputs.earlier(SIXTEEN - 1 - i)) for i in range(SIXTEEN)]
 
     def run() -> None:
         for each in steps:
@@ -96,25 +102,33 @@ def one_of_sixteen(found: dict[str, float]) -> dict[str, float]:
 def parts(inputs: Inputs) -> Iterator[tuple[str, Call]]:
     """Each kernel of the step alone; selected and sliding, which share one, each by itself."""
     x = inputs
-    plan = DecodePlan.of(x.query, x.key, x.value, x.compressed_key, CONFIG)
-    cache = launch.Cache(x.key, x.value, x.compressed_key, x.compressed_value, x.lengths)
-    new = launch.NewTokens(x.new_key, x.new_value)
+    cache = launch.Cache(*x.cache.buffers.tensors, x.cache.lengths)
+    plan = DecodePlan.of(x.query, x.key, x.value, cache.compressed_key, CONFIG)
+    new, phi = launch.NewTokens(x.new_key, x.new_value), launch.Phi()
+    gates = launch.Gating(*x.gates)
     workspace = plan.workspace(x.query.device)
-    out, _, lse = launch.run(plan, x.query, cache, x.gates, HEAD_DIM**-0.5, new=new)
+    out, _, lse = launch.run(plan, x.query, cache, gates, HEAD_DIM**-0.5, new=new, phi=phi)
     first = (plan, x.query, cache)
     attend = (*first, (x.key, x.value), workspace, HEAD_DIM**-0.5, new)
     yield (
         "compressed, append, compress",
-        lambda: launch.launch_compressed(*first, workspace, HEAD_DIM**-0.5, new),
+        lambda: launch.launch_compressed(*first, workspace, HEAD_DIM**-0.5, new, phi),
     )
     yield "choice", lambda: launch.launch_topk(plan, cache, workspace)
     yield "selected", lambda: launch.launch_selected_sliding(*attend, sliding_window=False)
     yield "sliding", lambda: launch.launch_selected_sliding(*attend, selected=False)
-    yield "merge", lambda: launch.launch_combine(plan, cache, workspace, x.gates, out, lse)
+    yield "merge", lambda: launch.launch_combine(plan, cache, workspace, gates, out, lse)
 
 
 def measurements(shape: Shape, clock: Clock) -> Iterator[Measured]:
-    """Name, mode and what measures it; the sets of inputs are made once."""
+    """Name, mode and what measures it; the sets of inputs of a kind of φ are made once."""
+    yield from steps_and_parts(shape, clock)
+    for kind in PRODUCTS:
+        yield from steps_of_kind(shape, kind, clock)
+
+
+def steps_and_parts(shape: Shape, clock: Clock) -> Iterator[Measured]:
+    """With φ the mean; dense attention beside it."""
     sets = [make_inputs(shape) for _ in range(shape.copies)]
     check(sets[0])
     calls = [whole(x) for x in sets]
@@ -129,9 +143,21 @@ def measurements(shape: Shape, clock: Clock) -> Iterator[Measured]:
     yield from dense_steps(shape, sets, clock)
 
 
+def steps_of_kind(shape: Shape, kind: CompressionKind, clock: Clock) -> Iterator[Measured]:
+    """Steps with φ of another kind, which complete a block, and the mean of sixteen."""
+    sets = [make_inputs(shape, kind) for _ in range(shape.copies)]
+    check(sets[0])
+    calls = [whole(x) for x in sets]
+    yield f"nsa, {kind}", "graph", lambda: clock.in_a_graph(calls)
+    yield f"nsa, {kind}", "eager", lambda: clock.one_by_one(calls)
+    sixteen = [advancing(x) for x in sets]
+    name = f"nsa, {kind}, mean of 16 steps"
+    yield name, "graph", lambda: one_of_sixteen(clock.in_a_graph(sixteen))
+
+
 def compiled_steps(sets: Sequence[Inputs], clock: Clock) -> Iterator[Measured]:
     call = dense.compiled(step)
-    wrapped = [partial(call, *x.tensors(), config=CONFIG) for x in sets]
+    wrapped = [partial(call, *x.arguments()) for x in sets]
     yield "nsa", "compiled", lambda: clock.one_by_one(wrapped)
     yield "nsa", "compiled graph", lambda: clock.in_a_graph(wrapped)
     replayed = dense.compiled(step, "reduce-overhead")
@@ -148,7 +174,7 @@ def counted(call: Callable[..., Any], inputs: Inputs, clock: Clock) -> dict[str,
 
     def run() -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        call(*inputs.tensors(), config=CONFIG)
+        call(*inputs.arguments())
 
     found = clock.one_by_one([run])
     return {**found, "graphs_skipped": counters["inductor"]["cudagraph_skips"] - before}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.decode.interface import DecodeAux, step
+from nsa_flex.attention import NSAAux
+from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.layer import LayerCache, advance
+from nsa_flex.compression import Compression
+from nsa_flex.config import CompressionKind, NSAConfig
+from nsa_flex.gates import GateLogits
 from nsa_flex.selection import block_scores
 
 HEAD_DIM = 128
@@ -52,57 +58,94 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What `step` takes, in its order, on CUDA in bfloat16."""
+    """A layer's static cache, and what comes to it in one step, on CUDA in bfloat16.
 
+    gates: logits, as a patched model gives them.
+    """
+
+    cache: LayerCache
     query: Tensor
     new_key: Tensor
     new_value: Tensor
-    key: Tensor
-    value: Tensor
-    compressed_key: Tensor
-    compressed_value: Tensor
-    gates: Tensor
-    lengths: Tensor
+    gates: GateLogits
+
+    @property
+    def key(self) -> Tensor:
+        return self.cache.buffers.key
+
+    @property
+    def value(self) -> Tensor:
+        return self.cache.buffers.value
+
+    def arguments(self) -> tuple[LayerCache, Tensor, Tensor, Tensor, GateLogits]:
+        """Of `step`."""
+        return self.cache, self.query, self.new_key, self.new_value, self.gates
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(vars(self).values())
+        """All of them."""
+        cache = (*self.cache.buffers.tensors, self.cache.lengths)
+        return *cache, self.query, self.new_key, self.new_value, *self.gates
+
+    def earlier(self, num_tokens: int) -> Inputs:
+        """The same buffers with so many tokens fewer."""
+        cache = copy.copy(self.cache)
+        cache.lengths, cache.columns = self.cache.lengths.clone(), copy.deepcopy(cache.columns)
+        cache.crop(-num_tokens)
+        return replace(self, cache=cache)
 
 
-def make_inputs(shape: Shape) -> Inputs:
+def step(
+    cache: LayerCache,
+    query: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+    gates: GateLogits,
+    *,
+    return_aux: bool = False,
+) -> Any:
+    """One step of a layer as a patched model runs it, but for counting: once a token for all."""
+    cache.begin(IncomingBatch(query.shape[2]))
+    key, value = cache.update(new_key, new_value)
+    out, aux = cache.attend(query, key, value, gates, return_aux=return_aux)
+    return out if aux is None else (out, aux)
+
+
+def make_inputs(shape: Shape, kind: CompressionKind = "mean") -> Inputs:
     """Random numbers; the compressed rows too, which is all the same to the kernels."""
 
     def normal(heads: int, tokens: int) -> Tensor:
         size = (shape.batch, heads, tokens, HEAD_DIM)
         return torch.randn(size, device="cuda", dtype=torch.bfloat16)
 
-    heads, blocks = shape.kv_heads, CONFIG.num_compressed_blocks(shape.seq_len)
-    return Inputs(
-        query=normal(shape.query_heads, 1),
-        new_key=normal(heads, 1),
-        new_value=normal(heads, 1),
-        key=normal(heads, shape.seq_len),
-        value=normal(heads, shape.seq_len),
-        compressed_key=normal(heads, blocks),
-        compressed_value=normal(heads, blocks),
-        gates=torch.rand(shape.batch, shape.query_heads, 1, 3, device="cuda").bfloat16(),
-        lengths=torch.full((shape.batch,), shape.seq_len - 1, dtype=torch.int32, device="cuda"),
-    )
+    heads = shape.kv_heads
+    phi = [
+        Compression(CONFIG, heads, HEAD_DIM, kind, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    ]
+    cache = LayerCache(*(each.requires_grad_(False) for each in phi), max_length=shape.seq_len)
+    key, value = normal(heads, 1), normal(heads, 1)
+    cache.lazy_initialization(key, value)
+    for x in cache.buffers.tensors:
+        x.normal_()
+    advance([cache], IncomingBatch(shape.seq_len - 1))
+    logits = torch.randn(shape.batch, 1, shape.query_heads, 3, device="cuda").bfloat16()
+    offset = torch.zeros(3, device="cuda", dtype=torch.bfloat16)
+    gates = GateLogits(logits.transpose(1, 2), offset)
+    return Inputs(cache, normal(shape.query_heads, 1), key, value, gates)
 
 
 def check(inputs: Inputs) -> None:
     """Before timing: the last row's output in float64 from its choice, and the choice itself."""
-    result = step(*inputs.tensors(), config=CONFIG, return_aux=True)
-    assert isinstance(result, tuple)
-    out, aux = result
+    out, aux = step(*inputs.arguments(), return_aux=True)
     group = inputs.query.shape[1] // inputs.key.shape[1]
     q = inputs.query[-1, :, 0].double().unflatten(0, (-1, group))
-    gates = inputs.gates[-1, :, 0].double().unflatten(0, (-1, group))
+    gates = inputs.gates.gates()[-1, :, 0].double().unflatten(0, (-1, group))
     want = torch.zeros_like(q)
     position = torch.arange(inputs.key.shape[2], device="cuda")
     chosen = aux.blocks[-1, :, 0, :, None] == position // CONFIG.select_block_size
     near = (position > position[-1] - CONFIG.window_size)[None, None]
     branches = (
-        (inputs.compressed_key, inputs.compressed_value, None),
+        (inputs.cache.buffers.compressed_key, inputs.cache.buffers.compressed_value, None),
         (inputs.key, inputs.value, chosen.any(1)[:, None]),
         (inputs.key, inputs.value, near),
     )
@@ -118,7 +161,7 @@ def check(inputs: Inputs) -> None:
     assert error < 2**-7, f"the step's output is off by {error:.1e}"
 
 
-def check_choice(p: Tensor, aux: DecodeAux, length: int) -> None:
+def check_choice(p: Tensor, aux: NSAAux, length: int) -> None:
     """No block left out outscores a chosen one; p (Hkv, N) is summed over each group."""
     blocks = aux.blocks[-1, :, 0]
     scores = block_scores(p, CONFIG.num_select_blocks(length), CONFIG)

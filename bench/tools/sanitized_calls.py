@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_flex import NSAConfig, nsa_attention
-from nsa_flex.compression import mean_of_blocks, split_segments
+from nsa_flex.compression import Compression, mean_of_blocks, split_segments
+from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
 from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
@@ -219,13 +221,14 @@ def differentiate_merge() -> None:
 
 
 def decode() -> Calls:
-    """Steps of one token, and of several, on rows of different lengths; weights of a block."""
-    # Hkv, G, T, lengths, capacity, D, Dv, dtype, config, whether blocks are weighted
-    cases = (
-        (2, 2, 1, (280, 0), 300, 16, 16, torch.float32, SMALL, False),
-        (1, 3, 5, (151, 7), 300, 24, 40, torch.float32, SMALL, True),
-        (1, 4, 1, (150, 5), 300, 32, 16, OTHER_HALF, SMALL, False),
-        *([(2, 16, 1, (2175, 1500), 2200, 128, 128, HALF, PAPER, False)] if CUDA else []),
+    """Steps of one token, and of several, on rows of different lengths; φ of every kind."""
+    # Hkv, G, T, lengths, capacity, D, Dv, dtype, config, kind of φ
+    cases: tuple[tuple[Any, ...], ...] = (
+        (2, 2, 1, (280, 0), 300, 16, 16, torch.float32, SMALL, "mean"),
+        (1, 3, 5, (151, 7), 300, 24, 40, torch.float32, SMALL, "weighted"),
+        (2, 1, 1, (151, 7), 300, 24, 40, torch.float32, SMALL, "linear"),
+        (1, 4, 5, (150, 5), 300, 32, 16, OTHER_HALF, SMALL, "mlp"),
+        *([(2, 16, 1, (2175, 1503), 2200, 128, 128, HALF, PAPER, "mlp")] if CUDA else []),
     )
     return [partial(decode_step, *case) for case in cases]
 
@@ -240,15 +243,17 @@ def decode_step(
     value_dim: int,
     dtype: torch.dtype,
     config: NSAConfig,
-    weighted: bool,
+    kind: CompressionKind,
 ) -> None:
     blocks = config.num_compressed_blocks(capacity)
 
     def numbers(heads: int, length: int, width: int) -> Tensor:
         return torch.randn(len(past), heads, length, width, device=DEVICE).to(dtype)
 
-    shape = (kv_heads, config.compress_block_size)
-    weights = [torch.rand(shape, device=DEVICE) if weighted else None for _ in range(2)]
+    phi = [
+        tuple(Compression(config, kv_heads, width, kind, device=DEVICE, dtype=dtype).parameters())
+        for width in (dim, value_dim)
+    ]
     decode_kernels.step(
         numbers(kv_heads * group, tokens, dim),
         numbers(kv_heads, tokens, dim),
@@ -260,8 +265,7 @@ def decode_step(
         numbers(kv_heads * group, tokens, 3),
         torch.tensor(past, dtype=torch.int32, device=DEVICE),
         config=config,
-        key_weights=weights[0],
-        value_weights=weights[1],
+        phi=decode_kernels.Phi(kind, *phi),
     )
 
 

@@ -61,11 +61,14 @@ def compress_tokens(
     tokens, weight_ptr, COMPRESS: tl.constexpr, PADDED_COMPRESS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Mean of a block's tokens [PADDED_COMPRESS, BLOCK_D], or their weighted sum: [BLOCK_D]."""
+    """Mean of a block's tokens [PADDED_COMPRESS, BLOCK_D], or their sum weighted by the softmax of
+    logits: [BLOCK_D].
+    """
     if WEIGHTED:
         row = tl.arange(0, PADDED_COMPRESS)
-        weight = tl.load(weight_ptr + row, mask=row < COMPRESS, other=0.0)  # [PADDED_COMPRESS]
-        return tl.sum(tokens * weight[:, None], 0)
+        logit = tl.load(weight_ptr + row, mask=row < COMPRESS, other=float("-inf"))
+        weight = tl.exp(logit.to(tl.float32) - tl.max(logit.to(tl.float32), 0))
+        return tl.sum(tokens * (weight / tl.sum(weight, 0))[:, None], 0)
     return tl.sum(tokens, 0) / COMPRESS
 
 
@@ -114,7 +117,7 @@ def store_completed_block(
         store_row(row_ptr, v, VALUE_DIM, BLOCK_DV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["compressed_heads"])
 def decode_append_kernel(
     new_key_ptr, new_value_ptr, key_ptr, value_ptr, compressed_key_ptr, compressed_value_ptr,
     key_weight_ptr, value_weight_ptr, lengths_ptr,
@@ -124,16 +127,16 @@ def decode_append_kernel(
     value_stride_b, value_stride_h, value_stride_s,
     compressed_key_stride_b, compressed_key_stride_h, compressed_key_stride_s,
     compressed_value_stride_b, compressed_value_stride_h, compressed_value_stride_s,
-    capacity, num_compressed, kv_heads,
+    capacity, num_compressed, kv_heads, compressed_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, PADDED_COMPRESS: tl.constexpr,
-    APPEND: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
+    WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """CTA (token, KV head of a batch row): stores the token and the block that it completes.
 
-    Without APPEND the tokens are in the cache already; without WRITE_COMPRESSED no block is
-    written.
+    Heads from `compressed_heads` on, those of other branches, have no compressed blocks; without
+    WRITE_COMPRESSED none is written.
     """
     token, batch_head = tl.program_id(0), tl.program_id(1)
     batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
@@ -145,23 +148,23 @@ def decode_append_kernel(
     value_ptr += batch * value_stride_b + head * value_stride_h
     new_key_ptr += batch * new_key_stride_b + head * new_key_stride_h
     new_value_ptr += batch * new_value_stride_b + head * new_value_stride_h
-    first_new = length if APPEND else capacity
-    if APPEND:
-        append_token(
-            new_key_ptr + token * new_key_stride_s, new_value_ptr + token * new_value_stride_s,
-            key_ptr, value_ptr, key_stride_s, value_stride_s, position,
-            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
-        )  # fmt: skip
-    if WRITE_COMPRESSED:
-        store_completed_block(
-            new_key_ptr, new_value_ptr, new_key_stride_s, new_value_stride_s,
-            key_ptr, value_ptr, key_stride_s, value_stride_s,
-            compressed_key_ptr + batch * compressed_key_stride_b + head * compressed_key_stride_h,
-            compressed_value_ptr
-            + batch * compressed_value_stride_b + head * compressed_value_stride_h,
-            compressed_key_stride_s, compressed_value_stride_s,
-            key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
-            position, first_new, num_compressed,
-            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
-            COMPRESS, STRIDE, PADDED_COMPRESS, WEIGHTED,
-        )  # fmt: skip
+    append_token(
+        new_key_ptr + token * new_key_stride_s, new_value_ptr + token * new_value_stride_s,
+        key_ptr, value_ptr, key_stride_s, value_stride_s, position,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip
+    if WRITE_COMPRESSED:  # noqa: SIM102  # known to the compiler, what follows is not
+        if head < compressed_heads:
+            store_completed_block(
+                new_key_ptr, new_value_ptr, new_key_stride_s, new_value_stride_s,
+                key_ptr, value_ptr, key_stride_s, value_stride_s,
+                compressed_key_ptr
+                + batch * compressed_key_stride_b + head * compressed_key_stride_h,
+                compressed_value_ptr
+                + batch * compressed_value_stride_b + head * compressed_value_stride_h,
+                compressed_key_stride_s, compressed_value_stride_s,
+                key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
+                position, length, num_compressed,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
+                COMPRESS, STRIDE, PADDED_COMPRESS, WEIGHTED,
+            )  # fmt: skip

@@ -17,12 +17,15 @@ MAX_BLOCKS = 1 << 14  # ranks in the registers of one CTA
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
 
 
-def unsupported_reason(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> str | None:
+def unsupported_reason(
+    query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, num_sets: int = 1
+) -> str | None:
     """Why the decode kernels do not take these shapes, dtypes or devices; None if they do."""
+    kv_heads = key.shape[1] // num_sets
     tokens, dim = query.shape[2], max(query.shape[3], value.shape[3])
     per_block = config.select_block_size // config.compress_stride
     limits = (
-        (query.shape[1] // key.shape[1], MAX_GROUP, "query heads share a KV head"),
+        (query.shape[1] // kv_heads, MAX_GROUP, "query heads share a KV head"),
         (dim, MAX_HEAD_DIM, "is the largest head dim"),
         (tokens, MAX_TOKENS, "new tokens"),
         (config.num_selected_blocks, MAX_SLOTS, "selected blocks"),
@@ -46,16 +49,51 @@ def unsupported_reason(query: Tensor, key: Tensor, value: Tensor, config: NSACon
     return None
 
 
+def check_step(
+    query: Tensor,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
+    cache: tuple[Tensor, Tensor, Tensor, Tensor],
+    gates: Tensor,
+    gate_offset: Tensor | None,
+    lengths: Tensor,
+    config: NSAConfig,
+    num_sets: int,
+) -> None:
+    """Raises ValueError unless all tensors of a step belong together and the kernels take them."""
+    key, value, compressed_key, _ = cache
+    check_cache(*cache, lengths, num_sets)
+    check_compressed(compressed_key, key, config)
+    check_query(query, key, value, gates, config, num_sets)
+    if gate_offset is not None and (gate_offset.shape != (3,) or gate_offset.device != key.device):
+        got = f"{tuple(gate_offset.shape)} on {gate_offset.device}"
+        raise ValueError(f"gate_offset must be (3,) on {key.device}, got {got}")
+    if new_key is None and new_value is None:
+        return
+    if new_key is None or new_value is None:
+        raise ValueError("new_key and new_value must be given together")
+    check_new(new_key, new_value, key, value)
+    if new_key.shape[2] != query.shape[2]:
+        raise ValueError(f"new_key has {new_key.shape[2]} tokens; query has {query.shape[2]}")
+
+
 def check_cache(
-    key: Tensor, value: Tensor, compressed_key: Tensor, compressed_value: Tensor, lengths: Tensor
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor,
+    compressed_value: Tensor,
+    lengths: Tensor,
+    num_sets: int,
 ) -> None:
     """Raises ValueError unless the four buffers and `lengths` belong together."""
-    batch, kv_heads, capacity, head_dim = _four(key, "key")
+    batch, heads, capacity, head_dim = _four(key, "key")
+    if num_sets not in (1, 3) or heads % num_sets:
+        raise ValueError(f"num_sets is {num_sets}, key has {heads} heads: 1, or a divisor 3")
     blocks, value_dim = _four(compressed_key, "compressed_key")[2], _four(value, "value")[3]
     wanted = {
-        "value": (value, (batch, kv_heads, capacity, value_dim)),
-        "compressed_key": (compressed_key, (batch, kv_heads, blocks, head_dim)),
-        "compressed_value": (compressed_value, (batch, kv_heads, blocks, value_dim)),
+        "value": (value, (batch, heads, capacity, value_dim)),
+        "compressed_key": (compressed_key, (batch, heads // num_sets, blocks, head_dim)),
+        "compressed_value": (compressed_value, (batch, heads // num_sets, blocks, value_dim)),
     }
     for name, (tensor, shape) in wanted.items():
         check_like(name, tensor, shape, key)
@@ -94,22 +132,6 @@ def check_compressed(compressed_key: Tensor, key: Tensor, config: NSAConfig) -> 
         )
 
 
-def check_sliding(
-    sliding_key: Tensor | None,
-    sliding_value: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-) -> None:
-    """Raises ValueError unless both are None, or of the shapes of key and value."""
-    if sliding_key is not None and sliding_value is not None:
-        check_cache(sliding_key, sliding_value, sliding_key, sliding_value, lengths)
-        check_like("sliding_key", sliding_key, tuple(key.shape), key)
-        check_like("sliding_value", sliding_value, tuple(value.shape), key)
-    elif sliding_key is not None or sliding_value is not None:
-        raise ValueError("sliding_key and sliding_value must be given together")
-
-
 def check_new(new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises ValueError unless the new tokens fit the cache's heads; any float dtype."""
     tokens = _four(new_key, "new_key")[2]
@@ -125,32 +147,42 @@ def check_new(new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor) ->
         raise ValueError(f"new_key has {tokens} tokens; the cache has {key.shape[2]} slots")
 
 
-def check_weights(
-    key_weights: Tensor | None, value_weights: Tensor | None, key: Tensor, config: NSAConfig
+def check_phi(
+    kind: str, parameters: tuple[Tensor, ...], compressed: Tensor, config: NSAConfig, name: str
 ) -> None:
-    """Raises ValueError unless both are None, or float32 (Hkv, l)."""
-    if key_weights is None and value_weights is None:
-        return
-    shape = (key.shape[1], config.compress_block_size)
-    for name, weights in ("key_weights", key_weights), ("value_weights", value_weights):
-        if weights is None or tuple(weights.shape) != shape or weights.dtype != torch.float32:
-            got = "None" if weights is None else f"{weights.dtype} {tuple(weights.shape)}"
-            raise ValueError(f"{name} must be torch.float32 {shape}, got {got}")
-        if weights.device != key.device or not weights.is_contiguous():
-            raise ValueError(f"{name} must be contiguous on {key.device}, got {weights.device}")
+    """Raises ValueError unless they are the parameters of a φ for `compressed`'s heads."""
+    _, heads, _, dim = compressed.shape
+    length = config.compress_block_size
+    shapes = {
+        "mean": (),
+        "weighted": ((heads, length),),
+        "linear": ((heads, length, dim, dim),),
+        "mlp": ((length, dim), (2, length, dim, dim), (2, dim, dim)),
+    }
+    if kind not in shapes:
+        raise ValueError(f"φ of {name} is of the kind {kind!r}; known are {', '.join(shapes)}")
+    found = tuple(tuple(x.shape) for x in parameters)
+    if found != shapes[kind]:
+        raise ValueError(f"φ of {name} has parameters {found}; {kind} has {shapes[kind]}")
+    for x in parameters:
+        if x.device != compressed.device or not x.is_contiguous():
+            raise ValueError(
+                f"φ of {name} must be contiguous on {compressed.device}, got {x.device}"
+            )
 
 
 def check_query(
-    query: Tensor, key: Tensor, value: Tensor, gates: Tensor, config: NSAConfig
+    query: Tensor, key: Tensor, value: Tensor, gates: Tensor, config: NSAConfig, num_sets: int
 ) -> None:
     """Raises ValueError unless query and gates fit the cache and the kernels take them."""
     batch, heads, tokens, dim = _four(query, "query")
     if batch != key.shape[0] or dim != key.shape[3]:
         expected = f"({key.shape[0]}, Hq, T, {key.shape[3]})"
         raise ValueError(f"query has shape {tuple(query.shape)}; expected {expected}")
-    if heads % key.shape[1] or not heads:
+    kv_heads = key.shape[1] // num_sets
+    if heads % kv_heads or not heads:
         raise ValueError(
-            f"query has {heads} heads; key's {key.shape[1]} must divide them: Hq = G * Hkv"
+            f"query has {heads} heads; key's {kv_heads} must divide them: Hq = G * Hkv"
         )
     check_like("query", query, tuple(query.shape), key)
     if tuple(gates.shape) != (batch, heads, tokens, 3) or gates.device != key.device:
@@ -158,7 +190,7 @@ def check_query(
             f"gates has shape {tuple(gates.shape)} on {gates.device}; expected "
             f"{(batch, heads, tokens, 3)} on {key.device}"
         )
-    reason = unsupported_reason(query, key, value, config)
+    reason = unsupported_reason(query, key, value, config, num_sets)
     if reason is not None or not tokens:
         raise ValueError(reason or "query has no tokens")
 

@@ -26,6 +26,16 @@ def branch_weights(row_max, row_sum, mask):
     return alpha / tl.where(branch_sum == 0.0, 1.0, branch_sum), branch_max + tl.log2(branch_sum)
 
 
+@triton.jit
+def load_gate(gate_ptr, gate_offset_ptr, FROM_LOGITS: tl.constexpr):
+    """One gate in float32; FROM_LOGITS computes it, rounded as it would have come."""
+    gate = tl.load(gate_ptr)
+    if FROM_LOGITS:
+        offset = tl.load(gate_offset_ptr).to(tl.float32)
+        gate = (tl.sigmoid(gate.to(tl.float32)) + offset).to(gate.dtype)
+    return gate.to(tl.float32)
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -39,7 +49,8 @@ def branch_weights(row_max, row_sum, mask):
     ]
 )
 def decode_combine_kernel(
-    partial_ptr, row_max_ptr, row_sum_ptr, gate_ptr, lengths_ptr, out_ptr, lse_ptr,
+    partial_ptr, row_max_ptr, row_sum_ptr, gate_ptr, gate_offset_ptr, lengths_ptr,
+    out_ptr, lse_ptr,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     capacity, num_compressed, kv_heads, num_tokens, num_compressed_splits, num_splits,
     window_splits, initial_local_splits, initial_local_per_split, topk_per_split, tiles_per_split,
@@ -47,7 +58,7 @@ def decode_combine_kernel(
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, WINDOW: tl.constexpr,
     COMPRESSED_BLOCK_N: tl.constexpr, BLOCK_N: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    FROM_LOGITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """CTA (slice of Dv, head in group, unit): out (B, T, Hq, Dv), lse (B, Hq, T, 3)."""
     LN2: tl.constexpr = 0.6931471805599453
@@ -57,9 +68,9 @@ def decode_combine_kernel(
     head = batch_head % kv_heads * GROUP + head_in_group
     position = tl.load(lengths_ptr + batch) + token
     gate_ptr += batch * gate_stride_b + head * gate_stride_h + token * gate_stride_s
-    compressed_gate = tl.load(gate_ptr).to(tl.float32)
-    selected_gate = tl.load(gate_ptr + gate_stride_c).to(tl.float32)
-    sliding_gate = tl.load(gate_ptr + 2 * gate_stride_c).to(tl.float32)
+    compressed_gate = load_gate(gate_ptr, gate_offset_ptr, FROM_LOGITS)
+    selected_gate = load_gate(gate_ptr + gate_stride_c, gate_offset_ptr + 1, FROM_LOGITS)
+    sliding_gate = load_gate(gate_ptr + 2 * gate_stride_c, gate_offset_ptr + 2, FROM_LOGITS)
     pdl_wait(PDL)
     is_stored = position < capacity
     num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,13 @@ def choose_num_splits(units: int, tiles: int, target_ctas: int, max_ctas: int) -
     candidates = range(1, min(MAX_SPLITS, tiles) + 1)
     found = [occupancy(units * cdiv(tiles, cdiv(tiles, n))) for n in candidates]
     return 1 + next(i for i, share in enumerate(found) if share >= 0.96 * max(found))
+
+
+def in_one_allocation(device: torch.device, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """New float32 tensors, each of them dense, in one piece of memory."""
+    sizes = [prod(shape) for shape in shapes]
+    parts = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 class Workspace(NamedTuple):
@@ -291,17 +299,24 @@ class DecodePlan:
     def workspace(self, device: torch.device) -> Workspace:
         """New memory; nothing in it is read before it is written."""
 
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         units, splits, group = self.units, self.num_splits, self.group
         slots = self.config.num_selected_blocks
         tiles = self.padded_blocks // self.tile_blocks
+        partial, row_max, row_sum, score = in_one_allocation(
+            device,
+            (units, group, splits, self.value_dim),
+            (units, group, splits),
+            (units, group, splits),
+            (units, group, self.padded_blocks + tiles),
+        )
         return Workspace(
-            partial=empty(units, group, splits, self.value_dim),
-            row_max=empty(units, group, splits),
-            row_sum=empty(units, group, splits),
-            score=empty(units, group, self.padded_blocks + tiles),
+            partial,
+            row_max,
+            row_sum,
+            score,
             candidates=empty(units, self.chunks, self.padded_slots, dtype=torch.int64),
             blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
         )

@@ -10,7 +10,7 @@ Needs triton; import it only where it is to run.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.decode import checks, operators
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
-from nsa_flex.fallback_kernels.decode.launch import Cache, run
+from nsa_flex.fallback_kernels.decode.launch import Cache, Gating, Phi, run
 
 
 class DecodeAux(NamedTuple):
@@ -36,97 +36,6 @@ class DecodeAux(NamedTuple):
 unsupported_reason = checks.unsupported_reason
 
 
-def append(
-    new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, lengths: Tensor
-) -> None:
-    """Writes new token i of row b into slot lengths[b] + i, in place.
-
-    Args:
-        new_key: (B, Hkv, T, D), new_value: (B, Hkv, T, Dv), T of 1 ... 16, any strides and float
-            dtype; rounded to the cache's.
-        key: (B, Hkv, C, D), value: (B, Hkv, C, Dv), last dimension contiguous.
-        lengths: int32 (B,), tokens of each row before these. Slots from C on are left out.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit; nothing is written then.
-    """
-    checks.check_cache(key, value, key, value, lengths)
-    checks.check_new(new_key, new_value, key, value)
-    operators.append(new_key, new_value, key, value, lengths)
-
-
-def compress_completed(
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    lengths: Tensor,
-    num_new: int,
-    config: NSAConfig,
-    *,
-    key_weights: Tensor | None = None,
-    value_weights: Tensor | None = None,
-) -> None:
-    """Writes the compressed rows of the blocks that tokens lengths ... lengths + num_new - 1
-    complete, which `append` has stored: block i is complete once token i·d + l - 1 is.
-
-    Mean of the block's l tokens in float32, or with `key_weights` and `value_weights`, float32
-    (Hkv, l), their weighted sum.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit; nothing is written then.
-    """
-    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
-    checks.check_compressed(compressed_key, key, config)
-    checks.check_weights(key_weights, value_weights, key, config)
-    checks.check_new(key[:, :, :num_new], value[:, :, :num_new], key, value)
-    operators.compress_completed(
-        key,
-        value,
-        compressed_key,
-        compressed_value,
-        lengths,
-        key_weights,
-        value_weights,
-        num_new,
-        config.compress_block_size,
-        config.compress_stride,
-    )
-
-
-def append_and_compress(
-    new_key: Tensor,
-    new_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    lengths: Tensor,
-    config: NSAConfig,
-    *,
-    key_weights: Tensor | None = None,
-    value_weights: Tensor | None = None,
-) -> None:
-    """`append`, then `compress_completed`, by one kernel."""
-    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
-    checks.check_compressed(compressed_key, key, config)
-    checks.check_new(new_key, new_value, key, value)
-    checks.check_weights(key_weights, value_weights, key, config)
-    operators.append_and_compress(
-        new_key,
-        new_value,
-        key,
-        value,
-        compressed_key,
-        compressed_value,
-        lengths,
-        key_weights,
-        value_weights,
-        config.compress_block_size,
-        config.compress_stride,
-    )
-
-
 def decode_attention(
     query: Tensor,
     key: Tensor,
@@ -135,64 +44,24 @@ def decode_attention(
     compressed_value: Tensor,
     gates: Tensor,
     lengths: Tensor,
-    *,
-    config: NSAConfig,
-    scale: float | None = None,
-    sliding_key: Tensor | None = None,
-    sliding_value: Tensor | None = None,
-    return_aux: bool = False,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, DecodeAux]:
-    """Native Sparse Attention of T new tokens over a cache that already holds them.
-
-    `o = sum_c g_c · Attention_c(q)` over the compressed, selected and sliding branch, as
-    `nsa_flex.nsa_attention` computes it for the queries at positions lengths ... lengths + T - 1.
-    All query heads of a group share each read of a key or value.
+    """`step` over a cache that holds the T tokens already, and what they completed.
 
     Args:
-        query: (B, Hq, T, D), T of 1 ... 16, dtype of the cache, any strides.
-        key: (B, Hkv, C, D), value: (B, Hkv, C, Dv): tokens from slot 0 of each row, the T new
-            ones included. Nothing behind them is read.
-        compressed_key: (B, Hkv, Ncap, D), compressed_value: (B, Hkv, Ncap, Dv), with
-            Ncap >= (C - l) // d + 1.
-        gates: (B, Hq, T, 3), order compressed, selected, sliding; any float dtype and strides.
-        lengths: int32 (B,), tokens of each row before the T new ones.
-        scale: factor of the logits, 1/sqrt(D) unless given.
-        sliding_key, sliding_value: of the sliding branch, as key and value, which they are unless
-            given.
-        return_aux: also return `DecodeAux`.
-
-    Returns:
-        (B, Hq, T, Dv) in query's dtype and (B, T, Hq, Dv) memory. Softmax and sums are float32.
-        Compressed attention is 0 for a query that sees no compressed block; a token at a position
-        from C on is all 0. Equal inputs give equal bits.
-
-    Raises:
-        ValueError: a shape, dtype, device or option that the kernels do not take.
+        key, value: tokens from slot 0 of each row, those of the queries included. Nothing behind
+            them is read.
+        lengths: int32 (B,), tokens of each row before those of the queries.
+        options: config, scale, gate_offset, num_sets and return_aux of `step`.
     """
-    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
-    checks.check_compressed(compressed_key, key, config)
-    checks.check_query(query, key, value, gates, config)
-    checks.check_sliding(sliding_key, sliding_value, key, value, lengths)
-    result = operators.attention(
-        query,
-        key,
-        value,
-        compressed_key,
-        compressed_value,
-        gates,
-        lengths,
-        sliding_key,
-        sliding_value,
-        query.shape[3] ** -0.5 if scale is None else scale,
-        config.counts,
-    )
-    return _result(result, return_aux)
+    cache = (key, value, compressed_key, compressed_value)
+    return step(query, None, None, *cache, gates, lengths, **options)
 
 
 def step(
     query: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
     key: Tensor,
     value: Tensor,
     compressed_key: Tensor,
@@ -202,34 +71,67 @@ def step(
     *,
     config: NSAConfig,
     scale: float | None = None,
-    key_weights: Tensor | None = None,
-    value_weights: Tensor | None = None,
+    phi: Phi | None = None,
+    may_complete: bool = True,
+    gate_offset: Tensor | None = None,
+    num_sets: int = 1,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, DecodeAux]:
-    """`append_and_compress`, then `decode_attention`; for one new token a row by four kernels.
+    """Stores T new tokens a row, compresses the blocks that they complete, and attends.
+
+    New token i of row b goes into slot lengths[b] + i; block i is complete once token i·d + l - 1
+    is stored. Then `o = sum_c g_c · Attention_c(q)` over the compressed, selected and sliding
+    branch, as `nsa_flex.nsa_attention` computes it for the queries at positions lengths ...
+    lengths + T - 1. All query heads of a group share each read of a key or value. One new token a
+    row takes four kernels, and two more for φ of the kinds linear and mlp.
+
+    Args:
+        query: (B, Hq, T, D), T of 1 ... 16, dtype of the cache, any strides.
+        new_key: (B, H, T, D), new_value: (B, H, T, Dv), any strides and float dtype; rounded to
+            the cache's. Both None: `decode_attention`.
+        key: (B, H, C, D), value: (B, H, C, Dv), tokens from slot 0 of each row, last dimension
+            contiguous. Nothing behind them is read; slots from C on are left out.
+        compressed_key: (B, Hkv, Ncap, D), compressed_value: (B, Hkv, Ncap, Dv), with
+            Ncap >= (C - l) // d + 1.
+        gates: (B, Hq, T, 3), order compressed, selected, sliding; any float dtype and strides.
+        lengths: int32 (B,), tokens of each row before the T new ones.
+        scale: factor of the logits, 1/sqrt(D) unless given.
+        phi: mean unless given.
+        may_complete: False where the caller knows that no row completes a block.
+        gate_offset: (3,); `gates` are then logits, and a gate is their sigmoid plus the offset,
+            rounded to their dtype.
+        num_sets: 3 for keys and values of the compressed, selected and sliding branch side by side
+            (H = 3 · Hkv), or 1 for all branches (H = Hkv).
+        return_aux: also return `DecodeAux`.
+
+    Returns:
+        (B, Hq, T, Dv) in query's dtype and (B, T, Hq, Dv) memory. Softmax and sums are float32.
+        Compressed attention is 0 for a query that sees no compressed block; a token at a position
+        from C on is all 0. Equal inputs give equal bits.
 
     Raises:
-        ValueError: as they do; nothing is written then.
+        ValueError: a shape, dtype, device or option that the kernels do not take; nothing is
+            written then.
     """
-    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
-    checks.check_compressed(compressed_key, key, config)
-    checks.check_query(query, key, value, gates, config)
-    checks.check_new(new_key, new_value, key, value)
-    checks.check_weights(key_weights, value_weights, key, config)
-    if new_key.shape[2] != query.shape[2]:
-        raise ValueError(f"new_key has {new_key.shape[2]} tokens; query has {query.shape[2]}")
+    phi = Phi() if phi is None else phi
+    cache = (key, value, compressed_key, compressed_value)
+    checks.check_step(
+        query, new_key, new_value, cache, gates, gate_offset, lengths, config, num_sets
+    )
+    checks.check_phi(phi.kind, phi.key, compressed_key, config, "key")
+    checks.check_phi(phi.kind, phi.value, compressed_value, config, "value")
     result = operators.step(
         query,
         new_key,
         new_value,
-        key,
-        value,
-        compressed_key,
-        compressed_value,
+        *cache,
         gates,
+        gate_offset,
         lengths,
-        key_weights,
-        value_weights,
+        [*phi.key, *phi.value],
+        phi.kind,
+        may_complete,
+        num_sets,
         query.shape[3] ** -0.5 if scale is None else scale,
         config.counts,
     )
@@ -250,13 +152,12 @@ def count_rows(
     """Rows of keys that `decode_attention` loads, counted by its kernels from their load masks:
     int32 (B, Hkv, T, 3), compressed, selected and sliding. As many rows of values are loaded.
     """
-    checks.check_cache(key, value, compressed_key, compressed_value, lengths)
-    checks.check_compressed(compressed_key, key, config)
-    checks.check_query(query, key, value, gates, config)
+    tensors = (key, value, compressed_key, compressed_value)
+    checks.check_step(query, None, None, tensors, gates, None, lengths, config, 1)
     plan = DecodePlan.of(query, key, value, compressed_key, config)
     rows = torch.zeros((plan.units, plan.num_splits), dtype=torch.int32, device=query.device)
     cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    run(plan, query, cache, gates, query.shape[3] ** -0.5, rows_read=rows)
+    run(plan, query, cache, Gating(gates), query.shape[3] ** -0.5, rows_read=rows)
     compressed, sliding, selected = rows.split(
         (plan.compressed_splits, plan.window_splits, plan.selected_splits), 1
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,29 +36,56 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class NewTokens:
-    """What is to be stored, and φ as weights of a block's tokens (mean where None).
+class Phi:
+    """The map from a block's tokens to its compressed row, as `nsa_flex.compression` has it.
 
-    key (B, Hkv, T, D), value (B, Hkv, T, Dv); weights float32 (Hkv, l).
+    kind: "mean", "weighted", "linear" or "mlp". key, value: its parameters in their order, each
+    contiguous: none; logits (Hkv, l); weight (Hkv, l, D, D); position (l, D), hidden weight
+    (2, l, D, D) and output weight (2, D, D).
     """
+
+    kind: str = "mean"
+    key: tuple[Tensor, ...] = ()
+    value: tuple[Tensor, ...] = ()
+
+    @property
+    def is_product(self) -> bool:
+        """Whether kernels of their own compress, for the bytes of the weights."""
+        return self.kind in ("linear", "mlp")
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What is to be stored, of one branch or of all: key (B, H, T, D), value (B, H, T, Dv)."""
 
     key: Tensor
     value: Tensor
-    key_weights: Tensor | None = None
-    value_weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Gating:
+    """gates (B, Hq, T, 3), or with `offset` (3,) what their sigmoid plus offset is."""
+
+    gates: Tensor
+    offset: Tensor | None = None
 
 
 def run(
     plan: DecodePlan,
     query: Tensor,
     cache: Cache,
-    gates: Tensor,
+    gating: Gating,
     scale: float,
     sliding: tuple[Tensor, Tensor] | None = None,
     new: NewTokens | None = None,
+    phi: Phi | None = None,
     rows_read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the order of their slots, lse."""
+    """Attends: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the order of their slots, lse.
+
+    `new`, the one token of each row that the first kernel stores, with the block that it completes
+    if `phi`.
+    """
     shape = (plan.batch, plan.tokens, plan.query_heads, plan.value_dim)
     out = torch.empty(shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(
@@ -66,42 +93,34 @@ def run(
     )
     query = rows_contiguous(query)
     sliding = (cache.key, cache.value) if sliding is None else sliding
-    if new is not None:
-        key, value = (rows_contiguous(x.to(cache.key.dtype)) for x in (new.key, new.value))
-        new = replace(new, key=key, value=value)
-        if plan.tokens > 1:
-            launch_append(new, cache, plan.config, append=True, write_compressed=True)
-            new = None
     workspace = plan.workspace(query.device)
     with torch.cuda.device_of(query):
-        launch_compressed(plan, query, cache, workspace, scale, new, rows_read)
+        launch_compressed(plan, query, cache, workspace, scale, new, phi, rows_read)
         launch_topk(plan, cache, workspace)
         launch_selected_sliding(plan, query, cache, sliding, workspace, scale, new, rows_read)
-        launch_combine(plan, cache, workspace, gates, out, lse)
+        launch_combine(plan, cache, workspace, gating, out, lse)
     return out, workspace.blocks, lse
 
 
 def launch_append(
-    new: NewTokens, cache: Cache, config: NSAConfig, *, append: bool, write_compressed: bool
+    new: NewTokens, cache: Cache, compressed_heads: int, phi: Phi | None, config: NSAConfig
 ) -> None:
-    """Stores the new tokens, the compressed blocks that they complete, or both."""
+    """Stores the new tokens, and the blocks that they complete in the first heads if `phi`."""
     batch, kv_heads, tokens, head_dim = new.key.shape
     value_dim = new.value.shape[3]
-    new_key, new_value = rows_contiguous(new.key), rows_contiguous(new.value)
-    weighted = new.key_weights is not None
+    weights = phi.key + phi.value if phi is not None and phi.kind == "weighted" else ()
     with torch.cuda.device_of(cache.key):
         decode_append_kernel[(tokens, batch * kv_heads)](
-            new_key,
-            new_value,
+            new.key,
+            new.value,
             cache.key,
             cache.value,
             cache.compressed_key,
             cache.compressed_value,
-            new.key_weights if weighted else cache.key,
-            new.value_weights if weighted else cache.key,
+            *(weights or (cache.key, cache.key)),
             cache.lengths,
-            *strides(new_key),
-            *strides(new_value),
+            *strides(new.key),
+            *strides(new.value),
             *strides(cache.key),
             *strides(cache.value),
             *strides(cache.compressed_key),
@@ -109,6 +128,7 @@ def launch_append(
             cache.key.shape[2],
             cache.compressed_key.shape[2],
             kv_heads,
+            compressed_heads,
             HEAD_DIM=head_dim,
             BLOCK_D=tile_width(head_dim),
             VALUE_DIM=value_dim,
@@ -116,9 +136,8 @@ def launch_append(
             COMPRESS=config.compress_block_size,
             STRIDE=config.compress_stride,
             PADDED_COMPRESS=next_power_of_2(config.compress_block_size),
-            APPEND=append,
-            WRITE_COMPRESSED=write_compressed,
-            WEIGHTED=weighted,
+            WRITE_COMPRESSED=phi is not None,
+            WEIGHTED=bool(weights),
             num_warps=4,
         )
 
@@ -130,10 +149,11 @@ def launch_compressed(
     workspace: Workspace,
     scale: float,
     new: NewTokens | None = None,
+    phi: Phi | None = None,
     rows_read: Tensor | None = None,
 ) -> None:
-    """Compressed branch; stores the one new token of each row first if `new`."""
-    weighted = new is not None and new.key_weights is not None
+    """Compressed branch; stores the one new token of each row first if `new`, see `run`."""
+    weights = phi.key + phi.value if phi is not None and phi.kind == "weighted" else ()
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
     decode_compressed_kernel[(plan.compressed_splits, plan.tokens, plan.batch * plan.kv_heads)](
         query,
@@ -149,8 +169,7 @@ def launch_compressed(
         new_value,
         cache.key,
         cache.value,
-        new.key_weights if weighted else query,  # type: ignore[union-attr]
-        new.value_weights if weighted else query,  # type: ignore[union-attr]
+        *(weights or (query, query)),
         *strides(query),
         *strides(cache.compressed_key),
         *strides(cache.compressed_value),
@@ -170,11 +189,12 @@ def launch_compressed(
         PADDED_COMPRESS=next_power_of_2(plan.config.compress_block_size),
         STAGES=plan.stages,
         HAS_NEW_TOKEN=new is not None,
-        WEIGHTED=weighted,
+        WRITE_COMPRESSED=phi is not None,
+        WEIGHTED=bool(weights),
         COMPILED=not INTERPRETED,
         COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,
-        **_pdl_option(plan),
+        **pdl_option(plan.pdl),
     )
 
 
@@ -211,7 +231,7 @@ def launch_topk(plan: DecodePlan, cache: Cache, workspace: Workspace) -> None:
         PDL=plan.pdl,
         LAUNCH_AFTER_WAIT=plan.launches_after_wait,
         num_warps=plan.topk_warps,
-        **_pdl_option(plan),
+        **pdl_option(plan.pdl),
     )
 
 
@@ -277,12 +297,17 @@ def launch_selected_sliding(
         HAS_NEW_TOKEN=new is not None,
         COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,
-        **_pdl_option(plan),
+        **pdl_option(plan.pdl),
     )
 
 
 def launch_combine(
-    plan: DecodePlan, cache: Cache, workspace: Workspace, gates: Tensor, out: Tensor, lse: Tensor
+    plan: DecodePlan,
+    cache: Cache,
+    workspace: Workspace,
+    gating: Gating,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """The gated sum: out (B, T, Hq, Dv) in its dtype, lse float32 (B, Hq, T, 3)."""
     config = plan.config
@@ -291,11 +316,12 @@ def launch_combine(
         workspace.partial,
         workspace.row_max,
         workspace.row_sum,
-        gates,
+        gating.gates,
+        gating.gates if gating.offset is None else gating.offset,
         cache.lengths,
         out,
         lse,
-        *gates.stride(),
+        *gating.gates.stride(),
         plan.capacity,
         plan.num_compressed,
         plan.kv_heads,
@@ -320,12 +346,13 @@ def launch_combine(
         COMPRESSED_BLOCK_N=plan.compressed_block_n,
         BLOCK_N=plan.block_n,
         PADDED_SPLITS=plan.padded_splits,
+        FROM_LOGITS=gating.offset is not None,
         PDL=plan.pdl,
         num_warps=1,
-        **_pdl_option(plan),
+        **pdl_option(plan.pdl),
     )
 
 
-def _pdl_option(plan: DecodePlan) -> dict[str, bool]:
+def pdl_option(pdl: bool) -> dict[str, bool]:
     """Launch option of a kernel that waits for the one before by itself."""
-    return {"launch_pdl": True} if plan.pdl else {}
+    return {"launch_pdl": True} if pdl else {}

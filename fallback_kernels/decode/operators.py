@@ -1,6 +1,6 @@
-"""The custom operators of a decode step and their fake implementations.
+"""The custom operator of a decode step and its fake implementation.
 
-They launch and check nothing: `interface` has checked the call before. `mutates_args` tells
+It launches and checks nothing: `interface` has checked the call before. `mutates_args` tells
 functionalisation which buffers of the cache a step writes in place.
 """
 
@@ -12,154 +12,118 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.arch import supports_pdl
 from nsa_flex.fallback_kernels.common.plans import planned
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous
+from nsa_flex.fallback_kernels.decode.compress_launch import launch_compress
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
-from nsa_flex.fallback_kernels.decode.launch import Cache, NewTokens, launch_append, run
+from nsa_flex.fallback_kernels.decode.launch import (
+    Cache,
+    Gating,
+    NewTokens,
+    Phi,
+    launch_append,
+    run,
+)
 
 CACHE = ("key", "value", "compressed_key", "compressed_value")
-
-
-@torch.library.custom_op("nsa_flex::decode_append", mutates_args=("key", "value"))
-@planned
-def append(
-    new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, lengths: Tensor
-) -> None:
-    """Under `interface.append`."""
-    cache = Cache(key, value, key, value, lengths)
-    new = NewTokens(new_key, new_value)
-    launch_append(new, cache, NSAConfig(), append=True, write_compressed=False)
-
-
-@append.register_fake
-def _(*tensors: Any) -> None:
-    return None
-
-
-@torch.library.custom_op(
-    "nsa_flex::decode_compress", mutates_args=("compressed_key", "compressed_value")
-)
-@planned
-def compress_completed(
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    lengths: Tensor,
-    key_weights: Tensor | None,
-    value_weights: Tensor | None,
-    num_new: int,
-    compress_block_size: int,
-    compress_stride: int,
-) -> None:
-    """Under `interface.compress_completed`."""
-    config = NSAConfig(compress_block_size, compress_stride, compress_block_size)
-    cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    # Only their number of tokens is used; the tokens are read from the cache.
-    new = NewTokens(key[:, :, :num_new], value[:, :, :num_new], key_weights, value_weights)
-    launch_append(new, cache, config, append=False, write_compressed=True)
-
-
-@compress_completed.register_fake
-def _(*arguments: Any) -> None:
-    return None
-
-
-@torch.library.custom_op("nsa_flex::decode_append_and_compress", mutates_args=CACHE)
-@planned
-def append_and_compress(
-    new_key: Tensor,
-    new_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    lengths: Tensor,
-    key_weights: Tensor | None,
-    value_weights: Tensor | None,
-    compress_block_size: int,
-    compress_stride: int,
-) -> None:
-    """Under `interface.append_and_compress`."""
-    config = NSAConfig(compress_block_size, compress_stride, compress_block_size)
-    cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    new = NewTokens(new_key, new_value, key_weights, value_weights)
-    launch_append(new, cache, config, append=True, write_compressed=True)
-
-
-@append_and_compress.register_fake
-def _(*arguments: Any) -> None:
-    return None
-
-
-@torch.library.custom_op("nsa_flex::decode_attention", mutates_args=())
-@planned
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
-    gates: Tensor,
-    lengths: Tensor,
-    sliding_key: Tensor | None,
-    sliding_value: Tensor | None,
-    scale: float,
-    counts: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Under `interface.decode_attention`; `counts` are those of an `NSAConfig`."""
-    config = NSAConfig.of_counts(counts)
-    cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    plan = DecodePlan.of(query, key, value, compressed_key, config)
-    sliding = None
-    if sliding_key is not None and sliding_value is not None:
-        sliding = sliding_key, sliding_value
-    return run(plan, query, cache, gates, scale, sliding)
-
-
-@attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(query, key, value, others[-1])
 
 
 @torch.library.custom_op("nsa_flex::decode_step", mutates_args=CACHE)
 @planned
 def step(
     query: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
     key: Tensor,
     value: Tensor,
     compressed_key: Tensor,
     compressed_value: Tensor,
     gates: Tensor,
+    gate_offset: Tensor | None,
     lengths: Tensor,
-    key_weights: Tensor | None,
-    value_weights: Tensor | None,
+    phi: list[Tensor],
+    kind: str,
+    may_complete: bool,
+    num_sets: int,
     scale: float,
     counts: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Under `interface.step`; `counts` are those of an `NSAConfig`."""
+    """Under `interface.step`.
+
+    phi: parameters of keys, then those of values. counts: those of an `NSAConfig`.
+    """
     config = NSAConfig.of_counts(counts)
-    cache = Cache(key, value, compressed_key, compressed_value, lengths)
-    new = NewTokens(new_key, new_value, key_weights, value_weights)
-    plan = DecodePlan.of(query, key, value, compressed_key, config)
-    return run(plan, query, cache, gates, scale, new=new)
+    keys, values = _branches(key, num_sets), _branches(value, num_sets)
+    rest = (compressed_key, compressed_value, lengths)
+    compressed, selected, sliding = (Cache(k, v, *rest) for k, v in zip(keys, values, strict=True))
+    new = None
+    if new_key is not None and new_value is not None:
+        new = NewTokens(*(rows_contiguous(x.to(key.dtype)) for x in (new_key, new_value)))
+    half = len(phi) // 2
+    mapping = Phi(kind, tuple(phi[:half]), tuple(phi[half:]))
+    # One token of one set is left to the first kernel of attention.
+    waits = new is not None and num_sets == 1 and query.shape[2] == 1
+    if new is not None:
+        whole = Cache(key, value, *rest)
+        _store(
+            new, whole, compressed, mapping, config, appends=not waits, may_compress=may_complete
+        )
+    plan = DecodePlan.of(query, selected.key, selected.value, compressed_key, config)
+    return run(
+        plan,
+        query,
+        selected,
+        Gating(gates, gate_offset),
+        scale,
+        (sliding.key, sliding.value),
+        new if waits else None,
+        None if mapping.is_product or not waits else mapping,
+    )
+
+
+def _branches(x: Tensor, num_sets: int) -> tuple[Tensor, ...]:
+    """Heads of the compressed, selected and sliding branch."""
+    return (x, x, x) if num_sets == 1 else x.chunk(3, 1)
+
+
+def _store(
+    new: NewTokens,
+    whole: Cache,
+    compressed: Cache,
+    phi: Phi,
+    config: NSAConfig,
+    *,
+    appends: bool,
+    may_compress: bool,
+) -> None:
+    """What is stored before attention.
+
+    Args:
+        whole: heads of all branches; compressed: those of the compressed one.
+        appends: whether the tokens are, or are left to attention, with φ that is no product.
+        may_compress: False tells that no block is completed.
+    """
+    heads = compressed.key.shape[1]
+    if appends:
+        launch_append(new, whole, heads, None if phi.is_product else phi, config)
+    if phi.is_product and may_compress:
+        tokens, pdl = new.key.shape[2], supports_pdl(new.key.device)
+        launch_compress(compressed, tokens, None if appends else new, phi, config, pdl=pdl)
 
 
 @step.register_fake
 def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, *others: Any
+    query: Tensor, new_key: Any, new_value: Any, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(query, key, value, others[-1])
-
-
-def _empty_results(
-    query: Tensor, key: Tensor, value: Tensor, counts: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+    *_, num_sets, _, counts = others
     batch, heads, tokens, _ = query.shape
-    num_selected = NSAConfig.of_counts(counts).num_selected_blocks
+    kv_heads, num_selected = (
+        key.shape[1] // num_sets,
+        NSAConfig.of_counts(counts).num_selected_blocks,
+    )
     return (
         query.new_empty((batch, tokens, heads, value.shape[3])),
-        query.new_empty((batch, key.shape[1], tokens, num_selected), dtype=torch.int32),
+        query.new_empty((batch, kv_heads, tokens, num_selected), dtype=torch.int32),
         query.new_empty((batch, heads, tokens, 3), dtype=torch.float32),
     )

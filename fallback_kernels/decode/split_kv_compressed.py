@@ -77,12 +77,13 @@ def decode_compressed_kernel(
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK_POOL: tl.constexpr,
     PADDED_COMPRESS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    HAS_NEW_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, COMPILED: tl.constexpr,
-    COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
+    HAS_NEW_TOKEN: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
+    COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """CTA (split, new token, KV head of a batch row).
 
-    HAS_NEW_TOKEN also stores the one new token of each row.
+    HAS_NEW_TOKEN also stores the one new token of each row, and with WRITE_COMPRESSED the block
+    that it completes.
     """
     PER_BLOCK: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
@@ -120,15 +121,17 @@ def decode_compressed_kernel(
                 new_keys, new_values, keys, values, cache_key_stride_s, cache_value_stride_s,
                 position, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
             )  # fmt: skip
-            store_completed_block(
-                new_keys, new_values, 0, 0, keys, values, cache_key_stride_s, cache_value_stride_s,
-                key_ptr, value_ptr, key_stride_s, value_stride_s,
-                key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
-                position, length, num_compressed,
-                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
-                COMPRESS, STRIDE, PADDED_COMPRESS, WEIGHTED,
-            )  # fmt: skip
-            tl.debug_barrier()  # the loop below reads what other threads wrote here
+            if WRITE_COMPRESSED:
+                store_completed_block(
+                    new_keys, new_values, 0, 0, keys, values,
+                    cache_key_stride_s, cache_value_stride_s,
+                    key_ptr, value_ptr, key_stride_s, value_stride_s,
+                    key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
+                    position, length, num_compressed,
+                    HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
+                    COMPRESS, STRIDE, PADDED_COMPRESS, WEIGHTED,
+                )  # fmt: skip
+                tl.debug_barrier()  # the loop below reads what other threads wrote here
 
     head_in_group, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_POOL)
     score_ptr += unit.to(tl.int64) * (GROUP * SCORE_STRIDE)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.documents import DocumentLayout, gather_real
+from nsa_flex.gates import GateLogits
 
 
 class IncomingBatch(NamedTuple):
@@ -25,6 +26,12 @@ class IncomingBatch(NamedTuple):
     def align(self, x: Tensor) -> Tensor:
         """(B, H, T, D), real tokens first."""
         return x if self.layout is None else self.layout.align(x)
+
+    def align_gates(self, gates: Tensor | GateLogits) -> Tensor | GateLogits:
+        """The same for (B, H, T, 3) gates."""
+        if isinstance(gates, GateLogits):
+            return gates._replace(logits=self.align(gates.logits))
+        return self.align(gates)
 
     def restore(self, x: Tensor) -> Tensor:
         """The inverse of `align`."""

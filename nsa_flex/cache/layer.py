@@ -16,14 +16,10 @@ from nsa_flex.cache.fit import misfit
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.state import CacheState
 from nsa_flex.compression import Compression
-from nsa_flex.decoding import (
-    MAX_STEP,
-    append,
-    compress_completed,
-    decode_attention,
-    store_fused,
-)
+from nsa_flex.decoding import MAX_STEP, New, Stored, compress, decode_step, store
 from nsa_flex.dispatch import Backend
+from nsa_flex.gates import GateLogits
+from nsa_flex.storing import completes_a_block
 
 
 class LayerCache(CacheState):
@@ -69,19 +65,22 @@ class LayerCache(CacheState):
     def begin(self, incoming: IncomingBatch) -> None:
         """`expect`, where the room has been checked."""
         self.incoming = incoming
-        self.handed_out = None
+        self.handed_out = self.pending = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values of new tokens, and compress the blocks that they complete.
 
+        Those of an expected step `attend` stores: one operator stores and attends.
+
         Args:
             key_states: (B, sets * Hkv, T, D), after position embedding.
             value_states: (B, sets * Hkv, T, Dv); its dtype is the cache's.
 
         Returns:
-            keys and values of all tokens so far, those of a row from slot 0 on.
+            keys and values of all tokens so far, those of a row from slot 0 on; of an expected
+            step the buffers, which `attend` has yet to add the new ones to.
 
         Raises:
             ValueError: they do not fit what is cached, there is no room, gradients are being
@@ -108,14 +107,11 @@ class LayerCache(CacheState):
         self._reserve(num_tokens)
         if start == 0:
             self._store_first(key, value)
+        elif self.incoming is not None and num_tokens <= MAX_STEP:
+            self.pending = self._new(key, value)
+            key, value = self.buffers.key, self.buffers.value
         else:
-            self._store(key, value, start)
-            # On CUDA masks skip what no query sees, and constant shapes compile once.
-            if start is None or self.device.type == "cuda":
-                end = self.capacity
-            else:
-                end = start + num_tokens
-            key, value = self.buffers.key[:, :, :end], self.buffers.value[:, :, :end]
+            key, value = self._store(self._new(key, value))
         if self.incoming is None:
             advance([self], incoming)
         else:
@@ -157,42 +153,68 @@ class LayerCache(CacheState):
             buffers.compressed_key[:, :, whole] = self.compress_key(keys)[:, :, whole]
             buffers.compressed_value[:, :, whole] = self.compress_value(values)[:, :, whole]
 
-    def _store(self, key: Tensor, value: Tensor, start: int | None) -> None:
-        num_tokens, buffers = key.shape[2], self.buffers
-        compressed = (buffers.compressed_key, buffers.compressed_value)
-        phi = (self.compress_key, self.compress_value)
-        if store_fused(key, value, buffers.key, buffers.value, *compressed, self.lengths, *phi):
-            return
-        if start is not None and self.columns.even:
-            buffers.key[:, :, start : start + num_tokens] = key
-            buffers.value[:, :, start : start + num_tokens] = value
+    def _new(self, key: Tensor, value: Tensor) -> New:
+        return New(
+            key,
+            value,
+            (self.compress_key, self.compress_value),
+            may_complete=self._may_complete(key.shape[2]),
+        )
+
+    def _may_complete(self, num_new: int) -> bool:
+        """False where the host knows that so many more tokens complete no compressed block."""
+        start = self.known_length
+        if start is None or torch.compiler.is_compiling() or self._is_captured():
+            return True
+        if self.columns.even:
             before, after = (
-                self.config.num_compressed_blocks(length) for length in (start, start + num_tokens)
+                self.config.num_compressed_blocks(length) for length in (start, start + num_new)
             )
-            if before == after and not torch.compiler.is_compiling():
-                return
+            return before < after
+        if self.device.type == "cpu":
+            return completes_a_block(self.lengths, num_new, self.config)
+        return True
+
+    def _is_captured(self) -> bool:
+        """Whether a CUDA graph records the call, which then serves other lengths too."""
+        on_cuda = self.device.type == "cuda" and torch.cuda.is_initialized()
+        return on_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _store(self, new: New) -> tuple[Tensor, Tensor]:
+        """Stores now; keys and values so far."""
+        start, num_tokens = self.known_length, new.key.shape[2]
+        if start is not None and self.columns.even and not torch.compiler.is_compiling():
+            here = slice(start, start + num_tokens)
+            self.buffers.key[:, :, here] = new.key
+            self.buffers.value[:, :, here] = new.value
+            compress(new, self._stored())
         else:
-            append(key, value, buffers.key, buffers.value, self.lengths)
-        keys, values = self._branch(buffers.key, 0), self._branch(buffers.value, 0)
-        compress_completed(keys, values, *compressed, self.lengths, num_tokens, *phi)
+            store(new, self._stored())
+        # On CUDA masks skip what no query sees, and constant shapes compile once.
+        is_masked = start is None or self.device.type == "cuda"
+        end = self.capacity if is_masked else self.columns.number() + num_tokens
+        return self.buffers.key[:, :, :end], self.buffers.value[:, :, :end]
+
+    def _stored(self) -> Stored:
+        return Stored(*self.buffers.tensors, self.lengths)
 
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        gates: Tensor,
+        gates: Tensor | GateLogits,
         *,
         scale: float | None = None,
         backend: Backend = "auto",
         return_aux: bool = False,
     ) -> tuple[Tensor, NSAAux | None]:
-        """NSA of the tokens that `update` stored last, before `advance` counts them.
+        """NSA of the tokens that `update` got last, before `advance` counts them.
 
         Args:
             query: (B, Hq, T, D), in the order that the tokens came in.
             key, value: what `update` returned.
-            gates: (B, Hq, T, 3).
+            gates: (B, Hq, T, 3); as logits a step takes fewer operations.
             scale, backend: as of `nsa_attention`.
             return_aux: also the chosen blocks and log-sum-exps, of real tokens.
 
@@ -201,33 +223,48 @@ class LayerCache(CacheState):
         """
         assert self.incoming is not None
         incoming, num_tokens = self.incoming, query.shape[2]
-        query, gates = incoming.align(query.to(self.dtype)), incoming.align(gates)
+        query = incoming.align(query.to(self.dtype))
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if self.is_step(num_tokens, backend):
-            key, value = self.buffers.key, self.buffers.value
-            attention: Callable[..., Any] = decode_attention
-            rows = self.buffers.compressed_key.shape[2]
-            options: dict[str, Any] = {"lengths": self.lengths}
-        else:
-            attention, rows = nsa_attention, num_rows(self.config, key.shape[2])
-            options = {"query_offset": self.query_offset(), "backend": backend}
+            out, aux = decode_step(
+                query,
+                self._take_pending(),
+                self._stored(),
+                incoming.align_gates(gates),
+                config=self.config,
+                scale=scale,
+                return_aux=return_aux,
+            )
+            return incoming.restore(out), aux
+        pending = self._take_pending()
+        if pending is not None:
+            key, value = self._store(pending)
+        gates = gates.gates() if isinstance(gates, GateLogits) else gates
+        rows = num_rows(self.config, key.shape[2])
+        options: dict[str, Any] = {}
         if self.num_sets == 3:
             options["sliding_key"] = self._branch(key, 2)
             options["sliding_value"] = self._branch(value, 2)
-        result = attention(
+        result: Any = nsa_attention(  # type: ignore[call-overload]  # there is none for bool
             query,
             self._branch(key, 1),
             self._branch(value, 1),
             self.buffers.compressed_key[:, :, :rows],
             self.buffers.compressed_value[:, :, :rows],
-            gates,
+            incoming.align(gates),
             config=self.config,
             scale=scale,
+            backend=backend,
+            query_offset=self.query_offset(),
             return_aux=return_aux,
             **options,
         )
         out, aux = result if isinstance(result, tuple) else (result, None)
         return incoming.restore(out), aux
+
+    def _take_pending(self) -> New | None:
+        pending, self.pending = self.pending, None
+        return pending
 
     @staticmethod
     def is_step(num_tokens: int, backend: Backend) -> bool:
@@ -240,7 +277,7 @@ class LayerCache(CacheState):
         For `rehearsal`, whose tensors hold nothing. Waits for the device after compiled steps.
         """
         twin = copy.copy(self)
-        twin.incoming = twin.handed_out = None
+        twin.incoming = twin.handed_out = twin.pending = None
         twin.compress_key = _changed(self.compress_key, change)
         twin.compress_value = _changed(self.compress_value, change)
         twin.columns = self.columns.mapped(change)
@@ -274,10 +311,9 @@ def advance(layers: list[LayerCache], incoming: IncomingBatch) -> None:
     if incoming.num_real is None:
         torch._foreach_add_(lengths, incoming.num_tokens)
     else:
-        for each in lengths:
-            each.add_(incoming.num_real.to(each.device))
+        torch._foreach_add_(lengths, [incoming.num_real.to(each.device) for each in lengths])
     count([layer.columns for layer in layers], incoming.num_tokens)
     for layer in layers:
-        layer.incoming = layer.handed_out = None
+        layer.incoming = layer.handed_out = layer.pending = None
         if incoming.num_real is not None:
             layer.columns.even = False

@@ -13,6 +13,7 @@ from nsa_flex.cache.columns import Columns
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.memory import Memory, num_bytes
 from nsa_flex.config import NSAConfig
+from nsa_flex.decoding import New
 
 
 class CacheState:
@@ -27,6 +28,7 @@ class CacheState:
         lengths: int32 (B,), real tokens of each row; likewise.
         columns: the number of columns of the batch that came in, padding included.
         incoming: what comes in, between `expect` and `advance`.
+        pending: what `update` got for `attend` to store.
         handed_out: keys and values that `update` returned since `expect`; empty once
             `check_handed_back` has seen them, None before `update`.
     """
@@ -47,6 +49,7 @@ class CacheState:
         self.num_sets = num_sets
         self.is_initialized = False
         self.incoming: IncomingBatch | None = None
+        self.pending: New | None = None
         self.handed_out: tuple[Tensor, ...] | None = None
 
     def __repr__(self) -> str:
@@ -166,7 +169,7 @@ class CacheState:
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
-        self.incoming = self.handed_out = None
+        self.incoming = self.handed_out = self.pending = None
         self.columns.reset()
         if self.is_initialized:
             self.lengths.zero_()
@@ -208,7 +211,7 @@ class CacheState:
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheState:
         """A copy of the tokens, with the same φ: to go on from one prefix in several ways."""
         twin = copy.copy(self)
-        twin.incoming = twin.handed_out = None
+        twin.incoming = twin.handed_out = twin.pending = None
         twin.columns = copy.deepcopy(self.columns, memo)
         if self.is_initialized:
             twin.buffers = copy.deepcopy(self.buffers, memo)

@@ -105,7 +105,8 @@ def _cached_choices(
         inputs = Inputs(query, key, value, key, value, key, value, gates=query)
         return choose_backends(inputs.facts(layer.config, layer.query_offset(), None), asked)
     buffers = layer.buffers
-    problem = decoding.unsupported_reason(query, buffers.key, buffers.value, layer.config)
+    tensors = (query, buffers.key, buffers.value)
+    problem = decoding.unsupported_reason(*tensors, layer.config, layer.num_sets)
     what = f"a decode step, at most {decoding.MAX_STEP} new tokens over a cache"
     backend, why = "triton", what
     if problem is not None:

@@ -168,7 +168,7 @@ class NSALayer(nn.Module):
         scale: float | None,
     ) -> Tensor:
         """NSA of the tokens that `cache.update` took in last and gave `key` and `value` for."""
-        gates = self.gates(hidden_states)
+        gates = self.gates(hidden_states, as_logits=cache.is_step(query.shape[2], self.backend))
         output, _ = cache.attend(query, key, value, gates, scale=scale, backend=self.backend)
         return output
 

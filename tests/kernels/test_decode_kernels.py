@@ -12,6 +12,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
@@ -23,6 +24,7 @@ from reference.interpreter import (
     only_outside,
     run_in_the_interpreter,
 )
+from reference.phi import by_definition
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.decode import config as decode_plan
@@ -113,10 +115,17 @@ class Problem:
     def cache(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.key, self.value, self.compressed_key, self.compressed_value
 
-    def append(self) -> None:
-        """As the caller does whose φ is its own."""
-        decode.append(self.new_key, self.new_value, self.key, self.value, self.lengths)
-        decode.compress_completed(*self.cache, self.lengths, self.case.tokens, self.case.config)
+    def store(self) -> None:
+        """The new tokens, and the blocks that they complete, as the oracle has them."""
+        config, count = self.case.config, self.case.tokens
+        for row, past in enumerate(self.case.past):
+            first, stop = (config.num_compressed_blocks(n) for n in (past, past + count))
+            whole = (self.all_key, self.all_value)
+            for (x, compressed), tokens in zip(self.pairs(), whole, strict=True):
+                x[row, :, past : past + count] = tokens[row, :, past : past + count]
+                here = to_float64(tokens[row : row + 1, :, : past + count])
+                blocks = torch.from_numpy(oracle.compress_mean(here, config))
+                compressed[row, :, first:stop] = blocks[0, :, first:stop].to(compressed)
 
     def attend(self, **options: Any) -> tuple[Tensor, decode.DecodeAux]:
         result = decode.decode_attention(
@@ -282,35 +291,28 @@ def test_any_number_of_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> 
 @kernels
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_the_step_is_its_parts(tokens: int) -> None:
-    case = Case(past=(150, 31), tokens=tokens)
-    whole = Problem(case)
-    out, aux = whole.step()
-    parts = Problem(case)
-    for name, x in vars(whole).items():
-        if isinstance(x, Tensor) and name in ("query", "gates", "new_key", "new_value"):
-            setattr(parts, name, x)
-    for row, past in enumerate(case.past):
-        blocks = case.config.num_compressed_blocks(past)
-        for (x, c), (y, d) in zip(whole.pairs(), parts.pairs(), strict=True):
-            y[row, :, :past], d[row, :, :blocks] = x[row, :, :past], c[row, :, :blocks]
-    parts.append()
-    for x, y in zip(whole.cache, parts.cache, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
-    attended, attended_aux = parts.attend()
+    """What it stores is what attention alone finds, to the bit."""
+    problem = Problem(Case(past=(150, 31), tokens=tokens))
+    out, aux = problem.step()
+    before = [x.clone() for x in problem.cache]
+    attended, attended_aux = problem.attend()
     assert torch.equal(out, attended)
     assert torch.equal(aux.blocks, attended_aux.blocks)
+    for x, old in zip(problem.cache, before, strict=True):
+        torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
 
 
 @kernels
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_writes_its_slots_and_no_other(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "kind"), [(1, "mean"), (3, "mean"), (1, "mlp"), (3, "linear")])
+def test_writes_its_slots_and_no_other(tokens: int, kind: Any) -> None:
     """The last rows have room for fewer tokens than come, or for none."""
     starts = (0, 7, 169 - tokens // 2)
     room = tuple(min(start, 169 - tokens) for start in starts)
     problem = Problem(Case(past=room, tokens=tokens, capacity=169, group=1))
     problem.lengths = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     before = [x.clone() for x in problem.cache]
-    out, _ = problem.step()
+    maps = random_phi(kind, SMALL, 1, (16, 16), torch.float32)
+    out, _ = problem.step(phi=phi_of(*maps))
     fits = [min(tokens, 169 - start) for start in starts]
     for x, old, new in zip(problem.cache[:2], before[:2],
                            (problem.new_key, problem.new_value), strict=True):  # fmt: skip
@@ -326,35 +328,145 @@ def test_writes_its_slots_and_no_other(tokens: int) -> None:
     assert not out[2, :, fits[2] :].any(), "no output for a token that has no slot"
 
 
+def phi_of(key: Compression, value: Compression) -> decode.Phi:
+    """Parameters as the kernels take them."""
+    return decode.Phi(key.kind, tuple(key.parameters()), tuple(value.parameters()))
+
+
+def random_phi(
+    kind: Any, config: NSAConfig, heads: int, dims: tuple[int, int], dtype: torch.dtype
+) -> list[Compression]:
+    """φ of keys and of values, every parameter off its start."""
+    maps = [Compression(config, heads, dim, kind).requires_grad_(False) for dim in dims]
+    for parameter in (x for each in maps for x in each.parameters()):
+        parameter += 0.3 * torch.randn_like(parameter) * parameter[0].numel() ** -0.5
+    return [each.to(DEVICE, dtype) for each in maps]
+
+
+def check_blocks(
+    maps: list[Compression], tokens: list[Tensor], compressed: list[Tensor], past: int
+) -> None:
+    """Compressed rows of `past` tokens a row against φ by its formulas; the rest is as it was."""
+    number = maps[0].config.num_compressed_blocks(past)
+    for phi, x, found in zip(maps, tokens, compressed, strict=True):
+        assert found[:, :, number:].isnan().all()
+        if number:
+            exact = by_definition(phi.double().cpu(), x[:, :, :past].double().cpu())
+            eager = phi.to(x)(x[:, :, :past])[:, :, :number]
+            assert_close("compressed", found[:, :, :number], exact, eager, x.dtype)
+
+
 @kernels
-@pytest.mark.parametrize(("config", "weighted"), [(SMALL, False), (DENSE, True), (APART, True)])
-def test_emits_each_block_when_it_completes(config: NSAConfig, weighted: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "config", "num_sets"),
+    [
+        ("mean", SMALL, 1),
+        ("weighted", DENSE, 1),
+        ("weighted", SMALL, 3),
+        ("linear", ODD, 1),
+        ("linear", DENSE, 3),
+        ("mlp", DENSE, 1),
+        ("mlp", SMALL, 3),
+        ("mlp", ODD, 1),
+    ],
+)
+def test_emits_each_block_when_it_completes(kind: Any, config: NSAConfig, num_sets: int) -> None:
     """Chunks of any size, from the first token on; then every row is there, and right."""
-    case = Case(config, past=(0,), capacity=45, kv_heads=2, value_dim=24)
+    case = Case(config, past=(0,), capacity=32, kv_heads=2, value_dim=24)
     problem = Problem(case)
-    shape = (2, config.compress_block_size)
-    weights = [torch.rand(shape).softmax(-1).to(DEVICE) for _ in range(2)] if weighted else []
-    options = dict(zip(("key_weights", "value_weights"), weights, strict=False))
+    maps = random_phi(kind, config, 2, (16, 24), torch.float32)
+    whole = [torch.randn(1, 2 * num_sets, 32, dim, device=DEVICE) for dim in (16, 24)]
+    raw = [torch.full_like(x, float("nan")) for x in whole]
+    compressed = [problem.compressed_key, problem.compressed_value]
     stored = 0
-    for tokens in (1, 3, 4, 16, 15, 6):
-        new = [x[:, :, stored : stored + tokens] for x in (problem.all_key, problem.all_value)]
+    for tokens in (7, 1, 1, 9, 1, 1, 1, 1, 10):
+        new = [x[:, :, stored : stored + tokens] for x in whole]
+        query = torch.randn(1, 2, tokens, 16, device=DEVICE)
+        gates = torch.rand(1, 2, tokens, 3, device=DEVICE)
         lengths = torch.full((1,), stored, dtype=torch.int32, device=DEVICE)
-        decode.append_and_compress(*new, *problem.cache, lengths, config, **options)
+        count = [config.num_compressed_blocks(n) for n in (stored, stored + tokens)]
+        out = decode.step(
+            query, *new, *raw, *compressed, gates, lengths,
+            config=config, phi=phi_of(*maps), num_sets=num_sets, may_complete=count[0] < count[1],
+        )  # fmt: skip
+        assert out.isfinite().all()
         stored += tokens
-        done = config.num_compressed_blocks(stored)
-        assert problem.compressed_key[:, :, :done].isfinite().all()
-        assert problem.compressed_key[:, :, done:].isnan().all()
-    for x, compressed in problem.pairs():
-        blocks = to_float64(x)[:, :, : config.num_compressed_blocks(45) * config.compress_stride]
-        want = np.zeros(compressed.shape)
-        per_token = np.full(shape, 1 / shape[1])
-        if weighted:
-            per_token = to_float64(weights[0 if compressed is problem.compressed_key else 1])
-        for block in range(blocks.shape[2] // config.compress_stride):
-            first = block * config.compress_stride
-            span = to_float64(x)[:, :, first : first + config.compress_block_size]
-            want[:, :, block] = (span * per_token[None, :, :, None]).sum(2)
-        assert_close("compressed", compressed, want, None, torch.float32)
+        for x, want in zip(raw, whole, strict=True):
+            assert torch.equal(x[:, :, :stored], want[:, :, :stored])
+            assert x[:, :, stored:].isnan().all()
+        own = [x[:, :2, :stored] for x in whole]
+        check_blocks(maps, own, compressed, stored)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize(
+    ("kind", "dims", "parameters"),
+    [("mlp", (48, 32), None), ("linear", (24, 80), None), ("mlp", (16, 16), torch.float32)],
+)
+def test_matrices_of_half_precision(
+    kind: Any, dims: tuple[int, int], parameters: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    """Rows of which some complete a block and some none."""
+    past = (150, 151, 7, 0, 166)
+    case = Case(SMALL, past, 4, 170, 2, 1, *dims, dtype)
+    problem = Problem(case)
+    maps = random_phi(kind, SMALL, 2, dims, dtype if parameters is None else parameters)
+    before = [x.clone() for x in problem.cache[2:]]
+    problem.step(phi=phi_of(*maps))
+    for row, start in enumerate(past):
+        first, stop = (SMALL.num_compressed_blocks(n) for n in (start, min(start + 4, 170)))
+        for phi, x, old, found in zip(
+            maps, problem.cache[:2], before, problem.cache[2:], strict=True
+        ):
+            here = slice(first, stop)
+            torch.testing.assert_close(found[row, :, :first], old[row, :, :first], rtol=0, atol=0)
+            assert found[row, :, stop:].isnan().all()
+            if first == stop:
+                continue
+            tokens = x[row : row + 1, :, : min(start + 4, 170)]
+            exact = by_definition(phi.double().cpu(), tokens.double().cpu())
+            eager = phi.to(dtype)(tokens)[0, :, here]
+            assert_close("compressed", found[row, :, here], exact[0, :, here], eager, dtype)
+
+
+@kernels
+def test_the_mlp_starts_as_exactly_the_mean() -> None:
+    tensors = []
+    for kind in ("mean", "mlp"):
+        torch.manual_seed(1)
+        problem = Problem(Case(past=(151,), kv_heads=2, dtype=LOW_PRECISION[0]))
+        maps = [Compression(SMALL, 2, 16, kind).to(DEVICE, LOW_PRECISION[0]) for _ in range(2)]
+        problem.step(phi=phi_of(*maps))
+        tensors.append(problem.compressed_key[:, :, : SMALL.num_compressed_blocks(152)])
+    torch.testing.assert_close(*tensors, rtol=0, atol=0)
+
+
+@kernels
+def test_told_that_none_completes_it_compresses_none() -> None:
+    """And saves the launches; the caller knows the lengths."""
+    problem = Problem(Case(past=(151,)))
+    maps = random_phi("mlp", SMALL, 1, (16, 16), torch.float32)
+    before = problem.compressed_key.clone()
+    problem.step(phi=phi_of(*maps), may_complete=False)
+    torch.testing.assert_close(problem.compressed_key, before, rtol=0, atol=0, equal_nan=True)
+    problem.step(phi=phi_of(*maps))
+    assert problem.compressed_key[:, :, 36].isfinite().all()
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
+def test_gates_from_logits(dtype: torch.dtype) -> None:
+    """As the caller would compute them, and round them."""
+    case = Case(past=(150, 9), kv_heads=2, tokens=2, dtype=dtype)
+    problem = Problem(case)
+    problem.store()
+    offset = torch.tensor([-0.5, 0.5, 0.25]).to(DEVICE, dtype)
+    logits = torch.randn_like(problem.gates).transpose(1, 2).contiguous().transpose(1, 2)
+    problem.gates = logits
+    out, _ = problem.attend(gate_offset=offset)
+    problem.gates = (logits.float().sigmoid() + offset.float()).to(dtype)
+    torch.testing.assert_close(out, problem.attend()[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
 @kernels
@@ -375,11 +487,16 @@ def test_token_by_token_from_nothing() -> None:
 
 
 @kernels
-def test_separate_keys_of_the_sliding_branch() -> None:
-    problem = Problem(Case(past=(150, 9)))
-    problem.append()
+def test_separate_keys_of_each_branch() -> None:
+    problem = Problem(Case(past=(150, 9), kv_heads=2))
+    problem.store()
+    compressed = torch.full_like(problem.key, float("nan"))  # attention reads no raw ones
     sliding = torch.randn_like(problem.all_key), torch.randn_like(problem.all_value)
-    out, aux = problem.attend(sliding_key=sliding[0], sliding_value=sliding[1])
+    key, value = problem.key, problem.value
+    problem.key = torch.cat((compressed, key, sliding[0]), 1)
+    problem.value = torch.cat((compressed, value, sliding[1]), 1)
+    out, aux = problem.attend(num_sets=3)
+    problem.key, problem.value = key, value
     check(problem, out, aux, sliding)
 
 
@@ -389,7 +506,7 @@ def test_equal_scores_take_the_lower_index(chunk: int, monkeypatch: pytest.Monke
     """Within a tile, where what is equal in exact arithmetic is equal in float32 too."""
     choose_in_chunks(monkeypatch, chunk)
     problem = Problem(Case(past=(150,), group=3))
-    problem.append()
+    problem.store()
     problem.compressed_key.zero_()
     _, aux = problem.attend()
     assert aux.blocks.flatten().tolist() == [0, 1, 8, 9]
@@ -400,7 +517,7 @@ def test_equal_scores_take_the_lower_index(chunk: int, monkeypatch: pytest.Monke
 def test_nan_scores_leave_the_forced_blocks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_in_chunks(monkeypatch, chunk)
     problem = Problem(Case(past=(160,)))
-    problem.append()
+    problem.store()
     problem.compressed_key[:, :, 20] = float("nan")
     _, aux = problem.attend()
     assert {0, 9, 10} <= set(aux.blocks.flatten().tolist())
@@ -436,7 +553,7 @@ def test_rows_loaded_are_those_that_must_be() -> None:
     """N_cmp + selected tokens + min(w, t + 1) rows of keys a KV head, as the kernels count."""
     case = Case(past=(150, 6), kv_heads=2)
     problem = Problem(case)
-    problem.append()
+    problem.store()
     _, aux = problem.attend()
     counted = decode.count_rows(
         problem.query, *problem.cache, problem.gates, problem.lengths, config=SMALL
@@ -454,21 +571,20 @@ def test_rows_loaded_are_those_that_must_be() -> None:
 @kernels
 def test_operators_obey_the_library_rules() -> None:
     problem = Problem(Case(past=(40,), capacity=50))
-    problem.append()
+    problem.store()
     new = (problem.new_key, problem.new_value)
     # Comparisons of copies take NaN for a change.
     cache = [x.nan_to_num_(0.0) for x in problem.cache]
-    attend = (problem.query, *cache, problem.gates, problem.lengths, None, None, 0.25)
-    step = (problem.query, *new, *cache, problem.gates, problem.lengths, None, None, 0.25)
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (operators.append, (*new, *cache[:2], problem.lengths)),
-        (operators.compress_completed, (*cache, problem.lengths, None, None, 1, 8, 4)),
-        (operators.append_and_compress, (*new, *cache, problem.lengths, None, None, 8, 4)),
-        (operators.attention, (*attend, SMALL.counts)),
-        (operators.step, (*step, SMALL.counts)),
+    maps = random_phi("mlp", SMALL, 1, (16, 16), torch.float32)
+    phi = [x for each in maps for x in each.parameters()]
+    rest = (problem.gates, None, problem.lengths)
+    calls: list[tuple[Any, ...]] = [
+        (problem.query, None, None, *cache, *rest, [], "mean", True, 1, 0.25, SMALL.counts),
+        (problem.query, *new, *cache, *rest, [], "mean", True, 1, 0.25, SMALL.counts),
+        (problem.query, *new, *cache, *rest, phi, "mlp", True, 1, 0.25, SMALL.counts),
     ]
-    for operator, arguments in calls:
-        torch.library.opcheck(operator, arguments)
+    for arguments in calls:
+        torch.library.opcheck(operators.step, arguments)
 
 
 @kernels
@@ -556,12 +672,28 @@ def test_refused_sizes(change: dict[str, Any], message: str) -> None:
 @kernels
 def test_refused_options() -> None:
     problem = Problem(Case())
-    with pytest.raises(ValueError, match="sliding_key and sliding_value must be given together"):
-        problem.attend(sliding_key=problem.key)
-    with pytest.raises(
-        ValueError, match=r"value_weights must be torch.float32 \(1, 8\), got None"
+    with pytest.raises(ValueError, match="num_sets is 3, key has 1 heads: 1, or a divisor 3"):
+        problem.attend(num_sets=3)
+    with pytest.raises(ValueError, match=r"gate_offset must be \(3,\) on .*, got \(2,\)"):
+        problem.attend(gate_offset=torch.zeros(2, device=DEVICE))
+    logits = torch.zeros(1, 8, device=DEVICE)
+    for phi, message in (
+        (decode.Phi("weighted", (logits,)), r"φ of value has parameters \(\); weighted has"),
+        (decode.Phi("mlp", (logits,), (logits,)), r"φ of key has parameters \(\(1, 8\),\); mlp"),
+        (
+            decode.Phi("max"),
+            "φ of key is of the kind 'max'; known are mean, weighted",
+        ),
+        (
+            decode.Phi("weighted", (logits.repeat(1, 2)[:, ::2],), (logits,)),
+            "must be contiguous on",
+        ),
     ):
-        problem.step(key_weights=torch.zeros(1, 8, device=DEVICE))
+        with pytest.raises(ValueError, match=message):
+            problem.step(phi=phi)
+    problem.new_value = None  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="new_key and new_value must be given together"):
+        problem.step()
     problem.compressed_key = problem.compressed_key[:, :, :3]
     problem.compressed_value = problem.compressed_value[:, :, :3]
     with pytest.raises(ValueError, match="compressed_key has 3 rows; a capacity of 170 tokens"):
