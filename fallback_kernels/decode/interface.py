@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.decode import checks, operators
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import Cache, Gating, Phi, run
@@ -34,6 +35,7 @@ class DecodeAux(NamedTuple):
 
 
 unsupported_reason = checks.unsupported_reason
+_step = directly(operators.step)
 
 
 def decode_attention(
@@ -120,7 +122,7 @@ def step(
     )
     checks.check_phi(phi.kind, phi.key, compressed_key, config, "key")
     checks.check_phi(phi.kind, phi.value, compressed_value, config, "value")
-    result = operators.step(
+    result = _step(
         query,
         new_key,
         new_value,

@@ -27,6 +27,7 @@ from reference.interpreter import (
 from reference.phi import by_definition
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.decode import config as decode_plan
 from nsa_flex.fallback_kernels.decode import interface as decode
 from nsa_flex.fallback_kernels.decode import operators
@@ -470,20 +471,29 @@ def test_gates_from_logits(dtype: torch.dtype) -> None:
 
 
 @kernels
-def test_token_by_token_from_nothing() -> None:
-    """The cache that the steps build is the cache that the next steps read."""
+@pytest.mark.parametrize("kind", ["mean", "mlp"])
+def test_token_by_token_from_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache that the steps build is the cache that the next steps read; one plan for all."""
+    monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
     config = NSAConfig(4, 2, 4, 3, window_size=6)
     case = Case(config, past=(0,), capacity=14, group=1)
     problem = Problem(case)
+    maps = random_phi(kind, config, 1, (16, 16), torch.float32)
+    kept = operators.step._init_fn.plans  # type: ignore[attr-defined]
+    recorded, replayed = kept.recorded, kept.replayed
     for position in range(14):
         here = slice(position, position + 1)
         problem.query = torch.randn_like(problem.query)
         problem.new_key, problem.new_value = (
-            x[:, :, here] for x in (problem.all_key, problem.all_value)
+            x[:, :, here].contiguous() for x in (problem.all_key, problem.all_value)
         )
         problem.lengths.fill_(position)
         problem.case = replace(case, past=(position,))
-        check(problem, *problem.step())
+        check(problem, *problem.step(phi=phi_of(*maps)))
+    compressed = [problem.compressed_key, problem.compressed_value]
+    check_blocks(maps, [problem.all_key, problem.all_value], compressed, 14)
+    assert (kept.recorded - recorded, kept.replayed - replayed) == (1, 12)
+    assert not kept.problems
 
 
 @kernels
