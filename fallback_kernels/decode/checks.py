@@ -21,17 +21,29 @@ def unsupported_reason(
     query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, num_sets: int = 1
 ) -> str | None:
     """Why the decode kernels do not take these shapes, dtypes or devices; None if they do."""
-    kv_heads = key.shape[1] // num_sets
-    tokens, dim = query.shape[2], max(query.shape[3], value.shape[3])
+    sizes = (key.shape[1] // num_sets, key.shape[2], value.shape[3])
+    return sizes_unsupported_reason(query, *sizes, config, num_sets)
+
+
+def sizes_unsupported_reason(
+    query: Tensor,
+    kv_heads: int,
+    capacity: int,
+    value_dim: int,
+    config: NSAConfig,
+    num_sets: int = 1,
+) -> str | None:
+    """`unsupported_reason`, by the cache's sizes."""
+    tokens, dim = query.shape[2], max(query.shape[3], value_dim)
     per_block = config.select_block_size // config.compress_stride
     limits = (
         (query.shape[1] // kv_heads, MAX_GROUP, "query heads share a KV head"),
         (dim, MAX_HEAD_DIM, "is the largest head dim"),
         (tokens, MAX_TOKENS, "new tokens"),
         (config.num_selected_blocks, MAX_SLOTS, "selected blocks"),
-        (config.num_select_blocks(key.shape[2]), MAX_BLOCKS, "selectable blocks"),
+        (config.num_select_blocks(capacity), MAX_BLOCKS, "selectable blocks"),
         (per_block, 64, "compressed keys start in a block"),
-        (query.shape[0] * key.shape[1], MAX_HEADS, "KV heads in all batch rows"),
+        (query.shape[0] * kv_heads * num_sets, MAX_HEADS, "KV heads in all batch rows"),
     )
     reason = triton_unsupported_reason(query.device)
     if reason is not None:

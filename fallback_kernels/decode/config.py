@@ -100,16 +100,30 @@ class DecodePlan:
         cls, query: Tensor, key: Tensor, value: Tensor, compressed_key: Tensor, config: NSAConfig
     ) -> DecodePlan:
         """The plan for these shapes; see `interface.decode_attention`."""
+        sizes = (key.shape[1], value.shape[3], key.shape[2], compressed_key.shape[2])
+        return cls.of_sizes(query, *sizes, config)
+
+    @classmethod
+    def of_sizes(
+        cls,
+        query: Tensor,
+        kv_heads: int,
+        value_dim: int,
+        capacity: int,
+        num_compressed: int,
+        config: NSAConfig,
+    ) -> DecodePlan:
+        """The plan for these queries over so many tokens and compressed keys of each row."""
         batch, query_heads, tokens, head_dim = query.shape
         plan = cls(
             batch=batch,
             query_heads=query_heads,
-            kv_heads=key.shape[1],
+            kv_heads=kv_heads,
             tokens=tokens,
             head_dim=head_dim,
-            value_dim=value.shape[3],
-            capacity=key.shape[2],
-            num_compressed=compressed_key.shape[2],
+            value_dim=value_dim,
+            capacity=capacity,
+            num_compressed=num_compressed,
             element_size=query.element_size(),
             config=config,
             compressed_splits=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class Cache:
 
     key (B, Hkv, C, D), value (B, Hkv, C, Dv), compressed_key (B, Hkv, Ncap, D), compressed_value
     (B, Hkv, Ncap, Dv), last dimension contiguous; lengths int32 (B,), tokens before the new ones.
+
+    With a table, int (B, P), of the pages of each row, they are (pages, Hkv, rows of a page, ·).
     """
 
     key: Tensor
@@ -33,6 +36,14 @@ class Cache:
     compressed_key: Tensor
     compressed_value: Tensor
     lengths: Tensor
+    table: Tensor | None = None
+
+    def pages(self, of: Tensor) -> dict[str, Any]:
+        """Arguments of a kernel that reads `of`, if it is in pages."""
+        if self.table is None:
+            return {}
+        stride = self.table.stride(0)
+        return {"PAGE": of.shape[2], "table_ptr": self.table, "table_stride": stride}
 
 
 @dataclass(frozen=True)
@@ -194,6 +205,7 @@ def launch_compressed(
         COMPILED=not INTERPRETED,
         COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,
+        **cache.pages(cache.compressed_key),
         **pdl_option(plan.pdl),
     )
 
@@ -297,6 +309,7 @@ def launch_selected_sliding(
         HAS_NEW_TOKEN=new is not None,
         COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,
+        **cache.pages(cache.key),
         **pdl_option(plan.pdl),
     )
 

@@ -15,6 +15,7 @@ from nsa_flex.fallback_kernels.decode.tiles import (
     count_visible_blocks,
     load_query_group,
     load_tile,
+    page_pointers,
     pdl_launch_dependents,
     pdl_wait,
     softmax_step,
@@ -79,8 +80,13 @@ def decode_compressed_kernel(
     PADDED_COMPRESS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     HAS_NEW_TOKEN: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
     COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
 ):  # fmt: skip
     """CTA (split, new token, KV head of a batch row).
+
+    With PAGE, compressed rows are in pages of so many: a row of the table, int (B, pages), lists
+    those of a request, and `key_stride_b` and `value_stride_b` lead from page to page. The first
+    COMPRESS / STRIDE - 1 rows of a request's first page are of no block. HAS_NEW_TOKEN is False.
 
     HAS_NEW_TOKEN also stores the one new token of each row, and with WRITE_COMPRESSED the block
     that it completes.
@@ -108,8 +114,13 @@ def decode_compressed_kernel(
     num_ctas = tl.maximum(num_used, 1)  # the last one stores the new token
     if split >= num_ctas:
         return
-    key_ptr += batch * key_stride_b + head * key_stride_h
-    value_ptr += batch * value_stride_b + head * value_stride_h
+    key_ptr += head * key_stride_h
+    value_ptr += head * value_stride_h
+    if PAGE:
+        table_ptr += batch * table_stride
+    else:
+        key_ptr += batch * key_stride_b
+        value_ptr += batch * value_stride_b
 
     if HAS_NEW_TOKEN:  # noqa: SIM102  # known to the compiler, what follows is not
         if split == num_ctas - 1:
@@ -145,7 +156,13 @@ def decode_compressed_kernel(
     rows_read = split * 0
     for tile in tl.range(first, last, num_stages=STAGES):
         key_mask = tile * BLOCK_N + tl.arange(0, BLOCK_N) < num_visible  # [BLOCK_N]
-        pointers = tile_pointers(key_ptr, key_stride_s, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+        if PAGE:
+            pointers = page_pointers(
+                key_ptr, table_ptr, key_stride_b, key_stride_s, tile * BLOCK_N + LEFT, key_mask,
+                PAGE, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        else:
+            pointers = tile_pointers(key_ptr, key_stride_s, tile * BLOCK_N, BLOCK_N, BLOCK_D)
         k = load_tile(pointers, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         p, row_max, alpha = softmax_step(q, k, key_mask, row_max, scale_log2, PRECISION)
         pooled = tl.log2(pool(p, pooling, COMPILED)) + row_max[:, None]  # [BLOCK_M, BLOCK_POOL]
@@ -156,7 +173,13 @@ def decode_compressed_kernel(
             mask=(head_in_group < GROUP)[:, None] & (column <= TILE_BLOCKS)[None, :],
         )
         sums = sums * alpha[:, None] + p  # [BLOCK_M, BLOCK_N]
-        pointers = tile_pointers(value_ptr, value_stride_s, tile * BLOCK_N, BLOCK_N, BLOCK_DV)
+        if PAGE:
+            pointers = page_pointers(
+                value_ptr, table_ptr, value_stride_b, value_stride_s, tile * BLOCK_N + LEFT,
+                key_mask, PAGE, BLOCK_N, BLOCK_DV,
+            )  # fmt: skip
+        else:
+            pointers = tile_pointers(value_ptr, value_stride_s, tile * BLOCK_N, BLOCK_N, BLOCK_DV)
         v = load_tile(pointers, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]

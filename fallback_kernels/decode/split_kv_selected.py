@@ -13,6 +13,7 @@ from nsa_flex.fallback_kernels.decode.tiles import (
     count_slots,
     load_query_group,
     load_tile,
+    page_pointers,
     pdl_launch_dependents,
     pdl_wait,
     softmax_step,
@@ -54,6 +55,7 @@ def decode_selected_sliding_kernel(
     PADDED_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     HAS_NEW_TOKEN: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
 ):  # fmt: skip
     """CTA (KV head of a batch row, new token, split). Splits of the window come first, then those
     of the initial and local blocks, then those of the top-k blocks.
@@ -61,7 +63,8 @@ def decode_selected_sliding_kernel(
     Only splits from `first_dependent_split` on wait for the top-k kernel: of what the step's
     kernels write, the others need nothing but the new token's key and value, which HAS_NEW_TOKEN
     reads where the caller has them. With several CHUNKS of candidates a split of top-k blocks is
-    one or two slots.
+    one or two slots. With PAGE, tokens are in pages of so many: a row of the table, int (B,
+    pages), lists those of a request, and strides of batch rows lead from page to page.
     """
     TILES_PER_BLOCK: tl.constexpr = (SELECT + BLOCK_N - 1) // BLOCK_N
     TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
@@ -94,7 +97,11 @@ def decode_selected_sliding_kernel(
     block_ptr += unit * NUM_SLOTS
     if steps <= 0:
         return
-    if is_selected:
+    if PAGE:
+        keys, values = key_ptr + head * key_stride_h, value_ptr + head * value_stride_h
+        key_stride, value_stride = key_stride_s, value_stride_s
+        table_ptr += batch * table_stride
+    elif is_selected:
         keys = key_ptr + batch * key_stride_b + head * key_stride_h
         values = value_ptr + batch * value_stride_b + head * value_stride_h
         key_stride, value_stride = key_stride_s, value_stride_s
@@ -142,8 +149,17 @@ def decode_selected_sliding_kernel(
         last = tl.where(is_selected, tl.minimum(position, (block + 1) * SELECT - 1), position)
         key = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         key_mask = key <= last
-        key_pointers = tile_pointers(keys, key_stride, start, BLOCK_N, BLOCK_D)
-        value_pointers = tile_pointers(values, value_stride, start, BLOCK_N, BLOCK_DV)
+        if PAGE:
+            key_pointers = page_pointers(
+                keys, table_ptr, key_stride_b, key_stride, start, key_mask, PAGE, BLOCK_N, BLOCK_D
+            )
+            value_pointers = page_pointers(
+                values, table_ptr, value_stride_b, value_stride, start, key_mask,
+                PAGE, BLOCK_N, BLOCK_DV,
+            )  # fmt: skip
+        else:
+            key_pointers = tile_pointers(keys, key_stride, start, BLOCK_N, BLOCK_D)
+            value_pointers = tile_pointers(values, value_stride, start, BLOCK_N, BLOCK_DV)
         if HAS_NEW_TOKEN:
             is_new = (key == position)[:, None]  # [BLOCK_N, 1]
             key_pointers = tl.where(is_new, new_key, key_pointers)

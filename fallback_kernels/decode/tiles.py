@@ -42,6 +42,20 @@ def tile_pointers(pointer, stride_s, first, BLOCK_N: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
+def page_pointers(
+    pointer, table_ptr, stride_page, stride_s, first, row_mask,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`tile_pointers`, of rows in pages of PAGE rows that the request's table lists; the table is
+    read for the rows of `row_mask` [BLOCK_N] alone.
+    """
+    row, dim = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    page = tl.load(table_ptr + row // PAGE, mask=row_mask, other=0).to(tl.int64)  # [BLOCK_N]
+    offset = page * stride_page + (row % PAGE).to(tl.int64) * stride_s
+    return pointer + offset[:, None] + dim[None, :]
+
+
+@triton.jit
 def load_tile(pointers, row_mask, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """The rows of `row_mask` [BLOCK_N], zeros elsewhere and past DIM: [BLOCK_N, BLOCK_D]."""
     if DIM < BLOCK_D:

@@ -22,7 +22,7 @@ class PagedLayer(NamedTuple):
 
     pages: its pages.
     compress_key, compress_value: φ.
-    backend: of whole prompts and chunks, as of `nsa_attention`.
+    backend: as of `nsa_attention`; of single tokens as of `attend_step`.
     """
 
     pages: LayerPages
@@ -84,7 +84,9 @@ def _attend_step(
         phi = (layer.compress_key, layer.compress_value)
         compress_step(layer.pages, *phi, table, positions, batch.unused)
     query, gates = (x[0].transpose(0, 1)[:, :, None] for x in (new.query, new.gates))
-    out = attend_step(layer.pages, query, gates, table, positions, layer.config, scale)
+    out = attend_step(
+        layer.pages, query, gates, table, positions, layer.config, scale, layer.backend
+    )
     return out[:, :, 0].transpose(0, 1)[None]  # [1, Hq, T, Dv]
 
 

@@ -14,6 +14,8 @@ from nsa_flex.attention import gated_sum
 from nsa_flex.backends.dense import masked_attention
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import Backend
+from nsa_flex.installed import HAS_TRITON
 from nsa_flex.paging.pages import LayerPages, Slots
 from nsa_flex.selection import choose_blocks
 
@@ -57,6 +59,7 @@ def attend_step(
     positions: Tensor,
     config: NSAConfig,
     scale: float,
+    backend: Backend = "auto",
 ) -> Tensor:
     """NSA of one query a request at `positions`, the tokens before it and itself in pages.
 
@@ -68,10 +71,18 @@ def attend_step(
         positions: int (B,).
         config: NSA's sizes.
         scale: factor of query . key.
+        backend: "auto" runs Triton kernels where they take the inputs, else PyTorch operations;
+            any other PyTorch operations.
 
     Returns:
         (B, Hq, 1, Dv) in the query's dtype.
     """
+    config.specialize()
+    if backend == "auto" and unsupported_reason(pages, query, table, config) is None:
+        from nsa_flex.fallback_kernels.decode import pages as kernels
+
+        inputs = (query, *pages, gates, table, positions)
+        return kernels.attend(*inputs, config=config, scale=scale)
     compressed_key, compressed_value = (
         F.pad(x, (0, 0, 0, 1)) if x.shape[2] == 0 else x
         for x in pages.compressed_context(table, config)
@@ -92,6 +103,19 @@ def attend_step(
     selected = _selected(pages, query, blocks, table, positions, config, scale)
     sliding = _sliding(pages, query, table, positions, config, scale)
     return gated_sum([compressed, selected, sliding], gates)
+
+
+def unsupported_reason(
+    pages: LayerPages, query: Tensor, table: Tensor, config: NSAConfig
+) -> str | None:
+    """Why no Triton kernels take a step; None if they do. Arguments as of `attend_step`."""
+    if query.device.type != "cuda":
+        return f"the decode kernels need a CUDA device, got {query.device.type}"
+    if not HAS_TRITON:
+        return "triton is not installed"
+    from nsa_flex.fallback_kernels.decode import pages as kernels
+
+    return kernels.unsupported_reason(query, pages.key, pages.value, table, config)
 
 
 def _selected(
