@@ -117,8 +117,10 @@ def _attend(
     plan = DecodePlan.of_sizes(
         query, key.shape[2], value.shape[3], capacity, num_compressed, config
     )
-    pages = (x.transpose(1, 2) for x in (key, value, compressed_key, compressed_value))
-    cache = Cache(*pages, positions.contiguous(), table)  # type: ignore[misc]
+    keys, values, compressed_keys, compressed_values = (
+        x.transpose(1, 2) for x in (key, value, compressed_key, compressed_value)
+    )
+    cache = Cache(keys, values, compressed_keys, compressed_values, positions.contiguous(), table)
     return run(plan, query, cache, Gating(gates), scale)
 
 

@@ -66,11 +66,17 @@ def attend(layer: PagedLayer, new: NewTokens, batch: PagedBatch, scale: float) -
         scale: factor of query . key.
 
     Returns:
-        (1, Hq, T, Dv) in the query's dtype.
+        (1, Hq, T, Dv) in the query's dtype, zeros for padding.
     """
+    num_padding = new.key.shape[2] - batch.num_tokens
+    if num_padding:
+        new = NewTokens(*(x[:, :, : batch.num_tokens] for x in new))
     layer.pages.store(_rows(new.key), _rows(new.value), batch.written)
     attend_run = {"step": _attend_step, "chunk": _attend_chunk, "packed": _attend_packed}
     outputs = [attend_run[run.kind](layer, new.of(run), batch, run, scale) for run in batch.runs]
+    if num_padding:
+        batch_size, heads, _, dim = outputs[-1].shape
+        outputs.append(outputs[-1].new_zeros((batch_size, heads, num_padding, dim)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
@@ -80,9 +86,10 @@ def _attend_step(
     """Requests of one token each: rows of a batch."""
     assert batch.table is not None
     table, positions = batch.table[run.requests], batch.past[run.requests]
-    if batch.completes_block(run.requests, layer.config):
+    if batch.may_complete_block(run.requests, layer.config):
         phi = (layer.compress_key, layer.compress_value)
-        compress_step(layer.pages, *phi, table, positions, batch.unused)
+        last = Slots(*(x[run.tokens] for x in batch.written))
+        compress_step(layer.pages, *phi, table, positions, last, batch.unused)
     query, gates = (x[0].transpose(0, 1)[:, :, None] for x in (new.query, new.gates))
     out = attend_step(
         layer.pages, query, gates, table, positions, layer.config, scale, layer.backend

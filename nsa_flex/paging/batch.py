@@ -47,7 +47,8 @@ class PagedBatch(NamedTuple):
     table: int64 (B, P), pages of each request in order, any page behind the last; None where no
         request has tokens in pages yet.
     unused: a page that no request reads, for what is not to be kept.
-    runs: the batch in pieces, each of one kind.
+    runs: the batch in pieces, each of one kind. Tokens behind the last are padding.
+    is_captured: whether what runs now is replayed for other lengths than the host knows.
     """
 
     lengths: tuple[Length, ...]
@@ -56,6 +57,7 @@ class PagedBatch(NamedTuple):
     table: Tensor | None
     unused: int
     runs: tuple[Run, ...]
+    is_captured: bool = False
 
     @classmethod
     def of(
@@ -72,9 +74,30 @@ class PagedBatch(NamedTuple):
         runs = tuple(_runs(lengths, cu_seqlens, table is not None, config))
         return cls(tuple(lengths), past, written, table, unused, runs)
 
-    def completes_block(self, requests: slice, config: NSAConfig) -> bool:
-        """Whether the one new token of any of these requests is the last of a block."""
-        return any(
+    @classmethod
+    def of_steps(
+        cls,
+        lengths: Sequence[Length],
+        past: Tensor,
+        written: Slots,
+        table: Tensor,
+        unused: int,
+        *,
+        is_captured: bool,
+    ) -> PagedBatch:
+        """A batch of one token a row of the table, padding rows included."""
+        rows = slice(0, table.shape[0])
+        runs = (Run("step", rows, rows),)
+        return cls(tuple(lengths), past, written, table, unused, runs, is_captured)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the runs."""
+        return self.runs[-1].tokens.stop
+
+    def may_complete_block(self, requests: slice, config: NSAConfig) -> bool:
+        """Whether the one new token of any of these requests can be the last of a block."""
+        return self.is_captured or any(
             config.num_compressed_blocks(length.past + 1)
             > config.num_compressed_blocks(length.past)
             for length in self.lengths[requests]

@@ -26,6 +26,7 @@ def compress_step(
     compress_value: Compression,
     table: Tensor,
     positions: Tensor,
+    last: Slots,
     unused: int,
 ) -> None:
     """Write the row of the block that ends at each request's new token, if one does, in place.
@@ -35,6 +36,7 @@ def compress_step(
         compress_key, compress_value: φ.
         table: int64 (B, P).
         positions: int (B,), of the new tokens.
+        last: their slots.
         unused: a page for the rows of requests where no block ends.
     """
     config = compress_key.config
@@ -46,9 +48,8 @@ def compress_step(
         for compress, x in ((compress_key, pages.key), (compress_value, pages.value))
     )
     ends = (positions + 1 >= block) & ((positions + 1) % stride == 0)
-    page, offset = slots.page[:, -1], slots.offset[:, -1]
-    last = Slots(torch.where(ends, page, unused), offset)
-    pages.store_compressed(key, value, last)
+    row = Slots(torch.where(ends, last.page, unused), last.offset)
+    pages.store_compressed(key, value, row)
 
 
 def attend_step(

@@ -71,8 +71,8 @@ def _init_continuous_batching(
     batching = copy.deepcopy(continuous_batching_config or ContinuousBatchingConfig())
     if generation.eos_token_id is None:
         generation.eos_token_id = -1  # the engine's word for none
-    batching.use_cuda_graph = False
-    batching.max_blocks_per_request = 0
+    if batching.use_cuda_graph is None:
+        batching.use_cuda_graph = (False, model.device.type == "cuda")
     return NSAManager(model, generation, batching, workload_hints)
 
 
@@ -125,7 +125,7 @@ def _check_patched(name: str, module: Any) -> None:
 
 
 def _check_request(generation: Any, batching: Any) -> None:
-    """ValueError for what would pad batches to constant shapes."""
+    """ValueError for what wants passes of any lengths to have constant shapes."""
     compiled = (
         batching.default_compile_level > 0
         or batching.varlen_compile_config is not None
@@ -138,9 +138,9 @@ def _check_request(generation: Any, batching: Any) -> None:
             "varlen_compile_config, decode_compile_config and default_compile_level as they are"
         )
     graphs = batching.use_cuda_graph
-    padded = batching.q_padding_interval_size or batching.kv_padding_interval_size
-    if padded or (any(graphs) if isinstance(graphs, tuple) else graphs):
+    if graphs is True or (isinstance(graphs, tuple) and graphs[0]):
         raise ValueError(
-            "CUDA graphs are not supported in continuous batching with NSA: leave use_cuda_graph, "
-            "q_padding_interval_size and kv_padding_interval_size as they are"
+            "CUDA graphs of passes over several tokens of a request are not supported in "
+            f"continuous batching with NSA, got use_cuda_graph={graphs}: pass (False, True), "
+            "which captures those over single tokens"
         )

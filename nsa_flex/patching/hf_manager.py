@@ -17,6 +17,8 @@ from nsa_flex.patching import hf_pages  # noqa: F401 -- registers NSA's pages
 from nsa_flex.patching.hf_layers import IMPLEMENTATION, PAGED_IMPLEMENTATION
 from nsa_flex.patching.layer import NSALayer
 
+MAX_TABLE_WIDTH = 4096  # pages of a request; longer ones take another path of the engine
+
 
 def check_heads(model: Any) -> None:
     """That the engine, which reads the config, plans for the heads that the layers have.
@@ -40,6 +42,15 @@ class NSAManager(ContinuousBatchingManager):
     """Runs the engine with NSA's pages. Made by `model.init_continuous_batching`."""
 
     batch_processor: Any
+
+    def __init__(self, model: Any, generation: Any, batching: Any, hints: Any) -> None:
+        table_width = batching.max_blocks_per_request
+        if table_width is None:
+            table_width = _table_width(model, batching.page_size)
+        # The engine gives tables to FlashAttention's kernels alone: it is asked afterwards.
+        batching.max_blocks_per_request = 0
+        super().__init__(model, generation, batching, hints)
+        self.continuous_batching_config.max_blocks_per_request = table_width
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Name NSA's attention as one that the engine needs no masks for; until `stop`."""
@@ -72,6 +83,12 @@ class NSAManager(ContinuousBatchingManager):
         add = type(scheduler).add_waiting_request
         scheduler.add_waiting_request = functools.partial(_add, scheduler, add, self._limits())
         return self.batch_processor
+
+
+def _table_width(model: Any, page_size: int) -> int:
+    """Pages of the longest request that the model is made for, within reason."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(MAX_TABLE_WIDTH, -(-(positions or MAX_TABLE_WIDTH) // page_size))
 
 
 def _add(scheduler: Any, add: Any, limits: list[tuple[str, int]], state: Any) -> None:

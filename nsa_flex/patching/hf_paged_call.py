@@ -25,7 +25,7 @@ def read_paged_call(call: dict[str, Any]) -> PagedCall | None:
     """The engine's arguments among those of a decoder; None if it did not call.
 
     Raises:
-        ValueError: the engine was set up without NSA's pages, or pads its batches.
+        ValueError: the engine was set up without NSA's pages.
     """
     cache = call.get("cache")
     if cache is None:
@@ -37,28 +37,48 @@ def read_paged_call(call: dict[str, Any]) -> PagedCall | None:
             "compressed rows: it was made before the model was patched; make a new manager "
             "(model.init_continuous_batching)"
         )
-    lengths, cu_seqlens = pages.lengths(), call["cu_seq_lens_q"]
-    num_tokens = call["position_ids"].shape[1]
-    if sum(length.new for length in lengths) != num_tokens:
-        raise ValueError(
-            f"the batch holds {sum(length.new for length in lengths)} tokens, and {num_tokens} "
-            "came: padded batches (CUDA graphs, compilation) are not supported in continuous "
-            "batching with NSA"
-        )
-    num_keys = call["cu_seq_lens_k"][pages.layer_type]
-    past = num_keys.diff() - cu_seqlens.diff()
-    (written,), (blocks,) = call["write_index"], call["read_index"]
-    between, unused = pages.block_physical_stride, pages.write_trash_index
-    batch = PagedBatch.of(
-        lengths,
-        cu_seqlens,
-        past,
-        Slots(written // between, written % between),
-        _table(blocks, num_keys.diff(), max(map(sum, lengths)), pages.tokens_per_page),
-        unused // between,
-        pages.nsa,
+    num_keys = call["cu_seq_lens_k"][pages.layer_type].diff()
+    batch = (
+        _any_batch(call, pages, num_keys)
+        if call.get("block_table") is None
+        else _batch_of_steps(call, pages, num_keys)
     )
     return PagedCall(batch, pages.layers)
+
+
+def _any_batch(call: dict[str, Any], pages: Any, num_keys: Tensor) -> PagedBatch:
+    """A batch for which the engine lists where each token goes, and the pages of each request."""
+    lengths, cu_seqlens = pages.lengths(), call["cu_seq_lens_q"]
+    num_tokens = sum(length.new for length in lengths)
+    (written,), (blocks,) = call["write_index"], call["read_index"]
+    between = pages.block_physical_stride
+    written = written[:num_tokens]
+    longest = max(map(sum, lengths))
+    return PagedBatch.of(
+        lengths,
+        cu_seqlens,
+        num_keys - cu_seqlens.diff(),
+        Slots(written // between, written % between),
+        _table(blocks, num_keys, longest, pages.tokens_per_page),
+        pages.write_trash_index // between,
+        pages.nsa,
+    )
+
+
+def _batch_of_steps(call: dict[str, Any], pages: Any, num_keys: Tensor) -> PagedBatch:
+    """A batch of single tokens, for which the engine gives a table; it may be captured."""
+    lengths, page_size = pages.lengths(), pages.tokens_per_page
+    table = call["block_table"][pages.index].clamp(min=0).to(torch.int64)
+    is_captured = table.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not is_captured:
+        table = table[:, : -(-max(map(sum, lengths)) // page_size)]
+    new = call["cu_seq_lens_q"].diff()
+    past = num_keys - new
+    unused = pages.write_trash_index // pages.block_physical_stride
+    page = table.gather(1, (past // page_size).to(torch.int64)[:, None])[:, 0]
+    # Padding rows bring no token: what they are given goes to the page that nobody reads.
+    written = Slots(torch.where(new > 0, page, unused), past % page_size)
+    return PagedBatch.of_steps(lengths, past, written, table, unused, is_captured=is_captured)
 
 
 def _table(blocks: Tensor, num_keys: Tensor, longest: int, page_size: int) -> Tensor | None:

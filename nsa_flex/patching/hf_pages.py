@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.cache_allocators import (
@@ -79,6 +80,13 @@ class NSAPages(FullAttentionCacheAllocator):
         """The request's blocks in order: one number a page, where others read one a token."""
         num_pages = -(-(past_length + query_length) // self.tokens_per_page)
         return self.block_table[request_id][:num_pages]
+
+    def fill_block_table(
+        self, request_id: str, past_length: int, query_length: int, block_table: Tensor
+    ) -> None:
+        """Write the request's blocks into its row of the table, as their numbers."""
+        blocks = torch.tensor(self.block_table[request_id], dtype=block_table.dtype)
+        block_table[: len(blocks)].copy_(blocks, non_blocking=True)
 
     def free_all_requests(self) -> None:
         """All blocks are free, and no batch is prepared."""

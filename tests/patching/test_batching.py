@@ -85,6 +85,36 @@ def test_the_tokens_are_those_of_generate(family: str) -> None:
     assert batched(model, inputs) == alone(model, inputs)
 
 
+@pytest.mark.parametrize("width", [0, 4])
+def test_the_tokens_are_the_same_without_a_table_wide_enough(width: int) -> None:
+    model = patched()
+    inputs = prompts(5, 70, 50, 130)
+    assert batched(model, inputs, max_blocks_per_request=width) == alone(model, inputs)
+
+
+@pytest.mark.parametrize("width", [0, 16])
+def test_the_tokens_are_the_same_in_padded_batches(width: int) -> None:
+    """As CUDA graphs pad them, which there are none of on a CPU."""
+    model = patched()
+    inputs = prompts(5, 70, 33)
+    generation = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False)
+    manager = model.init_continuous_batching(
+        generation, batching(max_blocks_per_request=width, q_padding_interval_size=32)
+    )
+    manager.batch_processor = manager._create_batch_processor()
+    manager.batch_processor.model_runner.pad_inputs = True
+    manager.start()
+    names = manager.add_requests(inputs)
+    found = {}
+    while len(found) < len(names):
+        result = manager.get_result(timeout=60)
+        assert result is not None
+        if result.is_finished():
+            found[result.request_id] = result.generated_tokens
+    manager.stop(timeout=30)
+    assert [found[name] for name in names] == alone(model, inputs)
+
+
 def test_in_float32_with_pages_that_cut_selectable_blocks() -> None:
     model = patched().float()
     inputs = prompts(100, 20, 61)
@@ -250,8 +280,7 @@ def test_other_models_keep_the_pages_of_transformers() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "graphs": ({"use_cuda_graph": True}, "CUDA graphs are not supported"),
-    "padding": ({"q_padding_interval_size": 64}, "CUDA graphs are not supported"),
+    "graphs": ({"use_cuda_graph": True}, r"got use_cuda_graph=True: pass \(False, True\)"),
     "compiled": ({"default_compile_level": 1}, "compilation is not supported"),
     "pages": ({"page_size": 18}, "page_size=18 must be a multiple of compress_stride=4"),
 }
