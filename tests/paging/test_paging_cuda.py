@@ -1,4 +1,4 @@
-"""NSA over pages on CUDA: kernels, no waiting for the device, one captured step for any lengths."""
+"""NSA over pages on CUDA: kernels, no waiting for the device, one captured step for all."""
 
 from __future__ import annotations
 
