@@ -1,0 +1,254 @@
+"""Forward of short documents: one CTA a tile of queries of one head, all branches and their sum.
+
+The window's keys come first. Where the selected branch has the same keys, its softmax goes on
+from there with the rest of the document: a score is computed once for both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.softmax import (
+    LN2,
+    base2_scale,
+    finite,
+    online_softmax_update,
+)
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.ranges.config import RangesPlan
+from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
+from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
+
+
+@triton.jit
+def _attend_span(
+    acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride, v_stride,
+    first_key, end_key, row_mask, num_keys, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The keys [first_key, end_key) of each row into the softmax sums of a tile of queries."""
+    begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        key = column.to(tl.int64)
+        k = load_tile(k_ptr, key, k_stride, num_keys, True, HEAD_DIM, BLOCK_D)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if (start < full_begin) | (start >= full_end):
+            seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        v = load_tile(v_ptr, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
+        acc, row_max, row_sum = online_softmax_update(
+            acc, row_max, row_sum, logits, v, scale_log2, None, True, PRECISION
+        )
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _normalise(acc, row_max, row_sum):
+    """Output and natural log-sum-exp of a branch; 0 and -inf for rows without keys."""
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    lse = (finite(row_max) + tl.log2(row_sum)) * LN2
+    return acc / row_sum[:, None], tl.where(empty, float("-inf"), lse)
+
+
+@triton.jit
+def _add_gated(
+    out_ptr, branch, gate_ptr, query, row_stride, num_tokens,
+    FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds a branch times its gate to the output, FIRST: to nothing.
+
+    The sum waits in memory: in registers, a second accumulator would spill in the loops.
+    """
+    gate = tl.load(gate_ptr, mask=query < num_tokens, other=0.0).to(tl.float32)  # [BLOCK_M]
+    total = branch * gate[:, None]  # [BLOCK_M, BLOCK_DV]
+    if not FIRST:
+        tl.debug_barrier()  # other threads of the CTA may have stored what this one loads
+        total += load_tile(out_ptr, query, row_stride, num_tokens, True, DIM, BLOCK).to(tl.float32)
+    store_tile(out_ptr, query, row_stride, num_tokens, total, DIM, BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window"])
+def short_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr, gate_ptr,
+    document_start_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
+    compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr,
+    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
+    v_stride_b, v_stride_h, v_stride_s,
+    window_k_stride_b, window_k_stride_h, window_k_stride_s,
+    window_v_stride_b, window_v_stride_h, window_v_stride_s,
+    ck_stride_b, ck_stride_h, ck_stride_s, cv_stride_b, cv_stride_h, cv_stride_s,
+    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    lse_stride_b, lse_stride_h, lse_stride_s,
+    num_tokens, num_blocks, query_heads, group, reach, window, scale_log2,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SAVE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gated sum and log-sum-exps of one tile of queries and one head; SAVE: the branches too.
+
+    SHARED: the window has the selected branch's keys and values.
+    """
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
+    b = tl.program_id(2).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    query = row.to(tl.int64)
+    row_mask = row < num_tokens
+    if document_start_ptr is not None:
+        document_start_ptr += b * num_tokens
+    first_key, window_first, end_key = token_spans(
+        document_start_ptr, row, num_tokens, reach, window
+    )
+
+    kv_head = (head // group).to(tl.int64)
+    wide_head = head.to(tl.int64)
+    q_ptr += b * q_stride_b + wide_head * q_stride_h
+    k_ptr += b * k_stride_b + kv_head * k_stride_h
+    v_ptr += b * v_stride_b + kv_head * v_stride_h
+    window_k_ptr += b * window_k_stride_b + kv_head * window_k_stride_h
+    window_v_ptr += b * window_v_stride_b + kv_head * window_v_stride_h
+    ck_ptr += b * ck_stride_b + kv_head * ck_stride_h
+    cv_ptr += b * cv_stride_b + kv_head * cv_stride_h
+    gate_ptr += b * gate_stride_b + wide_head * gate_stride_h + query * gate_stride_s
+    first_row = b * num_tokens * query_heads + head
+    row_stride = query_heads * VALUE_DIM
+    stats = first_row + query * query_heads  # [BLOCK_M]
+    q = load_tile(q_ptr, query, q_stride_s, num_tokens, True, HEAD_DIM, BLOCK_D)
+
+    out_ptr += first_row * VALUE_DIM
+    first_block, end_block = block_span(
+        first_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
+    )  # [BLOCK_M] each
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = _attend_span(
+        acc, row_max, row_sum, q, ck_ptr, cv_ptr, ck_stride_s, cv_stride_s,
+        first_block, end_block, row_mask, num_blocks, scale_log2,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
+    )  # fmt: skip
+    branch, lse = _normalise(acc, row_max, row_sum)  # [BLOCK_M, BLOCK_DV], [BLOCK_M]
+    compressed_lse_ptr += b * lse_stride_b + wide_head * lse_stride_h + query * lse_stride_s
+    tl.store(compressed_lse_ptr, lse, mask=row_mask)
+    if SAVE:
+        store_tile(
+            compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
+            VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
+    _add_gated(out_ptr, branch, gate_ptr, query, row_stride, num_tokens, True, VALUE_DIM, BLOCK_DV)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = _attend_span(
+        acc, row_max, row_sum, q, window_k_ptr, window_v_ptr, window_k_stride_s,
+        window_v_stride_s, window_first, end_key, row_mask, num_tokens, scale_log2,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+    )  # fmt: skip
+    branch, lse = _normalise(acc, row_max, row_sum)
+    tl.store(sliding_lse_ptr + stats, lse, mask=row_mask)
+    if SAVE:
+        store_tile(
+            sliding_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
+            VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
+    _add_gated(
+        out_ptr, branch, gate_ptr + 2 * gate_stride_c, query, row_stride, num_tokens,
+        False, VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip
+
+    if SHARED:
+        far_end = window_first
+    else:
+        far_end = end_key
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = _attend_span(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
+        first_key, far_end, row_mask, num_tokens, scale_log2,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+    )  # fmt: skip
+    branch, lse = _normalise(acc, row_max, row_sum)
+    tl.store(selected_lse_ptr + stats, lse, mask=row_mask)
+    if SAVE:
+        store_tile(
+            selected_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
+            VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
+    _add_gated(
+        out_ptr, branch, gate_ptr + gate_stride_c, query, row_stride, num_tokens,
+        False, VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip
+
+
+class ShortResults(NamedTuple):
+    """What `short_forward` returns: outputs (B, S, H, Dv), log-sum-exps float32 (B, S, H)."""
+
+    out: Tensor
+    compressed: Tensor  # the branches are empty unless they are to be saved
+    compressed_lse: Tensor  # (B, H, S), memory (B, S, H) with documents
+    selected: Tensor
+    selected_lse: Tensor
+    sliding: Tensor
+    sliding_lse: Tensor
+
+
+def short_forward(
+    tensors: tuple[Tensor, ...],
+    own: tuple[Tensor, Tensor] | None,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+    reach: int,
+    *,
+    save: bool,
+) -> ShortResults:
+    """All branches of queries that select every block of their documents, and the gated sum.
+
+    Args:
+        tensors: query (B, Hq, S, D), key, value, compressed_key, compressed_value and gates.
+        own: key and value of the sliding branch, if others.
+        document_start: int32 (B, S), contiguous, or None.
+        reach: tokens of the longest document, at most n * l'.
+        save: whether the branches' own outputs are wanted, for the backward.
+    """
+    query, key, value, compressed_key, compressed_value, gates = tensors
+    plan = RangesPlan.of(query, key, value)
+    q, k, v, wk, wv, ck, cv = (
+        rows_contiguous(x)
+        for x in (query, key, value, *(own or (key, value)), compressed_key, compressed_value)
+    )
+    batch, heads, tokens, _ = q.shape
+    shape = (batch, tokens, heads, v.shape[3])
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    branches = [out.new_empty(shape if save else 0) for _ in range(3)]
+    stats: dict = {"dtype": torch.float32, "device": q.device}
+    by_head, *lses = (torch.empty(shape[:3], **stats) for _ in range(3))
+    if document_start is None:
+        compressed_lse = by_head.view(batch, heads, tokens)
+    else:
+        compressed_lse = by_head.transpose(1, 2)
+    short_fwd_kernel[(heads, cdiv(tokens, plan.fwd.block_m), batch)](
+        q, k, v, wk, wv, ck, cv, gates, document_start, out, *branches, compressed_lse, *lses,
+        *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
+        *compressed_lse.stride(),
+        tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
+        base2_scale(scale),
+        COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
+        SHARED=own is None, SAVE=save, **plan.constants(), **plan.fwd.constants(),
+    )  # fmt: skip
+    compressed, selected, sliding = branches
+    return ShortResults(out, compressed, compressed_lse, selected, lses[0], sliding, lses[1])
