@@ -162,9 +162,11 @@ def nsa_attention(
 
     if is_fused(choices, facts):
         tensors = inputs._replace(compressed_key=compressed_key, compressed_value=compressed_value)
-        core = fused.attend(tensors, config, scale, document_start)
+        core = fused.attend(tensors, config, scale, document_start, return_blocks=return_aux)
+        if core.blocks is None:
+            return core.out
         lse = BranchLSE(core.compressed_lse, core.selected_lse, core.sliding_lse)
-        return (core.out, NSAAux(core.blocks, lse)) if return_aux else core.out
+        return core.out, NSAAux(core.blocks, lse)
 
     offset, positions = query_positions(query, key, query_offset)
 

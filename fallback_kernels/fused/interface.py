@@ -15,14 +15,16 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.fused.schedule import run_backward, run_forward
+from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
+from nsa_flex.fallback_kernels.short.core import selects_every_block
 
 
 class CoreResults(NamedTuple):
     """What `core_attention` returns; only `out` carries gradients."""
 
     out: Tensor  # (B, Hq, S, Dv)
-    blocks: Tensor  # int32 (B, Hkv, S, n)
+    blocks: Tensor | None  # int32 (B, Hkv, S, n); None if they were not asked for
     compressed_lse: Tensor  # float32 (B, Hq, S), as the next two
     selected_lse: Tensor
     sliding_lse: Tensor
@@ -41,6 +43,8 @@ def core_attention(
     config: NSAConfig,
     scale: float,
     document_start: Tensor | None = None,
+    max_document_length: int | None = None,
+    return_blocks: bool = True,
 ) -> CoreResults:
     """All of `nsa_attention` where the queries are all the tokens of a row.
 
@@ -54,6 +58,9 @@ def core_attention(
         scale: factor of query . key.
         document_start: int32 (B, S), contiguous, key index of the first token of each query's
             document, a multiple of l'; None where each row is one document.
+        max_document_length: tokens of the longest of these documents, if known. Up to n * l' every
+            query selects every block, and other kernels run.
+        return_blocks: whether the selected blocks are wanted.
 
     Returns:
         `CoreResults`. Differentiable once, in all tensors. Sums are float32; the backward of the
@@ -73,11 +80,13 @@ def core_attention(
         and any(x is not None and x.requires_grad for x in (*tensors, *own)),
         torch.are_deterministic_algorithms_enabled(),
         document_start,
+        max_document_length,
+        return_blocks,
     )
     out, blocks, _, compressed_lse, _, selected_lse, _, sliding_lse, _ = results
     return CoreResults(
         out.transpose(1, 2),
-        blocks,
+        blocks if return_blocks else None,
         compressed_lse,
         selected_lse.transpose(1, 2),
         sliding_lse.transpose(1, 2),
@@ -100,6 +109,8 @@ def core_forward(
     differentiable: bool,
     deterministic: bool,
     document_start: Tensor | None = None,
+    max_document_length: int | None = None,
+    return_blocks: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, blocks, output and log-sum-exp of each branch, and the index of the selection.
 
@@ -107,16 +118,26 @@ def core_forward(
     H, S), with documents in (B, S, H) memory. What only a backward wants is empty unless the call
     is `differentiable`: the index and the outputs of the branches. `deterministic` is for the
     backward. Without keys and values of its own the sliding branch has the selected one's.
-    `counts` are an `NSAConfig`'s, `document_start` is what `core_attention` takes.
+    `counts` are an `NSAConfig`'s, `document_start` and `max_document_length` are what
+    `core_attention` takes. Without `return_blocks` the blocks may be anything.
     """
     tensors = (query, key, value, compressed_key, compressed_value, gates)
     own = None
     if sliding_key is not None and sliding_value is not None:
         own = (sliding_key, sliding_value)
+    config = NSAConfig.of_counts(counts)
+    call = (tensors, own, document_start, config, scale, differentiable)
     with torch.cuda.device_of(query):
-        return run_forward(
-            tensors, own, document_start, NSAConfig.of_counts(counts), scale, differentiable
-        )
+        if _is_short(query, document_start, max_document_length, config):
+            return run_short_forward(*call, return_blocks)
+        return run_forward(*call)
+
+
+def _is_short(
+    query: Tensor, document_start: Tensor | None, longest: int | None, config: NSAConfig
+) -> bool:
+    """Decided in the operators, where lengths are numbers: outside, each would be a guard."""
+    return selects_every_block(query.shape[2], document_start is not None, longest, config)
 
 
 @core_forward.register_fake
@@ -168,6 +189,7 @@ def core_backward(
     counts: list[int],
     deterministic: bool,
     document_start: Tensor | None = None,
+    max_document_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the eight tensors that `core_forward` takes; empty for what it did not get.
 
@@ -176,10 +198,12 @@ def core_backward(
         inputs: the six tensors, or all eight.
         results: all but the first.
         counts: `NSAConfig.counts`.
-        document_start: as the forward had it.
+        document_start, max_document_length: as the forward had them.
     """
     config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
+        if _is_short(inputs[0], document_start, max_document_length, config):
+            return run_short_backward(grad, inputs, results, document_start, scale, config)
         return run_backward(grad, inputs, results, document_start, scale, config, deterministic)
 
 
@@ -202,8 +226,8 @@ def _empty_bshd(x: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (ctx.scale, ctx.counts, _, ctx.deterministic, document_start) = inputs[:8], inputs[8:]
-    tensors = tuple(x for x in tensors if x is not None)
+    ctx.scale, ctx.counts, _, ctx.deterministic, document_start, ctx.longest, _ = inputs[8:]
+    tensors = tuple(x for x in inputs[:8] if x is not None)
     ctx.num_tensors = len(tensors)
     ctx.save_for_backward(*tensors, *output[1:], document_start)
     ctx.mark_non_differentiable(*output[1:])
@@ -211,14 +235,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
-    options = (None,) * 5
+    options = (None,) * 7
     if grad is None:
         return *(None,) * 8, *options
     *saved, document_start = ctx.saved_tensors
     inputs, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-    grads = _core_gradients(
-        grad, inputs, results, ctx.scale, ctx.counts, ctx.deterministic, document_start
-    )
+    options_of_backward = (ctx.scale, ctx.counts, ctx.deterministic, document_start, ctx.longest)
+    grads = _core_gradients(grad, inputs, results, *options_of_backward)
     q, k, v, ck, cv, *others = grads
     gates, *own = (x.transpose(1, 2) if x.dim() > 1 else None for x in others)
     return *(x.transpose(1, 2) for x in (q, k, v)), ck, cv, gates, *own, *options

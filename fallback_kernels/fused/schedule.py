@@ -35,6 +35,9 @@ from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
+CoreTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+CoreGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 def run_forward(
     tensors: tuple[Tensor, ...],
@@ -43,7 +46,7 @@ def run_forward(
     config: NSAConfig,
     scale: float,
     differentiable: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> CoreTensors:
     """The results of `core_forward`; `own`: keys and values of the sliding branch, if others."""
     query, key, value, compressed_key, compressed_value, gates = tensors
     tokens = query.shape[2]
@@ -126,7 +129,7 @@ def run_backward(
     scale: float,
     config: NSAConfig,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> CoreGradients:
     """The results of `core_backward`."""
     query, key, value, compressed_key, compressed_value, gates, *own = inputs
     blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (

@@ -24,9 +24,7 @@ from nsa_flex.fallback_kernels.short.spans import block_span, end_of_documents, 
 CHUNK = 256  # tokens whose documents are looked at together
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_blocks", "reach", "window", "compressed_tiles"]
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window", "compressed_tiles"])
 def short_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, grad_out_ptr, stats_ptr,
     grad_k_ptr, grad_v_ptr, grad_ck_ptr, grad_cv_ptr,
@@ -99,7 +97,9 @@ def short_bwd_dkdv_kernel(
         head = (first_head + i // per_head).to(tl.int64)
         nth = i % per_head
         is_far = nth >= near_tiles
-        row = tl.where(is_far, far_begin + (nth - near_tiles) * BLOCK_M, near_begin + nth * BLOCK_M)
+        row = tl.where(
+            is_far, far_begin + (nth - near_tiles) * BLOCK_M, near_begin + nth * BLOCK_M
+        )
         row += tl.arange(0, BLOCK_M)  # [BLOCK_M]
         query = row.to(tl.int64)
         row_mask = row < num_tokens
@@ -182,9 +182,7 @@ def key_gradients(
         stats: of `query_gradients`.
     """
     plan = RangesPlan.of(query, *keys)
-    q, do, k, v, ck, cv = (
-        rows_contiguous(x) for x in (query, grad, *keys, *(compressed or keys))
-    )
+    q, do, k, v, ck, cv = (rows_contiguous(x) for x in (query, grad, *keys, *(compressed or keys)))
     batch, heads, tokens, _ = q.shape
     kv_heads, num_blocks = k.shape[1], ck.shape[2]
     splits = plan.head_splits

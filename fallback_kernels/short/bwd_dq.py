@@ -29,9 +29,7 @@ NUM_STATS = 9  # L, a and b of near keys, far keys and compressed keys
 
 
 @triton.jit
-def _delta(
-    ptr, grad_out, query, row_stride, num_tokens, DIM: tl.constexpr, BLOCK: tl.constexpr
-):
+def _delta(ptr, grad_out, query, row_stride, num_tokens, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """rowsum(out * grad_out) [BLOCK_M] of a branch's output: its gate's gradient, too."""
     out = load_tile(ptr, query, row_stride, num_tokens, True, DIM, BLOCK)  # [BLOCK_M, BLOCK_DV]
     return tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)

@@ -28,9 +28,7 @@ def token_spans(document_start_ptr, row, num_tokens, reach, window):
 
 
 @triton.jit
-def block_span(
-    first, row, num_tokens, num_blocks, COMPRESS: tl.constexpr, STRIDE: tl.constexpr
-):
+def block_span(first, row, num_tokens, num_blocks, COMPRESS: tl.constexpr, STRIDE: tl.constexpr):
     """First compressed block of the document of a query, and one past its last complete one."""
     first_block = tl.minimum(first // STRIDE, num_blocks)
     complete = tl.maximum(row + 1 - COMPRESS + STRIDE, 0) // STRIDE

@@ -32,11 +32,22 @@ def unsupported_reason(facts: Facts) -> str | None:
 
 
 def attend(
-    inputs: Inputs, config: NSAConfig, scale: float, document_start: Tensor | None
+    inputs: Inputs,
+    config: NSAConfig,
+    scale: float,
+    document_start: Tensor | None,
+    *,
+    return_blocks: bool,
 ) -> CoreResults:
     """The core of `nsa_attention` with such inputs, checked."""
     from nsa_flex.fallback_kernels.fused.interface import core_attention
 
     if document_start is not None:
         document_start = document_start.to(torch.int32).contiguous()
-    return core_attention(*inputs, config=config, scale=scale, document_start=document_start)
+    return core_attention(
+        *inputs,
+        config=config,
+        scale=scale,
+        document_start=document_start,
+        return_blocks=return_blocks,
+    )

@@ -35,6 +35,12 @@ APART = {"compressed": "sdpa", "selected": "triton", "sliding": "fa2"}
 INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
 
 
+@pytest.fixture(autouse=True)
+def _not_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of long documents, at small lengths; test_short.py has the others."""
+    monkeypatch.setattr(core, "selects_every_block", lambda *_: False)
+
+
 @only_outside
 def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     """Every test below that does not need a GPU, on the CPU."""

@@ -38,6 +38,12 @@ APART = {"compressed": "triton", "selected": "triton", "sliding": "flex"}
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="CUDA has tests of its own below")
 
 
+@pytest.fixture(autouse=True)
+def _not_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of long documents, at small lengths; test_short.py has the others."""
+    monkeypatch.setattr(core, "selects_every_block", lambda *_: False)
+
+
 @only_outside
 def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     """Every test below that does not need a GPU, on the CPU."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa_flex import NSAConfig
+from nsa_flex import NSAConfig, explain, nsa_attention
 from reference import oracle
 from reference.accuracy import assert_close, leaf, to_float64
 from reference.interpreter import (
@@ -24,8 +24,10 @@ from reference.interpreter import (
 )
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.fused import interface
+from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
-from nsa_flex.fallback_kernels.short.core import run_backward, selects_every_block
+from nsa_flex.fallback_kernels.short.core import every_block, selects_every_block, short_backward
 from nsa_flex.fallback_kernels.short.fwd import short_forward
 
 PAPER = NSAConfig()
@@ -103,9 +105,7 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
     }
     if case.own:
         shapes |= {"sliding_key": shapes["key"], "sliding_value": shapes["value"]}
-    return {
-        name: leaf(shape, case.dtype, DEVICE, grad=False) for name, shape in shapes.items()
-    }
+    return {name: leaf(shape, case.dtype, DEVICE, grad=False) for name, shape in shapes.items()}
 
 
 def run(
@@ -116,10 +116,10 @@ def run(
     own = (inputs["sliding_key"], inputs["sliding_value"]) if case.own else None
     start = case.document_start()
     reach = max(case.documents)
-    assert selects_every_block(reach, case.config)
+    assert selects_every_block(case.num_tokens, start is not None, reach, case.config)
     options = (case.config, case.scale, reach)
     results = short_forward(tensors, own, start, *options, save=True)
-    grads = run_backward(grad, tensors, own, results, start, *options)
+    grads = short_backward(grad, tensors, own, results, start, *options)
     found = {"output": results.out.transpose(1, 2), "compressed": results.compressed_lse}
     found |= {
         name: getattr(results, f"{name}_lse").transpose(1, 2) for name in ("selected", "sliding")
@@ -216,7 +216,7 @@ def test_equal_inputs_give_equal_bits() -> None:
     alone = short_forward(tensors, None, *options, save=False)
     results = short_forward(tensors, None, *options, save=True)
     assert torch.equal(alone.out, results.out)
-    grads, again = (run_backward(grad, tensors, None, results, *options) for _ in range(2))
+    grads, again = (short_backward(grad, tensors, None, results, *options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
 
 
@@ -309,3 +309,132 @@ def test_any_packing(documents: list[int], own: bool, window: int) -> None:
 def test_the_papers_sizes() -> None:
     """Some tiles of keys are inside of the window, some outside, some on its edge."""
     check(Case((700,), group=1, config=PAPER))
+
+
+def core_inputs(inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves by the order of `INPUTS` (and `OWN`), and what `core_attention` takes."""
+    leaves = [x.detach().requires_grad_() for x in inputs.values()]
+    query, key, value, compressed_key, compressed_value, gates, *own = leaves
+    window = own or (key, value)
+    return leaves, [query, key, value, compressed_key, compressed_value, *window, gates]
+
+
+@kernels
+@pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
+def test_the_core_gives_gradients_and_all_blocks(own: bool) -> None:
+    case = Case((70,), batch=2, kv_heads=2, own=own)
+    inputs = inputs_of(case)
+    leaves, tensors = core_inputs(inputs)
+    results = core_attention(*tensors, config=case.config, scale=case.scale)
+    arrays = [to_float64(inputs[name]) for name in INPUTS]
+    more = {name: to_float64(inputs[name]) for name in OWN if own} | {"scale": case.scale}
+    want = oracle.forward(*arrays, case.config, **more)
+    assert results.blocks is not None
+    np.testing.assert_array_equal(results.blocks.cpu().numpy(), want.blocks)
+    assert_close("output", results.out, want.out, None, case.dtype)
+    for name in oracle.BRANCHES:
+        assert_close(name, getattr(results, f"{name}_lse"), want.lse[name], None, case.dtype)
+    grad = leaf(results.out.shape, case.dtype, DEVICE, grad=False)
+    grads = torch.autograd.grad(results.out, leaves, grad)
+    wanted = oracle.backward(*arrays, case.config, to_float64(grad), **more)
+    least = 0.1 * float(grad.norm())
+    for name, got in zip(inputs, grads, strict=True):
+        assert_close(name, got, getattr(wanted, name), None, case.dtype, least=least)
+    assert core_attention(*tensors, config=case.config, scale=1.0, return_blocks=False)[1] is None
+
+
+@kernels
+def test_blocks_of_documents() -> None:
+    case = Case((33, 5, 64))
+    start = case.document_start()
+    blocks = every_block(inputs_of(case)["query"], 3, start, case.config)
+    inputs = [to_float64(x) for x in inputs_of(case).values()]
+    assert start is not None
+    want = oracle.forward(*inputs, case.config, document_start=start.cpu().numpy()).blocks
+    for head in range(3):
+        np.testing.assert_array_equal(blocks[:, head].cpu().numpy(), want[:, 0])
+
+
+@kernels
+@pytest.mark.parametrize("length", [79, 80, 81])
+def test_which_lengths_are_short(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to n * l' tokens: from there on a query leaves blocks out."""
+
+    class Long(Exception):
+        pass
+
+    def long(*_: object) -> None:
+        raise Long
+
+    monkeypatch.setattr(interface, "run_forward", long)
+    case = Case((length,), dtype=LOW_PRECISION[-1])
+    _, tensors = core_inputs(inputs_of(case))
+    if length <= 80:
+        core_attention(*tensors, config=case.config, scale=case.scale)
+    else:
+        with pytest.raises(Long):
+            core_attention(*tensors, config=case.config, scale=case.scale)
+
+
+@only_outside
+def test_explain_tells_the_three_launches() -> None:
+    query = torch.empty(2, 1024, 8, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    key = query[:, :2]
+    told = explain(query, key, device="cuda", needs_grad=True).kernels
+    assert [run.name for run in told.forward] == ["short_fwd_kernel"]
+    assert [run.name for run in told.backward] == ["short_bwd_dq_kernel", "short_bwd_dkdv_kernel"]
+    assert all(
+        run.launches == 1 and run.stage == "short" for run in (*told.forward, *told.backward)
+    )
+    longer = query.new_empty(1, 8, 1025, 128), key.new_empty(1, 2, 1025, 128)
+    assert "short" not in {run.stage for run in explain(*longer, device="cuda").kernels.forward}
+
+
+# On a device: against the kernels of long documents, which take any length.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "dim", "value_dim"),
+    [
+        (3, (16, 4), 1024, 128, 128),
+        (1, (64, 4), 1000, 128, 128),
+        (2, (4, 4), 577, 64, 64),
+        (2, (8, 2), 33, 96, 80),
+        (1, (8, 2), 31, 128, 64),
+        (2, (6, 2), 1, 128, 128),
+        (1, (32, 8), 700, 192, 128),
+    ],
+)
+def test_is_the_core_of_long_documents(
+    batch: int,
+    heads: tuple[int, int],
+    length: int,
+    dim: int,
+    value_dim: int,
+    own: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"batch": batch, "group": heads[0] // heads[1], "kv_heads": heads[1], "own": own}
+    dims = {"head_dim": dim, "value_dim": value_dim, "dtype": torch.bfloat16}
+    case = Case((length,), config=PAPER, **sizes, **dims)
+    inputs = inputs_of(case)
+    grad = leaf((batch, heads[0], length, value_dim), case.dtype, DEVICE, grad=False)
+
+    def step() -> tuple[Tensor, list[Tensor]]:
+        leaves, (q, k, v, ck, cv, sk, sv, gates) = core_inputs(inputs)
+        keys = {"sliding_key": sk, "sliding_value": sv} if own else {}
+        out, aux = nsa_attention(q, k, v, ck, cv, gates, config=PAPER, return_aux=True, **keys)
+        torch.testing.assert_close(
+            nsa_attention(q, k, v, ck, cv, gates, config=PAPER, **keys), out, rtol=0, atol=0
+        )
+        return aux.blocks, [out, *torch.autograd.grad(out, leaves, grad)]
+
+    blocks, found = step()
+    monkeypatch.setattr(interface, "selects_every_block", lambda *_: False)
+    want_blocks, want = step()
+    assert torch.equal(blocks, want_blocks)
+    floor = 2**-9 * float(grad.norm()) if length < 2 else 0.0
+    for name, x, y in zip(("output", *inputs), found, want, strict=True):
+        assert (x.float() - y.float()).norm() <= 2**-6 * y.float().norm() + floor, name
