@@ -18,7 +18,7 @@ from nsa_flex.dispatch import (
     choose_backends,
     is_fused,
 )
-from nsa_flex.inputs import Inputs, check_inputs, known_offset, query_positions
+from nsa_flex.inputs import Inputs, check_documents, check_inputs, known_offset, query_positions
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 
@@ -61,6 +61,7 @@ def nsa_attention(
     sliding_value: Tensor | None = ...,
     query_offset: int | Tensor | None = ...,
     document_start: Tensor | None = ...,
+    max_document_length: int | None = ...,
     return_aux: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -81,6 +82,7 @@ def nsa_attention(
     sliding_value: Tensor | None = ...,
     query_offset: int | Tensor | None = ...,
     document_start: Tensor | None = ...,
+    max_document_length: int | None = ...,
     return_aux: Literal[True],
 ) -> tuple[Tensor, NSAAux]: ...
 
@@ -100,6 +102,7 @@ def nsa_attention(
     sliding_value: Float[Tensor, "B Hkv Sk Dv"] | None = None,
     query_offset: int | Int[Tensor, " B"] | None = None,
     document_start: Int[Tensor, "B Sq"] | None = None,
+    max_document_length: int | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, NSAAux]:
     """Native Sparse Attention: `o_t = sum_c g_c * Attention_c(q_t)` over three branches c.
@@ -122,6 +125,9 @@ def nsa_attention(
             query are never seen, so that Sk may be the length of a larger static cache.
         document_start: int (B, Sq), key index of the first token of each query's document, a
             multiple of `select_block_size`; see `nsa_flex.documents` for packed and padded rows.
+        max_document_length: tokens of the longest of these documents, where the host knows. It is
+            a promise, which no kernel checks: up to n * l' every query selects every block, so
+            that nothing is scored, and a query of a longer document gets wrong results.
         return_aux: also return the chosen blocks and the log-sum-exps.
 
     Returns:
@@ -129,6 +135,7 @@ def nsa_attention(
         compressed block (t < l - 1) gets 0 from that branch, with zero gradients.
 
     Raises:
+        TypeError: an input that is no tensor, or a max_document_length that is no int.
         ValueError: shapes, head counts, dtypes or devices that do not fit together, or a backend
             that cannot compute what was asked of it.
 
@@ -150,6 +157,7 @@ def nsa_attention(
     if (sliding_key is None) != (sliding_value is None):
         raise ValueError("sliding_key and sliding_value must be given together")
     check_inputs(inputs, config, query_offset, document_start)
+    check_documents(document_start, max_document_length)
     facts = inputs.facts(config, query_offset, document_start)
     choices = choose_backends(facts, backend)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -162,7 +170,14 @@ def nsa_attention(
 
     if is_fused(choices, facts):
         tensors = inputs._replace(compressed_key=compressed_key, compressed_value=compressed_value)
-        core = fused.attend(tensors, config, scale, document_start, return_blocks=return_aux)
+        core = fused.attend(
+            tensors,
+            config,
+            scale,
+            document_start,
+            max_document_length,
+            return_blocks=return_aux,
+        )
         if core.blocks is None:
             return core.out
         lse = BranchLSE(core.compressed_lse, core.selected_lse, core.sliding_lse)

@@ -107,6 +107,25 @@ class NSAConfig:
         """Blocks chosen whatever their score: initial plus local."""
         return self.num_initial_blocks + self.num_local_blocks
 
+    @property
+    def num_selected_tokens(self) -> int:
+        """n * l': in documents of no more tokens, every query selects every block up to its own."""
+        return self.num_selected_blocks * self.select_block_size
+
+    def selects_every_block(
+        self, num_tokens: int, documents: bool, max_document_length: int | None
+    ) -> bool:
+        """Whether each query has all blocks of its document, as far as the host knows.
+
+        Args:
+            num_tokens: of a row, which is one document unless there are `documents`.
+            max_document_length: tokens of the longest document; None if nobody knows.
+        """
+        longest = num_tokens
+        if documents and max_document_length is not None:
+            longest = min(longest, max_document_length)
+        return longest <= self.num_selected_tokens
+
     def num_compressed_blocks(self, num_tokens: int) -> int:
         """N = max(0, (S - l) // d + 1): only whole blocks exist."""
         return max(0, (num_tokens - self.compress_block_size) // self.compress_stride + 1)

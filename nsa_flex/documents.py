@@ -32,6 +32,7 @@ class DocumentLayout(NamedTuple):
         Blocks behind the last document are documents of their own, which cost attention little.
     repeats: bool (B', S'), slots that repeat a token; None if there are none.
     padding: bool (B, S), tokens that no slot is for; None if there are none.
+    max_document_length: no document has more tokens; None where the host does not know.
     """
 
     source: Tensor
@@ -39,6 +40,7 @@ class DocumentLayout(NamedTuple):
     start: Tensor | None
     repeats: Tensor | None = None
     padding: Tensor | None = None
+    max_document_length: int | None = None
 
     def align(self, x: Tensor) -> Tensor:
         """(B, H, S, D) -> (B', H, S', D)."""
@@ -57,27 +59,43 @@ class DocumentLayout(NamedTuple):
         return slots - self.start.flatten()[self.target]
 
 
-def align_packed(cu_seqlens: Tensor, num_tokens: int, config: NSAConfig) -> DocumentLayout:
+def align_packed(
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    config: NSAConfig,
+    max_document_length: int | None = None,
+) -> DocumentLayout:
     """Layout of one row of `num_tokens` tokens that holds `len(cu_seqlens) - 1` documents.
 
     Args:
         cu_seqlens: int (M + 1,), document m is tokens cu_seqlens[m] up to cu_seqlens[m + 1];
             the first is 0. Empty documents are allowed.
         num_tokens: T, length of the row.
+        max_document_length: tokens of the longest document, if the host knows. A longer one raises
+            an error on the device (an assertion that the host does not wait for).
 
     Returns:
         a layout with B = B' = 1 and S' at most T + M * (l' - 1), known without reading values.
 
     Raises:
-        ValueError: cu_seqlens is not a one-dimensional integer tensor of at least two entries.
+        ValueError: cu_seqlens is not a one-dimensional integer tensor of at least two entries, or
+            max_document_length is less than 1.
+        TypeError: max_document_length is not an int.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
         raise ValueError(
             f"cu_seqlens must be a 1-D integer tensor (num_documents + 1,), "
             f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
+    check_max_document_length(max_document_length)
     num_documents = cu_seqlens.shape[0] - 1
     cu = cu_seqlens.long()
+    if max_document_length is not None:
+        torch._assert_async(
+            (cu.diff() <= max_document_length).all(),
+            "cu_seqlens hold a document that is longer than max_document_length: pass the length "
+            "of the longest",
+        )
     token = torch.arange(num_tokens, device=cu.device)
     # One less than the number of documents that begin at or before the token. Over all of cu:
     # Inductor of torch 2.11 cannot search in a slice.
@@ -85,7 +103,21 @@ def align_packed(cu_seqlens: Tensor, num_tokens: int, config: NSAConfig) -> Docu
     first = cu[document.clamp(0, num_documents - 1)]
     room = num_documents * (config.select_block_size - 1)
     num_slots = _num_slots(num_tokens, room, config)
-    return _row(first, _aligned(first, config), num_slots, config)
+    layout = _row(first, _aligned(first, config), num_slots, config)
+    return layout._replace(max_document_length=max_document_length)
+
+
+def check_max_document_length(length: object) -> None:
+    """Raises TypeError or ValueError unless it is None or a positive int."""
+    if length is None:
+        return
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(
+            f"max_document_length must be an int or None, got {type(length).__name__}: a tensor "
+            "would have to be read"
+        )
+    if length < 1:
+        raise ValueError(f"max_document_length={length} must be at least 1")
 
 
 def align_positions(

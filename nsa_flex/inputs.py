@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Facts
+from nsa_flex.documents import check_max_document_length
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -151,6 +152,16 @@ def _num_compressed(inputs: Inputs, config: NSAConfig) -> int:
     kv_len, got = inputs.key.shape[2], inputs.compressed_key.shape[2]
     whole = (kv_len - config.compress_block_size) // config.compress_stride + 1
     return max(whole, min(got, 2))
+
+
+def check_documents(document_start: Tensor | None, max_document_length: int | None) -> None:
+    """Whether what is said of documents fits; how long they are is not looked at."""
+    check_max_document_length(max_document_length)
+    if max_document_length is not None and document_start is None:
+        raise ValueError(
+            f"max_document_length={max_document_length} was given without document_start: pass "
+            "both, or leave it out, since each row is one document then"
+        )
 
 
 def check_positions(

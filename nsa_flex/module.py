@@ -126,6 +126,7 @@ class NSAAttention(nn.Module):
         *,
         positions: Shaped[Tensor, "*rows S"] | None = None,
         cu_seqlens: Int[Tensor, " bounds"] | None = None,
+        max_document_length: int | None = None,
         attention_mask: Shaped[Tensor, "B S"] | None = None,
         cache: LayerCache | None = None,
         return_aux: bool = False,
@@ -139,6 +140,9 @@ class NSAAttention(nn.Module):
                 They have no say in what is visible.
             cu_seqlens: int (M + 1,), starts of M documents packed into the one row of x, then S.
                 Each is computed as if it were alone.
+            max_document_length: tokens of the longest of these documents, if the host knows. Up to
+                n * l' nothing needs to be scored or selected. A longer document raises an error
+                on the device.
             attention_mask: (B, S), nonzero at real tokens, which are adjacent; padding on the
                 left or right. Each row is computed as its real tokens alone.
             cache: of `new_cache`: the tokens of x follow those it holds, and are added to it.
@@ -160,7 +164,7 @@ class NSAAttention(nn.Module):
                 raise ValueError("cu_seqlens and cache were both given: cache one document a row")
             out, aux = self._attend_cached(x, positions, attention_mask, cache, return_aux)
             return out if aux is None else (out, aux)
-        layout = self._layout(x, cu_seqlens, attention_mask)
+        layout = self._layout(x, cu_seqlens, max_document_length, attention_mask)
         out, aux = self._attend(x, positions, layout, return_aux)
         if attention_mask is not None:
             out = out.masked_fill((attention_mask == 0)[:, :, None], 0)
@@ -257,6 +261,7 @@ class NSAAttention(nn.Module):
             sliding_key=sliding_key,
             sliding_value=sliding_value,
             document_start=None if layout is None else layout.start,
+            max_document_length=None if layout is None else layout.max_document_length,
             return_aux=return_aux,
         )
         out, aux = result if isinstance(result, tuple) else (result, None)
@@ -274,10 +279,19 @@ class NSAAttention(nn.Module):
         return x.chunk(3, dim=1) if self.separate_branch_kv else (x, x, x)
 
     def _layout(
-        self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        max_document_length: int | None,
+        attention_mask: Tensor | None,
     ) -> DocumentLayout | None:
         if cu_seqlens is not None:
-            return align_packed(cu_seqlens, x.shape[1], self.config)
+            return align_packed(cu_seqlens, x.shape[1], self.config, max_document_length)
+        if max_document_length is not None:
+            raise ValueError(
+                f"max_document_length={max_document_length} was given without cu_seqlens: pass "
+                "both, or leave it out"
+            )
         return None if attention_mask is None else align_padded(attention_mask)
 
     def _check(

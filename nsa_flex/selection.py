@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.installed import HAS_TRITON
 
 # Float32 scores alive at once: 2^26 (256 MB) whatever S is.
@@ -85,6 +86,9 @@ def _choose_blocks(
     config = NSAConfig.of_counts(counts)
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_compressed = compressed_key.shape[1:3]
+    if num_blocks <= config.num_selected_blocks:
+        shape = (batch, kv_heads, num_queries, config.num_selected_blocks)
+        return every_block(positions, document_start, shape, config.select_block_size)
     grouped = query.view(batch, kv_heads, heads // kv_heads, num_queries, dim)
     blocks = query.new_empty(
         (batch, kv_heads, num_queries, config.num_selected_blocks), dtype=torch.int32

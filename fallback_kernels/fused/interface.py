@@ -17,7 +17,6 @@ from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.fused.schedule import run_backward, run_forward
 from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
-from nsa_flex.fallback_kernels.short.core import selects_every_block
 
 
 class CoreResults(NamedTuple):
@@ -128,16 +127,19 @@ def core_forward(
     config = NSAConfig.of_counts(counts)
     call = (tensors, own, document_start, config, scale, differentiable)
     with torch.cuda.device_of(query):
-        if _is_short(query, document_start, max_document_length, config):
+        if is_short(query, document_start, max_document_length, config):
             return run_short_forward(*call, return_blocks)
         return run_forward(*call)
 
 
-def _is_short(
+def is_short(
     query: Tensor, document_start: Tensor | None, longest: int | None, config: NSAConfig
 ) -> bool:
-    """Decided in the operators, where lengths are numbers: outside, each would be a guard."""
-    return selects_every_block(query.shape[2], document_start is not None, longest, config)
+    """Whether every query selects every block, so that other kernels run.
+
+    Asked in the operators, where lengths are numbers: outside, each would be a guard.
+    """
+    return config.selects_every_block(query.shape[2], document_start is not None, longest)
 
 
 @core_forward.register_fake
@@ -202,7 +204,7 @@ def core_backward(
     """
     config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
-        if _is_short(inputs[0], document_start, max_document_length, config):
+        if is_short(inputs[0], document_start, max_document_length, config):
             return run_short_backward(grad, inputs, results, document_start, scale, config)
         return run_backward(grad, inputs, results, document_start, scale, config, deterministic)
 

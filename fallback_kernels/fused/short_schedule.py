@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.fused.schedule import CoreGradients, CoreTensors
 from nsa_flex.fallback_kernels.selected.config import index_words
-from nsa_flex.fallback_kernels.short.core import every_block, longest_short, short_backward
+from nsa_flex.fallback_kernels.short.core import short_backward
 from nsa_flex.fallback_kernels.short.fwd import ShortResults, short_forward
 
 
@@ -30,15 +31,22 @@ def run_short_forward(
     """
     query, _, value, *_ = tensors
     batch, _, tokens, _ = query.shape
+    shape = (batch, value.shape[1], tokens, config.num_selected_blocks)
     if return_blocks:
-        blocks = every_block(query, value.shape[1], document_start, config)
+        positions = torch.arange(tokens, device=query.device)[None]
+        blocks = every_block(positions, document_start, shape, config.select_block_size)
     else:
-        shape = (batch, value.shape[1], tokens, config.num_selected_blocks)
         blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
     words = index_words(query, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
     found = short_forward(
-        tensors, own, document_start, config, scale, longest_short(config), save=differentiable
+        tensors,
+        own,
+        document_start,
+        config,
+        scale,
+        config.num_selected_tokens,
+        save=differentiable,
     )
     return (
         found.out,
@@ -72,7 +80,7 @@ def run_short_backward(
         document_start,
         config,
         scale,
-        longest_short(config),
+        config.num_selected_tokens,
     )
     dq, dk, dv, dck, dcv, gates, *of_window = grads
     window_key, window_value = of_window or (grad.new_empty(0), grad.new_empty(0))

@@ -5,48 +5,12 @@ No block is scored or chosen: the selected branch is causal attention within the
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.short.bwd_dkdv import key_gradients
 from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients
 from nsa_flex.fallback_kernels.short.fwd import ShortResults
-
-
-def longest_short(config: NSAConfig) -> int:
-    """n * l': tokens of the longest document whose queries have all blocks up to their own."""
-    return config.num_selected_blocks * config.select_block_size
-
-
-def selects_every_block(
-    num_tokens: int, documents: bool, max_document_length: int | None, config: NSAConfig
-) -> bool:
-    """Whether each query has all blocks of its document, as far as the host knows.
-
-    Args:
-        num_tokens: of a row, which is one document unless there are `documents`.
-        max_document_length: tokens of the longest document; None if nobody knows.
-    """
-    longest = num_tokens
-    if documents and max_document_length is not None:
-        longest = min(longest, max_document_length)
-    return longest <= longest_short(config)
-
-
-def every_block(
-    query: Tensor, kv_heads: int, document_start: Tensor | None, config: NSAConfig
-) -> Tensor:
-    """int32 (B, Hkv, S, n): the blocks from a document's first to the own one, -1 behind them."""
-    batch, _, tokens, _ = query.shape
-    options: dict = {"dtype": torch.int32, "device": query.device}
-    size, slots = config.select_block_size, config.num_selected_blocks
-    own = torch.arange(tokens, **options)[None, :, None] // size  # [1, S, 1]
-    block = torch.arange(slots, **options)[None, None]  # [1, 1, n]
-    if document_start is not None:
-        block = block + document_start[:, :, None] // size  # [B, S, n]
-    blocks = torch.where(block <= own, block, -1)
-    return blocks[:, None].expand(batch, kv_heads, tokens, slots).contiguous()
 
 
 def short_backward(

@@ -19,6 +19,7 @@ from nsa_flex.fallback_kernels.common.arch import (
     supports_tma,
     triton_unsupported_reason,
 )
+from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.streams import round_robin
@@ -148,6 +149,9 @@ def run_topk(
     """What `select_topk_blocks` runs; operators that contain it call this."""
     config = NSAConfig.of_counts(counts)
     batch, heads, num_queries, dim = query.shape
+    if num_blocks <= config.num_selected_blocks:
+        shape = (batch, compressed_key.shape[1], num_queries, config.num_selected_blocks)
+        return every_block(positions, document_start, shape, config.select_block_size)
     query, key = rows_contiguous(query), rows_contiguous(compressed_key)
     compress = {"COMPRESS": config.compress_block_size, "STRIDE": config.compress_stride}
     select = {

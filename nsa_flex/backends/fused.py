@@ -36,6 +36,7 @@ def attend(
     config: NSAConfig,
     scale: float,
     document_start: Tensor | None,
+    max_document_length: int | None,
     *,
     return_blocks: bool,
 ) -> CoreResults:
@@ -49,5 +50,6 @@ def attend(
         config=config,
         scale=scale,
         document_start=document_start,
+        max_document_length=max_document_length,
         return_blocks=return_blocks,
     )

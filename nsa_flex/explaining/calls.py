@@ -35,6 +35,7 @@ class AttentionCall:
     backend: Backend
     query_offset: int | Tensor | None
     document_start: Tensor | None
+    max_document_length: int | None
     needs_grad: bool
 
     def output(self) -> Tensor:
@@ -59,6 +60,7 @@ class AttentionCall:
             sliding_value=None if sliding_value is None else self._input(twin(sliding_value)),
             query_offset=twin(offset) if isinstance(offset, Tensor) else offset,
             document_start=None if start is None else twin(start),
+            max_document_length=self.max_document_length,
         )
 
     def _input(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import Backend, choose_backends
+from nsa_flex.dispatch import Backend, choose_backends, is_fused
 from nsa_flex.explaining.calls import AttentionCall, kernels_of, rehearse_cached
 from nsa_flex.explaining.explanation import Explanation
 from nsa_flex.explaining.rehearsal import with_index
@@ -29,6 +29,7 @@ def explain(
     sliding_value: Tensor | None = None,
     query_offset: int | Tensor | None = None,
     document_start: Tensor | None = None,
+    max_document_length: int | None = None,
     needs_grad: bool | None = None,
 ) -> Explanation:
     """Says what `nsa_attention`, or a step over a cache, would run, without running it.
@@ -43,7 +44,8 @@ def explain(
             are stored in it. Told is what storing and attending them would run; it stays as it is.
         device: pretend that the tensors are there. Where there is no CUDA device, one of compute
             capability 9.0 is meant.
-        sliding_key, sliding_value, query_offset, document_start: as for `nsa_attention`.
+        sliding_key, sliding_value, query_offset, document_start, max_document_length: as for
+            `nsa_attention`.
         needs_grad: pretend that a backward pass follows; by default as the tensors say.
 
     Raises:
@@ -72,8 +74,21 @@ def explain(
     if needs_grad is not None:
         facts = replace(facts, needs_grad=needs_grad)
     choices = choose_backends(facts, backend)
+    num_tokens, documents = query.shape[2], document_start is not None
+    if is_fused(choices, facts) and config.selects_every_block(
+        num_tokens, documents, max_document_length
+    ):
+        why = f"documents of up to {config.num_selected_tokens} tokens, which select every block"
+        choices = {name: replace(choice, reason=why) for name, choice in choices.items()}
     own = None if sliding_key is None or sliding_value is None else (sliding_key, sliding_value)
     call = AttentionCall(
-        (query, key, value), own, config, backend, query_offset, document_start, facts.needs_grad
+        (query, key, value),
+        own,
+        config,
+        backend,
+        query_offset,
+        document_start,
+        max_document_length,
+        facts.needs_grad,
     )
     return Explanation(choices, lambda: kernels_of(call, where))

@@ -143,7 +143,7 @@ class CallHook:
         uses_cache = _uses_cache(decoder, call)
         if cu_seqlens is not None:
             self._check_packed(call, batch, uses_cache)
-            layout = align_packed(cu_seqlens, length, self.config)
+            layout = align_packed(cu_seqlens, length, self.config, _longest(call))
             if call.get("position_ids") is None:  # the decoder would count on from one to the next
                 self._check_masks_to_come(call)
                 call["position_ids"] = layout.positions
@@ -297,6 +297,12 @@ def _fit(mask: Tensor, num_keys: int, cached: int | Tensor, length: int) -> Tens
             f"and each new token, {num_keys} a row"
         )
     return torch.nn.functional.pad(mask, (0, num_keys - mask.shape[1]))
+
+
+def _longest(call: dict[str, Any]) -> int | None:
+    """Tokens of the longest document, if the caller says: reading a tensor would wait for it."""
+    longest = call.get("max_length_q")
+    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def _unpadded_rows(batch: int, num_keys: int, cached: int | Tensor, length: int) -> Rows:

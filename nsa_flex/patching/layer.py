@@ -155,6 +155,7 @@ class NSALayer(nn.Module):
             backend=self.backend,
             query_offset=rows.query_offset,
             document_start=None if rows.queries is None else rows.queries.start,
+            max_document_length=None if rows.queries is None else rows.queries.max_document_length,
         )
         return output if rows.queries is None else rows.queries.restore(output)
 

@@ -38,7 +38,7 @@ INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates"
 @pytest.fixture(autouse=True)
 def _not_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of long documents, at small lengths; test_short.py has the others."""
-    monkeypatch.setattr(core, "selects_every_block", lambda *_: False)
+    monkeypatch.setattr(core, "is_short", lambda *_: False)
 
 
 @only_outside

@@ -41,7 +41,7 @@ in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="CUDA has tests 
 @pytest.fixture(autouse=True)
 def _not_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of long documents, at small lengths; test_short.py has the others."""
-    monkeypatch.setattr(core, "selects_every_block", lambda *_: False)
+    monkeypatch.setattr(core, "is_short", lambda *_: False)
 
 
 @only_outside

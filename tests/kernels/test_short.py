@@ -24,10 +24,11 @@ from reference.interpreter import (
 )
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.fused import interface
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
-from nsa_flex.fallback_kernels.short.core import every_block, selects_every_block, short_backward
+from nsa_flex.fallback_kernels.short.core import short_backward
 from nsa_flex.fallback_kernels.short.fwd import short_forward
 
 PAPER = NSAConfig()
@@ -116,7 +117,7 @@ def run(
     own = (inputs["sliding_key"], inputs["sliding_value"]) if case.own else None
     start = case.document_start()
     reach = max(case.documents)
-    assert selects_every_block(case.num_tokens, start is not None, reach, case.config)
+    assert case.config.selects_every_block(case.num_tokens, start is not None, reach)
     options = (case.config, case.scale, reach)
     results = short_forward(tensors, own, start, *options, save=True)
     grads = short_backward(grad, tensors, own, results, start, *options)
@@ -347,7 +348,8 @@ def test_the_core_gives_gradients_and_all_blocks(own: bool) -> None:
 def test_blocks_of_documents() -> None:
     case = Case((33, 5, 64))
     start = case.document_start()
-    blocks = every_block(inputs_of(case)["query"], 3, start, case.config)
+    positions = torch.arange(case.num_tokens, device=DEVICE)[None]
+    blocks = every_block(positions, start, (1, 3, case.num_tokens, 5), 16)
     inputs = [to_float64(x) for x in inputs_of(case).values()]
     assert start is not None
     want = oracle.forward(*inputs, case.config, document_start=start.cpu().numpy()).blocks
@@ -432,7 +434,7 @@ def test_is_the_core_of_long_documents(
         return aux.blocks, [out, *torch.autograd.grad(out, leaves, grad)]
 
     blocks, found = step()
-    monkeypatch.setattr(interface, "selects_every_block", lambda *_: False)
+    monkeypatch.setattr(interface, "is_short", lambda *_: False)
     want_blocks, want = step()
     assert torch.equal(blocks, want_blocks)
     floor = 2**-9 * float(grad.norm()) if length < 2 else 0.0
