@@ -109,7 +109,7 @@ class NSAConfig:
 
     @property
     def num_selected_tokens(self) -> int:
-        """n * l': in documents of no more tokens, every query selects every block up to its own."""
+        """n * l': in documents of no more tokens, every query selects every block."""
         return self.num_selected_blocks * self.select_block_size
 
     def selects_every_block(

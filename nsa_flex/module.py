@@ -159,6 +159,11 @@ class NSAAttention(nn.Module):
                 cu_seqlens) cache are given, or x does not fit the cache, which is then as it was.
         """
         self._check(x, positions, cu_seqlens, attention_mask)
+        if max_document_length is not None and cu_seqlens is None:
+            raise ValueError(
+                f"max_document_length={max_document_length} was given without cu_seqlens: pass "
+                "both, or leave it out"
+            )
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: cache one document a row")
@@ -287,11 +292,6 @@ class NSAAttention(nn.Module):
     ) -> DocumentLayout | None:
         if cu_seqlens is not None:
             return align_packed(cu_seqlens, x.shape[1], self.config, max_document_length)
-        if max_document_length is not None:
-            raise ValueError(
-                f"max_document_length={max_document_length} was given without cu_seqlens: pass "
-                "both, or leave it out"
-            )
         return None if attention_mask is None else align_padded(attention_mask)
 
     def _check(

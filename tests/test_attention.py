@@ -338,6 +338,11 @@ def bad(**changes: Any) -> dict[str, Any]:
             "query has 80 tokens, key only 40",
         ),
         (bad(document_start=torch.zeros(1, 3)), r"document_start must be int \(1, 40\)"),
+        (bad(max_document_length=40), "max_document_length=40 was given without document_start"),
+        (
+            bad(max_document_length=0, document_start=torch.zeros(1, 40).int()),
+            "max_document_length=0 must be at least 1",
+        ),
         (bad(sliding_key=torch.zeros(1, 2, 40, 8)), "must be given together"),
         (bad(scale=0.0), r"scale is 0.0; it must be positive"),
         (bad(backend="flash"), "backend is 'flash'; it must be one of auto, dense"),
@@ -360,6 +365,8 @@ def test_errors_name_what_is_wrong(arguments: dict[str, Any], message: str) -> N
 def test_wrong_types() -> None:
     with pytest.raises(TypeError, match="config must be an NSAConfig, got dict"):
         nsa_attention(**bad(config={}))
+    with pytest.raises(TypeError, match="max_document_length must be an int or None, got Tensor"):
+        nsa_attention(**bad(max_document_length=torch.tensor(40)))
     with pytest.raises(TypeError, match="key must be a Tensor, got NoneType"):
         nsa_attention(**bad(key=None))
 

@@ -155,6 +155,16 @@ def test_bad_cu_seqlens(cu_seqlens: Tensor) -> None:
         align_packed(cu_seqlens, 4, CONFIG)
 
 
+def test_a_document_longer_than_it_was_said_to_be_is_refused() -> None:
+    cu_seqlens = torch.tensor([0, 3, 3, 10]).int()
+    assert align_packed(cu_seqlens, 10, CONFIG).max_document_length is None
+    assert align_packed(cu_seqlens, 10, CONFIG, 7).max_document_length == 7
+    with pytest.raises(RuntimeError, match="document that is longer than max_document_length"):
+        align_packed(cu_seqlens, 10, CONFIG, 6)
+    with pytest.raises(ValueError, match="max_document_length=0 must be at least 1"):
+        align_packed(cu_seqlens, 10, CONFIG, 0)
+
+
 def test_compiled_layouts_equal_eager_ones() -> None:
     """Index arithmetic is where Inductor's CPU code has been wrong before."""
     lengths = [13, 0, 7, 22, 1]

@@ -220,7 +220,8 @@ def test_packed_documents_as_if_alone(options):
 
     module.zero_grad()
     cu_seqlens = torch.tensor((0, *np.cumsum(LENGTHS)), dtype=torch.int32)
-    got, aux = module(torch.cat(documents)[None], cu_seqlens=cu_seqlens, return_aux=True)
+    named = {"cu_seqlens": cu_seqlens, "max_document_length": max(LENGTHS)}
+    got, aux = module(torch.cat(documents)[None], **named, return_aux=True)
     got.square().sum().backward()
 
     assert oracle.relative_error(got[0].detach(), torch.cat(want).detach()) < 1e-5
@@ -440,6 +441,7 @@ def test_bad_construction(arguments, options, message):
             {"cu_seqlens": torch.tensor([0, 9]), "attention_mask": torch.ones(1, 9)},
             "cu_seqlens and attention_mask were both given",
         ),
+        ((1, 9, 24), {"max_document_length": 9}, "max_document_length=9 was given without cu_seq"),
         ((2, 9, 24), {"cu_seqlens": torch.tensor([0, 9])}, "x has 2 rows; cu_seqlens needs one"),
         ((1, 9, 24), {"cu_seqlens": torch.tensor([0.0, 9.0])}, "cu_seqlens must be a 1-D integer"),
         (

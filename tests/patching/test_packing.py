@@ -79,6 +79,16 @@ def test_any_packing_in_any_way(lengths: list[int]) -> None:
             assert relative_error(found, torch.cat(alone, 1)) < 1e-10
 
 
+def test_the_length_of_the_longest_document_is_handed_on() -> None:
+    """Kernels of short documents depend on it; a wrong one is an error."""
+    model, ids = nsa_flex.patch(tiny_model(), NSA), tokens(1, sum(LENGTHS))
+    call = how("cu_seq_lens", LENGTHS)
+    expected = model(ids, **{**call, "max_length_q": torch.tensor(1)}).logits  # not read
+    assert torch.equal(model(ids, **call).logits, expected)
+    with pytest.raises(RuntimeError, match="document that is longer than max_document_length"):
+        model(ids, **{**call, "max_length_q": max(LENGTHS) - 1})
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_one_graph_for_any_packing(way: str) -> None:
     model = nsa_flex.patch(tiny_model(), NSA)
