@@ -70,6 +70,10 @@ def core_attention(
     # Which keys are the same is told apart where the operator is called, not by what memory holds.
     shared = sliding_key is key and sliding_value is value
     own = (None, None) if shared else (sliding_key, sliding_value)
+    if max_document_length is not None:
+        # Rounded up, so that packs of other longest documents have the same launch plans.
+        short = config.num_selected_tokens
+        max_document_length = (max_document_length + short - 1) // short * short
     results = _core(
         *tensors,
         *own,

@@ -24,6 +24,7 @@ from reference.interpreter import (
 )
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.fused import interface
 from nsa_flex.fallback_kernels.fused.interface import core_attention
@@ -379,6 +380,32 @@ def test_the_core_on_documents(longest: int | None, monkeypatch: pytest.MonkeyPa
 
 
 @kernels
+def test_launch_plans_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls three and four replay what the second recorded, with documents of other lengths."""
+    monkeypatch.setattr(plans, "DEVICES", {DEVICE})
+    for documents in ((33, 5, 64), (16, 70, 32), (48, 40, 32), (33, 5, 64)):
+        case = Case(documents, group=1)
+        leaves, tensors = core_inputs(inputs_of(case))
+        options = {"document_start": case.document_start(), "config": case.config}
+        longest = max(documents)  # rounded up, all are the same plan's
+        results = core_attention(
+            *tensors, **options, scale=case.scale, max_document_length=longest, return_blocks=False
+        )
+        grad = leaf(results.out.shape, case.dtype, DEVICE, grad=False) * case.real()[:, None]
+        grads = torch.autograd.grad(results.out, leaves, grad)
+        inputs = {name: x.detach() for name, x in zip(INPUTS, leaves, strict=True)}
+        want, want_grads = run(case, inputs, grad)
+        real = case.real()
+        assert torch.equal(results.out[:, :, real], want["output"][:, :, real])
+        for name, got in zip(INPUTS, grads, strict=True):
+            rows = slice(None) if "compressed" in name else real
+            assert torch.equal(got[:, :, rows], want_grads[name][:, :, rows])
+    kept = [interface.core_forward._init_fn.plans, interface.core_backward._init_fn.plans]
+    assert [(each.recorded, each.replayed) for each in kept] == [(1, 2), (1, 2)]
+    assert plans.plan_problems() == {}
+
+
+@kernels
 def test_blocks_of_documents() -> None:
     case = Case((33, 5, 64))
     start = case.document_start()
@@ -477,6 +504,7 @@ def test_is_the_core_of_long_documents(
 
     blocks, found = step()
     monkeypatch.setattr(interface, "is_short", lambda *_: False)
+    plans.forget_plans()
     want_blocks, want = step()
     assert torch.equal(blocks, want_blocks)
     floor = 2**-9 * float(grad.norm()) if length < 2 else 0.0
