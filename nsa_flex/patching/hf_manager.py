@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import (
@@ -79,6 +80,9 @@ class NSAManager(ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> Any:
         self.batch_processor = super()._create_batch_processor()
+        for pages in self.batch_processor.cache.cache_allocators.values():
+            # The processor drops its inputs, and the graphs in them, before its cache.
+            pages.batches = weakref.ref(self.batch_processor.inputs_and_outputs)
         scheduler = self.batch_processor.scheduler
         add = type(scheduler).add_waiting_request
         scheduler.add_waiting_request = functools.partial(_add, scheduler, add, self._limits())

@@ -31,7 +31,7 @@ def read_paged_call(call: dict[str, Any]) -> PagedCall | None:
     if cache is None:
         return None
     pages = next(iter(cache.cache_allocators.values()))
-    if not hasattr(pages, "lengths"):
+    if getattr(pages, "batches", None) is None:
         raise ValueError(
             f"the cache of continuous batching has a {type(pages).__name__}, which keeps no "
             "compressed rows: it was made before the model was patched; make a new manager "

@@ -10,6 +10,7 @@ Importing this module registers it. Models that are not patched get transformers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class NSAPages(FullAttentionCacheAllocator):
 
     Attributes:
         layers: by layer index, its `LayerPages`.
+        batches: gives the inputs of the engine, which know the requests of a batch; its manager
+            sets it.
     """
 
     def __init__(self, *, config: Any, page_size: int, layer_indices: list[int], **kwargs: Any):
@@ -41,8 +44,7 @@ class NSAPages(FullAttentionCacheAllocator):
         # From a token's place in one block to the same in the next.
         self.block_physical_stride = self.rows_of_page * self.pages_per_block
         self.layers: dict[int, LayerPages] = {}
-        self._lengths: list[Length] = []
-        self._lengths_were_read = False
+        self.batches: Callable[[], Any] | None = None
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
@@ -60,21 +62,16 @@ class NSAPages(FullAttentionCacheAllocator):
                 rows, first, self.block_physical_stride, self.tokens_per_page, self.nsa
             )
 
-    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """Tokens of a request after this pass.
-
-        The engine asks once for each request, in order, while it prepares a batch: so this is
-        where the host's view of the batch comes from.
-        """
-        if self._lengths_were_read:
-            self._lengths, self._lengths_were_read = [], False
-        self._lengths.append(Length(past_length, query_length))
-        return super().get_seqlen_k(past_length, query_length)
-
     def lengths(self) -> tuple[Length, ...]:
-        """Of each request of the batch that was prepared last."""
-        self._lengths_were_read = True
-        return tuple(self._lengths)
+        """Of each request of the batch that was prepared last, as the host knows them."""
+        assert self.batches is not None
+        batches = self.batches()
+        if hasattr(batches, "io_pairs"):  # one is prepared while another runs
+            batches = batches.io_pairs[batches.current_pair].host_io
+        return tuple(
+            Length(request.state.position_offset - request.query_length, request.query_length)
+            for request in batches.requests_in_batch
+        )
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """The request's blocks in order: one number a page, where others read one a token."""
@@ -87,11 +84,6 @@ class NSAPages(FullAttentionCacheAllocator):
         """Write the request's blocks into its row of the table, as their numbers."""
         blocks = torch.tensor(self.block_table[request_id], dtype=block_table.dtype)
         block_table[: len(blocks)].copy_(blocks, non_blocking=True)
-
-    def free_all_requests(self) -> None:
-        """All blocks are free, and no batch is prepared."""
-        super().free_all_requests()
-        self._lengths_were_read = True
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refused: it gathers all tokens of all requests."""

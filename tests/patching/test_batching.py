@@ -301,6 +301,33 @@ def test_a_model_with_unpatched_layers_is_refused() -> None:
         model.init_continuous_batching(GenerationConfig(), batching())
 
 
+def test_a_manager_from_before_the_patch_is_refused_when_it_starts() -> None:
+    model: Any = tiny_model("llama", attn_implementation="sdpa").double()
+    generation = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False)
+    manager = model.init_continuous_batching(generation, batching())
+    nsa_flex.patch(model, NSA)
+    manager.start()
+    result = result_of(manager, manager.add_request(prompts(9)[0]))
+    manager.stop(hard_stop=True, timeout=30)
+    assert "it was made before the model was patched" in result.error
+
+
+def test_warming_up_is_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine runs passes of made-up requests before it captures graphs."""
+    model = patched()
+    inputs = prompts(5, 70)
+    generation = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False)
+    manager = model.init_continuous_batching(generation, batching(max_requests_per_batch=4))
+    manager.batch_processor = manager._create_batch_processor()
+    manager.batch_processor.model_runner.pad_inputs = True
+    manager.warmup()
+    assert "Failed to warm up" not in caplog.text
+    manager.start()
+    found = [result_of(manager, manager.add_request(ids)).generated_tokens for ids in inputs]
+    manager.stop(timeout=30)
+    assert found == alone(model, inputs)
+
+
 def test_a_manager_from_before_the_patch_is_refused() -> None:
     model: Any = tiny_model("llama", attn_implementation="sdpa").double()
     with running(model) as manager:
