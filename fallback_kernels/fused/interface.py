@@ -49,7 +49,7 @@ def core_attention(
 
     Args:
         query: (B, Hq, S, D), float16 or bfloat16 on CUDA, D and Dv multiples of 8 up to 128, or
-            192 and 128 from Hopper on.
+            192 and 128 from Hopper on; with documents float32 too, and up to 256.
             Memory ordered (B, S, H, D) is taken as it is, other memory is copied.
         key, value, sliding_key, sliding_value: (B, Hkv, S, D) and (B, Hkv, S, Dv).
         compressed_key, compressed_value: (B, Hkv, N, D) and (B, Hkv, N, Dv), N at least 1.

@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import interface as core
+from nsa_flex.fallback_kernels.fused.bwd_gates import gated_sum_gradients
 from nsa_flex.fallback_kernels.fused.interface import CoreResults, core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 
@@ -179,26 +180,39 @@ def test_one_kernel_ends_the_forward_without_gradients(
 
 @kernels
 @in_the_interpreter
-@pytest.mark.parametrize("config", [NARROW, WIDE, LARGE])
-def test_another_document_and_gaps_may_be_large(config: NSAConfig) -> None:
-    """Keys and values beyond a document's last real token change no bit of it."""
+@pytest.mark.parametrize(
+    ("config", "dtype"), [(NARROW, torch.float16), (WIDE, torch.float32), (LARGE, torch.float32)]
+)
+def test_another_document_and_gaps_may_be_large(config: NSAConfig, dtype: torch.dtype) -> None:
+    """Keys and values beyond a document's last real token change no bit of it.
+
+    In float32 a value's product with dO overflows; the window's kernels then have the local
+    blocks. No logit does: a softmax of infinities has no gradient.
+    """
     case = Case(((1, 2),), config, blocks=3)
     real = torch.from_numpy(case.starts() == config.select_block_size)[0]  # the second document
     real &= torch.arange(case.tokens) % config.select_block_size < config.select_block_size - 3
     upstream = torch.randn(1, case.heads, case.tokens, case.value_dim) * real[:, None]
-    plain = case.inputs(torch.float16)
+    plain = case.inputs(dtype)
+
+    begin = torch.arange(plain[3].shape[2]) * config.compress_stride
+    whole = real[begin] & real[begin + config.compress_block_size - 1]
 
     def run(inputs: list[Tensor]) -> list[Tensor]:
         results = attend(case, inputs)
-        grads = torch.autograd.grad(results.out, inputs, upstream.half())
-        grads_of_real = [x[:, :, real] for x in (*grads[:3], grads[5])]
-        return [results.out[:, :, real], results.blocks[:, :, real], *grads_of_real, *grads[3:5]]
+        grads = torch.autograd.grad(results.out, inputs, upstream.to(dtype))
+        of_tokens = (results.out, results.blocks, *grads[:3], grads[5])
+        return [*(x[:, :, real] for x in of_tokens), *(x[:, :, whole] for x in grads[3:5])]
 
     large = [x.detach().clone() for x in plain]
-    begin = torch.arange(large[3].shape[2]) * config.compress_stride
-    whole = real[begin] & real[begin + config.compress_block_size - 1]
-    for x, kept in zip(large[1:5], (real, real, whole, whole), strict=True):
-        x[:, :, ~kept] = torch.finfo(torch.float16).max
+    most = torch.finfo(dtype).max / 4  # three of them, in the gap, have a finite sum
+    for x, kept, size in zip(
+        large[1:5],
+        (real, real, whole, whole),
+        (min(1e30, most), most, min(1e30, most), most),
+        strict=True,
+    ):
+        x[:, :, ~kept] = size
     found = run([x.requires_grad_() for x in large])
     for got, want in zip(found, run(plain), strict=True):
         assert torch.equal(got, want)
@@ -236,6 +250,18 @@ def test_packed_is_alone(lengths: list[int], seed: int) -> None:
     arrays = [to_float64(x) for x in (q, k, v, gates)]
     want = oracle.forward_documents(*arrays, config, lengths, scale=0.25)
     assert_close("output", out, want, None, torch.float32)
+
+
+@kernels
+@in_the_interpreter
+def test_a_gate_of_zero_where_no_compressed_block_is_seen() -> None:
+    """The log-sum-exp less the gate's logarithm: -inf less -inf would be NaN."""
+    rows = [torch.randn(1, 3, 2, 16) for _ in range(4)]
+    gates = torch.tensor([0.0, 0.5]).expand(1, 3, 3, 2).transpose(1, 3)
+    lse = torch.tensor([-torch.inf, 0.0, 1.0])[None, :, None].expand(1, 3, 2).contiguous()
+    sums = gated_sum_gradients(*rows, torch.zeros(1, 3, 2), gates, lse)
+    want = [[-torch.inf, -torch.inf], [torch.inf, np.log(2)], [torch.inf, 1 + np.log(2)]]
+    torch.testing.assert_close(sums.compressed_lse, torch.tensor([want], dtype=torch.float32))
 
 
 @kernels
