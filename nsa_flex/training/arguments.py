@@ -34,6 +34,16 @@ def uses_cuda(config: TrainConfig) -> bool:
     return available and config.engine.device != "cpu"
 
 
+def check_device(config: TrainConfig) -> None:
+    """Raise ValueError if the device is not there, or cannot do what is asked of it."""
+    if is_sharded(config) and not uses_cuda(config):
+        raise ValueError(
+            "engine.parallel is fsdp, and accelerate shards on GPUs alone: take ddp, or shard a "
+            "model of your own with fully_shard"
+        )
+    uses_cuda(config)
+
+
 def is_bf16(config: TrainConfig) -> bool:
     """Whether matrix products are bfloat16."""
     precision = config.engine.precision
@@ -41,8 +51,8 @@ def is_bf16(config: TrainConfig) -> bool:
 
 
 def is_sharded(config: TrainConfig) -> bool:
-    """Whether parameters are sharded by FSDP2."""
-    return config.engine.parallel == "fsdp" and world_size() > 1
+    """Whether parameters are sharded by FSDP2: asked for, and a launcher started the ranks."""
+    return config.engine.parallel == "fsdp" and "WORLD_SIZE" in os.environ
 
 
 def tokens_per_step(config: TrainConfig) -> int:

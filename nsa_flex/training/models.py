@@ -112,7 +112,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return layers
 
 
-def prepare(model: Any, engine: EngineSection) -> None:
+def prepare(model: Any, engine: EngineSection, *, compiler: str = "inductor") -> None:
     """Checkpointing and compilation of each layer and of the loss, in place; before wrapping.
 
     The checkpoint lies within what is compiled, so that the compiler sees which results to keep.
@@ -125,8 +125,8 @@ def prepare(model: Any, engine: EngineSection) -> None:
             layer.forward = partial(checkpoint, layer.forward, **arguments)
     if engine.compile:
         for layer in decoder_layers(model):
-            layer.compile(dynamic=False)
-        model.loss_function = torch.compile(causal_loss, dynamic=False)
+            layer.compile(dynamic=False, backend=compiler)
+        model.loss_function = torch.compile(causal_loss, dynamic=False, backend=compiler)
 
 
 def selective_contexts() -> Callable[[], Any]:

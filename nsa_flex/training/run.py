@@ -10,25 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_model
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PrinterCallback, TrainerCallback
 
 from nsa_flex.training.arguments import (
+    check_device,
     is_bf16,
     is_sharded,
     tokens_per_step,
     training_arguments,
-    uses_cuda,
 )
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.models import build_model, decoder_layers, prepare
-from nsa_flex.training.saving import last_checkpoint, remove_unfinished
+from nsa_flex.training.saving import folder_aside, last_checkpoint, remove_unfinished, step_of
 from nsa_flex.training.stopping import StopCallback
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.schemas import file_name
 from nsa_flex.training.texts import Texts, find_texts
-from nsa_flex.training.trainer import Trainer
+from nsa_flex.training.tokenizers import Tokenizer
+from nsa_flex.training.trainer import SHARDED_WEIGHTS, Trainer
 
 CONFIG_FILE = "config.yaml"
 MODEL_FOLDER = "model"
@@ -54,13 +58,17 @@ def train(
     run = Path(config.out)
     _check_run(config, run, resume=resume)
     texts = find_texts(config)
-    uses_cuda(config)
+    check_device(config)
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.data, texts.tokenizer)
+    checkpoint = last_checkpoint(run) if resume else None
+    if checkpoint is not None and step_of(checkpoint) >= config.training.steps:
+        if _rank() == 0 and not (run / MODEL_FOLDER).exists():  # killed at the very end
+            _save_finished(model, texts.tokenizer, checkpoint, run / MODEL_FOLDER)
+        return summary(run, stopped=False, seconds=0.0)
     held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
     _open_run(config, run)
     trainer, stop, telemetry = _trainer(config, texts, model, held_out, callbacks)
-    checkpoint = last_checkpoint(run) if resume else None
     start = time.perf_counter()
     with _told(run, telemetry), stop.listening():
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -71,8 +79,28 @@ def train(
 
 def save_model(trainer: Trainer, folder: Path) -> None:
     """The weights of all ranks as one safetensors checkpoint, for `nsa_flex.load`."""
-    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
-    trainer._save(str(folder), state_dict=state)
+    state = None
+    if trainer.is_fsdp_enabled:
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(trainer.model, options=whole)
+    if trainer.args.should_save:
+        with folder_aside(folder) as aside:
+            trainer._save(str(aside), state_dict=state)
+
+
+def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: Path) -> None:
+    """What `save_model` writes, from the last checkpoint of a run on one process or several."""
+    sharded = checkpoint / SHARDED_WEIGHTS
+    weights = {"model": model.state_dict()}
+    if sharded.is_dir():
+        dcp.load(weights, checkpoint_id=str(sharded))
+        model.load_state_dict(weights["model"])
+    else:
+        load_model(model, checkpoint / "model.safetensors", strict=False)
+    with folder_aside(folder) as aside:
+        model.save_pretrained(aside)
+        if tokenizer.processing_class is not None:
+            tokenizer.processing_class.save_pretrained(aside)
 
 
 def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
@@ -93,6 +121,10 @@ def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "model": None if stopped else str(run / MODEL_FOLDER),
     }
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _needs_held_out(config: TrainConfig) -> bool:
@@ -116,7 +148,7 @@ def _check_run(config: TrainConfig, run: Path, *, resume: bool) -> None:
 
 def _open_run(config: TrainConfig, run: Path) -> None:
     """The run's folder, with its config; what a killed process left half written is removed."""
-    if int(os.environ.get("RANK", "0")) != 0:
+    if _rank() != 0:
         return
     import yaml
 

@@ -69,6 +69,25 @@ def last_checkpoint(run: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name[len(PREFIX) :]), default=None)
 
 
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps that a checkpoint has behind it."""
+    return int(checkpoint.name[len(PREFIX) :])
+
+
+@contextlib.contextmanager
+def folder_aside(folder: Path) -> Iterator[Path]:
+    """A folder to write that takes the place of `folder` once it is whole."""
+    aside = folder.with_name(f".{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    _flush(aside)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
+    _flush_folder(folder.parent)
+
+
 def save_state(path: Path, state: Any) -> None:
     """Write nested dicts and lists: tensors to safetensors, the rest to its header."""
     tensors: dict[str, Tensor] = {}

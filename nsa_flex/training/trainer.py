@@ -19,6 +19,8 @@ from nsa_flex.training.saving import (
     written_aside,
 )
 
+# Where accelerate writes the weights of sharded models, as DCP.
+SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
 OPTIMIZER = "optimizer.safetensors"
 SCHEDULER = "scheduler.safetensors"
 
