@@ -57,11 +57,13 @@ def load_tokens_of_rows(
 def multiply_tokens(
     cache_ptr, new_ptr, weight_ptr, position_ptr, block, first_new, mask, first, last,
     cache_stride_s, new_stride_s, column,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, EMBEDDED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EMBEDDED: tl.constexpr, SUBTRACT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum over the tokens first ... last - 1 of a block, each times its (D, D) weight:
-    [BLOCK_M, BLOCK_N] in float32. EMBEDDED adds a position embedding to each token.
+    [BLOCK_M, BLOCK_N] in float32. EMBEDDED adds a position embedding to each token; SUBTRACT takes
+    the weight of the other half off, before it is rounded.
     """
     dim = tl.arange(0, BLOCK_D)
     weight_mask = (dim < DIM)[:, None] & (column < DIM)[None, :]
@@ -73,6 +75,9 @@ def multiply_tokens(
         )  # fmt: skip  # [BLOCK_M, BLOCK_D]
         pointers = weight_ptr + token * (DIM * DIM) + dim[:, None] * DIM + column[None, :]
         w = tl.load(pointers, mask=weight_mask, other=0.0)  # [BLOCK_D, BLOCK_N]
+        if SUBTRACT:
+            other = tl.load(pointers + COMPRESS * DIM * DIM, mask=weight_mask, other=0.0)
+            w = w.to(tl.float32) - other.to(tl.float32)  # [BLOCK_D, BLOCK_N]
         acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if EMBEDDED:
             position = tl.load(position_ptr + token * DIM + dim, mask=dim < DIM, other=0.0)
@@ -111,7 +116,7 @@ def project_blocks(
     COLUMN_TILES: tl.constexpr = (DIM + BLOCK_N - 1) // BLOCK_N
     PARTS: tl.constexpr = 3 if MLP else 1
     split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    # mlp: both halves of the weights, then the tokens themselves; linear: the head.
+    # mlp: one half of the weights, what it has over the other, then the tokens; linear: the head.
     part = tile // COLUMN_TILES
     column = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_per_batch = kv_heads * COUNT if MLP else COUNT
@@ -124,28 +129,34 @@ def project_blocks(
     if (tl.max(mask.to(tl.int32), 0) > 0) & is_needed:
         head = (row // COUNT % kv_heads if MLP else row * 0 + part).to(tl.int64)
         first_new = length if READ_NEW else length * 0 + capacity
-        cache_ptr += batch * cache_stride_b + head * cache_stride_h  # [BLOCK_M]
-        new_ptr += batch * new_stride_b + head * new_stride_h  # [BLOCK_M]
-        weight_ptr += part.to(tl.int64) * (COMPRESS * DIM * DIM)
+        old_rows = cache_ptr + batch * cache_stride_b + head * cache_stride_h  # [BLOCK_M]
+        new_rows = new_ptr + batch * new_stride_b + head * new_stride_h  # [BLOCK_M]
         first = split * tokens_per_split
         last = tl.minimum(first + tokens_per_split, COMPRESS)
         if MLP:
             if part == 2:
                 acc = add_tokens(
-                    cache_ptr, new_ptr, position_ptr, block, first_new, mask, first, last,
+                    old_rows, new_rows, position_ptr, block, first_new, mask, first, last,
                     cache_stride_s, new_stride_s, column, DIM, STRIDE, BLOCK_M, BLOCK_N,
+                )  # fmt: skip  # [BLOCK_M, BLOCK_N]
+            elif part == 1:
+                acc = multiply_tokens(
+                    old_rows, new_rows, weight_ptr, position_ptr, block, first_new, mask, first,
+                    last, cache_stride_s, new_stride_s, column, DIM, BLOCK_D, COMPRESS, STRIDE,
+                    BLOCK_M, BLOCK_N, True, True, PRECISION, STAGES,
                 )  # fmt: skip  # [BLOCK_M, BLOCK_N]
             else:
                 acc = multiply_tokens(
-                    cache_ptr, new_ptr, weight_ptr, position_ptr, block, first_new, mask, first,
-                    last, cache_stride_s, new_stride_s, column, DIM, BLOCK_D, STRIDE, BLOCK_M,
-                    BLOCK_N, True, PRECISION, STAGES,
+                    old_rows, new_rows, weight_ptr, position_ptr, block, first_new, mask, first,
+                    last, cache_stride_s, new_stride_s, column, DIM, BLOCK_D, COMPRESS, STRIDE,
+                    BLOCK_M, BLOCK_N, True, False, PRECISION, STAGES,
                 )  # fmt: skip  # [BLOCK_M, BLOCK_N]
         else:
+            weights = weight_ptr + part.to(tl.int64) * (COMPRESS * DIM * DIM)
             acc = multiply_tokens(
-                cache_ptr, new_ptr, weight_ptr, position_ptr, block, first_new, mask, first, last,
-                cache_stride_s, new_stride_s, column, DIM, BLOCK_D, STRIDE, BLOCK_M, BLOCK_N,
-                False, PRECISION, STAGES,
+                old_rows, new_rows, weights, position_ptr, block, first_new, mask, first, last,
+                cache_stride_s, new_stride_s, column, DIM, BLOCK_D, COMPRESS, STRIDE, BLOCK_M,
+                BLOCK_N, False, False, PRECISION, STAGES,
             )  # fmt: skip  # [BLOCK_M, BLOCK_N]
         slot = (batch * kv_heads + head) * COUNT + row % COUNT
         slot += split.to(tl.int64) * (batch_size * kv_heads * COUNT)
@@ -175,9 +186,10 @@ def decode_project_kernel(
     """CTA (split of a block's tokens and tile of columns, rows, key or value): its product.
 
     mlp: weights (2, l, D, D) for all heads, so that a row is a (batch row, head, block); partial
-    outputs (splits, B, Hkv, COUNT, 3, D): the products of both halves, and the sum of the tokens
-    with their position embeddings. linear: weights (Hkv, l, D, D), so that a row is a (batch row,
-    block) and each head has tiles of its own; (splits, B, Hkv, COUNT, 1, D).
+    outputs (splits, B, Hkv, COUNT, 3, D): the product with the first half, what it has over that
+    with the second, and the sum of the tokens with their position embeddings. linear: weights
+    (Hkv, l, D, D), so that a row is a (batch row, block) and each head has tiles of its own;
+    (splits, B, Hkv, COUNT, 1, D).
     """
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
@@ -210,7 +222,7 @@ def add_splits(
     mask = mask[:, None] & (column < DIM)[None, :]
     pointers = partial_ptr + (slot * DIM)[:, None] + column[None, :]
     total = tl.zeros((BLOCK_M, BLOCK), tl.float32)
-    for split in tl.static_range(SPLITS):  # unrolled, so that the loads are in flight together
+    for split in tl.range(0, SPLITS, loop_unroll_factor=4):  # so many loads in flight
         total += tl.load(pointers + split * stride * DIM, mask=mask, other=0.0)
     return total
 
@@ -244,12 +256,13 @@ def write_blocks(
         stride = num_rows.to(tl.int64) * PARTS
         if MLP:
             dim = tl.arange(0, BLOCK_D)
-            first = gelu(
-                add_splits(partial_ptr, slot, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS)
+            hidden = add_splits(
+                partial_ptr, slot, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS
             )  # [BLOCK_M, BLOCK_D]
-            second = gelu(
-                add_splits(partial_ptr, slot + 1, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS)
+            change = add_splits(
+                partial_ptr, slot + 1, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS
             )  # [BLOCK_M, BLOCK_D]
+            first, second = gelu(hidden), gelu(hidden - change)
             total = add_splits(
                 partial_ptr, slot + 2, stride, mask, column, DIM, BLOCK_M, BLOCK_N, SPLITS
             )  # [BLOCK_M, BLOCK_N]
@@ -269,10 +282,10 @@ def write_blocks(
                 partial_ptr, slot, stride, mask, column, DIM, BLOCK_M, BLOCK_N, SPLITS
             )  # [BLOCK_M, BLOCK_N]
         head = (row // COUNT % kv_heads).to(tl.int64)
-        compressed_ptr += batch * compressed_stride_b + head * compressed_stride_h
-        compressed_ptr += block.to(tl.int64) * compressed_stride_s  # [BLOCK_M]
+        rows = compressed_ptr + batch * compressed_stride_b + head * compressed_stride_h
+        rows += block.to(tl.int64) * compressed_stride_s  # [BLOCK_M]
         tl.store(
-            compressed_ptr[:, None] + column[None, :],
+            rows[:, None] + column[None, :],
             total.to(compressed_ptr.dtype.element_ty),
             mask=mask[:, None] & (column < DIM)[None, :],
         )

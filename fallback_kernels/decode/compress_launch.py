@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
 from nsa_flex.fallback_kernels.common.strides import strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
 from nsa_flex.fallback_kernels.decode import config as sizes_of_steps
@@ -19,6 +20,9 @@ from nsa_flex.fallback_kernels.decode.config import in_one_allocation
 from nsa_flex.fallback_kernels.decode.launch import Cache, NewTokens, Phi, pdl_option
 
 MAX_ROWS = 64  # of a tile of the products: more of them share a read of the weights
+MAX_SPLITS = 8
+RESERVED_BYTES = 16 * 1024  # of shared memory, for what is not a pipelined tile
+LEAST_BYTES = 128 * 1024  # with less of it tiles are small
 WRITTEN_ROWS = 16  # of a tile of what is written
 WRITTEN_COLUMNS = 32
 
@@ -48,16 +52,20 @@ class ProductPlan(NamedTuple):
         is_mlp, size = phi.kind == "mlp", max(x.element_size() for x in (source.key, *phi.key))
         blocks = cdiv(num_new, config.compress_stride)
         rows = batch * blocks * (heads if is_mlp else 1)
-        is_large = size == 4 or max(dims) > 128
+        room = shared_memory_bytes(source.key.device) - RESERVED_BYTES
+        is_large = size == 4 or max(dims) > 128 or room < LEAST_BYTES
         block_m = min(16 if is_large else MAX_ROWS, max(16, next_power_of_2(rows)))
         block_n = min(32 if is_large else 64, tile_width(max(dims)))
         parts = 3 if is_mlp else 1
         tiles = cdiv(max(dims), block_n) * (parts if is_mlp else heads)
         row_tiles = cdiv(rows, block_m)
         length = config.compress_block_size
-        splits = max(1, min(length, sizes_of_steps.TARGET_CTAS // (2 * tiles * row_tiles)))
+        most = min(MAX_SPLITS, length)
+        splits = max(1, min(most, sizes_of_steps.TARGET_CTAS // (2 * tiles * row_tiles)))
         tokens_per_split = cdiv(length, splits)
-        stage_bytes = (block_m + block_n) * tile_width(max(dims)) * size
+        # As Triton 3.6 takes it: cached and new tokens have buffers of their own, as have both
+        # halves of the weights and their difference.
+        stage_bytes = (3 * block_m + 4 * block_n) * tile_width(max(dims)) * size
         return cls(
             blocks,
             parts,
@@ -67,7 +75,7 @@ class ProductPlan(NamedTuple):
             tiles,
             tokens_per_split,
             cdiv(length, tokens_per_split),
-            max(1, min(3, tokens_per_split, sizes_of_steps.SHARED_BYTES // stage_bytes)),
+            max(1, min(3, tokens_per_split, room // stage_bytes)),
         )
 
 

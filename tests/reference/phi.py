@@ -12,7 +12,7 @@ from nsa_flex.compression import Compression
 def by_definition(compress: Compression, x: Tensor) -> np.ndarray:
     """The formulas of the class docstring, one block after the other, in float64."""
     x = x.detach().double().numpy()
-    weights = {name: p.detach().double().numpy() for name, p in compress.named_parameters()}
+    weights = {name: p.detach().double().cpu().numpy() for name, p in compress.named_parameters()}
     block, stride = compress.config.compress_block_size, compress.config.compress_stride
     starts = range(0, x.shape[2] - block + 1, stride)
     return np.stack([one_block(weights, x[:, :, i : i + block]) for i in starts], axis=2)
