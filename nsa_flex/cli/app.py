@@ -14,6 +14,7 @@ from nsa_flex.cli.demo import demo
 from nsa_flex.cli.explain import explain
 from nsa_flex.cli.generate import generate
 from nsa_flex.cli.info import info
+from nsa_flex.cli.report import report
 from nsa_flex.cli.serve import serve
 from nsa_flex.cli.train import train
 from nsa_flex.cli.tune import tune
@@ -54,6 +55,7 @@ app.command()(audit)
 app.command()(check)
 app.command()(bench)
 app.command()(train)
+app.command()(report)
 app.command()(tune)
 app.command()(generate)
 app.command()(serve)
