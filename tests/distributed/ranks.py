@@ -1,0 +1,55 @@
+"""Runs a function on several processes that form one process group."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+on_two = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])]
+)
+
+
+def on_ranks(
+    world: int, device: str, folder: Path, function: Callable[..., None], *args: Any
+) -> None:
+    """Call `function(torch.device, *args)` on `world` processes: gloo on the CPU, NCCL on CUDA.
+
+    What it raises on a rank is raised here.
+    """
+    rendezvous = folder / "rendezvous"
+    rendezvous.unlink(missing_ok=True)
+    mp.spawn(_rank, (world, device, f"file://{rendezvous}", function, args), nprocs=world)
+
+
+def _rank(
+    rank: int, world: int, kind: str, rendezvous: str, function: Callable[..., None], args: Any
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    options: dict[str, Any] = {}
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=120),  # a rank that failed leaves the others waiting
+        **options,
+    )
+    function(device, *args)
+    dist.barrier()
+    dist.destroy_process_group()
