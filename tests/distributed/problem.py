@@ -18,7 +18,12 @@ from reference.accuracy import assert_close, to_float64
 Group = dist.ProcessGroup | None
 
 ROWS = 4  # on all ranks together
-LENGTH = 72  # more than n * l' = 32 tokens: blocks are chosen among many
+# More than n * l' tokens each, so that blocks are chosen among many.
+LENGTH = {"cpu": 72, "cuda": 640}
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+# On a GPU as large as the kernels ask for.
+SIZES: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"hidden_size": 256, "head_dim": 64}}
+CONFIG = {"cpu": NSA, "cuda": nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128)}
 
 
 @dataclass(frozen=True)
@@ -29,30 +34,31 @@ class Result:
     gradients: Mapping[str, Tensor]
 
 
-def new_model(dtype: torch.dtype = torch.float32) -> Any:
-    """The same random weights on every rank and in every process, φ and gates included.
+def new_model(device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """For `device`, but not on it; the same random weights everywhere, φ and gates included.
 
     As `patch` leaves φ, it is a mean: then a position of keys shifts all logits of a query alike,
     and its gradient is 0.
     """
     torch.manual_seed(1)
-    model = nsa_flex.patch(tiny_model(tie_word_embeddings=True).train(), NSA)
+    dense = tiny_model(tie_word_embeddings=True, **SIZES[device.type]).train()
+    model = nsa_flex.patch(dense, CONFIG[device.type])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".nsa." in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model.to(dtype)
+    return model.to(DTYPE[device.type] if dtype is None else dtype)
 
 
-def whole_batch() -> Tensor:
-    """int64 (ROWS, LENGTH), the same everywhere."""
-    torch.manual_seed(2)
-    return tokens(ROWS, LENGTH)
+def whole_batch(device: torch.device, *, rows: int = ROWS, seed: int = 2) -> Tensor:
+    """int64 (rows, LENGTH) on `device`, the same everywhere."""
+    torch.manual_seed(seed)
+    return tokens(rows, LENGTH[device.type]).to(device)
 
 
-def own_rows(batch: Tensor, device: torch.device, group: Group = None) -> Tensor:
+def own_rows(batch: Tensor, group: Group = None) -> Tensor:
     """This rank's share of a batch."""
-    return batch.chunk(dist.get_world_size(group))[dist.get_rank(group)].to(device)
+    return batch.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -81,10 +87,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def one_process(dtype: torch.dtype, device: torch.device) -> Result:
+def one_process(device: torch.device, dtype: torch.dtype | None = None) -> Result:
     """The whole batch at once, eagerly."""
-    model = new_model(dtype).to(device)
-    loss = loss_of(model, whole_batch().to(device))
+    model = new_model(device, dtype).to(device)
+    loss = loss_of(model, whole_batch(device))
     loss.backward()
     return Result(loss.detach(), gradients(model))
 
@@ -98,7 +104,7 @@ def mean_over_ranks(loss: Tensor, group: Group = None) -> Tensor:
 
 def assert_equal(case: str, found: Result, plain: Result, exact: Result) -> None:
     """Holds `found` to float64 by the error rule, one eager process being the yardstick."""
-    dtype = plain.loss.dtype
+    dtype = next(iter(plain.gradients.values())).dtype
     assert_close(f"{case}: loss", found.loss, to_float64(exact.loss), plain.loss, dtype)
     assert found.gradients.keys() == exact.gradients.keys(), case
     for name, gradient in found.gradients.items():

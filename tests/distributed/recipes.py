@@ -16,6 +16,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]  # what is not recomputed
 
+# What Inductor makes of a layer has tests of its own; AOT autograd and the partitioner decide what
+# is recomputed. On a GPU Inductor is quick enough.
+COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
+
 selective = functools.partial(create_selective_checkpoint_contexts, KEPT)
 
 
@@ -29,11 +33,10 @@ def recompute(model: Any, kind: str) -> None:
         layers[index] = checkpoint_wrapper(layer, **options)
 
 
-def compile_layers(model: Any, backend: str | None) -> None:
-    """Each decoder layer as one graph, its recomputation inside; None leaves it eager."""
-    if backend is not None:
-        for layer in model.model.layers:
-            layer.compile(backend=backend, fullgraph=True)
+def compile_layers(model: Any, backend: str) -> None:
+    """Each decoder layer as one graph, its recomputation inside."""
+    for layer in model.model.layers:
+        layer.compile(backend=backend, fullgraph=True)
 
 
 def ddp(model: nn.Module, device: torch.device) -> nn.Module:

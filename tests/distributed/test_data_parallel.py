@@ -20,11 +20,7 @@ from distributed.problem import (
     whole_batch,
 )
 from distributed.ranks import on_ranks, on_two
-from distributed.recipes import WRAPPERS, compile_layers, recompute
-
-# What Inductor makes of a layer has tests of its own; AOT autograd and the partitioner decide what
-# is recomputed. On a GPU Inductor is quick enough.
-COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
+from distributed.recipes import COMPILERS, WRAPPERS, compile_layers, recompute
 
 
 @on_two
@@ -34,24 +30,15 @@ def test_loss_and_gradients_of_one_process(wrapper: str, device: str, tmp_path: 
 
 
 def every_recipe(device: torch.device, wrapper: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
-        exact, plain = one_process(torch.float64, device), one_process(dtype, device)
-        for compiled, kind in itertools.product((False, True), ("none", "full", "selective")):
-            compiler = COMPILERS[device.type] if compiled else None
-            model = wrap(wrapper, device, dtype, compiler, kind)
-            found = two_steps(model, own_rows(whole_batch(), device))
-            case = f"{wrapper}, {dtype}, compiled {compiled}, recomputation {kind}"
-            assert_equal(case, found, plain, exact)
-
-
-def wrap(
-    wrapper: str, device: torch.device, dtype: torch.dtype, compiler: str | None, kind: str
-) -> Any:
-    torch._dynamo.reset()
-    model = new_model(dtype)
-    recompute(model, kind)
-    compile_layers(model, compiler)
-    return WRAPPERS[wrapper](model, device)
+    exact, plain = one_process(device, torch.float64), one_process(device)
+    for compiled, kind in itertools.product((False, True), ("none", "full", "selective")):
+        torch._dynamo.reset()
+        model = new_model(device)
+        recompute(model, kind)
+        if compiled:
+            compile_layers(model, COMPILERS[device.type])
+        found = two_steps(WRAPPERS[wrapper](model, device), own_rows(whole_batch(device)))
+        assert_equal(f"{wrapper}, compiled {compiled}, recomputation {kind}", found, plain, exact)
 
 
 def two_steps(model: Any, ids: torch.Tensor) -> Result:

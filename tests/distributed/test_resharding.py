@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed.problem import (
-    LENGTH,
     Group,
     Result,
     assert_equal,
@@ -18,14 +17,13 @@ from distributed.problem import (
     mean_over_ranks,
     new_model,
     own_rows,
+    whole_batch,
 )
 from distributed.ranks import on_ranks, on_two
 from distributed.recipes import shard
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-
-from patching.tiny_models import tokens
 
 ROWS = 6  # of a batch: divisible by 1, 2 and 3 ranks
 STEPS = 2  # before the checkpoint, and after
@@ -38,7 +36,7 @@ def test_a_checkpoint_goes_on_with_more_ranks_and_with_one(device: str, tmp_path
 
 
 def save_and_go_on(device: torch.device, folder: Path) -> None:
-    exact, plain = uninterrupted(torch.float64, device), uninterrupted(torch.float32, device)
+    exact, plain = uninterrupted(device, torch.float64), uninterrupted(device)
     world = dist.get_world_size()
     for before, after in ((world - 1, world), (world, 1)):
         case, path = f"{before} ranks, then {after}", folder / str(before)
@@ -53,7 +51,7 @@ def save_and_go_on(device: torch.device, folder: Path) -> None:
 
 
 def train_and_save(mesh: DeviceMesh, device: torch.device, path: Path) -> None:
-    model = shard(new_model().to(device), mesh)
+    model = shard(new_model(device).to(device), mesh)
     optimizer = optimizer_of(model)
     train(model, optimizer, 0, mesh.get_group())
     dcp.save(state_of(model, optimizer), checkpoint_id=path, process_group=mesh.get_group())
@@ -61,7 +59,7 @@ def train_and_save(mesh: DeviceMesh, device: torch.device, path: Path) -> None:
 
 def load_and_train(mesh: DeviceMesh, device: torch.device, path: Path) -> Result:
     with torch.device("meta"):
-        model = new_model()
+        model = new_model(device)
     shard(model, mesh).to_empty(device=device)
     with torch.no_grad():
         for x in (*model.parameters(), *model.buffers()):
@@ -76,9 +74,9 @@ def load_and_train(mesh: DeviceMesh, device: torch.device, path: Path) -> Result
     return train(model, optimizer, STEPS, mesh.get_group())
 
 
-def uninterrupted(dtype: torch.dtype, device: torch.device) -> Result:
+def uninterrupted(device: torch.device, dtype: torch.dtype | None = None) -> Result:
     """One process, whole batches."""
-    model = new_model(dtype).to(device)
+    model = new_model(device, dtype).to(device)
     optimizer = optimizer_of(model)
     train(model, optimizer, 0)
     return train(model, optimizer, STEPS)
@@ -88,20 +86,15 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, first: int, group: Group = None
 ) -> Result:
     """Some steps from the batch `first` on; the last one's loss and gradients."""
-    sharded = group is not None
+    device = next(model.parameters()).device
     for step in range(first, first + STEPS):
         optimizer.zero_grad()
-        ids = batch(step)
-        device = next(model.parameters()).device
-        loss = loss_of(model, own_rows(ids, device, group) if sharded else ids.to(device))
+        batch = whole_batch(device, rows=ROWS, seed=step)
+        loss = loss_of(model, batch if group is None else own_rows(batch, group))
         loss.backward()
         optimizer.step()
-    return Result(mean_over_ranks(loss, group) if sharded else loss.detach(), gradients(model))
-
-
-def batch(step: int) -> Tensor:
-    torch.manual_seed(10 + step)
-    return tokens(ROWS, LENGTH)
+    loss = loss.detach() if group is None else mean_over_ranks(loss, group)
+    return Result(loss, gradients(model))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

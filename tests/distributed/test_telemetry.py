@@ -1,0 +1,52 @@
+"""Telemetry of a wrapped model on two ranks: rank 0 writes what one process would write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.problem import loss_of, new_model, own_rows, whole_batch
+from distributed.ranks import on_ranks, on_two
+from distributed.recipes import WRAPPERS
+from training.tiny_run import rows_of
+
+import nsa_flex
+
+STEPS = 4
+
+
+@on_two
+def test_artefacts_of_wrapped_models(device: str, tmp_path: Path) -> None:
+    on_ranks(2, device, tmp_path, run_all, tmp_path)
+    alone = rows_of(tmp_path / "alone")
+    for wrapper in WRAPPERS:
+        told = rows_of(tmp_path / wrapper)
+        assert [row["step"] for row in told["training"]] == [2, 4]
+        # Before the first step the weights are the same, and the probe is.
+        names = [row["layer"] for row in alone["gates"]]
+        assert [row["layer"] for row in told["gates"]] == names
+        for found, expected in zip(told["gates"], alone["gates"], strict=True):
+            if expected["step"] == 0:
+                assert found == pytest.approx(expected, rel=1e-2, nan_ok=True)
+        assert told["fallback_counters"] == alone["fallback_counters"]
+
+
+def run_all(device: torch.device, folder: Path) -> None:
+    for wrapper, wrap in WRAPPERS.items():
+        run(wrap(new_model(device), device), device, folder / wrapper)
+    if dist.get_rank() == 0:
+        run(new_model(device).to(device), device, folder / "alone")
+
+
+def run(model: torch.nn.Module, device: torch.device, folder: Path) -> None:
+    ids = whole_batch(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nsa_flex.telemetry(model, folder, probe=ids[:1], every=2, gates_every=2) as told:
+        for _ in range(STEPS):
+            loss = loss_of(model, own_rows(ids))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.step(loss, tokens=ids.numel())
