@@ -23,6 +23,9 @@ from nsa_flex.inputs import Inputs
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import NSALayer
 
+# What compilation and activation checkpointing put into the names of modules.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
 Probe = Mapping[str, Any] | Tensor | Callable[[], Any]
 
 
@@ -49,12 +52,32 @@ class Observation:
 
 
 def nsa_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The NSA layers of a model by name: what `patch` added, and `NSAAttention` modules."""
+    """The NSA layers of a model by name: what `patch` added, and `NSAAttention` modules.
+
+    Names are those that the model has before it is wrapped and compiled.
+    """
     return {
-        name.replace("_orig_mod.", ""): module
-        for name, module in model.named_modules()
+        _plain(name): module
+        for name, module in unwrapped(model).named_modules()
         if isinstance(module, (NSALayer, NSAAttention))
     }
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, or `model` itself."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def probe_call(model: nn.Module, probe: Probe) -> Callable[[], Any]:
@@ -65,6 +88,8 @@ def probe_call(model: nn.Module, probe: Probe) -> Callable[[], Any]:
     """
     if callable(probe) and not isinstance(probe, Tensor):
         return probe
+    # Not through DDP, whose forward broadcasts buffers: a collective of all ranks.
+    model = unwrapped(model)
     batch: dict[str, Any] = {"input_ids": probe} if isinstance(probe, Tensor) else dict(probe)
     mask = batch.pop("attention_mask", None)
     if isinstance(mask, Tensor) and not bool((mask != 0).all()):

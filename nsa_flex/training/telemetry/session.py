@@ -192,8 +192,11 @@ class Telemetry:
         self.heartbeat.loss = loss if math.isfinite(loss) else None
 
     def _observe(self) -> list[Observation]:
-        """The layers on the probe. Of sharded models every rank must take part."""
-        if self._probe is None or not (self._writes or _any_sharded(self.model)):
+        """The layers on the probe. Of sharded models every rank must take part; of DDP too.
+
+        A function that is the probe may call DDP, whose forward broadcasts buffers.
+        """
+        if self._probe is None or not (self._writes or _is_parallel(self.model)):
             return []
         self._measured_at = self.step_count
         seen = observe(self.model, self._probe)
@@ -278,5 +281,8 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _any_sharded(model: nn.Module) -> bool:
-    return any(is_sharded(parameter) for parameter in model.parameters())
+def _is_parallel(model: nn.Module) -> bool:
+    kind = nn.parallel.DistributedDataParallel
+    return any(isinstance(module, kind) for module in model.modules()) or any(
+        is_sharded(parameter) for parameter in model.parameters()
+    )
