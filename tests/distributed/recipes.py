@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,22 +22,6 @@ KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]  # what is not 
 COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
 
 selective = functools.partial(create_selective_checkpoint_contexts, KEPT)
-
-
-def recompute(model: Any, kind: str) -> None:
-    """Activation checkpointing of the decoder layers: kind "none", "full" or "selective"."""
-    if kind == "none":
-        return
-    options = {"context_fn": selective} if kind == "selective" else {}
-    layers = model.model.layers
-    for index, layer in enumerate(layers):
-        layers[index] = checkpoint_wrapper(layer, **options)
-
-
-def compile_layers(model: Any, backend: str) -> None:
-    """Each decoder layer as one graph, its recomputation inside."""
-    for layer in model.model.layers:
-        layer.compile(backend=backend, fullgraph=True)
 
 
 def ddp(model: nn.Module, device: torch.device) -> nn.Module:
@@ -60,3 +45,19 @@ def shard(model: Any, mesh: DeviceMesh) -> Any:
 
 
 WRAPPERS = {"ddp": ddp, "fsdp": fsdp}
+
+
+def shard_on_cpus() -> None:
+    """accelerate passes an FSDP plugin over on CPUs: its state is told that it has not.
+
+    What it does with one is the same there. For processes of their own.
+    """
+    start = AcceleratorState.__init__
+
+    def told(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        start(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = told  # type: ignore[method-assign]

@@ -21,26 +21,24 @@ from distributed.problem import (
     own_rows,
     whole_batch,
 )
-from distributed.ranks import TWO_GPUS, on_ranks, on_two
-from distributed.recipes import COMPILERS, selective
+from distributed.ranks import on_ranks, on_two
+from distributed.recipes import COMPILERS, selective, shard_on_cpus
 
 # The others are those of plain torch.
 RECIPES = [(False, "none"), (False, "selective"), (True, "full")]
 
 
 @on_two
-def test_ddp(device: str, tmp_path: Path) -> None:
-    on_ranks(2, device, tmp_path, every_recipe, None)
-
-
-@pytest.mark.gpu
-@TWO_GPUS
-def test_fsdp(tmp_path: Path) -> None:
-    """accelerate shards on accelerators alone."""
-    on_ranks(2, "cuda", tmp_path, every_recipe, "LlamaDecoderLayer")
+@pytest.mark.parametrize("sharded", [None, "LlamaDecoderLayer"], ids=["ddp", "fsdp"])
+def test_loss_and_gradients_of_one_process(
+    sharded: str | None, device: str, tmp_path: Path
+) -> None:
+    on_ranks(2, device, tmp_path, every_recipe, sharded)
 
 
 def every_recipe(device: torch.device, sharded: str | None) -> None:
+    if device.type == "cpu":
+        shard_on_cpus()
     exact, plain = one_process(device, torch.float64), one_process(device)
     for compiled, kind in RECIPES:
         accelerator = accelerator_for(device, sharded, compiled)

@@ -20,7 +20,10 @@ from distributed.problem import (
     whole_batch,
 )
 from distributed.ranks import on_ranks, on_two
-from distributed.recipes import COMPILERS, WRAPPERS, compile_layers, recompute
+from distributed.recipes import COMPILERS, WRAPPERS
+
+from nsa_flex.training.config import EngineSection
+from nsa_flex.training.models import prepare
 
 
 @on_two
@@ -34,9 +37,8 @@ def every_recipe(device: torch.device, wrapper: str) -> None:
     for compiled, kind in itertools.product((False, True), ("none", "full", "selective")):
         torch._dynamo.reset()
         model = new_model(device)
-        recompute(model, kind)
-        if compiled:
-            compile_layers(model, COMPILERS[device.type])
+        engine = EngineSection(compile=compiled, checkpointing=kind)
+        prepare(model, engine, compiler=COMPILERS[device.type])
         found = two_steps(WRAPPERS[wrapper](model, device), own_rows(whole_batch(device)))
         assert_equal(f"{wrapper}, compiled {compiled}, recomputation {kind}", found, plain, exact)
 

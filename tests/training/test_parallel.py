@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on two processes compute what one does: loss, every gradient, checkpoints."""
+"""Training runs with DDP and FSDP2 on two processes are those of one, stopped and resumed too."""
 
 from __future__ import annotations
 
@@ -13,34 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from distributed.recipes import shard_on_cpus
 from training.small_config import small_config, write_texts
 from transformers import TrainerCallback
 
 import nsa_flex
-from nsa_flex.sharded import is_sharded
-from nsa_flex.training import run
-from nsa_flex.training.config import EngineSection
-from nsa_flex.training.models import prepare
+from nsa_flex.training import run as training_run
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
-from patching.tiny_models import NSA, VOCABULARY, tiny_model
-
-RANKS = 2
-ROWS = 2  # of a rank
-MODES = [
-    EngineSection(compile=False),
-    *(EngineSection(checkpointing=kind) for kind in ("none", "full", "selective")),
-]
 
 
 def free_port() -> int:
@@ -49,7 +30,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def in_processes(check: Callable[..., None], *arguments: Any, ranks: int = RANKS) -> None:
+def in_processes(check: Callable[..., None], *arguments: Any, ranks: int = 2) -> None:
     mp.spawn(_start, (ranks, free_port(), check, arguments), nprocs=ranks)
 
 
@@ -71,176 +52,9 @@ def _start(
         dist.destroy_process_group()
 
 
-def new_model() -> Any:
-    """Float64, with gates and φ that are no start; equal in every process."""
-    torch.manual_seed(11)
-    model = nsa_flex.patch(tiny_model().train(), NSA).double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".nsa." in name:
-                parameter.normal_(std=0.3)
-    return model
-
-
-def tokens() -> Tensor:
-    """(RANKS · ROWS, 72), equal in every process."""
-    return torch.randint(
-        2, VOCABULARY, (RANKS * ROWS, 72), generator=torch.Generator().manual_seed(7)
-    )
-
-
-def loss_of(model: Any, rows: Tensor) -> Tensor:
-    return model(input_ids=rows, labels=rows, use_cache=False).loss
-
-
-def expected() -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of one process, eager, on all rows."""
-    model = new_model()
-    loss = loss_of(model, tokens())
-    loss.backward()
-    return loss.detach(), {name: x.grad for name, x in model.named_parameters()}
-
-
-def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if is_sharded(x) else x
-
-
-def check_equal(model: nn.Module, loss: Tensor, what: str) -> None:
-    """Mean loss of the ranks and each parameter's gradient, to float64's precision."""
-    wanted, gradients = expected()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    torch.testing.assert_close(mean / RANKS, wanted, msg=lambda text: f"{what}: {text}")
-    found = {name.removeprefix("module."): x.grad for name, x in model.named_parameters()}
-    assert found.keys() == gradients.keys(), what
-    for name, gradient in gradients.items():
-        assert found[name] is not None, f"{what}: {name} has no gradient"
-        torch.testing.assert_close(
-            full(found[name]), gradient, msg=lambda text, name=name: f"{what}: {name}: {text}"
-        )
-    assert all(gradient.abs().max() > 0 for gradient in gradients.values()), what
-
-
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def fsdp(model: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def plain_torch(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo")
-    mine = tokens()[rank * ROWS : (rank + 1) * ROWS]
-    for wrap in (ddp, fsdp):
-        for mode in MODES:
-            torch.compiler.reset()
-            model = new_model()
-            prepare(model, mode, compiler="aot_eager")
-            wrapped = wrap(model)
-            loss = loss_of(wrapped, mine)
-            loss.backward()
-            check_equal(wrapped, loss, f"{wrap.__name__} {mode}")
-    torch.compiler.reset()
-    save_from_meta(folder)
-
-
-def test_plain_torch(tmp_path: Path) -> None:
-    """DDP and FSDP2, eager, and compiled with no, full and selective checkpointing; then DCP."""
-    in_processes(plain_torch, tmp_path)
-    loaded = trained_state(tmp_path)
-    in_processes(reload, tmp_path, loaded, ranks=1)
-
-
-def save_from_meta(folder: Path) -> None:
-    """Sharded on the meta device, started, trained a step, saved."""
-    with torch.device("meta"):
-        model = nsa_flex.patch(tiny_model().train(), NSA)
-    model = fsdp(model)
-    model.to_empty(device="cpu")
-    torch.manual_seed(dist.get_rank())  # the start is rank 0's all the same
-    model.init_weights()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loss_of(model, tokens()).backward()
-    optimizer.step()
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(folder / "dcp"))
-    after = {name: full(x).detach() for name, x in model.named_parameters()}
-    if dist.get_rank() == 0:
-        torch.save({"weights": after, "loss": loss_of_full(after)}, folder / "expected.pt")
-    dist.barrier()
-
-
-def loss_of_full(weights: dict[str, Tensor]) -> Tensor:
-    model = nsa_flex.patch(tiny_model().train(), NSA)
-    model.load_state_dict(weights, strict=False)
-    return loss_of(model, tokens()).detach()
-
-
-def trained_state(folder: Path) -> dict[str, Any]:
-    return torch.load(folder / "expected.pt", weights_only=True)
-
-
-def reload(rank: int, folder: Path, wanted: dict[str, Any]) -> None:
-    """What two ranks saved, on another number of them: weights, optimizer and the next step."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(rank + 50)
-    model = fsdp(nsa_flex.patch(tiny_model().train(), NSA))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    weights, state = get_state_dict(model, optimizer)
-    read = {"model": weights, "optimizer": state}
-    dcp.load(read, checkpoint_id=str(folder / "dcp"))
-    set_state_dict(
-        model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"]
-    )
-    for name, x in model.named_parameters():
-        assert torch.equal(full(x).detach(), wanted["weights"][name]), name
-        assert optimizer.state[x]["step"] == 1, name
-        assert full(optimizer.state[x]["exp_avg"]).abs().max() > 0, name
-    torch.testing.assert_close(loss_of(model, tokens()).detach(), wanted["loss"])
-
-
-def shard_on_cpus() -> None:
-    """accelerate passes an FSDP plugin over on CPUs: its state is told that it has not.
-
-    What it does with one is the same there.
-    """
-    run.check_device = lambda config: None
-    start = AcceleratorState.__init__
-
-    def told(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
-        start(self, *args, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None:
-            self.distributed_type = DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-
-    AcceleratorState.__init__ = told  # type: ignore[method-assign]
-
-
-def through_accelerate(rank: int) -> None:
-    mine = tokens()[rank * ROWS : (rank + 1) * ROWS]
-    accelerator = Accelerator(cpu=True)
-    for mode in MODES[::3]:  # neither, and compiled with selective checkpointing
-        torch.compiler.reset()
-        model = new_model()
-        prepare(model, mode, compiler="aot_eager")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        loss = loss_of(model, mine)
-        accelerator.backward(loss)
-        check_equal(model, loss, f"accelerate, {mode}")
-
-
-def test_through_accelerate() -> None:
-    in_processes(through_accelerate)
-
-
 def run_config(rank: int, out: Path, texts: Path, options: dict[str, Any]) -> None:
     shard_on_cpus()
+    training_run.check_device = lambda config: None
     config = small_config(out, texts, **options)
 
     def stop_in_the_middle(step: int) -> None:

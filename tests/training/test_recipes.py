@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from training.tiny_run import rows_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "train.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+STEPS, LAYERS = 20, 2
 # Section of the page to the folder that its telemetry writes to.
 TOLD = {"Trainer": "trained", "PEFT": "adapted", "TRL": "sft", "accelerate and DDP": "accelerated"}
 
@@ -38,23 +38,23 @@ def test_twenty_steps_with_telemetry(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     known = run_section(heading)
-    told = rows_of(tmp_path / TOLD[heading])
-    losses = [row["loss"] for row in told["training"] if row["loss"] is not None]
-    assert [row["step"] for row in told["training"]][: len(losses)] == [5, 10, 15, 20]
-    assert all(math.isfinite(loss) for loss in losses)
-    assert losses[-1] < losses[0]
-    assert {row["layer"][: row["layer"].rindex(".nsa")][-24:] for row in told["gates"]} == {
-        f"model.layers.{layer}.self_attn" for layer in (0, 1)
-    }
-    assert told["heartbeat"][-1]["phase"] == "done"
-    assert told["heartbeat"][-1]["step"] == 20
-    assert {row["branch"] for row in told["fallback_counters"]} == {
-        "compressed",
-        "selected",
-        "sliding",
-    }
+    check_artefacts(tmp_path / TOLD[heading])
     if heading == "PEFT":
         merged_is_the_adapted_model(known)
+
+
+def check_artefacts(folder: Path) -> None:
+    """Twenty steps with all rows, a loss that fell and gates that moved."""
+    found = rows_of(folder)
+    rows = [row for row in found["training"] if row["loss"] is not None]
+    assert [row["step"] for row in rows] == [5, 10, 15, 20]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert [row["step"] for row in found["gates"]] == [0] * LAYERS + [STEPS] * LAYERS
+    moved = [row["gate_selected"] for row in found["gates"]]
+    assert moved[:LAYERS] != moved[LAYERS:]
+    calls = [row["calls"] for row in found["fallback_counters"] if row["step"] == STEPS]
+    assert calls == [STEPS * LAYERS] * 3
+    assert found["heartbeat"][-1]["phase"] == "done"
 
 
 @torch.no_grad()
