@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa_flex import NSAAttention, NSAConfig
+from nsa_flex import NSAAttention, NSAConfig, nsa_attention
 from nsa_flex.cache import LayerCache, NSACache
+from nsa_flex.cache import layer as cache_layer
 from nsa_flex.cache.room import count_within
 from patching.tiny_models import NSA, relative_error
 
@@ -276,3 +277,39 @@ def test_blocks_and_log_sum_exps_of_cached_tokens() -> None:
         keep = real[:, None].expand(-1, 4, -1)
         for found, whole in zip(aux.lse, want.lse, strict=True):
             torch.testing.assert_close(found[keep], whole[:, :, part][keep])
+
+
+@pytest.fixture
+def offsets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The `query_offset` of each call of `nsa_attention` by a cache."""
+    seen: list[Any] = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(options["query_offset"])
+        return nsa_attention(*args, **options)
+
+    monkeypatch.setattr(cache_layer, "nsa_attention", watched)
+    return seen
+
+
+@pytest.mark.parametrize("max_length", [None, 120])
+def test_chunks_go_through_nsa_attention_at_an_offset_that_the_host_knows(
+    max_length: int | None, offsets: list[Any]
+) -> None:
+    """An int, where no row has padding; what comes as a step goes elsewhere."""
+    layer = layer_of()
+    x = torch.randn(2, 110, 32, dtype=torch.float64)
+    cache = layer.new_cache(max_length=max_length)
+    found = in_chunks(layer, x, [40, 24, 1, 16, 29], cache=cache)
+    assert [(type(each), each) for each in offsets] == [(int, 0), (int, 40), (int, 81)]
+    assert relative_error(found, layer(x)) < FLOAT64_LIMIT
+
+
+def test_chunks_of_rows_with_padding_have_offsets_on_the_device(offsets: list[Any]) -> None:
+    """One a row: the tokens of the row so far, which the host does not wait for."""
+    layer = layer_of()
+    x = torch.randn(2, 80, 32, dtype=torch.float64)
+    mask = torch.arange(80) >= torch.tensor([[0], [13]])
+    in_chunks(layer, x, [40, 40], mask, layer.new_cache())
+    assert offsets[0] == 0
+    assert torch.equal(offsets[1], torch.tensor([40, 27]))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import nsa_flex
 from nsa_flex.cache import LayerCache, NSACache
+from nsa_flex.cache import layer as cache_layer
+from nsa_flex.decoding import MAX_STEP, decode_step
 from nsa_flex.hot_path import count_graphs, find_syncs
 from patching.tiny_models import NSA, tiny_model, tokens
 from patching.trained_model import lines, trained_model
@@ -77,20 +79,45 @@ def test_a_padded_batch_gives_what_full_passes_give(model: nn.Module, way: str) 
     assert torch.equal(model.generate(ids, **how), expected)
 
 
+def assisted(model: nn.Module, helper: str) -> dict[str, Any]:
+    """Arguments of `generate`."""
+    if helper == "prompt lookup":
+        return {"prompt_lookup_num_tokens": 5}
+    # Right most of the time, wrong now and then: tokens are taken back.
+    assistant = copy.deepcopy(model).float()
+    with torch.no_grad():
+        assistant.lm_head.weight += 0.3 * torch.randn_like(assistant.lm_head.weight)
+    return {"assistant_model": assistant}
+
+
+@pytest.mark.parametrize("max_length", [None, 120])
 @pytest.mark.parametrize("helper", ["assistant", "prompt lookup"])
-def test_assisted_generation(model: nn.Module, helper: str) -> None:
+def test_assisted_generation(
+    model: nn.Module, helper: str, max_length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several tokens are checked by a step, and wrong ones are taken back, static or not."""
     ids = lines(50)[None]
-    if helper == "assistant":
-        # Right most of the time, wrong now and then: tokens are taken back.
-        assistant = copy.deepcopy(model).float()
-        with torch.no_grad():
-            assistant.lm_head.weight += 0.3 * torch.randn_like(assistant.lm_head.weight)
-        how: dict[str, Any] = {"assistant_model": assistant}
-    else:
-        how = {"prompt_lookup_num_tokens": 5}
+    steps, taken_back = [], []
+
+    def step(query: Tensor, *args: Any, **options: Any) -> Any:
+        steps.append(query.shape[2])
+        return decode_step(query, *args, **options)
+
+    def crop(self: LayerCache, tokens_to_remove: int) -> None:
+        taken_back.append(-tokens_to_remove)
+        crop_layer(self, tokens_to_remove)
+
+    crop_layer = LayerCache.crop
     expected = model.generate(ids, max_new_tokens=60, use_cache=False, **GREEDY)
+    monkeypatch.setattr(cache_layer, "decode_step", step)
+    monkeypatch.setattr(LayerCache, "crop", crop)
+    cache = NSACache(model, max_length=max_length)
+    how = {"past_key_values": cache, **assisted(model, helper)}
     found = model.generate(ids, max_new_tokens=60, **how, **GREEDY)
     assert torch.equal(found, expected)
+    assert 1 < max(steps) <= MAX_STEP
+    assert max(taken_back) > 0
+    assert cache.layers[0].lengths.tolist() == [109]  # all but the token that came last
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "lazy", "static", "nsa", "nsa-static"])
