@@ -122,11 +122,20 @@ def prepare(model: Any, engine: EngineSection, *, compiler: str = "inductor") ->
         if engine.checkpointing == "selective":
             arguments["context_fn"] = selective_contexts()
         for layer in decoder_layers(model):
-            layer.forward = partial(checkpoint, layer.forward, **arguments)
+            layer.forward = _recomputed(layer.forward, arguments)
     if engine.compile:
         for layer in decoder_layers(model):
             layer.compile(dynamic=False, backend=compiler)
         model.loss_function = torch.compile(causal_loss, dynamic=False, backend=compiler)
+
+
+def _recomputed(forward: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+    """`forward` under a checkpoint; a function, since Dynamo starts no graph in torch's files."""
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **arguments, **kwargs)
+
+    return checkpointed
 
 
 def selective_contexts() -> Callable[[], Any]:
