@@ -88,9 +88,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def one_process(device: torch.device, dtype: torch.dtype | None = None) -> Result:
-    """The whole batch at once, eagerly."""
-    model = new_model(device, dtype).to(device)
-    loss = loss_of(model, whole_batch(device))
+    """The whole batch at once, eagerly; in float64 on the CPU."""
+    place = torch.device("cpu") if dtype == torch.float64 else device
+    model = new_model(device, dtype).to(place)
+    loss = loss_of(model, whole_batch(device).to(place))
     loss.backward()
     return Result(loss.detach(), gradients(model))
 

@@ -53,7 +53,7 @@ def save_and_go_on(device: torch.device, folder: Path) -> None:
 def train_and_save(mesh: DeviceMesh, device: torch.device, path: Path) -> None:
     model = shard(new_model(device).to(device), mesh)
     optimizer = optimizer_of(model)
-    train(model, optimizer, 0, mesh.get_group())
+    train(model, optimizer, 0, device, mesh.get_group())
     dcp.save(state_of(model, optimizer), checkpoint_id=path, process_group=mesh.get_group())
 
 
@@ -71,25 +71,30 @@ def load_and_train(mesh: DeviceMesh, device: torch.device, path: Path) -> Result
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    return train(model, optimizer, STEPS, mesh.get_group())
+    return train(model, optimizer, STEPS, device, mesh.get_group())
 
 
 def uninterrupted(device: torch.device, dtype: torch.dtype | None = None) -> Result:
-    """One process, whole batches."""
-    model = new_model(device, dtype).to(device)
+    """One process, whole batches; in float64 on the CPU."""
+    place = torch.device("cpu") if dtype == torch.float64 else device
+    model = new_model(device, dtype).to(place)
     optimizer = optimizer_of(model)
-    train(model, optimizer, 0)
-    return train(model, optimizer, STEPS)
+    train(model, optimizer, 0, device)
+    return train(model, optimizer, STEPS, device)
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, group: Group = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    device: torch.device,
+    group: Group = None,
 ) -> Result:
-    """Some steps from the batch `first` on; the last one's loss and gradients."""
-    device = next(model.parameters()).device
+    """Some steps from the batch `first` on, of `device`; the last one's loss and gradients."""
+    place = next(model.parameters()).device
     for step in range(first, first + STEPS):
         optimizer.zero_grad()
-        batch = whole_batch(device, rows=ROWS, seed=step)
+        batch = whole_batch(device, rows=ROWS, seed=step).to(place)
         loss = loss_of(model, batch if group is None else own_rows(batch, group))
         loss.backward()
         optimizer.step()
