@@ -11,6 +11,7 @@ Needs CUDA devices and transformers.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -33,7 +34,7 @@ from nsa_flex.cli.demo_text import random_windows, read_corpus
 from nsa_flex.config import NSAConfig
 
 KINDS = ("one", "ddp", "fsdp")
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Layers:
     head_dim: int = 128
     config: NSAConfig = field(default_factory=NSAConfig)
     seq_len: int = 32768
-    steps: int = 8
+    steps: int = 5
     dtype: torch.dtype = torch.bfloat16
     compiler: str = "inductor"
 
@@ -182,6 +183,7 @@ def _plain(size: Layers | Size) -> dict[str, Any]:
 
 
 def _forget(device: torch.device) -> None:
+    gc.collect()  # DDP and its model point at one another
     torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from distributed.problem import (
     Group,
     Result,
@@ -22,7 +22,6 @@ from distributed.problem import (
 from distributed.ranks import on_ranks, on_two
 from distributed.recipes import shard
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 ROWS = 6  # of a batch: divisible by 1, 2 and 3 ranks
@@ -54,7 +53,7 @@ def train_and_save(mesh: DeviceMesh, device: torch.device, path: Path) -> None:
     model = shard(new_model(device).to(device), mesh)
     optimizer = optimizer_of(model)
     train(model, optimizer, 0, device, mesh.get_group())
-    dcp.save(state_of(model, optimizer), checkpoint_id=path, process_group=mesh.get_group())
+    page()["save"](path, model, optimizer, mesh.get_group())
 
 
 def load_and_train(mesh: DeviceMesh, device: torch.device, path: Path) -> Result:
@@ -66,12 +65,17 @@ def load_and_train(mesh: DeviceMesh, device: torch.device, path: Path) -> Result
             x.fill_(float("nan"))  # as memory that nobody has written
     model.init_weights()
     optimizer = optimizer_of(model)
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path, process_group=mesh.get_group())
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    page()["load"](path, model, optimizer, mesh.get_group())
     return train(model, optimizer, STEPS, device, mesh.get_group())
+
+
+def page() -> dict[str, Any]:
+    """What the training page's code for checkpoints of DCP defines."""
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "train.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(next(block for block in blocks if "dcp.save" in block), names)
+    return names
 
 
 def uninterrupted(device: torch.device, dtype: torch.dtype | None = None) -> Result:
@@ -105,8 +109,3 @@ def train(
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """With this epsilon, rounding of gradients that are nearly 0 does not become whole steps."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
