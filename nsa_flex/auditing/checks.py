@@ -18,6 +18,7 @@ from nsa_flex.auditing.nsa_branches import branches_of
 from nsa_flex.auditing.phases import AuditFinding, BranchRun, Phase
 from nsa_flex.auditing.sweep import Swept, sweep
 from nsa_flex.hot_path import Finding, ForwardBackward, NoGradientError, find_value_reads
+from nsa_flex.hot_path.cache_copies import find_cache_copies
 from nsa_flex.hot_path.findings import error_location
 from nsa_flex.hot_path.syncs import find_syncs_of
 
@@ -69,6 +70,8 @@ class Checks:
             for f in self._value_reads(name, batches[0], train)
             if f.kind != "device-copy" or place_of(f.location)[:2] not in seen
         ]
+        if name == "decode":
+            self.add(self._cache_copies(batches[0]), name)
         try:
             swept = self._sweep(name, batches, train)
         except Exception:
@@ -117,6 +120,11 @@ class Checks:
                 self.tell(f"{name}: looking for syncs, {batch.label}")
                 found += find_syncs_of(functools.partial(batch.bind, step))
         return found
+
+    def _cache_copies(self, batch: Batch) -> list[AuditFinding]:
+        self.tell("decode: looking for copies of the cache")
+        with torch.no_grad():
+            return [_finding(f) for f in find_cache_copies(functools.partial(batch.bind, self.fn))]
 
     def _value_reads(self, name: str, batch: Batch, train: bool) -> list[AuditFinding]:
         self.tell(f"{name}: running without data")

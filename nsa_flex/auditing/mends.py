@@ -43,6 +43,8 @@ _OF_KIND = {
     "device-copy": "make the tensor where it is used",
     "cuda-sync": "look at the line with torch.cuda.set_sync_debug_mode('error')",
     "meta-run": "make shapes depend on shapes only; give new tensors the device of an input",
+    "cache-copy": "a static cache takes new tokens in place, by index_copy_; attention of grouped "
+    "heads (enable_gqa) reads keys without repeating them",
     "cudagraph-skip": "see the reason; inputs must keep their addresses and live on the device",
 }
 
@@ -53,6 +55,8 @@ def mend_of(kind: str, text: str) -> str:
     >>> mend_of("host-sync", "bool(tensor)")
     'compute both sides and choose by torch.where, or torch.cond'
     """
+    if kind == "cache-copy":  # what its text says is an operator's name
+        return _OF_KIND[kind]
     for part, mend in _MENDS:
         if part in text:
             return mend

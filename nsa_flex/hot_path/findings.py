@@ -23,6 +23,7 @@ FindingKind = Literal[
     "meta-run",
     "graph-break",
     "recompile",
+    "cache-copy",
 ]
 
 _UNKNOWN = "<no user frame>"
@@ -47,7 +48,8 @@ class Finding:
             `host-sync` Python read a tensor's value; `data-dependent` an operator whose output
             shape or branch depends on values; `device-copy` a copy between host and device;
             `cuda-sync` CUDA itself reported a synchronisation; `meta-run` the code failed
-            without data; `graph-break` and `recompile` come from torch.compile.
+            without data; `graph-break` and `recompile` come from torch.compile;
+            `cache-copy` a decode step went over a whole cache and wrote as much.
         detail: operator or construct, with torch's own reason where it gives one.
         location: `file:line in function` of the innermost frame outside torch.
     """

@@ -54,7 +54,7 @@ def to_meta(value: Any) -> Any:
     Tensors that were the same object stay the same object: tied weights stay tied. A
     `torch.device` that an object remembers becomes the meta device too.
     """
-    held = list(_held_in(value, set()))
+    held = list(held_in(value, set()))
     memo: dict[int, Any] = {id(x): _on_meta(x) for x in held if isinstance(x, _PLACED)}
     if not memo:
         return value
@@ -111,7 +111,7 @@ def _on_meta(placed: torch.Tensor | torch.device) -> torch.Tensor | torch.device
     return made.requires_grad_(placed.requires_grad)
 
 
-def _held_in(value: Any, seen: set[int]) -> Iterator[Any]:
+def held_in(value: Any, seen: set[int]) -> Iterator[Any]:
     """Every tensor and device in `value`, however deep, and the objects that copy themselves."""
     if id(value) in seen or isinstance(value, _LEAVES):
         return
@@ -122,7 +122,7 @@ def _held_in(value: Any, seen: set[int]) -> Iterator[Any]:
     if hasattr(type(value), "__deepcopy__") and hasattr(value, "__dict__"):
         yield value
     for child in _children(value):
-        yield from _held_in(child, seen)
+        yield from held_in(child, seen)
 
 
 def _children(value: Any) -> Iterator[Any]:
