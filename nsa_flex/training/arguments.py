@@ -104,7 +104,8 @@ def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArgumen
         eval_strategy="steps" if run.eval_every else "no",
         eval_steps=run.eval_every or None,
         prediction_loss_only=True,
-        save_steps=run.save_every,
+        save_strategy="steps" if run.save_every else "no",
+        save_steps=run.save_every or 500,  # not read without a strategy
         save_total_limit=run.keep,
         dataloader_num_workers=config.data.workers,
         dataloader_pin_memory=cuda,

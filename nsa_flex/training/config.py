@@ -145,7 +145,8 @@ class RunSection:
         log_every: rows of training.csv.
         gates_every: rows of gates.csv and fallback_counters.csv; 0 leaves them out.
         eval_every: held-out losses, of `eval_rows` rows; 0 measures none.
-        save_every: checkpoints, a multiple of `log_every`; of these `keep` are kept.
+        save_every: checkpoints, a multiple of `log_every`; of these `keep` are kept. 0 writes none
+            but on Ctrl-C.
         heartbeat_seconds: between lines of heartbeat.jsonl.
         strict: stop where a branch would not run on the table's first backend.
     """
@@ -160,8 +161,8 @@ class RunSection:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "log_every", "eval_rows", "save_every", "keep")
-        _at_least(self, 0, "gates_every", "eval_every")
+        _at_least(self, 1, "log_every", "eval_rows", "keep")
+        _at_least(self, 0, "gates_every", "eval_every", "save_every")
         if self.heartbeat_seconds <= 0:
             raise ValueError(f"heartbeat_seconds={self.heartbeat_seconds} must be more than 0")
         if self.save_every % self.log_every:

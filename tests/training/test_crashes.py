@@ -180,6 +180,12 @@ def test_checkpoints_hold_no_pickle(tmp_path: Path, texts: Path) -> None:
     assert kinds == {".yaml", ".json", ".jsonl", ".csv", ".safetensors"}
 
 
+def test_a_run_without_checkpoints(tmp_path: Path, texts: Path) -> None:
+    result = train(small_config(tmp_path / "run", texts, run={"save_every": 0}))
+    assert (result["steps"], result["checkpoint"]) == (12, None)
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["model"]
+
+
 def test_a_run_is_not_written_over(tmp_path: Path, texts: Path) -> None:
     config = small_config(tmp_path / "run", texts, training={"steps": 2})
     train(config)
