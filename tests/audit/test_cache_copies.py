@@ -15,6 +15,8 @@ from torch import Tensor
 
 import nsa_flex
 from nsa_flex import audit
+from nsa_flex.auditing.batches import batches_of
+from nsa_flex.auditing.checks import Checks
 from nsa_flex.auditing.excerpts import place_of
 from nsa_flex.auditing.tiny_decoders import decoding_batches, logits
 from nsa_flex.hot_path.cache_copies import find_cache_copies
@@ -128,3 +130,24 @@ def test_static_caches_are_written_in_place(patched: bool) -> None:
     make = decoding_batches(model)[0]
     with torch.no_grad():
         assert find_cache_copies(lambda: functools.partial(logits(model), **make())) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_measured_decode_phase_names_what_writes_the_cache(device: str) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    kind: Any = {"device": device, "dtype": dtype}
+    layer = nsa_flex.NSAAttention(64, 4, 2, config=NSA, **kind).eval()
+
+    def step() -> dict[str, Any]:
+        cache = layer.new_cache(max_length=100)
+        with torch.no_grad():
+            layer(torch.randn(1, 40, 64, **kind), cache=cache)
+        return {"x": torch.randn(1, 1, 64, **kind), "cache": cache}
+
+    work = Checks(layer, None, None, True, lambda line: None)
+    work.phase("decode", batches_of([step]), train=False)
+    (phase,) = work.phases
+    names = [kernel["name"] for kernel in phase.kernels]
+    wanted = "decode_" if device == "cuda" else "cache_write"
+    assert any(wanted in name for name in names), (names, work.notes)
+    assert not [found for found in work.findings if found.kind == "cache-copy"]
