@@ -21,6 +21,7 @@ from distributed.problem import (
 )
 from distributed.ranks import on_ranks, on_two
 from distributed.recipes import COMPILERS, WRAPPERS
+from torch._dynamo.utils import counters
 
 from nsa_flex.training.config import EngineSection
 from nsa_flex.training.models import prepare
@@ -36,10 +37,13 @@ def every_recipe(device: torch.device, wrapper: str) -> None:
     exact, plain = one_process(device, torch.float64), one_process(device)
     for compiled, kind in itertools.product((False, True), ("none", "full", "selective")):
         torch._dynamo.reset()
+        counters.clear()
         model = new_model(device)
         engine = EngineSection(compile=compiled, checkpointing=kind)
         prepare(model, engine, compiler=COMPILERS[device.type])
         found = two_steps(WRAPPERS[wrapper](model, device), own_rows(whole_batch(device)))
+        assert (counters["stats"]["unique_graphs"] > 0) == compiled
+        assert not counters["graph_break"]
         assert_equal(f"{wrapper}, compiled {compiled}, recomputation {kind}", found, plain, exact)
 
 
