@@ -23,6 +23,7 @@ from distributed.problem import (
 )
 from distributed.ranks import on_ranks, on_two
 from distributed.recipes import COMPILERS, selective, shard_on_cpus
+from torch._dynamo.utils import counters
 
 # The others are those of plain torch.
 RECIPES = [(False, "none"), (False, "selective"), (True, "full")]
@@ -43,7 +44,9 @@ def every_recipe(device: torch.device, sharded: str | None) -> None:
     for compiled, kind in RECIPES:
         accelerator = accelerator_for(device, sharded, compiled)
         assert (accelerator.distributed_type == DistributedType.FSDP) == (sharded is not None)
+        counters.clear()
         found = two_steps(accelerator, kind)
+        assert (counters["stats"]["unique_graphs"] > 0) == compiled
         assert_equal(f"compiled {compiled}, recomputation {kind}", found, plain, exact)
 
 
