@@ -11,12 +11,14 @@ import sys
 import textwrap
 
 CHECKED = """
-import torch, jaxtyping, beartype, beartype.door, typing
+import importlib, torch, jaxtyping, beartype, beartype.door, typing
 import torch._dynamo, torch.nn.attention.flex_attention, torch.nn.attention.varlen
-try:  # other packages' modules, which import in a circle if they are checked as well
-    import triton.experimental.gluon.language
-except ImportError:
-    pass
+# Other packages' modules, which import in a circle if they are checked as well.
+for name in ("triton.experimental.gluon.language", "transformers.trainer_callback"):
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
 typing.TYPE_CHECKING = True
 with jaxtyping.install_import_hook(
     ["nsa_flex.attention", "nsa_flex.compression", "nsa_flex.gates", "nsa_flex.rotary",
