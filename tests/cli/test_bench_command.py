@@ -54,6 +54,8 @@ def test_rows_say_what_ran_where(smoke):
         for name in ("device", "torch", "python", "nsa_flex", "sources", "date", "dtype"):
             assert row[name], name
         assert row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
+        if row["target"] == "layer":
+            continue  # its projections are not counted, and it is compared before it is timed
         assert row["floor_ms"] > 0
         if row["target"] != "model":
             assert 0 <= max(row["error_over_allowed"].values()) <= 1
