@@ -18,13 +18,14 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have 4 dimensions")
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, query {query.dtype}; they must agree")
     reason = triton_unsupported_reason(query.device)
     if reason is not None:
         raise ValueError(reason)
     if query.dtype not in DTYPES:
         raise ValueError(f"query is {query.dtype}; the Triton kernels take {DTYPES}")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, query {query.dtype}; they must agree")
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, num_keys: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
+from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
 from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, to_bshd
@@ -20,8 +20,6 @@ from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
 from nsa_flex.fallback_kernels.selected.fwd_partial import forward
 
 BLOCK_SIZES = (16, 32, 64, 128)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 MAX_SLOTS = 64
 MAX_GRID = 65535  # CUDA's limit of the second grid dimension
@@ -342,47 +340,25 @@ def _check_offset(query: Tensor, key: Tensor, query_offset: int | Tensor) -> Non
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("blocks", blocks)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have 4 dimensions")
-        if tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
-    reason = triton_unsupported_reason(query.device)
-    if reason is not None:
-        raise ValueError(reason)
-    if query.dtype not in DTYPES:
-        raise ValueError(f"query is {query.dtype}; the Triton kernels take {DTYPES}")
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, query {query.dtype}; they must agree")
+    check_tensors(query, key, value)
+    if blocks.dim() != 4:
+        raise ValueError(f"blocks has shape {tuple(blocks.shape)}; it must have 4 dimensions")
+    if blocks.device != query.device:
+        raise ValueError(f"blocks is on {blocks.device}, query on {query.device}")
     if blocks.dtype != torch.int32:
         raise ValueError(f"blocks is {blocks.dtype}; it must be torch.int32")
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor) -> None:
-    batch, query_heads, num_queries, head_dim = query.shape
-    kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    num_slots = blocks.shape[3]
-    expected = {
-        "key": (key, (batch, kv_heads, num_keys, head_dim)),
-        "value": (value, (batch, kv_heads, num_keys, value_dim)),
-        "blocks": (blocks, (batch, kv_heads, num_queries, num_slots)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
-    if kv_heads == 0 or query_heads % kv_heads:
-        raise ValueError(
-            f"key has {kv_heads} heads; query's {query_heads} must be a multiple of it"
-        )
+    check_shapes(query, key, value, key.shape[2])
+    batch, query_heads, num_queries, _ = query.shape
+    kv_heads, num_slots = key.shape[1], blocks.shape[3]
+    expected = (batch, kv_heads, num_queries, num_slots)
+    if tuple(blocks.shape) != expected:
+        raise ValueError(f"blocks has shape {tuple(blocks.shape)}; it must be {expected}")
     if query_heads > MAX_GROUP * kv_heads:
         raise ValueError(
             f"{query_heads // kv_heads} query heads share a KV head; at most {MAX_GROUP} can"
-        )
-    if not (0 < head_dim <= MAX_HEAD_DIM and 0 < value_dim <= MAX_HEAD_DIM):
-        raise ValueError(
-            f"head dims are {head_dim} (query, key) and {value_dim} (value); "
-            f"they must be 1 to {MAX_HEAD_DIM}"
         )
     if batch * kv_heads > MAX_GRID:
         raise ValueError(
