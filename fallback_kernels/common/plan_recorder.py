@@ -30,6 +30,7 @@ from nsa_flex.fallback_kernels.common.plan_steps import (
     Step,
     View,
     Whole,
+    operands,
 )
 
 # Made anew in each call, since somebody may write into their results.
@@ -157,6 +158,8 @@ class Recorder(TorchDispatchMode):
         ]
         if aliases and all(aliases) and not writes:
             return  # a view
+        if writes and self.constants.keys() & operands(self._held((*args, *kwargs.values()))):
+            raise Unrecordable(f"{func} may write into what is kept with the plan")
         if not writes and self._is_constant(func, args, kwargs, results):
             return
         name = func._schema.name.removeprefix("aten::")

@@ -21,7 +21,7 @@ from triton import knobs
 
 from nsa_flex.fallback_kernels.common.plan_lifetimes import insert_releases
 from nsa_flex.fallback_kernels.common.plan_recorder import Recorder, Unrecordable
-from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, Whole, resolved
+from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, resolved
 from nsa_flex.fallback_kernels.common.plan_workspace import Workspace
 
 Body = TypeVar("Body", bound=Callable[..., Any])
@@ -221,6 +221,5 @@ def _results(recorder: Recorder, out: Any) -> Any:
 
 
 def _listed(results: Any) -> tuple[Any, ...]:
-    if results is None or isinstance(results, Whole) or hasattr(results, "register"):
-        return (results,)
-    return tuple(results)
+    # References are tuples by name: the type tells.
+    return results if type(results) is tuple else (results,)

@@ -166,9 +166,10 @@ def test_deterministic_algorithms_have_plans_of_their_own() -> None:
         (lambda x: x[x > 0], "tells Python of values"),
         (lambda x: x + OUTSIDE.to(x.device), "from outside the operator"),
         (lambda x: {"a": x + 1}, "returns dict"),
+        (lambda x: torch.arange(4, device=x.device).add_(1) + x, "kept with the plan"),
         (lambda x: torch.rand_like(x), None),
     ],
-    ids=["item", "nonzero", "outside", "dict", "random"],
+    ids=["item", "nonzero", "outside", "dict", "written constant", "random"],
 )
 def test_bodies_that_cannot_be_recorded_run_as_they_are(
     body: Callable[[Tensor], Any], reason: str | None
@@ -202,6 +203,20 @@ def test_what_depends_on_no_argument_is_kept_unless_it_is_written() -> None:
         assert torch.equal(sums, 2 * (x + torch.arange(4, device=DEVICE)))
         assert doubled.tolist() == [0, 2, 4, 6]
         doubled.zero_()  # the caller's own
+
+
+@kernels
+def test_operators_without_results_and_with_lists() -> None:
+    def body(x: Tensor) -> Tensor:
+        parts = torch.unsafe_split(x * 2, 4)
+        torch._foreach_add_([parts[0]], 1.0)
+        return parts[0] + 1
+
+    operator = Counted(body)
+    for _ in range(4):
+        x = numbers(4)
+        assert torch.equal(operator(x), x * 2 + 1 + 1)
+    assert operator.ran == 2
 
 
 class Watcher(TorchDispatchMode):
