@@ -24,6 +24,7 @@ from nsa_flex import NSAConfig, nsa_attention
 from nsa_flex.compression import Compression, mean_of_blocks, split_segments
 from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
+from nsa_flex.fallback_kernels.decode import pages as decode_pages
 from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
@@ -63,30 +64,44 @@ def differentiate(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> No
 
 
 def core() -> Calls:
-    """The whole function as `auto` runs it, with and without a backward."""
-    # shape, Dv
-    cases: tuple[tuple[Shape, int], ...] = (
-        ((1, 4, 1, 1290, 128, torch.bfloat16), 128),
-        ((1, 8, 2, 130, 192, torch.bfloat16), 128),
-        ((2, 6, 2, 141, 64, torch.float16), 64),
-        ((1, 8, 2, 130, 64, torch.float16), 64),
+    """The whole function as `auto` runs it, with and without a backward; short rows as well."""
+    # shape, Dv, documents, keys of the window's own
+    cases: tuple[tuple[Shape, int, bool, bool], ...] = (
+        ((1, 4, 1, 1290, 128, torch.bfloat16), 128, False, False),
+        ((1, 4, 1, 1290, 128, torch.bfloat16), 128, True, False),
+        ((1, 4, 1, 1040, 128, torch.bfloat16), 128, True, True),
+        ((1, 8, 2, 1030, 192, torch.bfloat16), 128, False, False),
+        ((2, 6, 2, 1041, 64, torch.float16), 64, False, True),
+        ((1, 8, 2, 130, 192, torch.bfloat16), 128, False, False),
+        ((2, 6, 2, 141, 64, torch.float16), 64, False, True),
     )
     return [partial(differentiate_core, *case) for case in cases]
 
 
-def differentiate_core(shape: Shape, value_dim: int) -> None:
+def differentiate_core(shape: Shape, value_dim: int, documents: bool, own: bool) -> None:
     """Both backwards, then a forward without gradients."""
     q, k, v = heads_of(shape, value_dim)
     gates = normal(shape[0], shape[1], shape[3], 3, shape[5])
+    options: dict[str, Any] = {"config": PAPER}
+    if documents:  # a long one, one token, an empty one, the rest
+        edges = torch.tensor([0, 640, 704, 704], dtype=torch.int32, device=q.device)
+        token = torch.arange(shape[3], device=q.device)
+        start = edges[torch.searchsorted(edges, token, right=True) - 1]
+        options["document_start"] = start.repeat(shape[0], 1)
+    inputs = [q, k, v, gates]
+    if own:
+        of_window = heads_of(shape, value_dim)[1:]
+        options |= dict(zip(("sliding_key", "sliding_value"), of_window, strict=True))
+        inputs += of_window
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         compressed = (mean_of_blocks(split_segments(x, PAPER), PAPER) for x in (k, v))
         ck, cv = (x.to(q.dtype) for x in compressed)
-        out = nsa_attention(q, k, v, ck, cv, gates, config=PAPER)
+        out = nsa_attention(q, k, v, ck, cv, gates, **options)
         assert isinstance(out, Tensor)
-        differentiate((out,), (q, k, v, gates))
+        differentiate((out,), tuple(inputs))
     with torch.no_grad():
-        nsa_attention(q, k, v, ck, cv, gates, config=PAPER)
+        nsa_attention(q, k, v, ck, cv, gates, **options)
     torch.use_deterministic_algorithms(False)
 
 
@@ -230,7 +245,34 @@ def decode() -> Calls:
         (1, 4, 5, (150, 5), 300, 32, 16, OTHER_HALF, SMALL, "mlp"),
         *([(2, 16, 1, (2175, 1503), 2200, 128, 128, HALF, PAPER, "mlp")] if CUDA else []),
     )
-    return [partial(decode_step, *case) for case in cases]
+    paged = (
+        partial(decode_in_pages, (151, 3), 16, SMALL),
+        partial(decode_in_pages, (1503,), 64, PAPER),
+    )
+    return [*(partial(decode_step, *case) for case in cases), *(paged if CUDA else paged[:1])]
+
+
+def decode_in_pages(lengths: tuple[int, ...], page_size: int, config: NSAConfig) -> None:
+    """One query a request, whose pages lie apart in a shared memory."""
+    rows, dim = len(lengths), 64
+    per_row = -(-max(lengths) // page_size)
+    table = torch.randperm(rows * per_row, device=DEVICE).int().view(rows, per_row)
+    sizes = (page_size, page_size, page_size // config.compress_stride)
+    key, value, compressed = (
+        torch.randn(table.numel(), size, 2, dim, device=DEVICE).to(HALF) for size in sizes
+    )
+    decode_pages.attend(
+        torch.randn(rows, 8, 1, dim, device=DEVICE).to(HALF),
+        key,
+        value,
+        compressed,
+        compressed.clone(),
+        torch.rand(rows, 8, 1, 3, device=DEVICE),
+        table,
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1,
+        config=config,
+        scale=dim**-0.5,
+    )
 
 
 def decode_step(

@@ -29,10 +29,10 @@ from nsa_flex.fallback_kernels.sliding.config import (
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
     is_visible,
+    load_head_tile,
     load_key_value,
     load_rows_at,
     load_stats,
-    load_tile,
     row_offsets,
     store_rows_at,
 )
@@ -172,24 +172,6 @@ def fused_softmax_stats_kernel(
         tl.store(out + 3 * step, delta, mask=mask)
 
 
-@triton.jit
-def of_head(rows, head):
-    """The same tensor's `HeadRows` of another head."""
-    return HeadRows(
-        rows.desc, rows.ptr, rows.b, head,
-        rows.stride_b, rows.stride_h, rows.stride_s, rows.num_tokens,
-    )  # fmt: skip
-
-
-@triton.jit
-def with_desc(rows, desc):
-    """The same tensor's `HeadRows` with another descriptor."""
-    return HeadRows(
-        desc, rows.ptr, rows.b, rows.h,
-        rows.stride_b, rows.stride_h, rows.stride_s, rows.num_tokens,
-    )  # fmt: skip
-
-
 class GatedStats(NamedTuple):
     """What `_gated_stats` writes, of one batch row, inside a kernel."""
 
@@ -303,19 +285,25 @@ def fused_bwd_dkdv_kernel(
         local_stop = tl.maximum(local_stop, start + BLOCK_N - 1)
         local_tiles = tl.minimum((local_stop - start + BLOCK_M - 1) // BLOCK_M, tiles_per_head)
         per_head = local_tiles * (BLOCK_M // LOCAL_BLOCK_M)
-        local_queries = with_desc(queries, local_query_desc)
-        local_grad_outs = with_desc(grad_outs, local_grad_out_desc)
+        local_queries = HeadRows(
+            local_query_desc, query_ptr, b, h,
+            query_stride_b, query_stride_h, query_stride_s, num_tokens,
+        )  # fmt: skip
+        local_grad_outs = HeadRows(
+            local_grad_out_desc, grad_out_ptr, b, h,
+            grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, num_tokens,
+        )  # fmt: skip
         local_stats = GatedStats(
             local_stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens
         )
         for i in tl.range(0, per_head * GROUP, num_stages=STAGES):
             head = h * GROUP + i // per_head
             first = start + i % per_head * LOCAL_BLOCK_M
-            q = load_tile(
-                of_head(local_queries, head), first, LOCAL_BLOCK_M, HEAD_DIM, BLOCK_D
+            q = load_head_tile(
+                local_queries, head, first, LOCAL_BLOCK_M, HEAD_DIM, BLOCK_D
             )  # [LOCAL_BLOCK_M, BLOCK_D]
-            grad_out = load_tile(
-                of_head(local_grad_outs, head), first, LOCAL_BLOCK_M, VALUE_DIM, BLOCK_DV
+            grad_out = load_head_tile(
+                local_grad_outs, head, first, LOCAL_BLOCK_M, VALUE_DIM, BLOCK_DV
             )  # [LOCAL_BLOCK_M, BLOCK_DV]
             # [BLOCK_N, LOCAL_BLOCK_M] each
             logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -353,11 +341,9 @@ def fused_bwd_dkdv_kernel(
     for i in tl.range(0, window_tiles * GROUP, num_stages=STAGES):
         head = h * GROUP + i // window_tiles
         first = start + (local_tiles + i % window_tiles) * BLOCK_M
-        q = load_tile(
-            of_head(queries, head), first, BLOCK_M, HEAD_DIM, BLOCK_D
-        )  # [BLOCK_M, BLOCK_D]
-        grad_out = load_tile(
-            of_head(grad_outs, head), first, BLOCK_M, VALUE_DIM, BLOCK_DV
+        q = load_head_tile(queries, head, first, BLOCK_M, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        grad_out = load_head_tile(
+            grad_outs, head, first, BLOCK_M, VALUE_DIM, BLOCK_DV
         )  # [BLOCK_M, BLOCK_DV]
         # [BLOCK_N, BLOCK_M] each
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.strides import rows_contiguous
+from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous
 from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradients
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, fold_gated_lse
@@ -38,7 +38,7 @@ class CompressedGradients(NamedTuple):
 
     query_parts: list[Tensor]  # dQ, by the parts of the fold
     fold: Fold
-    key: Tensor  # (B, Hkv, N, D)
+    key: Tensor  # (B, N, Hkv, D), contiguous
     value: Tensor
 
 
@@ -102,8 +102,9 @@ def compressed_gradients(
             sums.signed.transpose(1, 2),
             scale,
         )
-        query_parts = [grads[0].transpose(1, 2)] * NUM_PARTS
-        return CompressedGradients(query_parts, fold_of(tokens, 1, 1), *grads[1:])
+        grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in grads)
+        fold = fold_of(tokens, 1, 1)
+        return CompressedGradients([grad_query] * NUM_PARTS, fold, grad_key, grad_value)
     fold = _fold(tokens, config)
     parts = [
         range_gradients(
@@ -131,9 +132,9 @@ def _bounds(document_start: Tensor, key: Tensor, config: NSAConfig) -> tuple[Ten
 
 
 def _sum_over_parts(shares: list[Tensor], like: Tensor) -> Tensor:
-    out = like.new_empty(like.shape)
+    out = empty_bshd(like, *like.shape[1:], like.dtype)
     sum_residues(shares, out)
-    return out
+    return out.transpose(1, 2)
 
 
 def _fold(num_tokens: int, config: NSAConfig) -> Fold:

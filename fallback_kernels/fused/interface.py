@@ -197,7 +197,9 @@ def core_backward(
     document_start: Tensor | None = None,
     max_document_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the eight tensors that `core_forward` takes; empty for what it did not get.
+    """Gradients of the eight tensors that `core_forward` takes, tokens or blocks before heads.
+
+    Empty for what it did not get.
 
     Args:
         grad: (B, S, Hq, Dv), gradient of the first result.
@@ -219,9 +221,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     query, key, value, compressed_key, compressed_value, gates, *own = inputs
     return (
-        *(_empty_bshd(x) for x in (query, key, value)),
-        *(x.new_empty(x.shape) for x in (compressed_key, compressed_value)),
-        _empty_bshd(gates),
+        *(_empty_bshd(x) for x in (query, key, value, compressed_key, compressed_value, gates)),
         *((_empty_bshd(x) for x in own) if own else (grad.new_empty(0), grad.new_empty(0))),
     )
 
@@ -248,9 +248,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
     inputs, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
     options_of_backward = (ctx.scale, ctx.counts, ctx.deterministic, document_start, ctx.longest)
     grads = _core_gradients(grad, inputs, results, *options_of_backward)
-    q, k, v, ck, cv, *others = grads
-    gates, *own = (x.transpose(1, 2) if x.dim() > 1 else None for x in others)
-    return *(x.transpose(1, 2) for x in (q, k, v)), ck, cv, gates, *own, *options
+    return *(x.transpose(1, 2) if x.dim() > 1 else None for x in grads), *options
 
 
 core_forward.register_autograd(_differentiate, setup_context=_save)

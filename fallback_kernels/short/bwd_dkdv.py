@@ -39,7 +39,7 @@ def short_bwd_dkdv_kernel(
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK (splits, B, S, Hkv, D), dV, and those of compressed keys (splits, B, Hkv, N, D).
+    """dK (splits, B, S, Hkv, D), dV, and those of compressed keys (splits, B, N, Hkv, D).
 
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
     document are far.
@@ -140,24 +140,14 @@ def short_bwd_dkdv_kernel(
 
     grad_k *= scale
     row = split * tl.num_programs(2).to(tl.int64) + b
+    first = row * num_keys * kv_heads + kv_head
+    grad_k_base = grad_k_ptr + first * HEAD_DIM
+    grad_v_base = grad_v_ptr + first * VALUE_DIM
     if is_compressed:
-        first = (row * kv_heads + kv_head) * num_blocks
-        store_tile(
-            grad_ck_ptr + first * HEAD_DIM, key, HEAD_DIM, num_keys, grad_k, HEAD_DIM, BLOCK_D
-        )
-        store_tile(
-            grad_cv_ptr + first * VALUE_DIM, key, VALUE_DIM, num_keys, grad_v, VALUE_DIM, BLOCK_DV
-        )
-    else:
-        first = row * num_tokens * kv_heads + kv_head
-        store_tile(
-            grad_k_ptr + first * HEAD_DIM, key, kv_heads * HEAD_DIM, num_keys, grad_k,
-            HEAD_DIM, BLOCK_D,
-        )  # fmt: skip
-        store_tile(
-            grad_v_ptr + first * VALUE_DIM, key, kv_heads * VALUE_DIM, num_keys, grad_v,
-            VALUE_DIM, BLOCK_DV,
-        )  # fmt: skip
+        grad_k_base = grad_ck_ptr + first * HEAD_DIM
+        grad_v_base = grad_cv_ptr + first * VALUE_DIM
+    store_tile(grad_k_base, key, kv_heads * HEAD_DIM, num_keys, grad_k, HEAD_DIM, BLOCK_D)
+    store_tile(grad_v_base, key, kv_heads * VALUE_DIM, num_keys, grad_v, VALUE_DIM, BLOCK_DV)
 
 
 def key_gradients(
@@ -174,7 +164,7 @@ def key_gradients(
     near: bool,
     far: bool,
 ) -> list[Tensor]:
-    """dK and dV (B, S, Hkv, D), then those of the compressed keys (B, Hkv, N, D) if given.
+    """dK and dV (B, S, Hkv, D), then those of the compressed keys (B, N, Hkv, D) if given.
 
     Args:
         grad: (B, Hq, S, Dv); query: (B, Hq, S, D).
@@ -189,7 +179,7 @@ def key_gradients(
     options: dict = {"dtype": torch.float32 if splits > 1 else q.dtype, "device": q.device}
     shapes = [(tokens, kv_heads, x.shape[3]) for x in (k, v)]
     if compressed is not None:
-        shapes += [(kv_heads, num_blocks, x.shape[3]) for x in (ck, cv)]
+        shapes += [(num_blocks, kv_heads, x.shape[3]) for x in (ck, cv)]
     grads = [torch.empty((splits, batch, *shape), **options) for shape in shapes]
     block_n = plan.bwd_dkdv.block_n
     compressed_tiles = 0 if compressed is None else cdiv(num_blocks, block_n)

@@ -25,7 +25,7 @@ def short_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, compressed key and value, gates, and of `own` if given.
 
-    Those of compressed keys and values are (B, Hkv, N, D), the others (B, S, H, D). Arguments as
+    Those of compressed keys and values are (B, N, Hkv, D), the others (B, S, H, D). Arguments as
     of `short_forward`; grad (B, Hq, S, Dv).
     """
     query, key, value, compressed_key, compressed_value, _ = tensors

@@ -93,12 +93,21 @@ def load_tile(
 
     BY_POINTERS: without the descriptor, whose tiles have another number of tokens.
     """
+    return load_head_tile(rows, rows.h, first, BLOCK_N, DIM, BLOCK_D, BY_POINTERS)
+
+
+@triton.jit
+def load_head_tile(
+    rows, head, first, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BY_POINTERS: tl.constexpr = False,
+):  # fmt: skip
+    """`load_tile` of any head. (A tuple made anew in here could not have None for its `desc`.)"""
     if rows.desc is not None and not BY_POINTERS:
-        tile = rows.desc.load([rows.b, rows.h, first, 0]).reshape(BLOCK_N, BLOCK_D)
+        tile = rows.desc.load([rows.b, head, first, 0]).reshape(BLOCK_N, BLOCK_D)
     else:
         token = tl.arange(0, BLOCK_N)
         column = tl.arange(0, BLOCK_D)
-        start = rows.b.to(tl.int64) * rows.stride_b + rows.h.to(tl.int64) * rows.stride_h
+        start = rows.b.to(tl.int64) * rows.stride_b + head.to(tl.int64) * rows.stride_h
         start += first.to(tl.int64) * rows.stride_s
         mask = ((first + token >= 0) & (first + token < rows.num_tokens))[:, None]
         if DIM != BLOCK_D:

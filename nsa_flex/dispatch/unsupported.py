@@ -27,6 +27,9 @@ def _flex(branch: BranchName, facts: Facts) -> str | None:
         return "FlexAttention's kernels take float32, bfloat16 and float16, got torch.float64"
     if min(facts.head_dim, facts.value_head_dim) < 16:
         return f"FlexAttention needs head dims of at least 16, got {_dims(facts)}"
+    if branch == "selected" and facts.select_block_size < 16:
+        # A block is one tile of keys, and Triton's matrix product takes no fewer than 16.
+        return f"on CUDA it needs a select_block_size of 16 or more, got {facts.select_block_size}"
     return None
 
 

@@ -303,7 +303,7 @@ def on_cuda(
     edges = torch.tensor([64, 64, tokens // 128 * 64, tokens // 128 * 64 + 64], device="cuda")
     token = torch.arange(tokens, device="cuda")
     bounds = torch.nn.functional.pad(edges, (1, 0))
-    start = bounds[torch.searchsorted(edges, token, right=True)].expand(batch, -1)
+    start = bounds[torch.searchsorted(edges, token, right=True)].repeat(batch, 1)
     return [q, k, v, ck, cv, gates.requires_grad_(True)], start
 
 

@@ -126,13 +126,8 @@ def run(
     found |= {
         name: getattr(results, f"{name}_lse").transpose(1, 2) for name in ("selected", "sliding")
     }
-    by_head = {"compressed_key", "compressed_value"}
     names = [*INPUTS, *(OWN if case.own else ())]
-    gradients = {
-        name: x if name in by_head else x.transpose(1, 2)
-        for name, x in zip(names, grads, strict=True)
-    }
-    return found, gradients
+    return found, {name: x.transpose(1, 2) for name, x in zip(names, grads, strict=True)}
 
 
 def check(case: Case) -> None:
@@ -218,11 +213,16 @@ def test_equal_inputs_give_equal_bits() -> None:
     grad = leaf((1, 4, 60, 16), case.dtype, DEVICE, grad=False)
     tensors = tuple(inputs[name] for name in INPUTS)
     options = (None, case.config, case.scale, 60)
-    alone = short_forward(tensors, None, *options, save=False)
-    results = short_forward(tensors, None, *options, save=True)
-    assert torch.equal(alone.out, results.out)
-    grads, again = (short_backward(grad, tensors, None, results, *options) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    alone = [short_forward(tensors, None, *options, save=False).out for _ in range(2)]
+    assert torch.equal(*alone)
+    results, again = (short_forward(tensors, None, *options, save=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+    # Another kernel, whose products the compiler may round elsewhere.
+    torch.testing.assert_close(alone[0], results.out, rtol=1e-5, atol=1e-6)
+    pairs = zip(
+        *(short_backward(grad, tensors, None, results, *options) for _ in range(2)), strict=True
+    )
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @kernels
@@ -507,8 +507,10 @@ def test_is_the_core_of_long_documents(
     plans.forget_plans()
     want_blocks, want = step()
     assert torch.equal(blocks, want_blocks)
-    floor = 2**-9 * float(grad.norm()) if length < 2 else 0.0
     for name, x, y in zip(("output", *inputs), found, want, strict=True):
+        keys = inputs["compressed_key"].shape[2] if name == "compressed_key" else length
+        # The gradient of a softmax over one key is 0: what is there is rounding.
+        floor = 2**-9 * float(grad.norm()) if keys < 2 else 0.0
         assert (x.float() - y.float()).norm() <= 2**-6 * y.float().norm() + floor, name
 
 
