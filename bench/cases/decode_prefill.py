@@ -33,13 +33,20 @@ def prefill(cache: LayerCache, tokens: tuple[Tensor, ...], chunk: int) -> Tensor
     """Output (B, Hq, S, D) of all tokens, which an empty cache takes in chunks."""
     cache.reset()
     out = []
-    for query, key, value, gates in zip(*(x.split(chunk, dim=2) for x in tokens), strict=True):
-        incoming = IncomingBatch(query.shape[2])
-        cache.expect(incoming)
-        keys, values = cache.update(key, value)
-        out.append(cache.attend(query, keys, values, gates)[0])
+    for part in zip(*(x.split(chunk, dim=2) for x in tokens), strict=True):
+        found, incoming = attend(cache, part)
+        out.append(found)
         advance([cache], incoming)
     return torch.cat(out, 2) if len(out) > 1 else out[0]
+
+
+def attend(cache: LayerCache, tokens: tuple[Tensor, ...]) -> tuple[Tensor, IncomingBatch]:
+    """Output of new tokens, which the cache has taken but not counted yet."""
+    query, key, value, gates = tokens
+    incoming = IncomingBatch(query.shape[2])
+    cache.expect(incoming)
+    keys, values = cache.update(key, value)
+    return cache.attend(query, keys, values, gates)[0], incoming
 
 
 def make(heads: str, length: int) -> tuple[LayerCache, tuple[Tensor, ...]]:
@@ -60,8 +67,18 @@ def time_prefill(call: Call) -> Times:
 
 
 def rows_of(heads: str, length: int, chunks: list[int]) -> list[dict[str, Any]]:
+    """All in one call, in chunks, and the last chunk alone."""
     cache, tokens = make(heads, length)
     whole = prefill(cache, tokens, length).double()
+    shared = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "dtype": "bfloat16",
+        "batch": 1,
+        "heads": heads,
+        "head_dim": HEAD_DIM,
+        "seq_len": length,
+    }
     rows = []
     for chunk in (length, *chunks):
         start = time.perf_counter()
@@ -73,13 +90,7 @@ def rows_of(heads: str, length: int, chunks: list[int]) -> list[dict[str, Any]]:
         times = time_prefill(partial(prefill, cache, tokens, chunk))
         row = {
             "what": "prefill of a cache",
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "dtype": "bfloat16",
-            "batch": 1,
-            "heads": heads,
-            "head_dim": HEAD_DIM,
-            "seq_len": length,
+            **shared,
             "chunk": chunk,
             **times.columns(),
             "first_ms": round(1e3 * first, 1),
@@ -87,6 +98,13 @@ def rows_of(heads: str, length: int, chunks: list[int]) -> list[dict[str, Any]]:
         }
         rows.append(row)
         print(heads, length, "chunk", chunk, row["median_ms"], "ms, first", row["first_ms"])
+        if chunk < length:
+            prefill(cache, tuple(x[:, :, : length - chunk] for x in tokens), chunk)
+            last = tuple(x[:, :, length - chunk :] for x in tokens)
+            times = time_prefill(partial(attend, cache, last))
+            row = {"what": "last chunk", **shared, "chunk": chunk, **times.columns()}
+            rows.append(row)
+            print(heads, length, "last chunk of", chunk, row["median_ms"], "ms")
     return rows
 
 

@@ -207,7 +207,7 @@ def full() -> list[AnyCase]:
 
 
 def models() -> list[AnyCase]:
-    """Training steps: 125M parameters at 512 to 2048 tokens, layers of Llama-3.1-8B from 8k."""
+    """Training steps: 125M parameters at 512 to 2048 tokens, layers of Llama-3.1-8B from 2k."""
     sizes = [("125m", batch, length) for length in (2048, 1024, 512) for batch in (16, 1)]
     cases: list[AnyCase] = [
         ModelCase(model, name, batch, length)
@@ -215,7 +215,7 @@ def models() -> list[AnyCase]:
         for name in IMPLEMENTATIONS
     ]
     large = "llama-3.1-8b, 4 layers"
-    for length in (8 * KI, 32 * KI, 64 * KI):
+    for length in (KI << shift for shift in range(1, 7)):
         cases += [ModelCase(large, name, 1, length) for name in ("nsa", "dense")]
     return cases + [ModelCase(large, name, 1, 8 * KI) for name in ("nsa-eager", "dense-eager")]
 

@@ -132,7 +132,8 @@ def _bounds(document_start: Tensor, key: Tensor, config: NSAConfig) -> tuple[Ten
 
 
 def _sum_over_parts(shares: list[Tensor], like: Tensor) -> Tensor:
-    out = empty_bshd(like, *like.shape[1:], like.dtype)
+    _, heads, num_blocks, dim = like.shape
+    out = empty_bshd(like, heads, num_blocks, dim, like.dtype)
     sum_residues(shares, out)
     return out.transpose(1, 2)
 
