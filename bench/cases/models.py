@@ -50,6 +50,7 @@ class ModelSize:
 
 MODELS = {
     "125m": ModelSize(768, 2048, 12, 12, 2, 64, 32000, NSAConfig()),
+    "125m, bytes": ModelSize(768, 2048, 12, 12, 2, 64, 256, NSAConfig()),
     # Layers of Llama-3.1-8B, four of its 32, and a smaller vocabulary, so that attention shows.
     "llama-3.1-8b, 4 layers": ModelSize(4096, 14336, 4, 32, 8, 128, 32000, NSAConfig()),
     "tiny": ModelSize(32, 64, 2, 4, 2, 8, 64, NSAConfig(8, 4, 8, 4, window_size=16)),

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m nsa_flex.bench.tools.data_parallel --out data_parallel.json
 
-trains on rank 0 alone ("one"), then on all ranks with DDP and with FSDP2: some steps of decoder
-layers as wide as Llama 3 8B's on one row of 32k tokens a rank, then 300 steps of the demo's Llama
-on the demo's text, whose batches are the same in all three runs. A PNG beside the JSON draws both.
-Needs CUDA devices and transformers.
+trains on one GPU alone ("one"), then on all with DDP and with FSDP2: some steps of decoder layers
+as wide as Llama 3 8B's on one row of 32k tokens a rank, then 300 steps of the demo's Llama on the
+demo's text, whose batches are the same in all three runs. The JSON is written after each run; a
+PNG beside it draws both. Needs CUDA devices and transformers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -159,23 +160,52 @@ def losses(kind: str, size: Size, device: torch.device, seed: int) -> list[float
     return curve.tolist()
 
 
-def measure(layers: Layers, text: Size, device: torch.device, seed: int = 0) -> dict[str, Any]:
-    """All runs, one after another; the whole result on rank 0, part of it on the others."""
-    found: dict[str, Any] = {"speed": [], "losses": {}}
-    for kind in KINDS:
-        if kind != "one" or dist.get_rank() == 0:
-            found["speed"].append(speed(kind, layers, device))
-            _forget(device)
-        dist.barrier()
-    for kind in KINDS:
-        if kind != "one" or dist.get_rank() == 0:
-            found["losses"][kind] = losses(kind, text, device, seed)
-            _forget(device)
-        dist.barrier()
+def measure(
+    layers: Layers,
+    text: Size,
+    device: torch.device,
+    seed: int = 0,
+    tell: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """All runs; the whole result on rank 0, part of it on the others.
+
+    The two runs on one GPU are at the same time, on the first rank and on the last.
+
+    Args:
+        tell: called on rank 0 with what there is after each run.
+    """
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    shared = {"layers": _plain(layers), "text": _plain(text), **machine.describe(device)}
+    found: dict[str, Any] = {"speed": [], "losses": {}, **shared}
+    curve: list[Any] = [None]
+    if rank == 0:
+        found["speed"].append(speed("one", layers, device))
+        _forget(device)
+    if rank == last:
+        curve[0] = losses("one", text, device, seed)
+        _forget(device)
+    dist.broadcast_object_list(curve, last)
+    found["losses"]["one"] = curve[0]
+    for kind in KINDS[1:]:
+        found["speed"].append(speed(kind, layers, device))
+        _forget(device)
+        _tell(found, tell)
+    for kind in KINDS[1:]:
+        found["losses"][kind] = losses(kind, text, device, seed)
+        _forget(device)
+        _tell(found, tell)
+    return found
+
+
+def _tell(found: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Rank 0 has all speeds: it compares them with one GPU's."""
+    dist.barrier()
+    if dist.get_rank() != 0:
+        return
     first = found["speed"][0]["tokens_per_second"]
     for row in found["speed"]:
         row["efficiency"] = row["tokens_per_second"] / (first * row["ranks"])
-    return {**found, "layers": _plain(layers), "text": _plain(text), **machine.describe(device)}
+    tell(found)
 
 
 def _plain(size: Layers | Size) -> dict[str, Any]:
@@ -202,9 +232,13 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    found = measure(Layers(), TEXT, device)
-    if dist.get_rank() == 0:
+
+    def write(found: dict[str, Any]) -> None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        print({row["kind"]: round(row["tokens_per_second"]) for row in found["speed"]}, flush=True)
+
+    found = measure(Layers(), TEXT, device, tell=write)
+    if dist.get_rank() == 0:
         draw(found, arguments.out.with_suffix(".png"))
         for row in found["speed"]:
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})

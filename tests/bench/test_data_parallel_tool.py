@@ -39,6 +39,13 @@ def test_all_runs_beside_one(tmp_path: Path) -> None:
 
 
 def run(device: torch.device, path: Path) -> None:
-    found = measure(LAYERS, TEXT, device)
+    told: list[tuple[int, int]] = []
+    found = measure(
+        LAYERS,
+        TEXT,
+        device,
+        tell=lambda found: told.append((len(found["speed"]), len(found["losses"]))),
+    )
+    assert told == ([(2, 1), (3, 1), (3, 2), (3, 3)] if dist.get_rank() == 0 else [])
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))

@@ -1,0 +1,79 @@
+"""The tool that compares `nsa-flex train` with the bare step, at a tiny size on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from training.small_config import write_texts
+
+from nsa_flex.bench.cases.models import MODELS
+from nsa_flex.bench.report.rows import read_rows
+from nsa_flex.bench.tools import train_speed
+from nsa_flex.bench.tools.train_speed import Plan, case_of, compare, ratios, train_config
+
+NSA = (
+    "{compress_block_size: 8, compress_stride: 4, select_block_size: 8,"
+    " num_selected_blocks: 4, window_size: 16}"
+)
+
+
+def tiny_plan(folder: Path) -> Plan:
+    overrides = (
+        f"data.files=[{write_texts(folder / 'texts')}]",
+        "data.seq_len=64",
+        f"model.nsa={NSA}",
+        "engine.device=cpu",
+    )
+    return Plan("tiny", overrides, warm_up=1, windows=2, window=2, compiler="eager")
+
+
+def test_every_run_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "tiny, bytes", replace(MODELS["tiny"], vocab_size=256))
+    monkeypatch.setattr(train_speed, "ORDER", (*train_speed.ORDER[:3], ("train", "bytes")))
+    plan, out = tiny_plan(tmp_path), tmp_path / "rows.json"
+    assert compare(plan, torch.device("cpu"), out, limit_s=600.0) == read_rows(out)
+    rows = read_rows(out)
+    assert [(row["kind"], row["repeat"]) for row in rows] == [
+        ("bare", 0),
+        ("silent", 0),
+        ("train", 0),
+        ("train", 1),
+    ]
+    for row in rows:
+        assert row["steps"] == 4
+        assert row["least"] <= row["median"] <= row["most"]
+        assert row["first_step_s"] > 0
+        assert row["sources"]
+        assert ("tokens_per_s_of_rows" in row) == (row["kind"] == "train")
+    told = rows[-1]
+    assert told["tokens_per_s_of_rows"] == pytest.approx(told["median"], rel=0.5)
+    assert ratios(rows).keys() == {
+        "train/silent, bytes",
+        "train/bare, bytes",
+        "silent/bare, bytes",
+    }
+
+
+def test_repeats_wait_for_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_speed, "ORDER", (("silent", "bytes"), ("silent", "bytes")))
+    rows = compare(tiny_plan(tmp_path), torch.device("cpu"), tmp_path / "rows.json", limit_s=0.0)
+    assert len(rows) == 1
+
+
+@pytest.mark.parametrize("vocabulary", ["bytes", "32000"])
+def test_both_train_the_same_model(tmp_path: Path, vocabulary: str) -> None:
+    from nsa_flex.bench.cases.models import build
+    from nsa_flex.training.models import build_model
+    from nsa_flex.training.tokenizers import BYTES
+
+    plan = Plan()
+    config, case = train_config(plan, vocabulary, tmp_path), case_of(plan, vocabulary)
+    assert config.training.batch_size == case.batch == 16
+    assert config.data.seq_len == case.seq_len == 2048
+    ours = build_model(config.model, config.data, BYTES, meta=True)
+    bare = build(case.size, case.seq_len, torch.device("meta"), patched=True)
+    shapes = {name: x.shape for name, x in bare.named_parameters()}
+    assert {name: x.shape for name, x in ours.named_parameters()} == shapes
