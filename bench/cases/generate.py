@@ -1,0 +1,290 @@
+"""Times `model.generate()` itself, host included: a patched Llama against the same one unpatched.
+
+Four layers as wide as Llama-3.1-8B's, random weights, bfloat16, greedy. The cache is
+
+    dynamic   generate's default: a cache that grows, a model that is not compiled
+    static    cache_implementation="static": transformers compiles the step (reduce-overhead)
+
+Each row is one call of `generate`. A logits processor records a CUDA event at each token; the
+first 16 tokens after the prompt's (compilation, capture) do not count. Every row starts as a new
+process would: nothing compiled. The last logits are held to those of a forward pass without a
+cache.
+
+--quantize times torchao's weights beside bfloat16. --profile CASE prints what a token of one row
+is made of. --steps N runs so many compiled steps and fails if memory grows, anything is compiled
+again, or the host waits.
+
+Example: python -m nsa_flex.bench.cases.generate --out generate.json
+Example: python -m nsa_flex.bench.cases.generate --quantize int8wo --out int8.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from nsa_flex.bench.cases.generate_clock import WARM_UP, TokenClock
+from nsa_flex.bench.cases.generate_models import (
+    FULL,
+    QUANTIZED,
+    TINY,
+    Pair,
+    dense_attentions,
+    forget,
+    make_pair,
+    quantized,
+)
+from nsa_flex.bench.measure.machine import describe
+from nsa_flex.bench.report.rows import Notebook, Row
+
+# The most telling first: what is left when the time is over is not measured.
+DEFAULT = (
+    *("static:1x65536", "static:1x8192", "static:8x32768"),
+    *("dynamic:1x8192", "dynamic:1x65536", "dynamic:1x32768"),
+    *("static:1x32768", "static:8x8192", "dynamic:8x8192", "dynamic:8x32768"),
+)
+# A step that is wrong gives logits as far from the right ones as their own size.
+MAX_LOGITS_ERROR = 0.1
+
+
+@dataclass(frozen=True)
+class GenerateCase:
+    """A call of `generate`.
+
+    Args:
+        cache: "static" or "dynamic".
+        batch, prompt: B, and tokens of each prompt.
+        steps: tokens that are timed.
+
+    >>> GenerateCase.parse("static:8x32768", 64)
+    GenerateCase(cache='static', batch=8, prompt=32768, steps=64)
+    """
+
+    cache: str
+    batch: int
+    prompt: int
+    steps: int
+
+    @classmethod
+    def parse(cls, text: str, steps: int) -> GenerateCase:
+        """Of CACHE:BATCHxTOKENS.
+
+        Raises:
+            ValueError: it is written otherwise.
+        """
+        cache, _, shape = text.partition(":")
+        batch, _, prompt = shape.partition("x")
+        if cache not in ("static", "dynamic") or not (batch.isdigit() and prompt.isdigit()):
+            raise ValueError(f"case {text!r}: expected CACHE:BATCHxTOKENS, static or dynamic")
+        return cls(cache, int(batch), int(prompt), steps)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens to generate: the prompt's, those that warm up, those that are timed."""
+        return 1 + WARM_UP + self.steps
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `generate`."""
+        return {
+            "max_new_tokens": self.num_new,
+            "min_new_tokens": self.num_new,
+            "do_sample": False,
+            "cache_implementation": "static" if self.cache == "static" else None,
+        }
+
+    def fields(self) -> dict[str, Any]:
+        """The columns of a row that say what was measured."""
+        return {
+            "target": "generate",
+            "cache": self.cache,
+            "batch": self.batch,
+            "seq_len": self.prompt,
+            "new_tokens": self.num_new,
+        }
+
+
+def prompts_of(case: GenerateCase, vocab_size: int, device: torch.device) -> Tensor:
+    """Random tokens (B, S), the same for both models."""
+    generator = torch.Generator().manual_seed(case.prompt)
+    ids = torch.randint(vocab_size, (case.batch, case.prompt), generator=generator)
+    return ids.to(device)
+
+
+@torch.no_grad()
+def columns_of(model: Any, ids: Tensor, case: GenerateCase, max_seconds: float) -> Row:
+    """Milliseconds a token, of the prefill, memory, and whether the logits are right.
+
+    Raises:
+        RuntimeError: it took longer than `max_seconds`, or the last logits are not those of a
+            forward pass.
+    """
+    forget(model)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model.generate(ids, max_new_tokens=1, do_sample=False)  # kernels of the prefill compile
+    if ids.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    clock = TokenClock(ids.device)
+    out = model.generate(ids, logits_processor=[clock], max_time=max_seconds, **case.options())
+    found = clock.columns(case.steps)
+    found["peak_bytes"] = torch.cuda.max_memory_allocated() if ids.is_cuda else None
+    found["compiled"] = "_compiled_call" in vars(model)
+    if ids.is_cuda and found["compiled"] != (case.cache == "static"):
+        raise RuntimeError(f"generate compiled: {found['compiled']}, with a {case.cache} cache")
+    found["graphs"] = counters["stats"]["unique_graphs"]
+    found["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
+    found["logits_error"] = _logits_error(model, out, clock.logits)
+    if not found["logits_error"] < MAX_LOGITS_ERROR:
+        raise RuntimeError(f"the last logits are off by {found['logits_error']}, relative")
+    return found
+
+
+def _logits_error(model: Any, out: Tensor, found: Tensor | None) -> float:
+    """Of the last step, against a forward pass over all tokens before: relative."""
+    assert found is not None
+    expected = model(out[:, :-1], use_cache=False, logits_to_keep=1).logits[:, -1].float()
+    return float(f"{float((found - expected).norm() / expected.norm()):.3g}")
+
+
+def row_of(pair: Pair, who: str, case: GenerateCase, kind: str | None, max_seconds: float) -> Row:
+    """One row; `kind` is of the weights, in `QUANTIZED`, None for those that are not quantized."""
+    model = pair.of(who)
+    fields = {**pair.fields(who), **case.fields(), "quantized": kind}
+    name = who if who == "nsa" else f"dense-{fields['attention']}"
+    label = f" {kind}" if kind else ""
+    shape = f"{case.batch}x{case.prompt}"
+    start: Row = {"case": f"generate/{name} {pair.name} {case.cache} {shape}{label}", **fields}
+    ids = prompts_of(case, pair.size.vocab_size, model.device)
+    try:
+        found = {"status": "ok", **columns_of(model, ids, case, max_seconds)}
+    except Exception as error:
+        traceback.print_exc()
+        found = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
+    forget(model)
+    return {**start, **found}
+
+
+def rows_of(pair: Pair, case: GenerateCase, kind: str | None, options: Any) -> list[Row]:
+    """NSA, then dense attention on each implementation that is to be timed."""
+    found = [row_of(pair, "nsa", case, kind, options.row_seconds)]
+    for attention in dense_attentions(options.dense):
+        pair.dense.set_attn_implementation(attention)
+        found.append(row_of(pair, "dense", case, kind, options.row_seconds))
+    return found
+
+
+def told(row: Row) -> str:
+    """A line for the terminal."""
+    if row["status"] != "ok":
+        return f"{row['case']}: {row['status']}, {row['reason']}"
+    return (
+        f"{row['case']}: {row['ms_per_token']:.3f} ms a token "
+        f"(p20 {row['p20_ms']:.3f}, p80 {row['p80_ms']:.3f}), prefill {row['prefill_ms']:.1f}, "
+        f"first step {row['first_step_ms'] / 1e3:.1f} s, {row['graphs']} graphs, "
+        f"{row['cudagraph_skips']} skips, error {row['logits_error']}"
+    )
+
+
+def ratios(rows: list[Row]) -> list[str]:
+    """Dense ÷ NSA of each case, the fastest dense one, and of quantized weights."""
+    lines = []
+    done = [row for row in rows if row["status"] == "ok"]
+    for ours in (row for row in done if row["implementation"] == "nsa"):
+        same = ("cache", "batch", "seq_len", "quantized")
+        others = [
+            row
+            for row in done
+            if row["implementation"] == "dense" and all(row[x] == ours[x] for x in same)
+        ]
+        if others:
+            best = min(others, key=lambda row: row["ms_per_token"])
+            shape = f"{ours['cache']} {ours['batch']}x{ours['seq_len']} {ours['quantized'] or ''}"
+            lines.append(
+                f"{shape}: dense ({best['attention']}) / NSA "
+                f"{best['ms_per_token'] / ours['ms_per_token']:.2f} a token, "
+                f"{best['prefill_ms'] / ours['prefill_ms']:.2f} prefill"
+            )
+    return lines
+
+
+def measure_all(cases: list[GenerateCase], kinds: list[str | None], options: Any) -> list[Row]:
+    """All rows that fit into the budget, written as they are measured."""
+    device, name = torch.device(options.device), TINY if options.tiny else FULL
+    begin = time.perf_counter()
+    pair = make_pair(name, max(case.prompt + case.num_new for case in cases), device)
+    shared = {**describe(device), "transformers": transformers.__version__}
+    notebook = Notebook(options.out, shared, fresh=True)
+    rows: list[Row] = []
+    for kind in kinds:
+        each = pair if kind is None else quantized(pair, kind)
+        for case in cases:
+            if time.perf_counter() - begin > options.budget:
+                print(f"{case}, {kind}: not measured, {options.budget} s are over")
+                continue
+            found = notebook.add(rows_of(each, case, kind, options))
+            rows += found
+            seconds = time.perf_counter() - begin
+            print(*map(told, found), f"[{seconds:.0f} s]", sep="\n", flush=True)
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--cases", nargs="+", help="CACHE:BATCHxTOKENS; default all of the guide")
+    made.add_argument("--steps-per-row", type=int, default=64, help="tokens that are timed")
+    made.add_argument(
+        "--dense", nargs="+", help="attention implementations; default sdpa, FA-2 if installed"
+    )
+    made.add_argument("--quantize", help=f"kinds of weights by comma: {', '.join(QUANTIZED)}")
+    made.add_argument("--profile", metavar="CASE", help="print what a token of this case takes")
+    made.add_argument("--steps", type=int, help="run so many compiled steps of a static cache")
+    made.add_argument("--budget", type=float, default=600, help="seconds; no row starts after")
+    made.add_argument("--row-seconds", type=float, default=60, help="a slower row ends")
+    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    made.add_argument("--tiny", action="store_true", help="a tiny model, for tests")
+    made.add_argument("--out", type=Path, help="JSON file of rows")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Rows, a profile or a long run, as asked."""
+    made = parser()
+    options = made.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    if options.profile:
+        from nsa_flex.bench.cases.generate_profile import profile
+
+        profile(GenerateCase.parse(options.profile, options.steps_per_row), options)
+        return
+    if options.out is None:
+        made.error("--out is needed, but with --profile")
+    if options.steps:
+        from nsa_flex.bench.cases.generate_steps import long_run
+
+        long_run(options)
+        return
+    steps = options.steps_per_row
+    cases = [GenerateCase.parse(text, steps) for text in options.cases or DEFAULT]
+    kinds: list[str | None] = [None]
+    if options.quantize:
+        if not options.cases:
+            cases = [GenerateCase("static", 1, 8192, steps)]
+        kinds += options.quantize.split(",")
+    rows = measure_all(cases, kinds, options)
+    print("\n".join(ratios(rows)))
+
+
+if __name__ == "__main__":
+    main()

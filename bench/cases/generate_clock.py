@@ -1,0 +1,87 @@
+"""Times every token of `generate` from inside it: a logits processor that stamps the stream."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+# Compilation, the warm-up and the recording of a CUDA graph, launch plans; whole periods of φ.
+WARM_UP = 16
+
+
+class TokenClock(LogitsProcessor):
+    """Stamps the start, then each call: the logits of one more token are there.
+
+    On CUDA a stamp is an event in the stream. So a step takes what the device takes, or what the
+    host needs to queue it where that is more; nothing waits for a stamp.
+
+    Args:
+        device: of the model.
+        at: by number of the token (1 is the prompt's), what to call before its stamp.
+
+    Attributes:
+        logits: of the last token, float32 (B, V).
+    """
+
+    def __init__(
+        self, device: torch.device, at: dict[int, Callable[[], object]] | None = None
+    ) -> None:
+        self.device, self.at = device, at or {}
+        self.stamps: list[Any] = []
+        self.logits: Tensor | None = None
+        self._stamp()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`scores` as they are."""
+        self.logits = scores
+        action = self.at.get(len(self.stamps))
+        if action is not None:
+            action()
+        self._stamp()
+        return scores
+
+    def _stamp(self) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.stamps.append(event)
+        else:
+            self.stamps.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        """Of each token, the prompt's first. Waits for the device."""
+        pairs = zip(self.stamps, self.stamps[1:], strict=False)
+        if self.device.type != "cuda":
+            return [1e3 * (after - before) for before, after in pairs]
+        torch.cuda.synchronize(self.device)
+        return [before.elapsed_time(after) for before, after in pairs]
+
+    def columns(self, num_steps: int) -> dict[str, Any]:
+        """For a row: the prefill, and the last `num_steps` tokens.
+
+        Raises:
+            RuntimeError: generation ended before there were so many after the warm-up.
+        """
+        times = self.milliseconds()
+        if len(times) < 1 + WARM_UP + num_steps:
+            raise RuntimeError(
+                f"{len(times)} tokens of {1 + WARM_UP + num_steps} when the time for the row ended"
+            )
+        steps = times[-num_steps:]
+        low, high = (float(x) for x in np.quantile(steps, (0.2, 0.8)))
+        found = {
+            "median_ms": statistics.median(steps),
+            "p20_ms": low,
+            "p80_ms": high,
+            "ms_per_token": statistics.fmean(steps),
+            "prefill_ms": times[0],
+            "first_step_ms": times[1],
+        }
+        return {**{name: round(value, 4) for name, value in found.items()}, "steps": num_steps}

@@ -1,0 +1,114 @@
+"""The models that `generate` and the serving engine are timed with: one patched, one as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import nsa_flex
+from nsa_flex.bench.cases.models import MODELS, ModelSize, build
+
+FULL, TINY = "llama-3.1-8b, 4 layers", "tiny"
+QUANTIZED = {
+    "int8wo": "Int8WeightOnlyConfig",
+    "int8dyn": "Int8DynamicActivationInt8WeightConfig",
+    "float8wo": "Float8WeightOnlyConfig",
+    "float8dyn": "Float8DynamicActivationFloat8WeightConfig",
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models with the same weights.
+
+    Attributes:
+        name: in `MODELS`.
+        dense: of transformers, with the attention that its config names.
+        nsa: its copy, patched with the defaults; the weights they share are the same tensors.
+    """
+
+    name: str
+    dense: Any
+    nsa: Any
+
+    @property
+    def size(self) -> ModelSize:
+        """The models' sizes."""
+        return MODELS[self.name]
+
+    def fields(self, who: str) -> dict[str, Any]:
+        """The columns of a row that say which model it is; `who` is "nsa" or "dense"."""
+        size, model = self.size, self.of(who)
+        config = size.config
+        return {
+            "implementation": who,
+            "attention": model.config._attn_implementation,
+            "model": self.name,
+            "layers": size.num_layers,
+            "hidden_size": size.hidden_size,
+            "vocab_size": size.vocab_size,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "heads": f"{size.query_heads}/{size.kv_heads}",
+            "head_dim": size.head_dim,
+            "value_dim": size.head_dim,
+            "compression": config.compression if who == "nsa" else None,
+        }
+
+    def of(self, who: str) -> Any:
+        """The model called "nsa" or "dense"."""
+        return self.nsa if who == "nsa" else self.dense
+
+
+def make_pair(name: str, max_length: int, device: torch.device) -> Pair:
+    """Random weights of a fixed seed, in bfloat16 (float32 on a CPU), for so many positions."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dense = build(MODELS[name], max_length, device, patched=False).eval().to(dtype)
+    dense.requires_grad_(False)
+    nsa = nsa_flex.patch(_twin(dense), MODELS[name].config).requires_grad_(False)
+    return Pair(name, dense, nsa)
+
+
+def quantized(pair: Pair, kind: str) -> Pair:
+    """The pair with its linear maps quantized by torchao, but for the gates.
+
+    Raises:
+        ValueError: `kind` is not in `QUANTIZED`.
+    """
+    if kind not in QUANTIZED:
+        raise ValueError(f"quantize={kind!r}: expected one of {', '.join(QUANTIZED)}")
+    import torchao.quantization as torchao
+
+    models = [_twin(pair.dense), _twin(pair.nsa)]
+    for model in models:
+        config = getattr(torchao, QUANTIZED[kind])()
+        torchao.quantize_(model, config, filter_fn=nsa_flex.quantization_filter)
+    return Pair(pair.name, *models)
+
+
+def _twin(model: nn.Module) -> Any:
+    """A copy of the modules with the same parameters."""
+    return copy.deepcopy(model, {id(x): x for x in model.parameters()})
+
+
+def forget(*models: Any) -> None:
+    """Leave the models as a new process finds them: nothing compiled, no cache length kept."""
+    for model in models:
+        for name in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length"):
+            vars(model).pop(name, None)
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def dense_attentions(asked: list[str] | None) -> list[str]:
+    """What transformers' attention is timed on: as asked, else SDPA and FA-2 where installed."""
+    from transformers.utils import is_flash_attn_2_available
+
+    return asked or ["sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
