@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from nsa_flex.fallback_kernels.common.plan_launches import (
+    CompiledLaunch,
+    InterpretedLaunch,
+    PreparedLaunch,
+)
 from nsa_flex.fallback_kernels.common.plan_steps import (
     Allocation,
-    CompiledLaunch,
     Fork,
-    InterpretedLaunch,
     Join,
     OnStream,
     Operation,
@@ -66,8 +69,8 @@ def registers_of(step: Any) -> set[int]:
     """The registers that a step reads or fills."""
     if isinstance(step, OnStream):
         return set().union(*(registers_of(each) for each in step.steps))
-    if isinstance(step, CompiledLaunch):
-        return {register for _, register, _ in (*step.pointers, *step.descriptors)}
+    if isinstance(step, (CompiledLaunch, PreparedLaunch)):
+        return step.registers
     if isinstance(step, Allocation):
         return {step.register}
     if isinstance(step, Operation):

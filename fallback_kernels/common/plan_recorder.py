@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex.fallback_kernels.common.launches import intercepting_launches
+from nsa_flex.fallback_kernels.common.plan_launches import InterpretedLaunch, compiled_launch
 from nsa_flex.fallback_kernels.common.plan_steps import (
     Allocation,
-    CompiledLaunch,
     Copy,
     Described,
     Fork,
-    InterpretedLaunch,
     Join,
     Many,
     OnStream,
@@ -257,7 +256,7 @@ class Recorder(TorchDispatchMode):
                 descriptors.append((i, *self._address(x.base)))
             elif isinstance(x, tuple) and any(isinstance(y, Tensor) for y in _flat(x)):
                 raise Unrecordable(f"{kernel.__name__} takes tensors in a tuple")
-        self.steps.append(CompiledLaunch(compiled, tuple(grid), bound, pointers, descriptors))
+        self.steps.append(compiled_launch(compiled, tuple(grid), bound, pointers, descriptors))
 
     # Registers.
 

@@ -1,5 +1,7 @@
 """What a launch plan consists of: steps that read and fill registers, one register a tensor.
 
+Launches of kernels are in `plan_launches`.
+
 A register holds a tensor that owns memory: an argument of the operator or the result of a PyTorch
 operator. Views are not kept: a kernel gets its pointer from the register's and an offset, an
 operator a view made by one `as_strided`.
@@ -177,87 +179,6 @@ class Allocation:
 
     def __call__(self, registers: Registers) -> None:
         registers.put(self.register, self.make(self.size, **self.options))
-
-
-class _Pointer:
-    """What a tensor descriptor's base is asked for at a launch."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class CompiledLaunch:
-    """A compiled kernel: its launcher, called with pointers in place of tensors.
-
-    pointers: (argument, register, offset in bytes). descriptors: likewise, with the tensor
-    descriptor of when the plan was made; the last one is kept for as long as its memory is the
-    same, which PyTorch's caching allocator makes the usual case.
-    """
-
-    __slots__ = ("args", "descriptors", "kept", "pointers", "run")
-
-    def __init__(
-        self,
-        compiled: Any,
-        grid: tuple[int, ...],
-        args: list[Any],
-        pointers: list[tuple[int, int, int]],
-        descriptors: list[tuple[int, int, int]],
-    ) -> None:
-        grid = (*grid, 1, 1)[:3]
-        # Grid, stream, function, metadata and three for hooks; then the arguments.
-        head = [*grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
-        self.run = compiled.run
-        self.args = head + args
-        first = len(head)
-        self.pointers = [(first + i, register, offset) for i, register, offset in pointers]
-        self.descriptors = [(first + i, register, offset) for i, register, offset in descriptors]
-        self.kept = [(-1, _moved(args[i], -1)) for i, _, _ in descriptors]
-        for i, _, _ in self.descriptors:
-            self.args[i] = None  # the tensor that it names is not to live on
-
-    def __call__(self, registers: Registers) -> None:
-        args = self.args.copy()
-        args[3] = registers.stream
-        addresses = registers.pointers
-        for i, register, offset in self.pointers:
-            args[i] = addresses[register] + offset
-        for number, (i, register, offset) in enumerate(self.descriptors):
-            address = addresses[register] + offset
-            kept = self.kept[number]
-            if kept[0] != address:  # one assignment: threads may replay the plan side by side
-                self.kept[number] = kept = (address, _moved(kept[1], address))
-            args[i] = kept[1]
-        self.run(*args)
-
-
-def _moved(descriptor: Any, address: int) -> Any:
-    """The tensor descriptor of memory elsewhere."""
-    descriptor = copy.copy(descriptor)
-    descriptor.base = _Pointer(address)
-    return descriptor
-
-
-class InterpretedLaunch:
-    """A kernel in Triton's CPU interpreter, launched as it was."""
-
-    __slots__ = ("args", "grid", "kernel", "kwargs", "operands")
-
-    def __init__(
-        self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.kernel, self.grid, self.args, self.kwargs = kernel, grid, args, kwargs
-        self.operands = operands((args, kwargs))
-
-    def __call__(self, registers: Registers) -> None:
-        args = [resolved(x, registers) for x in self.args]
-        kwargs = {name: resolved(x, registers) for name, x in self.kwargs.items()}
-        self.kernel[self.grid](*args, **kwargs)
 
 
 @dataclass(slots=True)

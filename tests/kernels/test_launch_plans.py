@@ -16,8 +16,9 @@ from reference.interpreter import DEVICE, kernels, only_outside, run_in_the_inte
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from nsa_flex.fallback_kernels.common import plans  # noqa: E402
+from nsa_flex.fallback_kernels.common import plan_launches, plans  # noqa: E402
 from nsa_flex.fallback_kernels.common.plans import forget_plans, planned  # noqa: E402
 from nsa_flex.fallback_kernels.common.streams import round_robin  # noqa: E402
 
@@ -44,6 +45,13 @@ def add_kernel(x_ptr, y_ptr, out_ptr, factor, size, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + i, mask=i < size)
     y = tl.load(y_ptr + i, mask=i < size)
     tl.store(out_ptr + i, x + factor * y, mask=i < size)
+
+
+@triton.jit
+def copy_tiles_kernel(x_tiles, out_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out = x, by tensor copies."""
+    tile = x_tiles.load([tl.program_id(0) * ROWS, 0])
+    out_tiles.store([tl.program_id(0) * ROWS, 0], tile.reshape([ROWS, COLUMNS]))
 
 
 class Counted:
@@ -284,6 +292,64 @@ def test_threads_replay_side_by_side() -> None:
         thread.join()
     assert wrong
     assert not any(wrong)
+
+
+def copied(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower half of a matrix of two tiles, then all of it, by tensor descriptors."""
+    results = []
+    for part in (x[16:], x):
+        out = torch.empty_like(part)
+        tiles = [TensorDescriptor.from_tensor(each, [16, 32]) for each in (part, out)]
+        copy_tiles_kernel[(part.shape[0] // 16,)](*tiles, ROWS=16, COLUMNS=32)
+        results.append(out)
+    return results[0], results[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("most", [1, 256])
+def test_tensor_descriptors_follow_their_memory(
+    prepared: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tensor maps are forgotten, and by Triton's own launcher."""
+    monkeypatch.setattr(plan_launches, "MAX_TENSOR_MAPS", most)
+    if not prepared:
+        monkeypatch.setattr(plan_launches, "LAUNCHER_VERSIONS", ())
+    operator = Counted(copied)
+    matrices = [numbers(32, 32) for _ in range(3)]
+    for x in [*matrices, *matrices, *matrices]:
+        lower, all_rows = operator(x)
+        assert torch.equal(lower, x[16:])
+        assert torch.equal(all_rows, x)
+    (plan,) = operator.operator.plans.by_key.values()
+    kinds = {type(step) for step in plan.steps}
+    assert (plan_launches.PreparedLaunch in kinds) == prepared
+    assert (plan_launches.CompiledLaunch in kinds) != prepared
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, captured = operator(matrices[0])
+    matrices[0].add_(1)
+    graph.replay()
+    assert torch.equal(captured, matrices[0])
+    assert operator.ran == 2
+
+
+def test_tensor_maps_are_made_once_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_launches, "MAX_TENSOR_MAPS", 2)
+    made: list[int] = []
+
+    def expand(descriptor: Any, meta: Any) -> list[Any]:
+        made.append(descriptor.base.data_ptr())
+        return [f"map of {descriptor.base.data_ptr()}", *descriptor.shape]
+
+    x = torch.zeros(4, 8)
+    maps = plan_launches.TensorMaps(expand, TensorDescriptor.from_tensor(x, [4, 8]), None)
+    assert maps.expanded() == [None, 4, 8]
+    assert made == [x.data_ptr()]
+    assert [maps[a] for a in (16, 32, 16, 32)] == [f"map of {a}" for a in (16, 32, 16, 32)]
+    assert made[1:] == [16, 32]
+    assert maps[48] == "map of 48"
+    assert len(maps) == 1
 
 
 def chunked(x: Tensor, y: Tensor) -> Tensor:
