@@ -64,10 +64,13 @@ class Pair:
         return self.nsa if who == "nsa" else self.dense
 
 
-def make_pair(name: str, max_length: int, device: torch.device) -> Pair:
-    """Random weights of a fixed seed, in bfloat16 (float32 on a CPU), for so many positions."""
+def make_pair(
+    name: str, max_length: int, device: torch.device, dtype: torch.dtype | None = None
+) -> Pair:
+    """Random weights of a fixed seed for so many positions; bfloat16, float32 on a CPU."""
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dense = build(MODELS[name], max_length, device, patched=False).eval().to(dtype)
     dense.requires_grad_(False)
     nsa = nsa_flex.patch(_twin(dense), MODELS[name].config).requires_grad_(False)
