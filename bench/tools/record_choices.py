@@ -17,6 +17,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ def train_model(size: Size, device: torch.device, seed: int) -> tuple[Trainee, T
     return trainee, held_out
 
 
-def choices(trainee: Trainee, tokens: Tensor) -> list[Tensor]:
-    """What each layer chooses for tokens int64 (1, S): int32 (1, Hkv, S, n) a layer.
+def choices(model: Any, call: Callable[[], Any]) -> list[Tensor]:
+    """What each layer of a patched Llama chooses while `call` runs it: int32 (B, Hkv, S, n) each.
 
-    Computed again from the queries and keys that its NSA is called with. Gradients stay on though
-    none is taken: the kernels are then those of the training.
+    Computed again from the queries and keys that its NSA is called with. Let `call` keep gradients
+    on though none is taken: the kernels are then those of the training.
     """
     found: list[Tensor] = []
 
@@ -76,9 +77,9 @@ def choices(trainee: Trainee, tokens: Tensor) -> list[Tensor]:
 
     hooks = [
         layer.self_attn.nsa.register_forward_pre_hook(look, with_kwargs=True)
-        for layer in trainee.model.model.layers
+        for layer in model.model.layers
     ]
-    trainee.loss(tokens)
+    call()
     for hook in hooks:
         hook.remove()
     return found
@@ -106,7 +107,7 @@ def main() -> None:
     )
     start = time.perf_counter()
     trainee, held_out = train_model(size, device, arguments.seed)
-    tables = choices(trainee, held_out[:1])
+    tables = choices(trainee.model, lambda: trainee.loss(held_out[:1]))
     middle = len(tables) // 2
     kept = tables[middle][0, :KEPT_HEADS].to(torch.int16).cpu().numpy()
     out = arguments.out or recorded_file(size.num_query_heads // size.num_kv_heads)
