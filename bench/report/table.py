@@ -5,7 +5,8 @@ A page names its rows between two comments,
     <!-- table: headline bench/results/headline_h200.json -->
     <!-- end of table -->
 
-and `python -m nsa_flex.bench.report.table docs/guide/bench.md` writes what is between them.
+and `python -m nsa_flex.bench.report.table docs/guide/bench.md` writes what is between them: nothing
+where there are no such rows yet.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from nsa_flex.bench.report.cells import (
     tokens,
     waits,
 )
+from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
 from nsa_flex.bench.report.rows import Row, read_rows
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
@@ -275,6 +277,10 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "parts": parts,
     "models": models,
     "compile": compiling,
+    "generate": generating,
+    "quantized": quantizing,
+    "serving": serving,
+    "prefixes": prefixes,
     "reasons": reasons,
 }
 
@@ -305,7 +311,10 @@ def fill(page: str, root: Path) -> str:
         opening, name, path, _, closing = match.groups()
         if name not in TABLES:
             raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
-        return opening + markdown(TABLES[name](read_rows(root / path))) + closing
+        rows = root / path
+        return (
+            opening + (markdown(TABLES[name](read_rows(rows))) if rows.exists() else "") + closing
+        )
 
     return MARKED.sub(render, page)
 

@@ -700,6 +700,8 @@ def test_fill_writes_between_the_marks(tmp_path):
     assert table.fill(filled, tmp_path) == filled
     with pytest.raises(ValueError, match="no table 'other'"):
         table.fill(page.replace("headline", "other"), tmp_path)
+    unmeasured = page.replace("rows.json", "none.json")
+    assert table.fill(unmeasured, tmp_path) == unmeasured.replace("old\n", "")
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

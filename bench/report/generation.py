@@ -1,0 +1,112 @@
+"""Tables of rows of `bench.cases.generate` and `bench.cases.serving`."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from nsa_flex.bench.report.cells import EMPTY, tokens
+from nsa_flex.bench.report.rows import Row
+
+_SAME = ("target", "cache", "batch", "seq_len", "quantized", "requests")
+
+
+def generating(rows: list[Row]) -> pd.DataFrame:
+    """One line a cache and shape of `generate`, weights not quantized."""
+    lines = []
+    for ours, dense in _pairs([row for row in rows if not row.get("quantized")], "ms_per_token"):
+        lines.append(
+            {
+                "cache": ours["cache"],
+                "batch": str(ours["batch"]),
+                "prompt": tokens(ours["seq_len"]),
+                **_against(ours, dense, "ms_per_token", "ms a token"),
+                **_against(ours, dense, "prefill_ms", "prefill, ms"),
+                "dense on": dense.get("attention", EMPTY),
+                "commit": ours["commit"],
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def quantizing(rows: list[Row]) -> pd.DataFrame:
+    """One line a kind of weights, whole ones first, of the same call of `generate`."""
+    lines = []
+    for ours, dense in _pairs(rows, "ms_per_token"):
+        lines.append(
+            {
+                "weights": ours["quantized"] or ours["dtype"],
+                **_against(ours, dense, "ms_per_token", "ms a token"),
+                **_against(ours, dense, "prefill_ms", "prefill, ms"),
+                "commit": ours["commit"],
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def serving(rows: list[Row]) -> pd.DataFrame:
+    """One line a load of the engine."""
+    lines = []
+    for ours, dense in _pairs([row for row in rows if row["target"] == "serve"], "seconds"):
+        checked = _number(ours, "tokens_checked", 0)
+        lines.append(
+            {
+                "requests": str(ours["requests"]),
+                "prompt tokens": _number(ours, "prompt_tokens", 0),
+                "new tokens": _number(ours, "new_tokens", 0),
+                **_against(ours, dense, "seconds", "seconds"),
+                "new tokens/s, NSA": _number(ours, "new_tokens_per_s", 0),
+                "tokens that are the best": f"{_number(ours, 'tokens_best', 0)} of {checked}",
+                "dense on": dense.get("attention", EMPTY),
+                "commit": ours["commit"],
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def prefixes(rows: list[Row]) -> pd.DataFrame:
+    """One line a shared prefix."""
+    lines = [
+        {
+            "prefix": tokens(row["prefix_tokens"]),
+            "own tokens": tokens(row["own_tokens"]),
+            "first request, ms": _number(row, "first_ms", 1),
+            "later ones": _number(row, "later_ms", 1),
+            "own tokens alone": _number(row, "own_ms", 1),
+            "later ÷ own": _number(row, "later_over_own", 2),
+            "commit": row["commit"],
+        }
+        for row in rows
+        if row["target"] == "serve-prefix" and row["status"] == "ok"
+    ]
+    return pd.DataFrame(lines)
+
+
+def _pairs(rows: list[Row], column: str) -> list[tuple[Row, Row]]:
+    """Each row of NSA with the best of dense attention in the same case; {} if none was."""
+    found = []
+    for ours in (row for row in rows if row["implementation"] == "nsa"):
+        same = [
+            row
+            for row in rows
+            if row["implementation"] == "dense"
+            and row["status"] == "ok"
+            and all(row.get(name) == ours.get(name) for name in _SAME)
+        ]
+        found.append((ours, min(same, key=lambda row: row[column], default={})))
+    return found
+
+
+def _against(ours: Row, dense: Row, column: str, title: str) -> dict[str, str]:
+    """Cells of both and of their quotient."""
+    cells = {
+        f"{title}, NSA": ours["status"] if ours["status"] != "ok" else _number(ours, column, 2),
+        f"{title}, dense": _number(dense, column, 2),
+        f"{title}, dense ÷ NSA": EMPTY,
+    }
+    if ours["status"] == "ok" and dense:
+        cells[f"{title}, dense ÷ NSA"] = f"{dense[column] / ours[column]:.2f}"
+    return cells
+
+
+def _number(row: Row, column: str, digits: int) -> str:
+    return f"{row[column]:,.{digits}f}" if column in row else EMPTY

@@ -1,0 +1,64 @@
+"""Tables of `generate` and of serving: the best dense row beside NSA's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
+
+
+def generated(who: str, ms: float, prefill: float, **changes: Any) -> dict[str, Any]:
+    attention = "nsa_flex" if who == "nsa" else "sdpa"
+    row = {"target": "generate", "implementation": who, "attention": attention, "status": "ok"}
+    row |= {"cache": "static", "batch": 1, "seq_len": 8192, "quantized": None}
+    row |= {"ms_per_token": ms, "prefill_ms": prefill, "dtype": "bfloat16", "commit": "abc"}
+    return {**row, **changes}
+
+
+def test_the_faster_dense_attention_counts() -> None:
+    rows = [
+        generated("nsa", 2.0, 10.0),
+        generated("dense", 5.0, 10.0),
+        generated("dense", 4.0, 30.0, attention="flash_attention_2"),
+        generated("dense", 1.0, 1.0, cache="dynamic"),
+        generated("dense", 1.0, 1.0, status="failed"),
+    ]
+    (line,) = generating(rows).to_numpy().tolist()
+    assert line[:3] == ["static", "1", "8k"]
+    assert line[3:9] == ["2.00", "4.00", "2.00", "10.00", "30.00", "3.00"]
+    assert line[9:] == ["flash_attention_2", "abc"]
+
+
+def test_what_failed_is_told() -> None:
+    failed = {"status": "failed", "reason": "out of memory"}
+    line = generating([generated("nsa", 2.0, 10.0) | failed]).iloc[0]
+    assert line["ms a token, NSA"] == "failed"
+    assert line["ms a token, dense ÷ NSA"] == "-"
+
+
+def test_quantized_rows_have_a_table_of_their_own() -> None:
+    rows = [generated("nsa", 2.0, 10.0), generated("nsa", 1.0, 10.0, quantized="int8wo")]
+    rows.append(generated("dense", 3.0, 10.0, quantized="int8wo"))
+    assert len(generating(rows)) == 1
+    found = quantizing(rows)
+    assert found["weights"].tolist() == ["bfloat16", "int8wo"]
+    assert found["ms a token, dense ÷ NSA"].tolist() == ["-", "3.00"]
+
+
+def test_serving_and_prefixes() -> None:
+    common = {"status": "ok", "requests": 16, "commit": "abc"}
+    served = {"target": "serve", "prompt_tokens": 170000, "new_tokens": 1024, **common}
+    checks = {"tokens_best": 250, "tokens_checked": 256}
+    ours = {"implementation": "nsa", "seconds": 2.0, "new_tokens_per_s": 512.0}
+    theirs = {"implementation": "dense", "attention": "sdpa", "seconds": 9.0}
+    prefix = {"target": "serve-prefix", "implementation": "nsa", "prefix_tokens": 32768}
+    prefix |= {"own_tokens": 4096, "first_ms": 100.0, "later_ms": 11.0, "own_ms": 10.0}
+    prefix |= {"later_over_own": 1.1}
+    rows = [served | checks | ours, served | checks | theirs, prefix | common]
+    line = serving(rows).iloc[0]
+    assert line["seconds, dense ÷ NSA"] == "4.50"
+    assert line["tokens that are the best"] == "250 of 256"
+    assert line["prompt tokens"] == "170,000"
+    assert prefixes(rows).to_numpy().tolist() == [
+        ["32k", "4k", "100.0", "11.0", "10.0", "1.10", "abc"]
+    ]
