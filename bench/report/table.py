@@ -5,8 +5,8 @@ A page names its rows between two comments,
     <!-- table: headline bench/results/headline_h200.json -->
     <!-- end of table -->
 
-and `python -m nsa_flex.bench.report.table docs/guide/bench.md` writes what is between them: nothing
-where there are no such rows yet.
+and `python -m nsa_flex.bench.report.table docs/guide/bench.md` writes what is between them:
+nothing where there are no such rows yet.
 """
 
 from __future__ import annotations
