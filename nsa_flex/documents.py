@@ -103,8 +103,8 @@ def align_packed(
     first = cu[document.clamp(0, num_documents - 1)]
     room = num_documents * (config.select_block_size - 1)
     num_slots = _num_slots(num_tokens, room, config)
-    layout = _row(first, _aligned(first, config), num_slots, config)
-    return layout._replace(max_document_length=max_document_length)
+    target = _aligned(first, config)
+    return _row(first, target, (1, num_tokens), num_slots, config, max_document_length)
 
 
 def check_max_document_length(length: object) -> None:
@@ -146,8 +146,7 @@ def align_positions(
     first = torch.searchsorted(document, document)
     target, num_slots = _aligned(first, config), _num_slots(total, room, config)
     torch._assert_async(target[-1] < num_slots, _too_many(bound_name, max_documents))
-    layout = _row(first, target, num_slots, config)
-    return layout._replace(target=layout.target.view(batch, length))
+    return _row(first, target, (batch, length), num_slots, config)
 
 
 def _too_many(bound_name: str, max_documents: int | None) -> str:
@@ -178,8 +177,18 @@ def _aligned(first: Tensor, config: NSAConfig) -> Tensor:
     return token + torch.nn.functional.pad(unused.cumsum(0), (1, 0))
 
 
-def _row(first: Tensor, target: Tensor, num_slots: int, config: NSAConfig) -> DocumentLayout:
-    """The layout of one row, from the slots of its tokens."""
+def _row(
+    first: Tensor,
+    target: Tensor,
+    shape: tuple[int, int],
+    num_slots: int,
+    config: NSAConfig,
+    max_document_length: int | None = None,
+) -> DocumentLayout:
+    """The layout of one row, from the slots of its tokens, which come in `shape`.
+
+    In one call, without `_replace`: torch 2.11 cannot return what that makes from a graph.
+    """
     slot = torch.arange(num_slots, device=target.device)
     source = torch.searchsorted(target, slot, right=True) - 1  # the last token at or before
     token = torch.arange(target.shape[0], device=target.device)
@@ -187,9 +196,10 @@ def _row(first: Tensor, target: Tensor, num_slots: int, config: NSAConfig) -> Do
     start = torch.where(block > own, block, (target - token + first)[source])
     return DocumentLayout(
         source[None],
-        target.clamp(max=num_slots - 1)[None],
+        target.clamp(max=num_slots - 1).view(shape),
         start.to(torch.int32)[None],
         (own != slot)[None],
+        max_document_length=max_document_length,
     )
 
 

@@ -58,17 +58,18 @@ class CallHook:
                 "unpatch the model to look at them"
             )
         max_documents = call.pop("nsa_max_documents", None)
-        context = CallContext(passed=tuple(call), full_masks="full" in self.kept_masks)
+        # Without `_replace`: torch 2.11 cannot return what that makes from a graph of this hook.
+        told: dict[str, Any] = {"passed": tuple(call), "full_masks": "full" in self.kept_masks}
         paged = read_paged_call(call)
         if paged is not None:
-            call["nsa_call"] = context._replace(paged=paged)
+            call["nsa_call"] = CallContext(paged=paged, **told)
             return (), _with_plain_mask(call)
         caches = self._caches(decoder, call)
         if caches:
             self._expect(caches, call)
-            call["nsa_call"] = context._replace(cache=call["past_key_values"])
+            call["nsa_call"] = CallContext(cache=call["past_key_values"], **told)
             return (), call
-        call["nsa_call"] = context._replace(rows=self._rows(decoder, call, max_documents))
+        call["nsa_call"] = CallContext(rows=self._rows(decoder, call, max_documents), **told)
         if self._would_search_documents(decoder, call):
             return (), _with_plain_mask(call)
         return (), call

@@ -104,6 +104,20 @@ def test_one_graph_for_any_packing(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_decoder_without_its_head_compiles(way: str, device: torch.device) -> None:
+    """Its hook is a graph by itself then, which returns what it found out of the documents."""
+    lengths = [40, 0, 27]
+    decoder = nsa_flex.patch(tiny_model(), NSA).get_decoder().to(device)
+    call = {
+        name: x.to(device) if isinstance(x, Tensor) else x for name, x in how(way, lengths).items()
+    }
+    ids = tokens(1, sum(lengths)).to(device)
+    want = decoder(ids, **call).last_hidden_state
+    found = torch.compile(decoder, fullgraph=True)(ids, **call).last_hidden_state
+    assert relative_error(found, want) < 1e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_no_host_sync_and_no_graph_break(way: str) -> None:
     model, ids = nsa_flex.patch(tiny_model(), NSA).train(), tokens(1, sum(LENGTHS))
     call = how(way, LENGTHS)
