@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from nsa_flex.fallback_kernels.common.plan_lifetimes import Lifetime, lifetimes, operands_of
 from nsa_flex.fallback_kernels.common.plan_recorder import Recorder
 from nsa_flex.fallback_kernels.common.plan_steps import Allocation
@@ -27,7 +25,7 @@ class Workspace(NamedTuple):
         """Takes the allocations of such buffers, but for `kept` ones, out of the steps."""
         steps = recorder.steps
         seen = set().union(*(operands_of(step) for step in steps), kept)
-        empty = {x.register for x in steps if isinstance(x, Allocation) and x.make is torch.empty}
+        empty = {x.register for x in steps if isinstance(x, Allocation) and not x.zeros}
         small = {
             register
             for register in empty - seen

@@ -21,7 +21,7 @@ from triton import knobs
 
 from nsa_flex.fallback_kernels.common.plan_lifetimes import insert_releases
 from nsa_flex.fallback_kernels.common.plan_recorder import Recorder, Unrecordable
-from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, resolved
+from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, memory, resolved
 from nsa_flex.fallback_kernels.common.plan_workspace import Workspace
 
 Body = TypeVar("Body", bound=Callable[..., Any])
@@ -106,7 +106,7 @@ class _Plans:
 class Plan:
     """Steps in order, and where the results are afterwards."""
 
-    __slots__ = ("constants", "device", "number", "offsets", "results", "size", "steps")
+    __slots__ = ("constants", "device", "number", "offsets", "results", "steps", "workspace")
 
     def __init__(
         self,
@@ -118,7 +118,9 @@ class Plan:
         workspace: Workspace,
     ) -> None:
         self.offsets = tuple(workspace.offsets.items())
-        self.size = workspace.size
+        self.workspace = None
+        if workspace.size:
+            self.workspace = memory((workspace.size,), (1,), torch.uint8, device)
         self.steps = steps
         self.number = number
         self.constants = tuple(constants.items())
@@ -151,8 +153,8 @@ class Plan:
         registers = Registers(tensors, self.number, stream)
         for register, x in self.constants:
             registers.put(register, x)
-        if self.size:
-            workspace = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        if self.workspace is not None:
+            workspace = self.workspace()
             base, pointers = workspace.data_ptr(), registers.pointers
             for register, offset in self.offsets:
                 pointers[register] = base + offset
