@@ -52,7 +52,7 @@ def gated_sum_gradients(
         grad, compressed, selected, sliding: (B, S, H, D), contiguous.
         selected_lse: float32 (B, S, H), contiguous, finite.
         gates: (B, H, S, 3), any strides, any real numbers.
-        compressed_lse: float32 (B, S, H), contiguous, -inf for a query that sees nothing; None
+        compressed_lse: float32 (B, H, S), any strides, -inf for a query that sees nothing; None
             where that branch's backward has rows in another order, the fold's.
     """
     batch, tokens, heads, dim = selected.shape
@@ -75,6 +75,7 @@ def gated_sum_gradients(
         compressed_lse,
         *of_compressed,
         *gates.stride(),
+        *(compressed_lse.stride() if compressed_lse is not None else (0, 0, 0)),
         num_rows,
         tokens,
         heads,
@@ -151,7 +152,7 @@ def fused_bwd_gates_kernel(
     signed_ptr, grad_gate_ptr, gated_lse_ptr, signed_delta_ptr,
     delta_selected_ptr, delta_sliding_ptr,
     compressed_lse_ptr, gated_compressed_lse_ptr, compressed_delta_ptr,
-    stride_b, stride_h, stride_s, stride_c,
+    stride_b, stride_h, stride_s, stride_c, lse_stride_b, lse_stride_h, lse_stride_s,
     num_rows, num_tokens, heads,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +190,8 @@ def fused_bwd_gates_kernel(
     tl.store(delta_selected_ptr + row, delta_selected, mask=row_mask)
     tl.store(delta_sliding_ptr + row, delta_sliding, mask=row_mask)
     if compressed_lse_ptr is not None:
-        lse = tl.load(compressed_lse_ptr + row, mask=row_mask, other=0.0)
+        compressed_lse_ptr += b * lse_stride_b + head * lse_stride_h + token * lse_stride_s
+        lse = tl.load(compressed_lse_ptr, mask=row_mask, other=0.0)
         # -inf less the logarithm of a gate of 0 would be NaN.
         gated_lse = tl.where(lse == float("-inf"), lse, lse - log_abs(compressed_gate))
         tl.store(gated_compressed_lse_ptr + row, gated_lse, mask=row_mask)

@@ -1,5 +1,6 @@
-"""The compressed branch inside of the core: cuDNN on the fold, or range attention on documents.
+"""The compressed branch inside of the core: cuDNN on the fold, or range attention.
 
+Range attention takes packed documents, and short rows, for which it is one launch.
 cuDNN leaves outputs and dQ in the parts of the fold, range attention in the order of tokens. The
 latter is a fold as well, that of blocks of one token (l = d = 1), so that whoever reads the parts
 need not know.
@@ -23,6 +24,8 @@ from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
 
 NUM_PARTS = 4  # of any fold
+# Up to so many tokens a row, a call takes longer on the host than on the device.
+RANGES_TOKENS = 4096
 
 
 class CompressedOutput(NamedTuple):
@@ -56,9 +59,12 @@ def attend_compressed(
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
-    if document_start is not None:
-        bounds = _bounds(document_start, key, config)
-        out, lse = ranges_forward(rows.transpose(1, 2), key, value, *bounds, scale)
+    if takes_ranges(tokens, document_start):
+        bounds = _bounds(rows, document_start, key, config)
+        out, lse = ranges_forward(
+            *(rows.transpose(1, 2), key, value, *bounds, scale),
+            lse_by_head=document_start is None,
+        )
         return CompressedOutput((out.transpose(1, 2),) * NUM_PARTS, fold_of(tokens, 1, 1), lse)
     fold = _fold(tokens, config)
     parts, lses = zip(
@@ -85,18 +91,18 @@ def compressed_gradients(
 ) -> CompressedGradients:
     """Gradients of what `attend_compressed` took; `out` and `lse` are what it returned.
 
-    sums: with documents it holds what it does if it was given the log-sum-exp of this branch.
+    sums: where range attention runs, what it is if it was given the log-sum-exp of this branch.
     out: (B, S, H, D), contiguous.
     """
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
-    if document_start is not None:
+    if takes_ranges(tokens, document_start):
         assert sums.compressed_lse is not None
         assert sums.compressed_delta is not None
         grads = ranges_gradients(
             rows.transpose(1, 2),
             *keys,
-            *_bounds(document_start, key, config),
+            *_bounds(rows, document_start, key, config),
             sums.compressed_lse.transpose(1, 2),
             sums.compressed_delta.transpose(1, 2),
             sums.signed.transpose(1, 2),
@@ -124,11 +130,23 @@ def compressed_gradients(
     return CompressedGradients([part.query for part in parts], fold, grad_key, grad_value)
 
 
-def _bounds(document_start: Tensor, key: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    tokens = document_start.shape[1]
-    positions = torch.arange(tokens, device=document_start.device, dtype=torch.int32)[None]
+def takes_ranges(num_tokens: int, document_start: Tensor | None) -> bool:
+    """Whether range attention runs, not cuDNN."""
+    return document_start is not None or num_tokens <= RANGES_TOKENS
+
+
+def _bounds(
+    rows: Tensor, document_start: Tensor | None, key: Tensor, config: NSAConfig
+) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(rows.shape[1], device=rows.device, dtype=torch.int32)[None]
     sizes = key.shape[2], config.compress_block_size, config.compress_stride
-    return compressed_bounds(positions, document_start, *sizes)
+    if document_start is not None:
+        return compressed_bounds(positions, document_start, *sizes)
+    # Zeros, made so that a launch plan keeps them and what follows from them.
+    bounds = compressed_bounds(positions, positions.clamp(max=0), *sizes)
+    # All batch rows share them: a batch stride of 0.
+    first, end = (x.as_strided(x.shape, (0, 1)) for x in bounds)
+    return first, end
 
 
 def _sum_over_parts(shares: list[Tensor], like: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from nsa_flex.fallback_kernels.fused.bwd_gates import gated_sum_gradients, switc
 from nsa_flex.fallback_kernels.fused.compressed_branch import (
     attend_compressed,
     compressed_gradients,
+    takes_ranges,
 )
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import sliding_epilogue
 from nsa_flex.fallback_kernels.selected import bwd as selected_backward
@@ -137,8 +138,11 @@ def run_backward(
     )
     rows = query.transpose(1, 2).contiguous()
     grad = grad.contiguous()
-    by_token = None if document_start is None else compressed_lse.transpose(1, 2)
-    sums = gated_sum_gradients(grad, compressed, selected, sliding, selected_lse, gates, by_token)
+    ranged = takes_ranges(rows.shape[1], document_start)
+    sums = gated_sum_gradients(
+        *(grad, compressed, selected, sliding, selected_lse, gates),
+        compressed_lse if ranged else None,
+    )
     parts, fold, grad_compressed_key, grad_compressed_value = compressed_gradients(
         sums,
         rows,

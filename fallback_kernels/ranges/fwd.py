@@ -55,13 +55,13 @@ def _attend(
 def ranges_fwd_kernel(
     q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, out_ptr, lse_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-    v_stride_b, v_stride_h, v_stride_s, range_stride_b,
-    num_queries, num_keys, query_heads, group, scale_log2,
+    v_stride_b, v_stride_h, v_stride_s, lse_stride_b, lse_stride_h, lse_stride_s,
+    range_stride_b, num_queries, num_keys, query_heads, group, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out (B, Sq, Hq, Dv) and natural lse (B, Sq, Hq) of one tile of queries and one head."""
+    """out (B, Sq, Hq, Dv) and natural lse (B, Hq, Sq) of one tile of queries and one head."""
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
     b = tl.program_id(2).to(tl.int64)
@@ -104,8 +104,8 @@ def ranges_fwd_kernel(
     row_stride = query_heads * VALUE_DIM
     out_ptr += b * num_queries * row_stride + head * VALUE_DIM
     store_tile(out_ptr, query, row_stride, num_queries, out, VALUE_DIM, BLOCK_DV)
-    lse_ptr += (b * num_queries + query) * query_heads + head
-    tl.store(lse_ptr, lse, mask=row < num_queries)
+    lse_ptr += b * lse_stride_b + head.to(tl.int64) * lse_stride_h
+    tl.store(lse_ptr + query * lse_stride_s, lse, mask=row < num_queries)
 
 
 def ranges_forward(
@@ -115,19 +115,28 @@ def ranges_forward(
     first_key: Tensor,
     end_key: Tensor,
     scale: float,
+    *,
+    lse_by_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `ranged_attention`; `first_key` and `end_key` have a batch stride, 0 if shared."""
+    """See `ranged_attention`; `first_key` and `end_key` have a batch stride, 0 if shared.
+
+    lse_by_head: the memory of the log-sum-exp is (B, H, S), not (B, S, H).
+    """
     plan = RangesPlan.of(query, key, value)
     q, k, v = (rows_contiguous(x) for x in (query, key, value))
     batch, heads, num_queries, _ = q.shape
     num_keys = k.shape[2]
     out = torch.empty((batch, num_queries, heads, v.shape[3]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, num_queries, heads), dtype=torch.float32, device=q.device)
+    options: dict = {"dtype": torch.float32, "device": q.device}
+    if lse_by_head:
+        lse = torch.empty((batch, heads, num_queries), **options)
+    else:
+        lse = torch.empty((batch, num_queries, heads), **options).transpose(1, 2)
     grid = (heads, cdiv(num_queries, plan.fwd.block_m), batch)
     ranges_fwd_kernel[grid](
         q, k, v, first_key, end_key, out, lse,
-        *strides(q), *strides(k), *strides(v), first_key.stride(0),
+        *strides(q), *strides(k), *strides(v), *lse.stride(), first_key.stride(0),
         num_queries, num_keys, heads, heads // k.shape[1], base2_scale(scale),
         **plan.constants(), **plan.fwd.constants(),
     )  # fmt: skip
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    return out.transpose(1, 2), lse

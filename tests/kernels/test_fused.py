@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the
 from reference.played_cudnn import causal, causal_gradients
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
 from nsa_flex.fallback_kernels.compressed.fold import fold_of, range_rows_view
+from nsa_flex.fallback_kernels.fused import compressed_branch
 from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import interface as core
 from nsa_flex.fallback_kernels.fused.interface import core_attention
@@ -36,9 +39,13 @@ INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates"
 
 
 @pytest.fixture(autouse=True)
-def _not_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of long documents, at small lengths; test_short.py has the others."""
+def _not_short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels of long rows, at small lengths; test_short.py has those of the shortest."""
     monkeypatch.setattr(core, "is_short", lambda *_: False)
+    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 0)
+    plans.forget_plans()
+    yield
+    plans.forget_plans()
 
 
 @only_outside
@@ -49,6 +56,7 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
 
 @kernels
 @pytest.mark.skipif(not INTERPRETED, reason="on CUDA cuDNN plays itself, in half precision")
+@pytest.mark.parametrize("ranges_tokens", [0, 64], ids=["fold", "ranges"])
 @pytest.mark.parametrize(
     ("length", "batch", "config", "options"),
     [
@@ -66,9 +74,11 @@ def test_results_and_gradients(
     batch: int,
     config: NSAConfig,
     options: dict[str, Any],
+    ranges_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Odd lengths, a window with and without the local blocks, keys of its own for the window."""
+    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", ranges_tokens)
     monkeypatch.setattr(core_compressed, "causal", causal)
     monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)
     heads, kv_heads, dim, value_dim = options.get("heads", 4), 2, 16, options.get("value_dim", 16)
@@ -213,6 +223,33 @@ def test_is_the_branches_apart(length: int, batch: int) -> None:
     for got, expected in zip([out, *grads], [want, *want_grads], strict=True):
         error = (got.float() - expected.float()).norm()
         assert error < 2**-6 * expected.float().norm() + floor
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("length", [1, 33, 500, 2048])
+def test_short_rows_take_range_attention(
+    length: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a body, recorded and replayed: what cuDNN computes."""
+    inputs = inputs_of(batch, 8, 2, length, 64, 64)
+    (want, want_aux), want_grads = run(inputs, "auto", PAPER)
+    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 2048)
+    plans.forget_plans()
+    floor = rounding_of_a_zero(inputs)
+    for _ in range(4):
+        (out, aux), grads = run(inputs, "auto", PAPER)
+        assert (aux.blocks == want_aux.blocks).float().mean() > 0.999
+        torch.testing.assert_close(
+            aux.lse.compressed, want_aux.lse.compressed, rtol=1e-4, atol=1e-3
+        )
+        for got, expected in zip([out, *grads], [want, *want_grads], strict=True):
+            error = (got.float() - expected.float()).norm()
+            assert error < 2**-6 * expected.float().norm() + floor
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run(inputs, "auto", PAPER)
+    names = {event.name for event in trace.events()}
+    assert {"ranges_fwd_kernel", "ranges_bwd_dq_kernel", "ranges_bwd_dkdv_kernel"} <= names
 
 
 def rounding_of_a_zero(inputs: list[Tensor]) -> float:

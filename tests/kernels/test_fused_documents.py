@@ -259,7 +259,7 @@ def test_a_gate_of_zero_where_no_compressed_block_is_seen() -> None:
     rows = [torch.randn(1, 3, 2, 16) for _ in range(4)]
     gates = torch.tensor([0.0, 0.5]).expand(1, 3, 3, 2).transpose(1, 3)
     lse = torch.tensor([-torch.inf, 0.0, 1.0])[None, :, None].expand(1, 3, 2).contiguous()
-    sums = gated_sum_gradients(*rows, torch.zeros(1, 3, 2), gates, lse)
+    sums = gated_sum_gradients(*rows, torch.zeros(1, 3, 2), gates, lse.transpose(1, 2))
     want = [[-torch.inf, -torch.inf], [torch.inf, np.log(2)], [torch.inf, 1 + np.log(2)]]
     torch.testing.assert_close(sums.compressed_lse, torch.tensor([want], dtype=torch.float32))
 
