@@ -1,25 +1,40 @@
 """Kernel launches of a launch plan: compiled kernels, and those of Triton's interpreter.
 
-A step keeps its arguments; a replay puts in the stream and the addresses. Triton's own way to a
-compiled kernel builds the tensor map of each descriptor at every launch, in Python. A
-`PreparedLaunch` has all of it behind it and calls the C function that Triton's launcher ends in.
+A step keeps its arguments; a replay puts in the stream and the addresses. Triton's own launcher
+looks at each argument in Python and in C, and makes the tensor map of each descriptor at every
+launch. A `PackedLaunch` has all of it behind it: the kernel's parameters lie packed in memory.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import struct
+import subprocess
 import sys
-from collections.abc import Callable
+import warnings
+from pathlib import Path
 from typing import Any
 
 import triton
 
 from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, operands, resolved
 
-# Versions of Triton whose launcher is known.
+# Versions of Triton whose kernels take their parameters as is known here.
 LAUNCHER_VERSIONS = ("3.6.", "3.7.")
-# Tensor maps that a descriptor keeps: of every address that the layers of a model give it.
-MAX_TENSOR_MAPS = 256
+MAP_ALIGNMENT = 64  # of a CUtensorMap, bytes
+# Of Triton's types, as the `struct` module spells them.
+FORMATS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
+    "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+
+# What compiling C or packing something unknown may raise.
+PROBLEMS = (
+    *(AttributeError, ImportError, LookupError, OSError, OverflowError, RuntimeError, TypeError),
+    *(ValueError, struct.error, subprocess.SubprocessError),
+)
 
 Address = tuple[int, int, int]  # argument, register, offset in bytes
 
@@ -31,7 +46,7 @@ def compiled_launch(
     pointers: list[Address],
     descriptors: list[Address],
 ) -> Step:
-    """The launch of a compiled kernel, prepared where Triton's launcher is as it is known.
+    """The launch of a compiled kernel, packed where its parameters are as is known.
 
     Args:
         args: of the kernel; tensor descriptors as they were when the plan was made.
@@ -39,8 +54,8 @@ def compiled_launch(
     """
     call = (compiled, (*grid, 1, 1)[:3], args, pointers, descriptors)
     try:
-        return PreparedLaunch(*call)
-    except Unprepared:
+        return PackedLaunch(*call)
+    except Unpacked:
         return CompiledLaunch(*call)
 
 
@@ -90,19 +105,14 @@ class CompiledLaunch:
         self.run(*args)
 
 
-class Unprepared(Exception):
-    """Triton's launcher is not as it is known, or the kernel asks for more than a launch."""
+class Unpacked(Exception):
+    """The parameters of a kernel are not as is known, or it asks for more than a launch."""
 
 
-class PreparedLaunch:
-    """A compiled kernel: the C function that Triton's launcher ends in.
+class PackedLaunch:
+    """A compiled kernel whose parameters are packed, launched by `plan_launch.c`."""
 
-    The tensor map of a descriptor depends on its address alone, within a plan, and is kept by it.
-
-    pointers: arguments of the C function. maps: likewise, with what makes the tensor map.
-    """
-
-    __slots__ = ("args", "grid", "launch", "listed", "maps", "options", "pointers")
+    __slots__ = ("handle", "launch", "registers")
 
     def __init__(
         self,
@@ -112,93 +122,121 @@ class PreparedLaunch:
         pointers: list[Address],
         descriptors: list[Address],
     ) -> None:
-        """Raises `Unprepared`."""
+        """Raises `Unpacked`."""
         launcher = compiled.run
         if not triton.__version__.startswith(LAUNCHER_VERSIONS):
-            raise Unprepared(f"Triton {triton.__version__}")
+            raise Unpacked(f"Triton {triton.__version__}")
         if type(launcher).__name__ != "CudaLauncher":
-            raise Unprepared(f"a launcher {type(launcher).__name__}")
+            raise Unpacked(f"a launcher {type(launcher).__name__}")
         if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise Unprepared("a kernel with scratch memory")
-        self.grid = grid
-        self.listed = hasattr(launcher, "kernel_signature")
-        self.launch = _c_function(launcher, bool(descriptors))
-        flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-        no_scratch, no_hooks = (None, None), (None, None, None)
-        metadata = compiled.packed_metadata
-        self.options: tuple[Any, ...] = (compiled.function, *flags)
-        if self.listed:
-            signature = (launcher.arg_annotations, launcher.kernel_signature)
-            self.options += (metadata, *no_hooks, *no_scratch, *signature)
-        else:
-            self.options += (*no_scratch, metadata, *no_hooks)
-
-        module: Any = sys.modules[type(launcher).__module__]
-        expand = module.make_tensordesc_arg
-        metas = compiled.metadata.tensordesc_meta or [None] * len(descriptors)
-        if len(metas) != len(descriptors):
-            raise Unprepared("descriptors that are no arguments of their own")
-        makers = {
-            i: TensorMaps(expand, args[i], meta)
-            for (i, _, _), meta in zip(descriptors, metas, strict=True)
-        }
-        self.args: list[Any] = []
-        places = []  # of each argument among the expanded ones
-        for i, x in enumerate(args):
-            places.append(len(self.args))
-            self.args += makers[i].expanded() if i in makers else [x]
-        moved = [(places[i], register, offset) for i, register, offset in pointers]
-        self.maps: list[tuple[int, int, int, TensorMaps]] = []
-        for i, register, offset in descriptors:
-            if makers[i].meta is None:  # not by TMA: the kernel gets the address
-                moved.append((places[i], register, offset))
-            else:
-                self.maps.append((places[i], register, offset, makers[i]))
-        self.pointers = moved
-
-    @property
-    def registers(self) -> set[int]:
-        return {x[1] for x in self.pointers} | {x[1] for x in self.maps}
+            raise Unpacked("a kernel with scratch memory")
+        num_warps, num_ctas, shared = compiled.packed_metadata
+        if num_ctas != 1:
+            raise Unpacked("a kernel with clusters")
+        native = launching()
+        if native is None:
+            raise Unpacked("plan_launch.c could not be compiled")
+        try:
+            packed = _Parameters(compiled, args, pointers, descriptors)
+            self.handle = native.prepare(
+                *(compiled.function, triton.runtime.driver.active.get_current_device()),
+                *(grid, 32 * num_warps, shared),
+                *(launcher.launch_cooperative_grid, launcher.launch_pdl),
+                *packed.tables(),
+            )
+        except PROBLEMS as problem:
+            raise Unpacked(str(problem)) from problem
+        self.launch = native.launch
+        self.registers = {register for _, register, _ in (*pointers, *descriptors)}
 
     def __call__(self, registers: Registers) -> None:
-        args = self.args.copy()
-        addresses = registers.pointers
-        for i, register, offset in self.pointers:
-            args[i] = addresses[register] + offset
-        for i, register, offset, maps in self.maps:
-            args[i] = maps[addresses[register] + offset]
-        if self.listed:
-            self.launch(*self.grid, registers.stream, *self.options, args)
-        else:
-            self.launch(*self.grid, registers.stream, *self.options, *args)
+        self.launch(self.handle, registers.pointers, registers.stream)
 
 
-class TensorMaps(dict[int, Any]):
-    """A descriptor's tensor maps, by address."""
+@functools.cache
+def launching() -> Any:
+    """`plan_launch.c` as a module, None where it does not compile.
 
-    def __init__(self, expand: Callable[[Any, Any], list[Any]], descriptor: Any, meta: Any):
-        super().__init__()
-        self.expand, self.meta = expand, meta
-        # The tensor that it describes is not to live on.
-        self.descriptor = _at(descriptor, descriptor.base.data_ptr())
+    Compiled once, as Triton compiles its own launcher, and kept in Triton's cache.
+    """
+    try:
+        from triton.backends.nvidia import driver
+        from triton.runtime.build import compile_module_from_src
 
-    def expanded(self) -> list[Any]:
-        """What the C function gets for the descriptor: tensor map or address, shape, strides."""
-        return [None, *self.expand(self.descriptor, self.meta)[1:]]
-
-    def __missing__(self, address: int) -> Any:
-        if len(self) >= MAX_TENSOR_MAPS:
-            self.clear()
-        found = self[address] = self.expand(_at(self.descriptor, address), self.meta)[0]
-        return found
+        source = Path(__file__).with_name("plan_launch.c").read_text()
+        return compile_module_from_src(source, "plan_launch", include_dirs=driver.include_dirs)
+    except PROBLEMS as problem:
+        warnings.warn(f"kernels are launched the slow way: {problem}", stacklevel=2)
+        return None
 
 
-def _c_function(launcher: Any, descriptors: bool) -> Any:
-    """The function behind the launcher's Python."""
-    if not descriptors:
-        return launcher.launch
-    names, cells = launcher.launch.__code__.co_freevars, launcher.launch.__closure__
-    return cells[names.index("launcher")].cell_contents
+class _Parameters:
+    """What a kernel takes, in memory, and where addresses go."""
+
+    def __init__(
+        self, compiled: Any, args: list[Any], pointers: list[Address], descriptors: list[Address]
+    ) -> None:
+        """Raises ValueError or LookupError for what is not known."""
+        self.memory = bytearray()
+        self.places: list[int] = []
+        self.sizes: list[int] = []
+        self.pointers: list[Address] = []  # by byte of the memory, as the next
+        self.maps: list[Address] = []
+        of_pointers = {i: (register, offset) for i, register, offset in pointers}
+        of_maps = {i: (register, offset) for i, register, offset in descriptors}
+        metas = iter(compiled.metadata.tensordesc_meta or ())
+        types = compiled.src.signature.values()
+        for i, (kind, x) in enumerate(zip(types, args, strict=True)):
+            if kind == "constexpr":
+                continue
+            if isinstance(kind, tuple):
+                raise ValueError("a tuple of arguments")
+            if i in of_maps:
+                expanded = _make_tensordesc_arg(compiled.run)(x, next(metas, None))
+                self._add_descriptor(expanded, len(x.shape), of_maps[i])
+            elif kind.startswith("*"):
+                # A pointer that is no tensor's is that of None.
+                at = self._add(struct.pack("Q", 0))
+                if i in of_pointers:
+                    self.pointers.append((at, *of_pointers[i]))
+                elif x is not None:
+                    raise ValueError(f"a pointer {type(x).__name__}")
+            else:
+                self._add(struct.pack(FORMATS[kind], x))
+        for _scratch in range(2):
+            self._add(struct.pack("Q", 0))
+
+    def tables(self) -> tuple[bytes, ...]:
+        """Places and sizes of the parameters, their memory, addresses of pointers and of maps."""
+        places, sizes = (struct.pack(f"{len(x)}I", *x) for x in (self.places, self.sizes))
+        of_pointers, of_maps = (
+            b"".join(struct.pack("IIq", *address) for address in x)
+            for x in (self.pointers, self.maps)
+        )
+        return places, sizes, bytes(self.memory), of_pointers, of_maps
+
+    def _add(self, packed: bytes, alignment: int = 8) -> int:
+        """The byte that a parameter begins at."""
+        self.memory += bytes(-len(self.memory) % alignment)
+        at = len(self.memory)
+        self.memory += packed
+        self.places.append(at)
+        self.sizes.append(len(packed))
+        return at
+
+    def _add_descriptor(self, expanded: list[Any], rank: int, address: tuple[int, int]) -> None:
+        """Tensor map, shape and strides; other forms of a descriptor have no tensor map."""
+        tensor_map, *sizes = expanded
+        at = self._add(launching().tensor_map_bytes(tensor_map), MAP_ALIGNMENT)
+        self.maps.append((at, *address))
+        for kind, x in zip("i" * rank + "q" * rank, sizes, strict=True):
+            self._add(struct.pack(kind, x))
+
+
+def _make_tensordesc_arg(launcher: Any) -> Any:
+    """Triton's function that makes a tensor map, shape and strides of a descriptor."""
+    module: Any = sys.modules[type(launcher).__module__]
+    return module.make_tensordesc_arg
 
 
 class _Pointer:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from nsa_flex.fallback_kernels.common.plan_launches import (
     CompiledLaunch,
     InterpretedLaunch,
-    PreparedLaunch,
+    PackedLaunch,
 )
 from nsa_flex.fallback_kernels.common.plan_steps import (
     Allocation,
@@ -69,7 +69,7 @@ def registers_of(step: Any) -> set[int]:
     """The registers that a step reads or fills."""
     if isinstance(step, OnStream):
         return set().union(*(registers_of(each) for each in step.steps))
-    if isinstance(step, (CompiledLaunch, PreparedLaunch)):
+    if isinstance(step, (CompiledLaunch, PackedLaunch)):
         return step.registers
     if isinstance(step, Allocation):
         return {step.register}

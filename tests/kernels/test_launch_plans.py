@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,14 +308,12 @@ def copied(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("prepared", [True, False])
-@pytest.mark.parametrize("most", [1, 256])
+@pytest.mark.parametrize("packed", [True, False])
 def test_tensor_descriptors_follow_their_memory(
-    prepared: bool, most: int, monkeypatch: pytest.MonkeyPatch
+    packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where tensor maps are forgotten, and by Triton's own launcher."""
-    monkeypatch.setattr(plan_launches, "MAX_TENSOR_MAPS", most)
-    if not prepared:
+    """Also by Triton's own launcher."""
+    if not packed:
         monkeypatch.setattr(plan_launches, "LAUNCHER_VERSIONS", ())
     operator = Counted(copied)
     matrices = [numbers(32, 32) for _ in range(3)]
@@ -323,8 +323,8 @@ def test_tensor_descriptors_follow_their_memory(
         assert torch.equal(all_rows, x)
     (plan,) = operator.operator.plans.by_key.values()
     kinds = {type(step) for step in plan.steps}
-    assert (plan_launches.PreparedLaunch in kinds) == prepared
-    assert (plan_launches.CompiledLaunch in kinds) != prepared
+    assert (plan_launches.PackedLaunch in kinds) == packed
+    assert (plan_launches.CompiledLaunch in kinds) != packed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _, captured = operator(matrices[0])
@@ -334,22 +334,73 @@ def test_tensor_descriptors_follow_their_memory(
     assert operator.ran == 2
 
 
-def test_tensor_maps_are_made_once_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_launches, "MAX_TENSOR_MAPS", 2)
-    made: list[int] = []
+@triton.jit(do_not_specialize=["size"])
+def scaled_kernel(
+    x_ptr, nothing_ptr, out_ptr, flag, size, scale, wide, BLOCK: tl.constexpr, TWICE: tl.constexpr
+):
+    """out = scale * x, with parameters of several types."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < size) * scale
+    if nothing_ptr is not None:
+        x += tl.load(nothing_ptr + i, mask=i < size)
+    if TWICE:
+        x *= 2
+    tl.store(out_ptr + i, tl.where(flag, x, wide.to(tl.float32)), mask=i < size)
 
-    def expand(descriptor: Any, meta: Any) -> list[Any]:
-        made.append(descriptor.base.data_ptr())
-        return [f"map of {descriptor.base.data_ptr()}", *descriptor.shape]
 
-    x = torch.zeros(4, 8)
-    maps = plan_launches.TensorMaps(expand, TensorDescriptor.from_tensor(x, [4, 8]), None)
-    assert maps.expanded() == [None, 4, 8]
-    assert made == [x.data_ptr()]
-    assert [maps[a] for a in (16, 32, 16, 32)] == [f"map of {a}" for a in (16, 32, 16, 32)]
-    assert made[1:] == [16, 32]
-    assert maps[48] == "map of 48"
-    assert len(maps) == 1
+@pytest.mark.gpu
+def test_parameters_of_every_type_are_packed() -> None:
+    """Views at odd offsets, None, booleans, numbers of 32 and 64 bits, floats, a past of 1."""
+
+    def body(x: Tensor, flag: bool, scale: float, wide: int) -> tuple[Tensor, Tensor]:
+        results = []
+        for part in (x[1:], x):
+            out = torch.empty_like(part)
+            size = part.numel()
+            scaled_kernel[(triton.cdiv(size, 32),)](
+                part, None, out, flag, size, scale, wide, BLOCK=32, TWICE=True
+            )
+            results.append(out)
+        return results[0], results[1]
+
+    operator = Counted(body)
+    for flag, scale, wide in [(True, 0.5, 1), (False, 2.0, 1 << 40), (True, -1.5, -3)]:
+        for _ in range(4):
+            x = numbers(71)
+            lower, every = operator(x, flag, scale, wide)
+            expected = 2 * scale * x if flag else torch.full_like(x, wide)
+            torch.testing.assert_close(every, expected)
+            torch.testing.assert_close(lower, expected[1:])
+    kept = operator.operator.plans.by_key.values()
+    launches = [step for plan in kept for step in plan.steps if hasattr(step, "registers")]
+    assert {type(step) for step in launches} == {plan_launches.PackedLaunch}
+    assert operator.ran == 6
+
+
+def test_packed_parameters() -> None:
+    """Constants are left out, addresses are to come, and two null pointers end the parameters."""
+    types = {
+        "x": "*fp32", "block": "constexpr", "flag": "i1", "none": "*i32", "scale": "fp32",
+        "wide": "i64",
+    }  # fmt: skip
+    compiled = SimpleNamespace(
+        src=SimpleNamespace(signature=types), metadata=SimpleNamespace(tensordesc_meta=None)
+    )
+    args = [None, 64, True, None, 0.5, 1 << 40]
+    packed = plan_launches._Parameters(compiled, args, [(0, 3, 8)], [])
+    places, sizes, memory, pointers, maps = packed.tables()
+    assert struct.unpack("7I", places) == (0, 8, 16, 24, 32, 40, 48)
+    assert struct.unpack("7I", sizes) == (8, 1, 8, 4, 8, 8, 8)
+    assert struct.unpack("Q?7xQf4xqQQ", memory) == (0, True, 0, 0.5, 1 << 40, 0, 0)
+    assert struct.unpack("IIq", pointers) == (0, 3, 8)
+    assert maps == b""
+    with pytest.raises(KeyError, match="bf16"):
+        plan_launches._Parameters(
+            SimpleNamespace(
+                src=SimpleNamespace(signature={"x": "bf16"}), metadata=compiled.metadata
+            ),
+            [1.0], [], [],
+        )  # fmt: skip
 
 
 def chunked(x: Tensor, y: Tensor) -> Tensor:
