@@ -65,8 +65,16 @@ def load(
     wants_report = kwargs.pop("output_loading_info", False)
     config, kwargs = _read_config(path, hub, kwargs)
     record = _pop_record(config, path)
-    names = record["layers"]
     model, report = _load_unpatched(path, model_class, {**kwargs, "config": config})
+    patch_as_recorded(model, record, backend)
+    _assign(model, _read_added(path, hub), cast="dtype" in kwargs or "torch_dtype" in kwargs)
+    hf_saving.name_checkpoint(model, path)
+    return (model, report) if wants_report else model
+
+
+def patch_as_recorded(model: Any, record: dict[str, Any], backend: Backend | None = None) -> None:
+    """Patch the layers that `record` names, the entry nsa_flex of a patched model's config."""
+    names = record["layers"]
     patch(
         model,
         NSAConfig.from_dict(record["config"]),
@@ -74,9 +82,6 @@ def load(
         backend=record["backend"] if backend is None else backend,
         filter_fn=lambda _, name: any(f".{name}".endswith(f".{known}") for known in names),
     )
-    _assign(model, _read_added(path, hub), cast="dtype" in kwargs or "torch_dtype" in kwargs)
-    hf_saving.name_checkpoint(model, path)
-    return (model, report) if wants_report else model
 
 
 def _read_config(

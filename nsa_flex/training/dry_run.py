@@ -19,7 +19,7 @@ def dry_run(config: TrainConfig) -> dict[str, Any]:
         ValueError: as `nsa_flex.training.run.train` does.
     """
     texts = find_texts(config)
-    model = build_model(config.model, config.data, texts.tokenizer, meta=True)
+    model = build_model(config.model, config.data, texts.tokenizer, values="none")
     layers = decoder_layers(model)
     step = tokens_per_step(config)
     flops = flops_per_token(model, config.data.seq_len)

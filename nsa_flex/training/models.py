@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +18,72 @@ from torch.utils.checkpoint import (
 )
 
 from nsa_flex.patching import load, patch
+from nsa_flex.patching.checkpoint import patch_as_recorded
 from nsa_flex.training.config import DataSection, EngineSection, ModelSection
 from nsa_flex.training.presets import PRESETS
+from nsa_flex.training.shards import reserve, without_values
 from nsa_flex.training.tokenizers import Tokenizer
+
+Values = Literal["all", "buffers", "none"]
 
 
 def build_model(
-    section: ModelSection, data: DataSection, tokenizer: Tokenizer, *, meta: bool = False
+    section: ModelSection,
+    data: DataSection,
+    tokenizer: Tokenizer,
+    *,
+    values: Values = "all",
 ) -> Any:
     """The model in training mode, float32, patched unless it is the dense twin.
 
     Args:
-        meta: on the meta device, without values; a checkpoint is read for its config alone.
+        values: "none" leaves everything on the meta device; "buffers" computes buffers and leaves
+            the rest unwritten on the CPU. Of a checkpoint both read the config alone.
 
     Raises:
         ValueError: the preset, the model type or the checkpoint is unknown, or its vocabulary is
             smaller than the tokenizer's.
     """
-    if section.checkpoint is not None and not meta:
-        model = _from_checkpoint(section.checkpoint, section.attention == "dense")
+    if values == "all" and section.checkpoint is not None:
+        model = _from_checkpoint(section)
+        _check_vocabulary(model.get_input_embeddings().num_embeddings, tokenizer)
+        _patch(model, section)
     else:
-        config = _config(section, data, tokenizer)
-        _check_vocabulary(config.get_text_config().vocab_size, tokenizer)  # before it takes memory
-        with torch.device("meta" if meta else "cpu"):
-            model = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _check_vocabulary(model.get_input_embeddings().num_embeddings, tokenizer)
-    if section.attention == "nsa" and not _is_patched(model):
-        patch(model, section.nsa, init=section.init, backend=section.backend)
+        model = _from_config(section, data, tokenizer, values)
+    if values == "buffers":
+        reserve(model)
     model.config.use_cache = False
     return model.train()
+
+
+_PLACES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "all": partial(torch.device, "cpu"),
+    "buffers": without_values,
+    "none": partial(torch.device, "meta"),
+}
+
+
+def _from_config(
+    section: ModelSection, data: DataSection, tokenizer: Tokenizer, values: Values
+) -> Any:
+    """A fresh model; patched as a patched checkpoint says, else as the section does."""
+    config = _config(section, data, tokenizer)
+    _check_vocabulary(config.get_text_config().vocab_size, tokenizer)  # before it takes memory
+    record = vars(config.get_text_config()).pop("nsa_flex", None)
+    _check_dense(section, patched=record is not None)
+    with _PLACES[values]():
+        model = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()  # undone where parameters went to the meta device one by one
+    if record is None:
+        _patch(model, section)
+    else:
+        patch_as_recorded(model, record)
+    return model
+
+
+def _patch(model: Any, section: ModelSection) -> None:
+    if section.attention == "nsa" and not _is_patched(model):
+        patch(model, section.nsa, init=section.init, backend=section.backend)
 
 
 def _check_vocabulary(size: int, tokenizer: Tokenizer) -> None:
@@ -56,15 +94,22 @@ def _check_vocabulary(size: int, tokenizer: Tokenizer) -> None:
         )
 
 
-def _from_checkpoint(path: str, dense: bool) -> Any:
+def _check_dense(section: ModelSection, *, patched: bool) -> None:
+    if patched and section.attention == "dense":
+        raise ValueError(
+            f"{section.checkpoint} is a patched checkpoint: attention cannot be dense"
+        )
+
+
+def _from_checkpoint(section: ModelSection) -> Any:
+    path = str(section.checkpoint)
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
             f"model.checkpoint: {file} does not exist; expected what save_pretrained wrote"
         )
     saved = "nsa_flex" in json.loads(file.read_text())
-    if saved and dense:
-        raise ValueError(f"{path} is a patched checkpoint: attention cannot be dense")
+    _check_dense(section, patched=saved)
     if saved:
         return load(path, dtype=torch.float32)
     return _transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -24,8 +24,9 @@ from nsa_flex.training.arguments import (
 )
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.errors import TrainingError
-from nsa_flex.training.models import build_model, decoder_layers, prepare
+from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
 from nsa_flex.training.saving import folder_aside, last_checkpoint, remove_unfinished, step_of
+from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.stopping import StopCallback
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
@@ -60,7 +61,9 @@ def train(
     texts = find_texts(config)
     check_device(config)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, config.data, texts.tokenizer)
+    # Under FSDP rank 0's weights are shared out; the others' are not read.
+    values: Values = "all" if _rank() == 0 or not is_sharded(config) else "buffers"
+    model = build_model(config.model, config.data, texts.tokenizer, values=values)
     checkpoint = last_checkpoint(run) if resume else None
     if checkpoint is not None and step_of(checkpoint) >= config.training.steps:
         if _rank() == 0 and not (run / MODEL_FOLDER).exists():  # killed at the very end
@@ -70,7 +73,8 @@ def train(
     _open_run(config, run)
     trainer, stop, telemetry = _trainer(config, texts, model, held_out, callbacks)
     start = time.perf_counter()
-    with _told(run, telemetry), stop.listening():
+    shared = from_rank_0(trainer.accelerator) if is_sharded(config) else contextlib.nullcontext()
+    with _told(run, telemetry), stop.listening(), shared:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if not stop.stopped:
             save_model(trainer, run / MODEL_FOLDER)

@@ -73,7 +73,7 @@ def test_both_train_the_same_model(tmp_path: Path, vocabulary: str) -> None:
     config, case = train_config(plan, vocabulary, tmp_path), case_of(plan, vocabulary)
     assert config.training.batch_size == case.batch == 16
     assert config.data.seq_len == case.seq_len == 2048
-    ours = build_model(config.model, config.data, BYTES, meta=True)
+    ours = build_model(config.model, config.data, BYTES, values="none")
     bare = build(case.size, case.seq_len, torch.device("meta"), patched=True)
     shapes = {name: x.shape for name, x in bare.named_parameters()}
     assert {name: x.shape for name, x in ours.named_parameters()} == shapes

@@ -18,6 +18,24 @@ NSA = {
     "window_size": 12,
 }
 
+# As large as the kernels ask for.
+CUDA: dict[str, dict[str, Any]] = {
+    "model": {
+        "preset": None,
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+        },
+        "nsa": {"num_selected_blocks": 4, "window_size": 64},
+    },
+    "engine": {"device": "cuda", "compile": True, "checkpointing": "none"},
+}
+
 
 def write_texts(folder: Path, count: int = 30) -> Path:
     """Files of a few hundred bytes of English, always the same."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from training.small_config import small_config, write_texts
+from training.small_config import CUDA, small_config, write_texts
 from training.tiny_run import batch, loss_of, patched, rows_of
 
 import nsa_flex
@@ -73,24 +73,6 @@ def saved_bytes(checkpointing: str) -> int:
 def test_checkpointing_keeps_less_in_compiled_layers() -> None:
     none, selective, full = (saved_bytes(kind) for kind in ("none", "selective", "full"))
     assert full < selective < none
-
-
-CUDA = {
-    "model": {
-        "preset": None,
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-        },
-        "nsa": {"num_selected_blocks": 4, "window_size": 64},
-    },
-    "engine": {"device": "cuda", "compile": True, "checkpointing": "none"},
-}
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -14,14 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from distributed.problem import whole
+from distributed.ranks import TWO_GPUS
 from distributed.recipes import shard_on_cpus
-from training.small_config import small_config, write_texts
+from training.small_config import CUDA, NSA, small_config, write_texts
 from transformers import TrainerCallback
 
 import nsa_flex
 from nsa_flex.training import run as training_run
+from nsa_flex.training.config import TrainConfig
+from nsa_flex.training.models import build_model
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
+from nsa_flex.training.tokenizers import BYTES
+from reference import poisoned_memory
 
 
 def free_port() -> int:
@@ -30,12 +37,17 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def in_processes(check: Callable[..., None], *arguments: Any, ranks: int = 2) -> None:
-    mp.spawn(_start, (ranks, free_port(), check, arguments), nprocs=ranks)
+def in_processes(check: Callable[..., None], *arguments: Any, device: str = "cpu") -> None:
+    mp.spawn(_start, (2, device, free_port(), check, arguments), nprocs=2)
 
 
 def _start(
-    rank: int, ranks: int, port: int, check: Callable[..., None], arguments: tuple[Any, ...]
+    rank: int,
+    ranks: int,
+    device: str,
+    port: int,
+    check: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -43,18 +55,24 @@ def _start(
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_CPU": "true",
     }
+    if device == "cpu":
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     torch.set_num_threads(1)
     check(rank, *arguments)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def run_config(rank: int, out: Path, texts: Path, options: dict[str, Any]) -> None:
+def on_a_cpu() -> None:
+    """Sharding runs there too; memory that nobody has written is NaN."""
     shard_on_cpus()
     training_run.check_device = lambda config: None
+    poisoned_memory.install()
+
+
+def run_config(rank: int, out: Path, texts: Path, options: dict[str, Any]) -> None:
+    on_a_cpu()
     config = small_config(out, texts, **options)
 
     def stop_in_the_middle(step: int) -> None:
@@ -110,11 +128,110 @@ def test_a_run_on_two_processes(tmp_path: Path, parallel: str) -> None:
     check_same_model(two, tmp_path / "one")
 
 
+def run_on_cuda(rank: int, out: Path, texts: Path, options: dict[str, Any]) -> None:
+    poisoned_memory.install()
+    train(small_config(out, texts, **options))
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_on_two_gpus(tmp_path: Path, parallel: str) -> None:
+    """As on one, to bfloat16's precision over twelve steps of Adam."""
+    texts = write_texts(tmp_path / "texts")
+    options = {**CUDA, "data": {"documents": "joined", "seq_len": 512}}
+    train(small_config(tmp_path / "one", texts, **options))
+    options["training"] = {"batch_size": 1}
+    options["engine"] = {**CUDA["engine"], "parallel": parallel}
+    in_processes(run_on_cuda, tmp_path / "two", texts, options, device="cuda")
+    ours, theirs = curve(tmp_path / "two"), curve(tmp_path / "one")
+    assert len(ours) == len(theirs) == 8
+    for each, other in zip(ours, theirs, strict=True):
+        assert each[:2] == pytest.approx(other[:2], rel=0.05)  # the step, and a loss
+    nsa_flex.load(tmp_path / "two" / "model")
+
+
 def check_same_model(run: Path, other: Path) -> None:
     ours, theirs = (nsa_flex.load(each / "model").state_dict() for each in (run, other))
     assert ours.keys() == theirs.keys()
     for name, x in ours.items():
         torch.testing.assert_close(x, theirs[name], rtol=1e-3, atol=1e-3)
+
+
+STARTS: dict[str, dict[str, Any]] = {
+    "fresh": {"preset": "tiny", "nsa": NSA, "init": "dense"},
+    "dense": {"preset": None, "checkpoint": "dense", "nsa": NSA, "init": "dense"},
+    "patched": {"preset": None, "checkpoint": "patched"},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense one and a patched one, whose sizes are not those of the config."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    config = small_config(folder, folder)
+    section = dataclasses.replace(config.model, attention="dense")
+    torch.manual_seed(7)
+    model = build_model(section, config.data, BYTES)
+    model.save_pretrained(folder / "dense")
+    sizes = nsa_flex.NSAConfig(**{**NSA, "compress_block_size": 4})
+    nsa_flex.patch(model, sizes, init="dense").save_pretrained(folder / "patched")
+    return folder
+
+
+def start_config(start: str, folder: Path) -> TrainConfig:
+    model = dict(STARTS[start])
+    if "checkpoint" in model:
+        model["checkpoint"] = str(folder / model["checkpoint"])
+    return small_config(
+        folder / "run", write_texts(folder / "texts"), model=model, engine={"parallel": "fsdp"}
+    )
+
+
+class StartedError(Exception):
+    """The weights are there, which is all that is asked."""
+
+
+class AtTheStart(TrainerCallback):
+    """Keeps all parameters and buffers, whole, and ends the training."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tensors = {name: whole(x).clone() for name, x in tensors_of(kwargs["model"]).items()}
+        raise StartedError
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    return dict((*model.named_parameters(), *model.named_buffers()))
+
+
+def test_weights_are_shared_out_from_rank_0(checkpoints: Path) -> None:
+    in_processes(shared_out, checkpoints)
+
+
+def shared_out(rank: int, folder: Path) -> None:
+    """Parameters and buffers of all ranks are one process's; rank 1 never made or read them."""
+    on_a_cpu()
+    unwritten: list[bool] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        model = build_model(*args, **kwargs)
+        unwritten.append(all(bool(x.isnan().all()) for x in model.parameters()))
+        return model
+
+    training_run.build_model = build
+    for start in STARTS:
+        config = start_config(start, folder)
+        torch.manual_seed(config.seed)
+        expected = tensors_of(build_model(config.model, config.data, BYTES))
+        at_start = AtTheStart()
+        with pytest.raises(StartedError):
+            train(config, callbacks=[at_start])
+        assert unwritten.pop() == (rank == 1)
+        assert at_start.tensors.keys() == expected.keys()
+        assert any(name.endswith("inv_freq") for name in expected)
+        assert any(name.endswith("gates.offset") for name in expected)
+        for name, x in expected.items():
+            assert torch.equal(at_start.tensors[name], x), (start, name)
 
 
 def test_sharding_on_a_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

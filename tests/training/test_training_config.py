@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ from training.small_config import small_mapping
 
 from nsa_flex.training.config import TrainConfig, read_config, shipped_configs
 from nsa_flex.training.config_reading import from_mapping
+from nsa_flex.training.dry_run import dry_run
+from nsa_flex.training.flops import num_parameters
+from nsa_flex.training.models import build_model
 from nsa_flex.training.presets import PRESETS
+from nsa_flex.training.tokenizers import BYTES
 
 
 def of(section: str, **values: Any) -> TrainConfig:
@@ -71,6 +76,22 @@ def test_a_config_survives_its_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.to_dict()))
     assert read_config(str(file)) == config
+
+
+def test_a_dry_run_counts_a_patched_checkpoint_as_it_is(tmp_path: Path) -> None:
+    """Not by the sizes of NSA that the config has."""
+    config = of("model", nsa={"compress_block_size": 4, "compress_stride": 4})
+    build_model(config.model, config.data, BYTES).save_pretrained(tmp_path / "patched")
+    (tmp_path / "a.txt").write_text("text")
+    again = of("model", preset=None, checkpoint=str(tmp_path / "patched"), nsa={})
+    again = dataclasses.replace(
+        again, data=dataclasses.replace(again.data, files=(str(tmp_path / "a.txt"),))
+    )
+    loaded = build_model(again.model, again.data, BYTES)
+    found = dry_run(again)
+    assert found["parameters"] == num_parameters(loaded)
+    added = [x.numel() for name, x in loaded.named_parameters() if ".nsa." in name]
+    assert found["parameters_of_nsa"] == sum(added)
 
 
 def test_overrides(tmp_path: Path) -> None:
