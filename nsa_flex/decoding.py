@@ -92,13 +92,17 @@ def decode_step(
     Returns:
         (B, Hq, T, Dv) in the query's dtype, and an `NSAAux` if asked.
     """
-    config.specialize()
+    if torch.compiler.is_compiling():
+        config.specialize()
     unsupported = unsupported_reason(query, stored.key, stored.value, config, stored.num_sets)
-    if new is not None and (unsupported or phi_unsupported_reason(new.phi, stored.key)):
-        store(new, stored)
-        new = None
+    parameters: tuple[list[Tensor], ...] = ()
+    if new is not None:
+        parameters = (_parameters(new.phi[0]), _parameters(new.phi[1]))
+        if unsupported or phi_unsupported_reason(new.phi, parameters, stored.key):
+            store(new, stored)
+            new = None
     if unsupported is None:
-        return _on_kernels(query, new, stored, gates, config, scale, return_aux)
+        return _on_kernels(query, new, parameters, stored, gates, config, scale, return_aux)
     gates = gates.gates() if isinstance(gates, GateLogits) else gates
     return _by_operations(query, stored, gates, config, scale, return_aux)
 
@@ -130,14 +134,17 @@ def unsupported_reason(
     return decode.unsupported_reason(query, key, value, config, num_sets)
 
 
-def phi_unsupported_reason(phi: tuple[Compression, Compression], key: Tensor) -> str | None:
+def phi_unsupported_reason(
+    phi: tuple[Compression, Compression], parameters: tuple[list[Tensor], ...], key: Tensor
+) -> str | None:
     """Why the kernels of a step do not compress with such φ; None if they do."""
-    kinds = tuple(each.kind for each in phi)
+    kinds = tuple([each.kind for each in phi])
     if kinds[0] != kinds[1]:
         return f"a step compresses keys and values alike, got {kinds[0]} and {kinds[1]}"
-    for x in _parameters(phi[0]) + _parameters(phi[1]):
-        if x.device != key.device or is_sharded(x) or not x.is_contiguous():
-            return f"parameters of φ must be whole and contiguous on {key.device}, got {x.device}"
+    device = key.device
+    for x in parameters[0] + parameters[1]:
+        if x.device != device or is_sharded(x) or not x.is_contiguous():
+            return f"parameters of φ must be whole and contiguous on {device}, got {x.device}"
     return None
 
 
@@ -149,12 +156,14 @@ def _parameters(phi: Compression) -> list[Tensor]:
 def _on_kernels(
     query: Tensor,
     new: New | None,
+    parameters: tuple[list[Tensor], ...],
     stored: Stored,
     gates: Tensor | GateLogits,
     config: NSAConfig,
     scale: float,
     return_aux: bool,
 ) -> tuple[Tensor, NSAAux | None]:
+    """`parameters` are those of φ in `new`, for keys and for values."""
     from nsa_flex.fallback_kernels.decode import interface as decode
 
     options: dict[str, Any] = {"num_sets": stored.num_sets, "return_aux": return_aux}
@@ -163,8 +172,7 @@ def _on_kernels(
     new_key = new_value = None
     if new is not None:
         new_key, new_value = new.key, new.value
-        key_phi, value_phi = (tuple(_parameters(each)) for each in new.phi)
-        options["phi"] = decode.Phi(new.phi[0].kind, key_phi, value_phi)
+        options["phi"] = decode.Phi(new.phi[0].kind, *map(tuple, parameters))
         options["may_complete"] = new.may_complete
     result: Any = decode.step(
         query, new_key, new_value, *stored[:4], gates, stored.lengths,

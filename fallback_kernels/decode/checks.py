@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,31 @@ def sizes_unsupported_reason(
             "of two"
         )
     return None
+
+
+def check_call(
+    query: Tensor,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
+    cache: tuple[Tensor, Tensor, Tensor, Tensor],
+    gates: Tensor,
+    gate_offset: Tensor | None,
+    lengths: Tensor,
+    phi: tuple[Sequence[Tensor], Sequence[Tensor]],
+    kind: str,
+    num_sets: int,
+    config: NSAConfig,
+) -> None:
+    """`check_step`, and that φ fits: `phi` has the parameters of keys and those of values."""
+    check_step(query, new_key, new_value, cache, gates, gate_offset, lengths, config, num_sets)
+    for name, parameters, compressed in zip(("key", "value"), phi, cache[2:], strict=True):
+        check_phi(kind, parameters, compressed, config, name)
+
+
+def are_together(query: Tensor, *others: Tensor | None) -> bool:
+    """Whether all that is given is on the query's device."""
+    device = query.device
+    return all(x is None or x.device == device for x in others)
 
 
 def check_step(
@@ -160,7 +187,7 @@ def check_new(new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor) ->
 
 
 def check_phi(
-    kind: str, parameters: tuple[Tensor, ...], compressed: Tensor, config: NSAConfig, name: str
+    kind: str, parameters: Sequence[Tensor], compressed: Tensor, config: NSAConfig, name: str
 ) -> None:
     """Raises ValueError unless they are the parameters of a φ for `compressed`'s heads."""
     _, heads, _, dim = compressed.shape

@@ -1,7 +1,8 @@
 """The custom operator of a decode step and its fake implementation.
 
-It launches and checks nothing: `interface` has checked the call before. `mutates_args` tells
-functionalisation which buffers of the cache a step writes in place.
+Its body checks the call. A replayed plan does not: it is kept by all that is checked, but for the
+devices, which `interface` compares. `mutates_args` tells functionalisation which buffers of the
+cache a step writes in place.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import supports_pdl
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
+from nsa_flex.fallback_kernels.decode import checks
 from nsa_flex.fallback_kernels.decode.compress_launch import launch_compress
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import (
@@ -54,14 +56,18 @@ def step(
     phi: parameters of keys, then those of values. counts: those of an `NSAConfig`.
     """
     config = NSAConfig.of_counts(counts)
+    half, cache = len(phi) // 2, (key, value, compressed_key, compressed_value)
+    mapping = Phi(kind, tuple(phi[:half]), tuple(phi[half:]))
+    checks.check_call(
+        query, new_key, new_value, cache, gates, gate_offset, lengths,
+        (mapping.key, mapping.value), kind, num_sets, config,
+    )  # fmt: skip
     keys, values = _branches(key, num_sets), _branches(value, num_sets)
     rest = (compressed_key, compressed_value, lengths)
     compressed, selected, sliding = (Cache(k, v, *rest) for k, v in zip(keys, values, strict=True))
     new = None
     if new_key is not None and new_value is not None:
         new = NewTokens(*(rows_contiguous(x.to(key.dtype)) for x in (new_key, new_value)))
-    half = len(phi) // 2
-    mapping = Phi(kind, tuple(phi[:half]), tuple(phi[half:]))
     # One token of one set is left to the first kernel of attention.
     waits = new is not None and num_sets == 1 and query.shape[2] == 1
     if new is not None:

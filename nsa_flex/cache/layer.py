@@ -164,16 +164,13 @@ class LayerCache(CacheState):
     def _may_complete(self, num_new: int) -> bool:
         """False where the host knows that so many more tokens complete no compressed block."""
         start = self.known_length
-        if start is None or torch.compiler.is_compiling() or self._is_captured():
+        if start is None or torch.compiler.is_compiling():
             return True
-        if self.columns.even:
-            before, after = (
-                self.config.num_compressed_blocks(length) for length in (start, start + num_new)
-            )
-            return before < after
-        if self.device.type == "cpu":
-            return completes_a_block(self.lengths, num_new, self.config)
-        return True
+        if not self.columns.even:
+            on_cpu = self.device.type == "cpu"
+            return not on_cpu or completes_a_block(self.lengths, num_new, self.config)
+        count = self.config.num_compressed_blocks
+        return count(start) < count(start + num_new) or self._is_captured()
 
     def _is_captured(self) -> bool:
         """Whether a CUDA graph records the call, which then serves other lengths too."""

@@ -660,6 +660,35 @@ def test_refused(name: str, change: Callable[[Tensor], Tensor], message: str) ->
         torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
 
 
+ELSEWHERE = [
+    (name, lambda x: x.to("meta"), "(on|got) meta")
+    for name in ("new_key", "gates", "lengths", "value")
+]
+
+
+@kernels
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED + ELSEWHERE)
+def test_refused_once_a_plan_is_kept(
+    name: str,
+    change: Callable[[Tensor], Tensor],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replay checks nothing: no call may find a plan that is not its own."""
+    monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
+    plans.forget_plans()
+    problem = Problem(Case())
+    kept = operators.step._init_fn.plans
+    before = kept.replayed
+    for _ in range(3):
+        problem.step()
+    assert kept.replayed == before + 1
+    setattr(problem, name, change(getattr(problem, name)))
+    with pytest.raises(ValueError, match=message):
+        problem.step()
+    plans.forget_plans()
+
+
 @kernels
 @pytest.mark.parametrize(
     ("change", "message"),
