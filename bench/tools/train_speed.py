@@ -13,13 +13,15 @@ Needs transformers and accelerate.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import dataclasses
 import gc
+import pstats
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +37,9 @@ from nsa_flex.bench.report.rows import Notebook, Row
 from nsa_flex.training import run as training_run
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.presets import PRESETS
-from nsa_flex.training.telemetry import read_rows
+from nsa_flex.training.telemetry import read_rows, session
 from nsa_flex.training.telemetry.callback import TelemetryCallback
+from nsa_flex.training.telemetry.observe import observe
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,17 @@ class Plan:
         overrides: of the preset's shipped config.
         warm_up: steps before the timed ones; compilation is in the first.
         windows, window: steps are timed in windows of so many; each ends with a wait for the
-            device, as the trainer's logging steps do.
+            device, as the trainer's logging steps do. Gates are measured once in all windows.
+        few_windows: of the bare step and of the larger vocabulary, which have no repeats.
         compiler: of the bare step.
     """
 
     preset: str = "125m"
     overrides: tuple[str, ...] = ("data.files=[stdlib]",)
     warm_up: int = 10
-    windows: int = 4
+    windows: int = 10
     window: int = 20
+    few_windows: int = 4
     compiler: str = "inductor"
 
     @property
@@ -102,34 +107,34 @@ class Stamps(TrainerCallback):
     def step_ended(self, step: int) -> None:
         """Note the time if a window ends here."""
         if step == 1:
-            self._wait()
+            _wait(self.device)
             self.first_step_s = time.perf_counter() - self._begun
         after = step - self.plan.warm_up
         if after >= 0 and after % self.plan.window == 0:
-            self._wait()
+            _wait(self.device)
             self.seconds.append(time.perf_counter())
             if self.device.type == "cuda":
                 self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
 
     def columns(self, tokens_per_step: int) -> Row:
-        """Tokens a second over all windows, and of the slowest, middle and fastest one."""
+        """Tokens a second over all windows, and of each."""
         lengths = [b - a for a, b in zip(self.seconds, self.seconds[1:], strict=False)]
         tokens = tokens_per_step * self.plan.window
-        rates = sorted(tokens / length for length in lengths)
+        rates = [round(tokens / length) for length in lengths]
         return {
             "tokens_per_s": round(tokens * len(lengths) / sum(lengths)),
-            "least": round(rates[0]),
+            "windows": rates,
             "median": round(statistics.median(rates)),
-            "most": round(rates[-1]),
             "median_ms": round(1e3 * statistics.median(lengths) / self.plan.window, 3),
             "steps": self.plan.window * len(lengths),
             "first_step_s": round(self.first_step_s, 2),
             "peak_bytes": self.peak_bytes,
         }
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Silent(TelemetryCallback):
@@ -168,16 +173,25 @@ def case_of(plan: Plan, vocabulary: str) -> ModelCase:
     return ModelCase(model, "nsa", config.training.batch_size, config.data.seq_len)
 
 
-def trained(plan: Plan, vocabulary: str, device: torch.device, *, silent: bool) -> Row:
-    """Columns of a run of `nsa-flex train`."""
-    stamps = Stamps(plan, device)
-    with tempfile.TemporaryDirectory() as folder, _unsaved(silent):
+def trained(
+    plan: Plan,
+    vocabulary: str,
+    device: torch.device,
+    *,
+    silent: bool,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Row:
+    """Columns of a run of `nsa-flex train`; `probe_ms` of each probe, the first before step 1."""
+    stamps, probes = Stamps(plan, device), list[float]()
+    with tempfile.TemporaryDirectory() as folder, _unsaved(silent), _timed_probes(device, probes):
         out = Path(folder) / "run"
         config = train_config(plan, vocabulary, out)
-        training_run.train(config, callbacks=[stamps])
+        training_run.train(config, callbacks=[stamps, *callbacks])
         rows = [] if silent else read_rows(out, "training")
     tokens = config.training.batch_size * config.data.seq_len
     found = stamps.columns(tokens)
+    if probes:
+        found["probe_ms"] = [round(1e3 * seconds, 1) for seconds in probes]
     timed = [row for row in rows if row["step"] >= plan.warm_up]
     if len(timed) > 1:
         count = timed[-1]["tokens"] - timed[0]["tokens"]
@@ -194,6 +208,22 @@ def _unsaved(silent: bool) -> Iterator[None]:
         mock.patch.object(training_run, "save_model"),
         mock.patch.object(training_run, "TelemetryCallback", telemetry),
     ):
+        yield
+
+
+@contextmanager
+def _timed_probes(device: torch.device, seconds: list[float]) -> Iterator[None]:
+    """Within, notes how long the training waits for each probe."""
+
+    def timed(*args: Any) -> Any:
+        _wait(device)
+        start = time.perf_counter()
+        seen = observe(*args)
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+        return seen
+
+    with mock.patch.object(session, "observe", timed):
         yield
 
 
@@ -221,10 +251,12 @@ def compare(plan: Plan, device: torch.device, out: Path, limit_s: float) -> list
         key = f"{kind}/{plan.preset} {vocabulary}"
         if key in done and time.perf_counter() - begun > limit_s:
             continue
+        fewer = dataclasses.replace(plan, windows=min(plan.windows, plan.few_windows))
+        chosen = fewer if kind == "bare" or vocabulary != "bytes" else plan
         if kind == "bare":
-            columns = bare(plan, vocabulary, device)
+            columns = bare(chosen, vocabulary, device)
         else:
-            columns = trained(plan, vocabulary, device, silent=kind == "silent")
+            columns = trained(chosen, vocabulary, device, silent=kind == "silent")
         _forget(device)
         of_case = done.setdefault(key, [])
         fields = {"case": key, "kind": kind, "vocabulary": vocabulary, "status": "ok"}
@@ -253,6 +285,25 @@ def ratios(rows: list[Row]) -> dict[str, float]:
     }
 
 
+class Profile(TrainerCallback):
+    """Python's profile of one window of steps and of the probe in it, on stdout at the end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.profiler = plan, cProfile.Profile()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """On after the warm-up, off a window later."""
+        if state.global_step == self.plan.warm_up:
+            self.profiler.enable()
+        elif state.global_step == self.plan.warm_up + self.plan.window:
+            self.profiler.disable()
+
+    def tell(self, rows: int = 30) -> None:
+        """What took the host longest, in itself and with what it calls."""
+        for order in ("tottime", "cumtime"):
+            pstats.Stats(self.profiler).sort_stats(order).print_stats(rows)
+
+
 def _forget(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -266,12 +317,18 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("train_speed.json"))
     parser.add_argument("--limit", type=float, default=90.0, help="seconds before repeats")
+    parser.add_argument("--profile", action="store_true", help="of the host, in one more run")
     arguments = parser.parse_args()
     rows = compare(Plan(), torch.device("cuda"), arguments.out, arguments.limit)
     for row in rows:
-        shown = {name: row[name] for name in ("case", "repeat", "tokens_per_s", "least", "most")}
-        print(shown, f"{row['median_ms']} ms", f"first step {row['first_step_s']} s")
+        names = ("case", "repeat", "tokens_per_s", "windows", "median_ms", "probe_ms")
+        print({name: row[name] for name in names if name in row})
     print(ratios(rows))
+    if arguments.profile:
+        plan = dataclasses.replace(Plan(), windows=1)
+        profile = Profile(plan)
+        print(trained(plan, "bytes", torch.device("cuda"), silent=False, callbacks=[profile]))
+        profile.tell()
 
 
 if __name__ == "__main__":

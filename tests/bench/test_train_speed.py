@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pstats
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,15 @@ from training.small_config import write_texts
 from nsa_flex.bench.cases.models import MODELS
 from nsa_flex.bench.report.rows import read_rows
 from nsa_flex.bench.tools import train_speed
-from nsa_flex.bench.tools.train_speed import Plan, case_of, compare, ratios, train_config
+from nsa_flex.bench.tools.train_speed import (
+    Plan,
+    Profile,
+    case_of,
+    compare,
+    ratios,
+    train_config,
+    trained,
+)
 
 NSA = (
     "{compress_block_size: 8, compress_stride: 4, select_block_size: 8,"
@@ -44,11 +53,14 @@ def test_every_run_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
     for row in rows:
         assert row["steps"] == 4
-        assert row["least"] <= row["median"] <= row["most"]
+        assert len(row["windows"]) == 2
+        assert min(row["windows"]) <= row["tokens_per_s"] <= max(row["windows"])
         assert row["first_step_s"] > 0
         assert row["sources"]
-        assert ("tokens_per_s_of_rows" in row) == (row["kind"] == "train")
+        for name in ("tokens_per_s_of_rows", "probe_ms"):
+            assert (name in row) == (row["kind"] == "train")
     told = rows[-1]
+    assert len(told["probe_ms"]) == 2
     assert told["tokens_per_s_of_rows"] == pytest.approx(told["median"], rel=0.5)
     assert ratios(rows).keys() == {
         "train/silent, bytes",
@@ -61,6 +73,18 @@ def test_repeats_wait_for_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(train_speed, "ORDER", (("silent", "bytes"), ("silent", "bytes")))
     rows = compare(tiny_plan(tmp_path), torch.device("cpu"), tmp_path / "rows.json", limit_s=0.0)
     assert len(rows) == 1
+
+
+def test_the_profile_is_of_one_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tiny_plan(tmp_path)
+    profile = Profile(plan)
+    trained(plan, "bytes", torch.device("cpu"), silent=True, callbacks=[profile])
+    profile.tell(400)
+    assert "training_step" in capsys.readouterr().out
+    calls = {
+        name: stats[0] for (_, _, name), stats in pstats.Stats(profile.profiler).stats.items()
+    }
+    assert calls["training_step"] == plan.window
 
 
 @pytest.mark.parametrize("vocabulary", ["bytes", "32000"])
