@@ -110,11 +110,6 @@ def decode_step(
 def store(new: New, stored: Stored) -> None:
     """What `decode_step` stores, by PyTorch operations."""
     append(new.key, new.value, stored.key, stored.value, stored.lengths)
-    compress(new, stored)
-
-
-def compress(new: New, stored: Stored) -> None:
-    """The part of `store` that follows once the tokens are in the cache."""
     if new.may_complete:
         compressed = (stored.compressed_key, stored.compressed_value)
         num_new = new.key.shape[2]

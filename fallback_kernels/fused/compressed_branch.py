@@ -19,7 +19,7 @@ from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradi
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, fold_gated_lse
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import unfold_lse
-from nsa_flex.fallback_kernels.ranges.bounds import compressed_bounds
+from nsa_flex.fallback_kernels.ranges.bounds import Places, compressed_bounds
 from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
 
@@ -138,12 +138,15 @@ def takes_ranges(num_tokens: int, document_start: Tensor | None) -> bool:
 def _bounds(
     rows: Tensor, document_start: Tensor | None, key: Tensor, config: NSAConfig
 ) -> tuple[Tensor, Tensor]:
-    positions = torch.arange(rows.shape[1], device=rows.device, dtype=torch.int32)[None]
-    sizes = key.shape[2], config.compress_block_size, config.compress_stride
+    tokens, sizes = rows.shape[1], (config.compress_block_size, config.compress_stride)
     if document_start is not None:
-        return compressed_bounds(positions, document_start, *sizes)
-    # Zeros, made so that a launch plan keeps them and what follows from them.
-    bounds = compressed_bounds(positions, positions.clamp(max=0), *sizes)
+        places = Places(tokens, document_start=document_start)
+        return compressed_bounds(places, rows.device, key.shape[2], *sizes)
+    # By PyTorch's operators: what follows from no tensor, a launch plan keeps.
+    block, stride = sizes
+    positions = torch.arange(tokens, device=rows.device, dtype=torch.int32)[None]
+    complete = (positions - (block - 1 - stride)).clamp(min=0) // stride
+    bounds = positions.clamp(max=0), complete.clamp(max=key.shape[2])
     # All batch rows share them: a batch stride of 0.
     first, end = (x.as_strided(x.shape, (0, 1)) for x in bounds)
     return first, end

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from nsa_flex.fallback_kernels.common.direct import directly
+from nsa_flex.fallback_kernels.common.plans import planned
+from nsa_flex.fallback_kernels.common.tiles import cdiv
+
+QUERIES = 1024  # of one CTA
+
+
+class Places(NamedTuple):
+    """Where queries lie among the keys.
+
+    num_queries: Sq.
+    offset: key index of query 0.
+    offsets: int (B,), added to it, or None.
+    document_start: int32 (B, Sq), contiguous, key index of the first token of each query's
+        document; None where each row is one.
+    """
+
+    num_queries: int
+    offset: int = 0
+    offsets: Tensor | None = None
+    document_start: Tensor | None = None
 
 
 def compressed_bounds(
-    positions: Tensor, document_start: Tensor, num_blocks: int, block: int, stride: int
+    places: Places, device: torch.device, num_blocks: int, block: int, stride: int
 ) -> tuple[Tensor, Tensor]:
     """First compressed key that each query sees, and one past the last: two int32 tensors.
 
@@ -15,13 +41,113 @@ def compressed_bounds(
     a range that never goes back.
 
     Args:
-        positions: int32 (B or 1, Sq), key index of each query.
-        document_start: int32, broadcast against it, multiples of the stride; first key of each
-            query's document.
+        places: documents begin at multiples of the stride.
         num_blocks: N, compressed keys there are.
         block, stride: l and d.
+
+    Returns:
+        two of (B, Sq), or of (1, Sq) if neither offsets nor documents differ between rows.
     """
-    first = (document_start // stride).clamp(max=num_blocks)
-    complete = (positions - (block - 1 - stride)) // stride
-    end = torch.maximum(complete.clamp(max=num_blocks), first)
-    return torch.broadcast_tensors(first, end)
+    return launch(*places, device, [num_blocks, block, stride])
+
+
+def window_bounds(places: Places, device: torch.device, window: int) -> tuple[Tensor, Tensor]:
+    """As `compressed_bounds`, of the last `window` tokens in the query's document."""
+    return launch(*places, device, [window])
+
+
+@torch.library.custom_op("nsa_flex::range_bounds", mutates_args=())
+@planned
+def range_bounds(
+    like: Tensor,
+    num_queries: int,
+    offset: int,
+    offsets: Tensor | None,
+    document_start: Tensor | None,
+    sizes: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The operator: `sizes` are N, l and d for compressed keys, or the window; `like` is there."""
+    with torch.cuda.device_of(like):
+        return launch(num_queries, offset, offsets, document_start, like.device, sizes)
+
+
+@range_bounds.register_fake
+def _(
+    like: Tensor,
+    num_queries: int,
+    offset: int,
+    offsets: Tensor | None,
+    document_start: Tensor | None,
+    sizes: list[int],
+) -> tuple[Tensor, Tensor]:
+    return _empty(num_queries, offsets, document_start, like.device)
+
+
+bounds = directly(range_bounds)
+
+
+def launch(
+    num_queries: int,
+    offset: int,
+    offsets: Tensor | None,
+    document_start: Tensor | None,
+    device: torch.device,
+    sizes: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The kernel by itself, for operators that need the bounds inside."""
+    first, end = _empty(num_queries, offsets, document_start, device)
+    num_keys, block, stride = sizes if len(sizes) == 3 else (sizes[0], 0, 1)
+    range_bounds_kernel[(cdiv(num_queries, QUERIES), first.shape[0])](
+        offsets,
+        document_start,
+        first,
+        end,
+        num_queries,
+        offset,
+        num_keys,
+        BLOCK_SIZE=block,
+        STRIDE=stride,
+        QUERIES=QUERIES,
+    )
+    return first, end
+
+
+def _empty(
+    num_queries: int,
+    offsets: Tensor | None,
+    document_start: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    rows = next((x.shape[0] for x in (offsets, document_start) if x is not None), 1)
+    options: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    return torch.empty((rows, num_queries), **options), torch.empty((rows, num_queries), **options)
+
+
+@triton.jit(do_not_specialize=["num_queries", "offset", "num_keys"])
+def range_bounds_kernel(
+    offsets_ptr, document_start_ptr, first_ptr, end_ptr, num_queries, offset, num_keys,
+    BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """CTA (tile of queries, batch row). BLOCK_SIZE of compressed keys, 0 for a window of num_keys.
+
+    All vectors are [QUERIES].
+    """
+    b = tl.program_id(1).to(tl.int64)
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    mask = query < num_queries
+    position = query + offset
+    if offsets_ptr is not None:
+        position += tl.load(offsets_ptr + b).to(tl.int32)
+    start = tl.zeros([QUERIES], tl.int32)
+    if document_start_ptr is not None:
+        start = tl.load(document_start_ptr + b * num_queries + query, mask=mask, other=0)
+    if BLOCK_SIZE > 0:
+        first = tl.minimum(start // STRIDE, num_keys)
+        # Of no complete block, and of numbers below zero, whose quotient is rounded up: none.
+        complete = tl.maximum(position - (BLOCK_SIZE - 1 - STRIDE), 0) // STRIDE
+        end = tl.maximum(tl.minimum(complete, num_keys), first)
+    else:
+        first = tl.maximum(position - num_keys + 1, start)
+        end = position + 1
+    tl.store(first_ptr + b * num_queries + query, first, mask=mask)
+    tl.store(end_ptr + b * num_queries + query, end, mask=mask)

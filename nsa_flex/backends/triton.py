@@ -10,12 +10,9 @@ from nsa_flex.backends.branch import Branch
 
 def compressed(branch: Branch) -> tuple[Tensor, Tensor]:
     """Branch 1: a query sees the blocks from its document's first to the last that is complete."""
-    from nsa_flex.fallback_kernels.ranges.bounds import compressed_bounds
-
-    config, positions = branch.config, _positions(branch)
-    sizes = branch.key.shape[2], config.compress_block_size, config.compress_stride
-    bounds = compressed_bounds(positions, _document_start(branch, positions), *sizes)
-    return _ranged(branch, *bounds)
+    config = branch.config
+    sizes = [branch.key.shape[2], config.compress_block_size, config.compress_stride]
+    return _ranged(branch, sizes)
 
 
 def selected(branch: Branch) -> tuple[Tensor, Tensor]:
@@ -40,10 +37,7 @@ def selected(branch: Branch) -> tuple[Tensor, Tensor]:
 def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
     """Branch 3: tiles of tokens times the heads of a group; with an offset, ranges."""
     if branch.offset is not None:
-        positions = _positions(branch)
-        window = (positions - branch.config.window_size + 1).clamp(min=0)
-        first = torch.maximum(window, _document_start(branch, positions))
-        return _ranged(branch, first, positions + 1)
+        return _ranged(branch, [branch.config.window_size])
     from nsa_flex.fallback_kernels.sliding.interface import sliding_attention
 
     return sliding_attention(
@@ -64,28 +58,19 @@ def _query_offset(branch: Branch) -> int | Tensor:
     return branch.offset
 
 
-def _positions(branch: Branch) -> Tensor:
-    """int32 (B or 1, Sq): key index of each query."""
-    tokens = torch.arange(branch.query.shape[2], device=branch.query.device, dtype=torch.int32)
-    if branch.offset is None:
-        return tokens[None]
-    return tokens + branch.offset.to(torch.int32)[:, None]
-
-
-def _document_start(branch: Branch, positions: Tensor) -> Tensor:
-    """int32, as `positions`: the first key of each query's document."""
-    if branch.document_start is None:
-        return torch.zeros_like(positions)
-    return branch.document_start.to(torch.int32)
-
-
 def _int32(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.to(torch.int32)
 
 
-def _ranged(branch: Branch, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+def _ranged(branch: Branch, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Attention to the ranges that `bounds` finds by `sizes`."""
+    from nsa_flex.fallback_kernels.ranges.bounds import bounds
     from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 
-    query, key, value = branch.query, branch.key, branch.value
-    first, end = torch.broadcast_tensors(first, end)
-    return ranged_attention(query, key, value, first, end, scale=branch.scale)
+    query, key, value, scale = branch.query, branch.key, branch.value, branch.scale
+    offset = 0 if branch.offset is None else _query_offset(branch)
+    known, offsets = (0, offset) if isinstance(offset, Tensor) else (offset, None)
+    start = branch.document_start
+    start = None if start is None else start.to(torch.int32).contiguous()
+    first, end = bounds(query, query.shape[2], known, offsets, start, sizes)
+    return ranged_attention(query, key, value, first, end, scale=scale)

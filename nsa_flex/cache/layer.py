@@ -16,7 +16,7 @@ from nsa_flex.cache.fit import misfit
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.state import CacheState
 from nsa_flex.compression import Compression
-from nsa_flex.decoding import MAX_STEP, New, Stored, compress, decode_step, store
+from nsa_flex.decoding import MAX_STEP, New, Stored, decode_step, store
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateLogits
 from nsa_flex.storing import completes_a_block
@@ -106,7 +106,7 @@ class LayerCache(CacheState):
         start = self.known_length
         self._reserve(num_tokens)
         if start == 0:
-            self._store_first(key, value)
+            self._store_at(0, key, value)
         elif self.incoming is not None and num_tokens <= MAX_STEP:
             self.pending = self._new(key, value)
             key, value = self.buffers.key, self.buffers.value
@@ -141,17 +141,24 @@ class LayerCache(CacheState):
             "such layers out with filter_fn, or call with use_cache=False"
         )
 
-    def _store_first(self, key: Tensor, value: Tensor) -> None:
-        """The first tokens: no place is to be computed, and all compressed rows are new."""
-        num_tokens, buffers = key.shape[2], self.buffers
-        buffers.key[:, :, :num_tokens] = key
-        buffers.value[:, :, :num_tokens] = value
-        num_blocks = self.config.num_compressed_blocks(num_tokens)
-        if num_blocks:
-            keys, values = self._branch(key, 0), self._branch(value, 0)
-            whole = slice(0, num_blocks)
-            buffers.compressed_key[:, :, whole] = self.compress_key(keys)[:, :, whole]
-            buffers.compressed_value[:, :, whole] = self.compress_value(values)[:, :, whole]
+    def _store_at(self, start: int, key: Tensor, value: Tensor) -> None:
+        """Tokens of all rows from slot `start` on: no place is to be computed."""
+        config, buffers, stop = self.config, self.buffers, start + key.shape[2]
+        buffers.key[:, :, start:stop] = key
+        buffers.value[:, :, start:stop] = value
+        before, after = (config.num_compressed_blocks(length) for length in (start, stop))
+        if after == before:
+            return
+        stride, size = config.compress_stride, config.compress_block_size
+        tokens = slice(before * stride, (after - 1) * stride + size)
+        if start:
+            key, value = buffers.key, buffers.value
+        for source, compress_source, target in (
+            (key, self.compress_key, buffers.compressed_key),
+            (value, self.compress_value, buffers.compressed_value),
+        ):
+            new = compress_source(self._branch(source, 0)[:, :, tokens])
+            target[:, :, before:after] = new[:, :, : after - before]
 
     def _new(self, key: Tensor, value: Tensor) -> New:
         return New(
@@ -181,10 +188,7 @@ class LayerCache(CacheState):
         """Stores now; keys and values so far."""
         start, num_tokens = self.known_length, new.key.shape[2]
         if start is not None and self.columns.even and not torch.compiler.is_compiling():
-            here = slice(start, start + num_tokens)
-            self.buffers.key[:, :, here] = new.key
-            self.buffers.value[:, :, here] = new.value
-            compress(new, self._stored())
+            self._store_at(start, new.key, new.value)
         else:
             store(new, self._stored())
         # On CUDA masks skip what no query sees, and constant shapes compile once.

@@ -24,6 +24,7 @@ from reference.interpreter import (
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.ranges import config
+from nsa_flex.fallback_kernels.ranges.bounds import bounds
 from nsa_flex.fallback_kernels.ranges.bwd import seeing_queries
 from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 
@@ -70,8 +71,8 @@ def check(case: Case, first: np.ndarray, end: np.ndarray) -> None:
     k = leaf((case.batch, case.kv_heads, case.keys, case.head_dim), case.dtype, DEVICE)
     v = leaf((case.batch, case.kv_heads, case.keys, case.value_dim), case.dtype, DEVICE)
     grad_out = torch.randn(*q.shape[:3], case.value_dim).to(q)
-    bounds = (torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in (first, end))
-    out, lse = ranged_attention(q, k, v, *bounds, scale=case.scale)
+    ranges = (torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in (first, end))
+    out, lse = ranged_attention(q, k, v, *ranges, scale=case.scale)
     again = torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)
     got = [out, *torch.autograd.grad(out, (q, k, v), grad_out)]
     for a, b in zip(again, got[1:], strict=True):
@@ -209,11 +210,42 @@ def test_any_ranges_that_do_not_go_back(seed: int, queries: int, keys: int, batc
     check(case, *staircase(case, seed))
 
 
+@kernels
+@pytest.mark.parametrize("offset", [0, 5, "a row"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_bounds_are_those_of_the_definition(offset: int | str, packed: bool) -> None:
+    """Of compressed keys and of the window, on every token of documents and behind a past."""
+    batch, tokens, block, stride, window = 2, 1030, 8, 4, 20
+    past = torch.tensor([0, 64]) if offset == "a row" else torch.full((batch,), offset)
+    position = past[:, None] + torch.arange(tokens)
+    start = position // 112 * 112 if packed else torch.zeros_like(position)
+    num_blocks = (int(position.max()) + 1 - block) // stride + 1
+    document = start.int().to(DEVICE) if packed else None
+    offsets = past.to(DEVICE) if offset == "a row" else None
+    places = (tokens, 0 if offset == "a row" else offset, offsets, document)
+    query = torch.empty(batch, 1, tokens, 16, device=DEVICE)
+    for sizes in ([num_blocks, block, stride], [window]):
+        first, end = (x.expand(batch, -1).cpu() for x in bounds(query, *places, sizes))
+        if len(sizes) == 1:
+            key_first = key_last = torch.arange(int(position.max()) + 1)
+            behind = position[..., None] - window
+        else:
+            key_first = torch.arange(num_blocks) * stride
+            key_last = key_first + block - 1
+            behind = torch.full_like(position, -1)[..., None]
+        seen = (key_first >= start[..., None]) & (key_last <= position[..., None])
+        seen &= key_first > behind
+        key = torch.arange(seen.shape[2])
+        assert torch.equal(seen, (key >= first[..., None]) & (key < end[..., None]))
+        assert (first.diff() >= 0).all()
+        assert (end.diff() >= 0).all()
+
+
 def test_queries_that_see_a_tile_of_keys() -> None:
     case = Case(queries=90, keys=100, batch=2)
     first, end = staircase(case)
-    bounds = [torch.from_numpy(x.astype(np.int32)) for x in (first, end)]
-    found = seeing_queries(*bounds, 100, 32).numpy()
+    ranges = [torch.from_numpy(x.astype(np.int32)) for x in (first, end)]
+    found = seeing_queries(*ranges, 100, 32).numpy()
     for row in range(2):
         for tile in range(4):
             keys = np.arange(32 * tile, min(32 * tile + 32, 100))
