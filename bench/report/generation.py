@@ -76,7 +76,9 @@ def prefixes(rows: list[Row]) -> pd.DataFrame:
             "commit": row["commit"],
         }
         for row in rows
-        if row["target"] == "serve-prefix" and row["status"] == "ok"
+        if row["target"] == "serve-prefix"
+        and row["status"] == "ok"
+        and row["implementation"] == "nsa"
     ]
     return pd.DataFrame(lines)
 

@@ -62,7 +62,7 @@ def test_wrong_steps_fail(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, x) + (x.shape[1] == 1)  # of single tokens
 
     monkeypatch.setattr(type(pair.dense.model.layers[0].mlp), "forward", wrong)
-    with pytest.raises(RuntimeError, match="the last logits are off by"):
+    with pytest.raises(RuntimeError, match="the last logits of each row are off by"):
         columns_of(pair.dense, ids, CASE, 60)
 
 

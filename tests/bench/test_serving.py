@@ -29,8 +29,9 @@ def pair() -> Pair:
 def test_rows_of_both_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     serving.main([*SMALL, "--out", str(out)])
-    nsa, prefix, dense = read_rows(out)
-    assert [row["status"] for row in (nsa, prefix, dense)] == ["ok"] * 3
+    nsa, prefix, dense, dense_prefix = read_rows(out)
+    assert [row["status"] for row in (nsa, prefix, dense, dense_prefix)] == ["ok"] * 4
+    assert {prefix["implementation"], dense_prefix["implementation"]} == {"nsa", "dense"}
     assert (nsa["attention"], dense["attention"]) == ("nsa_flex_flash", "sdpa")
     for row in (nsa, dense):  # float32: no token lies between two
         assert row["requests_equal_to_generate"] == row["requests_checked"] == 2
