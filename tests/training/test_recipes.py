@@ -1,4 +1,8 @@
-"""The recipes of the training page: twenty steps each, with the artefacts of telemetry."""
+"""The recipes of the training page: all its code, twenty steps each, telemetry's artefacts.
+
+Each section runs once, behind the page's preparation and the sections whose files it reads; that
+is why `test_docs` leaves the page out.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,14 @@ from training.tiny_run import rows_of
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "train.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 STEPS, LAYERS = 20, 2
-# Section of the page to the folder that its telemetry writes to.
-TOLD = {"Trainer": "trained", "PEFT": "adapted", "TRL": "sft", "accelerate and DDP": "accelerated"}
+# Sections that run one after another, and the folder that their telemetry writes to.
+RECIPES = {
+    ("Trainer", "Quantisation"): "trained",
+    ("PEFT",): "adapted",
+    ("TRL",): "sft",
+    ("accelerate and DDP",): "accelerated",
+    ("FSDP2",): None,  # its functions are called in patching/test_wrapped.py and distributed/
+}
 
 
 def sections() -> dict[str, list[str]]:
@@ -24,22 +34,30 @@ def sections() -> dict[str, list[str]]:
     return dict(zip(["", *parts[1::2]], code, strict=True))
 
 
-def run_section(heading: str) -> dict[str, Any]:
-    """Run the page's preparation and one section; what it defined."""
+def run_sections(headings: tuple[str, ...]) -> dict[str, Any]:
+    """Run the page's preparation and some sections; what they defined."""
     known: dict[str, Any] = {}
-    for code in (*sections()[""], *sections()[heading]):
-        exec(compile(code, f"{PAGE.name}, {heading}", "exec"), known)
+    for heading in ("", *headings):
+        for code in sections()[heading]:
+            exec(compile(code, f"{PAGE.name}, {heading}", "exec"), known)
     return known
 
 
-@pytest.mark.parametrize("heading", TOLD)
+def test_every_section_is_run() -> None:
+    with_code = {heading for heading, code in sections().items() if code and heading}
+    assert with_code == {heading for headings in RECIPES for heading in headings}
+
+
+@pytest.mark.parametrize("headings", RECIPES, ids=" and ".join)
 def test_twenty_steps_with_telemetry(
-    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    headings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    known = run_section(heading)
-    check_artefacts(tmp_path / TOLD[heading])
-    if heading == "PEFT":
+    known = run_sections(headings)
+    folder = RECIPES[headings]
+    if folder is not None:
+        check_artefacts(tmp_path / folder)
+    if "PEFT" in headings:
         merged_is_the_adapted_model(known)
 
 
