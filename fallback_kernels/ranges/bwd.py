@@ -27,6 +27,8 @@ from nsa_flex.fallback_kernels.ranges.tiles import (
     store_tile,
 )
 
+ADDED = 1024  # numbers that one CTA adds
+
 
 @triton.jit
 def ranges_bwd_dq_kernel(
@@ -152,6 +154,23 @@ def ranges_bwd_dkdv_kernel(
     store_tile(grad_v_ptr, key, row_stride, num_keys, grad_v, VALUE_DIM, BLOCK_DV)
 
 
+@triton.jit(do_not_specialize=["num_k", "num_v"])
+def ranges_add_splits_kernel(
+    k_ptr, v_ptr, dk_ptr, dv_ptr, num_k, num_v, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """CTA (tile of numbers, key or value): their sums over the splits."""
+    of_value = tl.program_id(1) == 1
+    size = tl.where(of_value, num_v, num_k).to(tl.int64)
+    partial_ptr = tl.where(of_value, v_ptr, k_ptr)
+    out_ptr = tl.where(of_value, dv_ptr, dk_ptr)
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = number < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in range(SPLITS):
+        total += tl.load(partial_ptr + split * size + number, mask=mask, other=0.0)
+    tl.store(out_ptr + number, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def seeing_queries(first_key: Tensor, end_key: Tensor, num_keys: int, block_n: int) -> Tensor:
     """int32 (B or 1, 2, tiles) of `ranges_bwd_dkdv_kernel`; neither range may go back."""
     tile = torch.arange(0, num_keys, block_n, device=first_key.device, dtype=torch.int32)
@@ -201,5 +220,15 @@ def ranges_gradients(
         num_queries, num_keys, heads, kv_heads, heads // kv_heads // splits, *scales,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
-    dk, dv = (x.sum(0).to(q.dtype) if splits > 1 else x[0] for x in (grad_k, grad_v))
+    dk, dv = (grad_k[0], grad_v[0]) if splits == 1 else _add_splits(grad_k, grad_v, q.dtype)
     return grad_q.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _add_splits(grad_k: Tensor, grad_v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Sums over the first dimension of two float32 tensors, rounded to `dtype`, in one launch."""
+    dk, dv = (torch.empty(x.shape[1:], dtype=dtype, device=x.device) for x in (grad_k, grad_v))
+    grid = (cdiv(max(dk.numel(), dv.numel()), ADDED), 2)
+    ranges_add_splits_kernel[grid](
+        grad_k, grad_v, dk, dv, dk.numel(), dv.numel(), SPLITS=grad_k.shape[0], BLOCK=ADDED
+    )
+    return dk, dv

@@ -10,6 +10,7 @@ that follow an initial block. Their share of dQ is recomputed in the dQ kernel.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,10 +68,19 @@ class _Backward:
         self.stats = softmax_stats(lse, delta)
         # Whole blocks, so that no CTA needs a mask where it adds its block's gradient.
         tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
-        self.grad_key, self.grad_value = (
-            torch.empty((*tokens, width), dtype=torch.float32, device=query.device)
-            for width in (plan.head_dim, plan.value_dim)
-        )
+        options: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+        # In one tensor, one operator sets them to zero; but in float32 they may be what is
+        # returned, and results must not share memory.
+        if plan.head_dim == plan.value_dim and query.dtype != torch.float32:
+            both = torch.empty((2, *tokens, plan.head_dim), **options)
+            self.sums: tuple[Tensor, ...] = (both,)
+            self.grad_key, self.grad_value = both.unbind()
+        else:
+            self.sums = tuple(
+                torch.empty((1, *tokens, width), **options)
+                for width in (plan.head_dim, plan.value_dim)
+            )
+            self.grad_key, self.grad_value = (x[0] for x in self.sums)
 
     def inputs(self) -> tuple[Tensor, ...]:
         return self.query, self.key, self.value, self.grad_out
@@ -81,8 +91,8 @@ class _Backward:
         segment_tokens = SEGMENT_TOKENS if local else plan.work_tile_tokens
         local_per_segment = segment_tokens // plan.block_size if local else 0
         segments = cdiv(self.grad_key.shape[1], segment_tokens)
-        for grad in (self.grad_key, self.grad_value):
-            (grad[:, : plan.num_initial * plan.block_size] if local else grad).zero_()
+        for sums in self.sums:
+            (sums[:, :, : plan.num_initial * plan.block_size] if local else sums).zero_()
         num_ctas = segments * (local_per_segment + plan.num_initial)
         if num_ctas == 0:
             return

@@ -334,7 +334,7 @@ def test_tensor_descriptors_follow_their_memory(
     assert operator.ran == 2
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size", "wide"])
 def scaled_kernel(
     x_ptr, nothing_ptr, out_ptr, flag, size, scale, wide, BLOCK: tl.constexpr, TWICE: tl.constexpr
 ):
