@@ -16,7 +16,8 @@ def summarize(results: list[Found]) -> Found:
 
     Returns:
         "models" by attention; "equal_tokens", the losses at the last step that all measured;
-        "equal_seconds", at the end of the shortest run, between measurements by interpolation.
+        "equal_seconds", at the end of the shortest run, between measurements by interpolation;
+        None of a run that had not measured by then.
     """
     models = {each["attention"]: each for each in results}
     steps = set.intersection(*({e["step"] for e in each["evaluations"]} for each in results))
@@ -49,9 +50,10 @@ def _at_seconds(models: dict[str, Found], seconds: float) -> Found:
     for name, each in models.items():
         rows = each["evaluations"]
         times = [row["seconds"] for row in rows]
-        for what in ("loss", "tokens"):
+        known = times[0] <= seconds
+        for what, digits in (("loss", 4), ("tokens", None)):
             value = float(np.interp(seconds, times, [row[what] for row in rows]))
-            found[f"{name}_{what}"] = round(value, 4) if what == "loss" else round(value)
+            found[f"{name}_{what}"] = round(value, digits) if known else None
     return found
 
 

@@ -250,9 +250,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quality"))
     parser.add_argument("--steps", type=int, default=Plan.steps)
     parser.add_argument("--seconds", type=float, default=Plan.seconds)
+    parser.add_argument("--set", action="append", default=[], help="as of nsa-flex train")
     parser.add_argument("--attention", choices=KINDS, help="one run, without a comparison")
     given = parser.parse_args()
-    plan = Plan(given.steps, given.seconds)
+    plan = Plan(given.steps, given.seconds, overrides=(*OVERRIDES, *given.set))
     if given.attention is not None:
         run_one(given.attention, given.corpus, given.out / given.attention, plan)
         return
@@ -261,7 +262,7 @@ def main() -> None:
     def start(kind: str, gpu: int | None) -> subprocess.Popen:
         command = [sys.executable, "-m", "nsa_flex.bench.tools.quality", "--attention", kind]
         command += [f"--{name}={getattr(given, name)}" for name in ("corpus", "out", "steps")]
-        command += [f"--seconds={given.seconds}"]
+        command += [f"--seconds={given.seconds}", *(f"--set={each}" for each in given.set)]
         environment = dict(os.environ)
         if gpu is not None:
             visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")

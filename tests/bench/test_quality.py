@@ -132,3 +132,11 @@ def test_equal_tokens_and_equal_seconds() -> None:
         "dense_loss": 4.0,
         "dense_tokens": 15,
     }
+
+
+def test_nothing_is_known_before_the_first_measurement() -> None:
+    found = summarize(
+        [result("nsa", [5.0, 6.0], [5.0, 4.0]), result("dense", [1.0, 2.0], [5.0, 3.0])]
+    )
+    assert found["equal_seconds"]["nsa_loss"] is None
+    assert found["equal_seconds"]["dense_loss"] == 3.0
