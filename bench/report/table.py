@@ -11,8 +11,8 @@ nothing where there are no such rows yet.
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -321,8 +321,11 @@ def fill(page: str, root: Path) -> str:
 
 def main() -> None:
     """Rewrite the pages named on the command line, from the root of the checkout."""
-    for name in sys.argv[1:]:
-        page = Path(name)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE", help="Markdown files")
+    for page in parser.parse_args().pages:
         page.write_text(fill(page.read_text(), Path()))
 
 

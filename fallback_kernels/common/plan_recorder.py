@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.common.plan_launches import InterpretedLaunch, compiled_launch
@@ -51,8 +52,28 @@ def current_recorder() -> Recorder | None:
     return getattr(_current, "recorder", None)
 
 
+class Owner(NamedTuple):
+    """What is known of the tensor that a register was made for; itself, it may be gone."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    storage_offset: int
+    pointer: int
+    storage_bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Owner:
+        """As of now."""
+        places = int(x.storage_offset()), x.data_ptr(), x.untyped_storage().nbytes()
+        return cls(x.shape, x.stride(), x.dtype, x.device, *places)
+
+
 class Recorder(TorchDispatchMode):
     """Notes what happens within as steps; `problem` says what no plan can hold.
+
+    Tensors live no longer than they would without it: a recorded call takes no more memory.
 
     Args:
         inputs: the operator's tensors, registers 0, 1, ...
@@ -62,10 +83,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.steps: list[Step] = []
         self.problem: str | None = None
-        self.owners: list[Tensor] = []  # by register, as of now
+        self.owners: list[Owner] = []  # by register
         self.constants: dict[int, Tensor] = {}  # by register
-        self._registers: dict[int, int] = {}  # by a tensor's id; `_alive` keeps them unique
-        self._alive: list[Tensor] = []
+        self._registers = WeakTensorKeyDictionary()
         self._inside = False
         self.num_inputs = len(inputs)
         for x in inputs:
@@ -85,13 +105,11 @@ class Recorder(TorchDispatchMode):
         """How a replay finds this tensor."""
         register = self._register(x)
         owner = self.owners[register]
-        if x.shape == owner.shape and x.stride() == owner.stride() and x.dtype == owner.dtype:
-            offset = x.storage_offset() - owner.storage_offset()
-            if offset == 0:
-                return Whole(register)
         if x.dtype != owner.dtype:
             raise Unrecordable(f"a view of {owner.dtype} memory as {x.dtype}")
-        offset = x.storage_offset() - owner.storage_offset()
+        offset = x.storage_offset() - owner.storage_offset
+        if offset == 0 and x.shape == owner.shape and x.stride() == owner.stride:
+            return Whole(register)
         return View(register, tuple(x.shape), tuple(x.stride()), int(offset))
 
     def result(self, x: Tensor) -> Whole | View | Copy:
@@ -263,7 +281,7 @@ class Recorder(TorchDispatchMode):
     def _address(self, x: Tensor) -> tuple[int, int]:
         """Register, and bytes from its first element to that of `x`."""
         register = self._register(x)
-        offset = x.data_ptr() - self.owners[register].data_ptr() if x.numel() else 0
+        offset = x.data_ptr() - self.owners[register].pointer if x.numel() else 0
         return register, offset
 
     def _held(self, x: Any) -> Any:
@@ -278,17 +296,16 @@ class Recorder(TorchDispatchMode):
         return x
 
     def _own(self, x: Tensor) -> int:
-        self.owners.append(x)
+        self.owners.append(Owner.of(x))
         self._alias(x, len(self.owners) - 1)
         return len(self.owners) - 1
 
     def _alias(self, x: Tensor, register: int) -> None:
-        if id(x) not in self._registers:
-            self._registers[id(x)] = register
-            self._alive.append(x)
+        if x not in self._registers:
+            self._registers[x] = register
 
     def _register(self, x: Tensor) -> int:
-        register = self._registers.get(id(x))
+        register = self._registers.get(x)
         if register is None:
             raise Unrecordable(f"a tensor {tuple(x.shape)} from outside the operator")
         return register

@@ -29,11 +29,11 @@ class Workspace(NamedTuple):
         small = {
             register
             for register in empty - seen
-            if recorder.owners[register].untyped_storage().nbytes() <= MAX_BYTES
+            if recorder.owners[register].storage_bytes <= MAX_BYTES
         }
         steps[:] = [x for x in steps if not (isinstance(x, Allocation) and x.register in small)]
         lived = {r: lifetime for r, lifetime in lifetimes(steps).items() if r in small}
-        sizes = {r: recorder.owners[r].untyped_storage().nbytes() for r in lived}
+        sizes = {r: recorder.owners[r].storage_bytes for r in lived}
         return _packed(lived, sizes)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex import NSAConfig, nsa_attention
@@ -232,6 +233,27 @@ def test_operators_without_results_and_with_lists() -> None:
 class Watcher(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+@kernels
+def test_a_recorded_call_keeps_no_memory_longer() -> None:
+    gone = []
+
+    def body(x: Tensor) -> Tensor:
+        doubled = x * 2
+        memory = StorageWeakRef(doubled.untyped_storage())
+        view = doubled.t()
+        out = view + 1
+        del doubled, view
+        gone.append(memory.expired())
+        return out
+
+    operator = Counted(body)
+    for _ in range(3):
+        x = numbers(3, 5)
+        assert torch.equal(operator(x), (x * 2).t() + 1)
+    assert gone == [True, True]  # run once, recorded once
+    assert operator.operator.plans.replayed == 1
 
 
 @kernels
