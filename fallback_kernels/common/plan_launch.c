@@ -1,4 +1,5 @@
 /* Launches a kernel whose parameters are packed: a replay puts in addresses and the stream.
+   Beside it, what forks and joins streams.
 
    What Triton's launcher does in C for each launch (parse arguments, look types up) is done once,
    in `prepare`. Compiled at the first launch plan, as Triton compiles its own launcher. */
@@ -38,6 +39,10 @@ static CUresult (*get_context)(CUcontext *);
 static CUresult (*set_context)(CUcontext);
 static CUresult (*get_device)(CUdevice *, int);
 static CUresult (*retain_context)(CUcontext *, CUdevice);
+static CUresult (*create_event)(CUevent *, unsigned);
+static CUresult (*record_event)(CUevent, CUstream);
+static CUresult (*wait_event)(CUstream, CUevent, unsigned);
+static CUresult (*destroy_event)(CUevent);
 static CUresult (*get_parameter)(CUfunction, size_t, size_t *, size_t *); /* NULL before 12.4 */
 
 static PyObject *fail(CUresult code) {
@@ -189,6 +194,28 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t number
   Py_RETURN_NONE;
 }
 
+/* wait(stream, other, device): what the stream is given next starts after what the other has. */
+static PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t number) {
+  if (number != 3) {
+    PyErr_SetString(PyExc_TypeError, "wait takes two streams and a device");
+    return NULL;
+  }
+  CUstream stream = (CUstream)(uintptr_t)PyLong_AsUnsignedLongLong(args[0]);
+  CUstream other = (CUstream)(uintptr_t)PyLong_AsUnsignedLongLong(args[1]);
+  long device = PyLong_AsLong(args[2]);
+  if (PyErr_Occurred()) return NULL;
+  CUevent event;
+  CUresult code = need_context((int)device);
+  if (code == CUDA_SUCCESS) code = create_event(&event, CU_EVENT_DISABLE_TIMING);
+  if (code != CUDA_SUCCESS) return fail(code);
+  code = record_event(event, other);
+  if (code == CUDA_SUCCESS) code = wait_event(stream, event, 0);
+  CUresult last = destroy_event(event); /* once it has happened */
+  if (code == CUDA_SUCCESS) code = last;
+  if (code != CUDA_SUCCESS) return fail(code);
+  Py_RETURN_NONE;
+}
+
 /* The object that Triton keeps a tensor map in. */
 typedef struct {
   PyObject_HEAD;
@@ -208,6 +235,7 @@ static PyObject *tensor_map_bytes(PyObject *self, PyObject *object) {
 static PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, NULL},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
+    {"wait", (PyCFunction)(void (*)(void))wait, METH_FASTCALL, NULL},
     {"tensor_map_bytes", tensor_map_bytes, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -227,9 +255,14 @@ PyMODINIT_FUNC PyInit_plan_launch(void) {
   set_context = dlsym(library, "cuCtxSetCurrent");
   get_device = dlsym(library, "cuDeviceGet");
   retain_context = dlsym(library, "cuDevicePrimaryCtxRetain");
+  create_event = dlsym(library, "cuEventCreate");
+  record_event = dlsym(library, "cuEventRecord");
+  wait_event = dlsym(library, "cuStreamWaitEvent");
+  destroy_event = dlsym(library, "cuEventDestroy_v2");
   get_parameter = dlsym(library, "cuFuncGetParamInfo");
   if (!launch_kernel || !replace_address || !get_error_string || !get_context || !set_context ||
-      !get_device || !retain_context) {
+      !get_device || !retain_context || !create_event || !record_event || !wait_event ||
+      !destroy_event) {
     PyErr_SetString(PyExc_ImportError, "libcuda.so.1 lacks functions of CUDA 12");
     return NULL;
   }

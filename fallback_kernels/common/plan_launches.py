@@ -8,16 +8,13 @@ launch. A `PackedLaunch` has all of it behind it: the kernel's parameters lie pa
 from __future__ import annotations
 
 import copy
-import functools
 import struct
-import subprocess
 import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import triton
 
+from nsa_flex.fallback_kernels.common.plan_native import PROBLEMS, native
 from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, operands, resolved
 
 # Versions of Triton whose kernels take their parameters as is known here.
@@ -29,12 +26,6 @@ FORMATS = {
     "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
-
-# What compiling C or packing something unknown may raise.
-PROBLEMS = (
-    *(AttributeError, ImportError, LookupError, OSError, OverflowError, RuntimeError, TypeError),
-    *(ValueError, struct.error, subprocess.SubprocessError),
-)
 
 Address = tuple[int, int, int]  # argument, register, offset in bytes
 
@@ -133,12 +124,12 @@ class PackedLaunch:
         num_warps, num_ctas, shared = compiled.packed_metadata
         if num_ctas != 1:
             raise Unpacked("a kernel with clusters")
-        native = launching()
-        if native is None:
+        module = native()
+        if module is None:
             raise Unpacked("plan_launch.c could not be compiled")
         try:
             packed = _Parameters(compiled, args, pointers, descriptors)
-            self.handle = native.prepare(
+            self.handle = module.prepare(
                 *(compiled.function, triton.runtime.driver.active.get_current_device()),
                 *(grid, 32 * num_warps, shared),
                 *(launcher.launch_cooperative_grid, launcher.launch_pdl),
@@ -146,28 +137,11 @@ class PackedLaunch:
             )
         except PROBLEMS as problem:
             raise Unpacked(str(problem)) from problem
-        self.launch = native.launch
+        self.launch = module.launch
         self.registers = {register for _, register, _ in (*pointers, *descriptors)}
 
     def __call__(self, registers: Registers) -> None:
         self.launch(self.handle, registers.pointers, registers.stream)
-
-
-@functools.cache
-def launching() -> Any:
-    """`plan_launch.c` as a module, None where it does not compile.
-
-    Compiled once, as Triton compiles its own launcher, and kept in Triton's cache.
-    """
-    try:
-        from triton.backends.nvidia import driver
-        from triton.runtime.build import compile_module_from_src
-
-        source = Path(__file__).with_name("plan_launch.c").read_text()
-        return compile_module_from_src(source, "plan_launch", include_dirs=driver.include_dirs)
-    except PROBLEMS as problem:
-        warnings.warn(f"kernels are launched the slow way: {problem}", stacklevel=2)
-        return None
 
 
 class _Parameters:
@@ -227,7 +201,7 @@ class _Parameters:
     def _add_descriptor(self, expanded: list[Any], rank: int, address: tuple[int, int]) -> None:
         """Tensor map, shape and strides; other forms of a descriptor have no tensor map."""
         tensor_map, *sizes = expanded
-        at = self._add(launching().tensor_map_bytes(tensor_map), MAP_ALIGNMENT)
+        at = self._add(native().tensor_map_bytes(tensor_map), MAP_ALIGNMENT)
         self.maps.append((at, *address))
         for kind, x in zip("i" * rank + "q" * rank, sizes, strict=True):
             self._add(struct.pack(kind, x))

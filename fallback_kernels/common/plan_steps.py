@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.plan_native import native
+
 
 class Registers:
     """The tensors of one replay.
@@ -204,9 +206,14 @@ class Fork:
     others: list[torch.cuda.Stream]
 
     def __call__(self, registers: Registers) -> None:
-        current = torch.cuda.current_stream(self.device)
+        module = native()
+        if module is None:
+            current = torch.cuda.current_stream(self.device)
+            for other in self.others:
+                other.wait_stream(current)
+            return
         for other in self.others:
-            other.wait_stream(current)
+            module.wait(other.cuda_stream, registers.main, self.device.index)
 
 
 @dataclass(slots=True)
@@ -217,9 +224,14 @@ class Join:
     others: list[torch.cuda.Stream]
 
     def __call__(self, registers: Registers) -> None:
-        current = torch.cuda.current_stream(self.device)
+        module = native()
+        if module is None:
+            current = torch.cuda.current_stream(self.device)
+            for other in self.others:
+                current.wait_stream(other)
+            return
         for other in self.others:
-            current.wait_stream(other)
+            module.wait(registers.main, other.cuda_stream, self.device.index)
 
 
 @dataclass(slots=True)

@@ -24,9 +24,10 @@ from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 
 INDEX_TOKENS = 32  # queries of one CTA of the index kernels
 TILES_PER_CTA = 128  # work tiles whose records one CTA writes
-STARTS_TILE = 2048  # counters that the CTA of `index_starts_kernel` adds at a time
-# Up to so many, one CTA takes less than the launches of PyTorch's operators that do the same.
-ONE_CTA_COUNTERS = 1 << 14
+STARTS_TILE = 2048  # counters that a CTA of `index_starts_kernel` adds at a time
+TOTALS_TILE = 256  # totals of earlier CTAs that it adds at a time
+ONE_CTA_COUNTERS = 1 << 14  # up to so many, one CTA takes less than two launches
+MANY_COUNTERS = 1 << 20  # up to so many, two launches take less than PyTorch's five operators
 
 
 class SelectedIndex(NamedTuple):
@@ -246,9 +247,49 @@ def index_work_tiles_kernel(
     tl.store(record + 3, tl.where(some, union_start, 0), mask=inside)
 
 
+@triton.jit
+def _load_counts(
+    counts_ptr,
+    first,
+    num_csr_rows,
+    work_tile_tokens,
+    COUNTERS: tl.constexpr,
+    PADDED_COUNTERS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Of BLOCK_ROWS CSR rows: counts and their counters, what exists, and work tiles a row."""
+    row = first + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, PADDED_COUNTERS)
+    counter = row[:, None] * COUNTERS + column[None, :]  # [BLOCK_ROWS, PADDED_COUNTERS]
+    mask = (row < num_csr_rows)[:, None] & (column < COUNTERS)[None, :]
+    counts = tl.load(counts_ptr + counter, mask=mask, other=0)
+    work_tiles = (tl.sum(counts, 1) + work_tile_tokens - 1) // work_tile_tokens  # [BLOCK_ROWS]
+    return counts, counter, mask, row, work_tiles
+
+
+@triton.jit(do_not_specialize=["num_csr_rows", "work_tile_tokens"])
+def index_totals_kernel(
+    counts_ptr,
+    totals_ptr,
+    num_csr_rows,
+    work_tile_tokens,
+    COUNTERS: tl.constexpr,
+    PADDED_COUNTERS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """CTA (BLOCK_ROWS CSR rows): their entries and, behind those of all CTAs, their work tiles."""
+    first = tl.program_id(0) * BLOCK_ROWS
+    counts, _, _, _, work_tiles = _load_counts(
+        counts_ptr, first, num_csr_rows, work_tile_tokens, COUNTERS, PADDED_COUNTERS, BLOCK_ROWS
+    )
+    tl.store(totals_ptr + tl.program_id(0), tl.sum(tl.sum(counts, 1), 0))
+    tl.store(totals_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(work_tiles, 0))
+
+
 @triton.jit(do_not_specialize=["num_csr_rows", "work_tile_tokens"])
 def index_starts_kernel(
     counts_ptr,
+    totals_ptr,
     starts_ptr,
     work_tile_starts_ptr,
     num_csr_rows,
@@ -256,51 +297,67 @@ def index_starts_kernel(
     COUNTERS: tl.constexpr,
     PADDED_COUNTERS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOTALS: tl.constexpr,
 ):
-    """One CTA: where each counter's entries begin, and each CSR row's work tiles.
+    """Where each counter's entries begin, and each CSR row's work tiles.
 
-    COUNTERS of a CSR row lie side by side. Both results end with their total.
+    One CTA, or a CTA of BLOCK_ROWS CSR rows with the totals of those before it. COUNTERS of a CSR
+    row lie side by side. Both results end with their total.
     """
-    column = tl.arange(0, PADDED_COUNTERS)
     entries, work_tiles = 0, 0  # before this tile of CSR rows
-    for first in range(0, num_csr_rows, BLOCK_ROWS):
-        row = first + tl.arange(0, BLOCK_ROWS)
-        counter = row[:, None] * COUNTERS + column[None, :]  # [BLOCK_ROWS, PADDED_COUNTERS]
-        mask = (row < num_csr_rows)[:, None] & (column < COUNTERS)[None, :]
-        counts = tl.load(counts_ptr + counter, mask=mask, other=0)
+    begin, end = 0, num_csr_rows
+    if totals_ptr is not None:
+        begin = tl.program_id(0) * BLOCK_ROWS
+        end = tl.minimum(begin + BLOCK_ROWS, num_csr_rows)
+        for start in range(0, tl.program_id(0), BLOCK_TOTALS):
+            tile = start + tl.arange(0, BLOCK_TOTALS)
+            before = tile < tl.program_id(0)
+            entries += tl.sum(tl.load(totals_ptr + tile, mask=before, other=0), 0)
+            tile += tl.num_programs(0)
+            work_tiles += tl.sum(tl.load(totals_ptr + tile, mask=before, other=0), 0)
+    for first in range(begin, end, BLOCK_ROWS):
+        counts, counter, mask, row, needed = _load_counts(
+            counts_ptr, first, num_csr_rows, work_tile_tokens,
+            COUNTERS, PADDED_COUNTERS, BLOCK_ROWS,
+        )  # fmt: skip
         running = tl.cumsum(tl.reshape(counts, [BLOCK_ROWS * PADDED_COUNTERS]), 0)
         running = tl.reshape(running, [BLOCK_ROWS, PADDED_COUNTERS])
         tl.store(starts_ptr + 1 + counter, entries + running, mask=mask)
-        lengths = tl.sum(counts, 1)  # [BLOCK_ROWS]
-        needed = (lengths + work_tile_tokens - 1) // work_tile_tokens
         stops = work_tiles + tl.cumsum(needed, 0)
         tl.store(work_tile_starts_ptr + 1 + row, stops, mask=row < num_csr_rows)
-        entries += tl.sum(lengths, 0)
+        entries += tl.sum(tl.sum(counts, 1), 0)
         work_tiles += tl.sum(needed, 0)
-    tl.store(starts_ptr, 0)
-    tl.store(work_tile_starts_ptr, 0)
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr, 0)
+        tl.store(work_tile_starts_ptr, 0)
 
 
-def _starts_in_one_cta(
+def _starts_of_counts(
     plan: SelectedPlan, counts: Tensor, work_tile_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """As `_starts` of the counts and `_work_tile_starts` of that, in one launch."""
+    """As `_starts` of the counts and `_work_tile_starts` of that, in one launch or two."""
     options: dict[str, Any] = {"dtype": torch.int32, "device": counts.device}
     starts = torch.empty(counts.shape[0] + 1, **options)
     work_tile_starts = torch.empty(plan.num_csr_rows + 1, **options)
     padded = next_power_of_2(2 * plan.phases)
-    index_starts_kernel[(1,)](
-        counts,
-        starts,
-        work_tile_starts,
-        plan.num_csr_rows,
-        work_tile_tokens,
-        COUNTERS=2 * plan.phases,
-        PADDED_COUNTERS=padded,
-        BLOCK_ROWS=max(1, STARTS_TILE // padded),
-        num_warps=8,
+    block_rows = max(1, STARTS_TILE // padded)
+    sizes = (plan.num_csr_rows, work_tile_tokens)
+    constants = {
+        "COUNTERS": 2 * plan.phases,
+        "PADDED_COUNTERS": padded,
+        "BLOCK_ROWS": block_rows,
+        "num_warps": 8,
+    }
+    grid, totals = (1,), None
+    if counts.shape[0] > ONE_CTA_COUNTERS:
+        grid = (cdiv(plan.num_csr_rows, block_rows),)
+        totals = torch.empty(2 * grid[0], **options)
+        index_totals_kernel[grid](counts, totals, *sizes, **constants)
+    results = (starts, work_tile_starts)
+    index_starts_kernel[grid](
+        counts, totals, *results, *sizes, **constants, BLOCK_TOTALS=TOTALS_TILE
     )
-    return starts, work_tile_starts
+    return results
 
 
 def _work_tile_starts(plan: SelectedPlan, starts: Tensor, work_tile_tokens: int) -> Tensor:
@@ -390,8 +447,8 @@ def build_index(
         ranks = torch.empty_like(blocks)
         counted = (blocks, offsets, counts, ranks, index.bitmask, unions.sizes)
         index_count_kernel[grid](*counted, *sizes, **constants, ORDERED=False)
-        if num_counters <= ONE_CTA_COUNTERS:
-            starts, work_tile_starts = _starts_in_one_cta(plan, counts, work_tile_tokens)
+        if num_counters <= MANY_COUNTERS:
+            starts, work_tile_starts = _starts_of_counts(plan, counts, work_tile_tokens)
         else:
             starts = _starts(counts)
             work_tile_starts = _work_tile_starts(plan, starts, work_tile_tokens)

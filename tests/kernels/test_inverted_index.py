@@ -1,4 +1,4 @@
-"""Running sums of the inverted index: one CTA's against PyTorch's."""
+"""Running sums of the inverted index: one CTA's or several against PyTorch's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ class Sizes(NamedTuple):
 @kernels
 @pytest.mark.parametrize("phases", [1, 3, 4, 16])
 @pytest.mark.parametrize("rows", [1, 700, 5000])
-def test_starts_by_one_cta_and_by_pytorch(phases: int, rows: int) -> None:
+@pytest.mark.parametrize("one_cta", [True, False])
+def test_starts_by_kernels_and_by_pytorch(
+    phases: int, rows: int, one_cta: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inverted_index, "ONE_CTA_COUNTERS", 1 << 30 if one_cta else 0)
+    monkeypatch.setattr(inverted_index, "TOTALS_TILE", 16)  # several, with the most CTAs
     plan: Any = Sizes(phases, rows)
     counts = torch.randint(0, 50, (2 * phases * rows,), dtype=torch.int32, device=DEVICE)
-    starts, work_tile_starts = inverted_index._starts_in_one_cta(plan, counts, 64)
+    starts, work_tile_starts = inverted_index._starts_of_counts(plan, counts, 64)
     expected = inverted_index._starts(counts)
     assert torch.equal(starts, expected)
     assert torch.equal(work_tile_starts, inverted_index._work_tile_starts(plan, expected, 64))
