@@ -105,7 +105,8 @@ def _attend_chunk(
     key, value, config = new.key, new.value, layer.config
     if past:
         assert batch.table is not None
-        table = batch.table[run.requests.start]
+        num_pages = -(-(past + num_new) // layer.pages.page_size)
+        table = batch.table[run.requests.start, :num_pages]
         key, value = layer.pages.context(table, past + num_new)
     before, after = (config.num_compressed_blocks(n) for n in (past, past + num_new))
     compressed = [x[:, :, :0] for x in (key, value)]

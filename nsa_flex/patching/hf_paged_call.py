@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_flex.paging import LayerPages, PagedBatch, Slots
+from nsa_flex.paging import LayerPages, Length, PagedBatch, Slots
 
 
 class PagedCall(NamedTuple):
@@ -53,13 +53,13 @@ def _any_batch(call: dict[str, Any], pages: Any, num_keys: Tensor) -> PagedBatch
     (written,), (blocks,) = call["write_index"], call["read_index"]
     between = pages.block_physical_stride
     written = written[:num_tokens]
-    longest = max(map(sum, lengths))
+    width = table_width(lengths, pages, call["cache"].max_blocks_per_request, cu_seqlens.device)
     return PagedBatch.of(
         lengths,
         cu_seqlens,
         num_keys - cu_seqlens.diff(),
         Slots(written // between, written % between),
-        _table(blocks, num_keys, longest, pages.tokens_per_page),
+        _table(blocks, num_keys, width, pages.tokens_per_page),
         pages.write_trash_index // between,
         pages.nsa,
     )
@@ -70,8 +70,7 @@ def _batch_of_steps(call: dict[str, Any], pages: Any, num_keys: Tensor) -> Paged
     lengths, page_size = pages.lengths(), pages.tokens_per_page
     table = call["block_table"][pages.index].clamp(min=0).to(torch.int64)
     is_captured = table.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not is_captured:
-        table = table[:, : -(-max(map(sum, lengths)) // page_size)]
+    table = table[:, : table_width(lengths, pages, table.shape[1], table.device)]
     new = call["cu_seq_lens_q"].diff()
     past = num_keys - new
     unused = pages.write_trash_index // pages.block_physical_stride
@@ -81,12 +80,22 @@ def _batch_of_steps(call: dict[str, Any], pages: Any, num_keys: Tensor) -> Paged
     return PagedBatch.of_steps(lengths, past, written, table, unused, is_captured=is_captured)
 
 
-def _table(blocks: Tensor, num_keys: Tensor, longest: int, page_size: int) -> Tensor | None:
-    """Pages of each request, int64 (B, P), of the pages of all requests one after another."""
+def table_width(lengths: tuple[Length, ...], pages: Any, usual: int, device: torch.device) -> int:
+    """P, pages of a table for these requests.
+
+    Kernels and launch plans are made for a width. On CUDA it is the usual one, that of captured
+    passes, unless a request needs more; elsewhere operations go over all of it, and it is what
+    the longest request needs.
+    """
+    needed = -(-max(map(sum, lengths)) // pages.tokens_per_page)
+    return max(needed, usual) if device.type == "cuda" else needed
+
+
+def _table(blocks: Tensor, num_keys: Tensor, width: int, page_size: int) -> Tensor | None:
+    """Pages of each request, int64 (B, width), of the pages of all requests one after another."""
     if blocks.shape[0] == 0:
         return None
     num_pages = (num_keys + page_size - 1) // page_size
     first = num_pages.cumsum(0) - num_pages
-    widest = -(-longest // page_size)
-    index = first[:, None] + torch.arange(widest, device=blocks.device)
+    index = first[:, None] + torch.arange(width, device=blocks.device)
     return blocks[index.clamp(max=blocks.shape[0] - 1)]

@@ -16,6 +16,7 @@ from patching.tiny_models import NSA, SIZES, tiny_model, tokens
 
 _ENGINE = "transformers.generation.continuous_batching"
 allocators: Any = pytest.importorskip(f"{_ENGINE}.cache_allocators")
+hf_paged_call = importlib.import_module("nsa_flex.patching.hf_paged_call")
 hf_pages = importlib.import_module("nsa_flex.patching.hf_pages")
 offloading = importlib.import_module(f"{_ENGINE}.offloading_manager")
 
@@ -90,6 +91,26 @@ def test_the_tokens_are_the_same_without_a_table_wide_enough(width: int) -> None
     model = patched()
     inputs = prompts(5, 70, 50, 130)
     assert batched(model, inputs, max_blocks_per_request=width) == alone(model, inputs)
+
+
+@pytest.mark.parametrize("width", [0, 4, 20])
+def test_the_tokens_are_the_same_with_tables_of_one_width(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: a table is as wide as in any other pass, if no request needs more."""
+    wide = hf_paged_call.table_width
+    widths = set()
+
+    def as_on_cuda(lengths: Any, pages: Any, usual: int, device: torch.device) -> int:
+        widths.add(wide(lengths, pages, usual, torch.device("cuda")))
+        return max(widths)
+
+    monkeypatch.setattr(hf_paged_call, "table_width", as_on_cuda)
+    model = patched()
+    inputs = prompts(5, 70, 50, 130)
+    expected = alone(model, inputs)
+    assert batched(model, inputs, max_blocks_per_request=width) == expected
+    assert (len(widths) == 1) == (width == 20)  # 142 tokens need 9 pages of 16
 
 
 @pytest.mark.parametrize("width", [0, 16])
