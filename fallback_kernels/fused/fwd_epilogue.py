@@ -243,7 +243,7 @@ def attend_initial_blocks(
 
 @triton.jit(
     do_not_specialize=[
-        "first_head", "chunk_start", "num_tokens", "window",
+        "first_head", "chunk_start", "tiles_per_head", "num_tokens", "window",
         "rows", "first1", "first2", "first3", "reach",
     ]
 )  # fmt: skip

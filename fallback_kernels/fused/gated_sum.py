@@ -141,7 +141,7 @@ def load_gate(
 # Strides of tensor x are xb, xh, xs and xd: batch, head, token and last dimension.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def gated_sum_fwd_kernel(
     x0, x1, x2, gates, out,
     x0b, x0h, x0s, x0d, x1b, x1h, x1s, x1d, x2b, x2h, x2s, x2d,
@@ -162,7 +162,7 @@ def gated_sum_fwd_kernel(
     tl.store(out, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def gated_sum_bwd_kernel(
     grad, x0, x1, x2, gates, g0, g1, g2, grad_gates,
     ob, oh, os, od, x0b, x0h, x0s, x0d, x1b, x1h, x1s, x1d, x2b, x2h, x2s, x2d, gb, gh, gs, gc,

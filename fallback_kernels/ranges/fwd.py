@@ -51,7 +51,7 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def ranges_fwd_kernel(
     q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, out_ptr, lse_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,

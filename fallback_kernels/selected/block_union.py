@@ -116,7 +116,7 @@ def searched_union(
     return tl.where(least < 0, size, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "query_offset", "base"])
 def block_union_kernel(
     blocks_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr, num_queries, query_offset, base,
     NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,

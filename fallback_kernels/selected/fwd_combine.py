@@ -136,7 +136,17 @@ def add_partials(
     return out
 
 
-@triton.jit(do_not_specialize=["first_head", "first_tile", "chunk_start"])
+@triton.jit(
+    do_not_specialize=[
+        "first_head",
+        "first_tile",
+        "tiles_per_row",
+        "chunk_start",
+        "query_offset",
+        "num_queries",
+        "num_keys",
+    ]
+)
 def selected_fwd_combine_kernel(
     query_ptr, key_ptr, value_ptr, partial_ptr, partial_lse_ptr, bitmask_ptr, union_sizes_ptr,
     offsets_ptr, out_ptr, lse_ptr,

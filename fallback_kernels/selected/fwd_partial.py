@@ -33,7 +33,17 @@ from nsa_flex.fallback_kernels.selected.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["first_work_tile", "first_head", "first_csr_row", "chunk_shift"])
+@triton.jit(
+    do_not_specialize=[
+        "first_work_tile",
+        "first_head",
+        "first_csr_row",
+        "chunk_shift",
+        "num_queries",
+        "num_keys",
+        "num_blocks",
+    ]
+)
 def selected_fwd_partial_kernel(
     query_ptr,
     key_ptr,

@@ -125,7 +125,17 @@ def unpacked(pairs, dtype: gl.constexpr):
     return gl.join(low, high).reshape([rows, DIM])
 
 
-@gluon.jit(do_not_specialize=["first_work_tile", "first_head", "first_csr_row", "chunk_shift"])
+@gluon.jit(
+    do_not_specialize=[
+        "first_work_tile",
+        "first_head",
+        "first_csr_row",
+        "chunk_shift",
+        "num_queries",
+        "num_keys",
+        "num_blocks",
+    ]
+)
 def selected_fwd_partial_sm90_kernel(
     query_ptr, key_ptr, value_ptr, partial_ptr, partial_lse_ptr, entries_ptr, work_tiles_ptr,
     offsets_ptr,

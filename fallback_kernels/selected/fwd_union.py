@@ -22,7 +22,7 @@ from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.selected.tiles import last_key, load_block, row_offset
 
 
-@triton.jit(do_not_specialize=["base"])
+@triton.jit(do_not_specialize=["base", "span", "query_offset", "num_queries", "num_keys"])
 def selected_fwd_union_kernel(
     key_tiles, value_tiles, query_ptr, key_ptr, value_ptr, bitmask_ptr, offsets_ptr, sizes_ptr,
     union_ptr, masks_ptr, out_ptr, lse_ptr,

@@ -199,7 +199,7 @@ def attend_union(
     return out, row_max, row_sum
 
 
-@gluon.jit(do_not_specialize=["base"])
+@gluon.jit(do_not_specialize=["base", "query_offset", "num_queries"])
 def selected_fwd_union_sm90_kernel(
     key_tiles, value_tiles, query_ptr, bitmask_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr,
     out_ptr, lse_ptr, base, query_offset, num_queries, kv_heads, scale_log2,

@@ -28,6 +28,11 @@ STARTS_TILE = 2048  # counters that a CTA of `index_starts_kernel` adds at a tim
 TOTALS_TILE = 256  # totals of earlier CTAs that it adds at a time
 ONE_CTA_COUNTERS = 1 << 14  # up to so many, one CTA takes less than two launches
 MANY_COUNTERS = 1 << 20  # up to so many, two launches take less than PyTorch's five operators
+# Of the call's lengths no kernel needs to know what divides them: each answer would compile anew.
+LENGTHS = (
+    *("num_queries", "query_offset", "base", "span", "chunk_tokens", "chunk_heads"),
+    *("chunks_per_head", "phases", "phase_tokens", "num_blocks"),
+)
 
 
 class SelectedIndex(NamedTuple):
@@ -76,7 +81,7 @@ def tiles_have_union(
     return tl.load(sizes_ptr + tile, mask=row_mask, other=-1) >= 0
 
 
-@triton.jit(do_not_specialize=["phases"])
+@triton.jit(do_not_specialize=LENGTHS)
 def index_count_kernel(
     blocks_ptr,
     offsets_ptr,
@@ -144,7 +149,7 @@ def index_count_kernel(
             tl.store(ranks_ptr + offset, rank, mask=is_topk)
 
 
-@triton.jit(do_not_specialize=["phases"])
+@triton.jit(do_not_specialize=LENGTHS)
 def index_scatter_kernel(
     blocks_ptr,
     offsets_ptr,
@@ -207,7 +212,7 @@ def index_scatter_kernel(
         tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=is_topk)
 
 
-@triton.jit(do_not_specialize=["phases"])
+@triton.jit(do_not_specialize=["phases", "bound", "csr_rows_per_chunk", "steps"])
 def index_work_tiles_kernel(
     starts_ptr,
     work_tile_starts_ptr,
