@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -178,10 +178,10 @@ def nsa_attention(
             max_document_length,
             return_blocks=return_aux,
         )
-        if core.blocks is None:
+        if not return_aux:
             return core.out
-        lse = BranchLSE(core.compressed_lse, core.selected_lse, core.sliding_lse)
-        return core.out, NSAAux(core.blocks, lse)
+        aux: list[Any] = list(core[1:])  # none of it None, since it was asked for
+        return core.out, NSAAux(aux[0], BranchLSE(*aux[1:]))
 
     offset, positions = query_positions(query, key, query_offset)
 

@@ -33,12 +33,16 @@ def directly(
     operator: Any,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    *,
+    first: bool = False,
 ) -> Callable[..., Any]:
     """A function like `operator`, a `torch.library.custom_op`, for calls from Python.
 
     Args:
         setup_context, backward: what `operator.register_autograd` got; None for an operator
             without gradients.
+        first: the function returns the operator's first result alone, so that autograd need not
+            wrap the others; `backward` gets the gradient of that one.
     """
     body = operator._init_fn
 
@@ -56,7 +60,7 @@ def directly(
     def forward(ctx: Any, *args: Any) -> Any:
         out = body(*args)
         keep(ctx, args, out)
-        return out
+        return out[0] if first else out
 
     # The class is named after the operator: profilers and graphs show its name.
     methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
@@ -64,9 +68,11 @@ def directly(
     direct = kind(operator._name, (torch.autograd.Function,), methods)
 
     def with_gradients(*args: Any) -> Any:
-        if is_plain(_first_tensor(args)):
-            return direct.apply(*args) if torch.is_grad_enabled() else body(*args)
-        return operator(*args)
+        plain = is_plain(_first_tensor(args))
+        if plain and torch.is_grad_enabled():
+            return direct.apply(*args)
+        out = body(*args) if plain else operator(*args)
+        return out[0] if first else out
 
     return with_gradients
 

@@ -23,10 +23,10 @@ class CoreResults(NamedTuple):
     """What `core_attention` returns; only `out` carries gradients."""
 
     out: Tensor  # (B, Hq, S, Dv)
-    blocks: Tensor | None  # int32 (B, Hkv, S, n); None if they were not asked for
-    compressed_lse: Tensor  # float32 (B, Hq, S), as the next two
-    selected_lse: Tensor
-    sliding_lse: Tensor
+    blocks: Tensor | None  # int32 (B, Hkv, S, n); None if they were not asked for, as the others
+    compressed_lse: Tensor | None  # float32 (B, Hq, S), as the next two
+    selected_lse: Tensor | None
+    sliding_lse: Tensor | None
 
 
 def core_attention(
@@ -59,7 +59,7 @@ def core_attention(
             document, a multiple of l'; None where each row is one document.
         max_document_length: tokens of the longest of these documents, if known. Up to n * l' every
             query selects every block, and other kernels run.
-        return_blocks: whether the selected blocks are wanted.
+        return_blocks: whether the selected blocks and the log-sum-exps are wanted.
 
     Returns:
         `CoreResults`. Differentiable once, in all tensors. Sums are float32; the backward of the
@@ -74,22 +74,20 @@ def core_attention(
         # Rounded up, so that packs of other longest documents have the same launch plans.
         short = config.num_selected_tokens
         max_document_length = (max_document_length + short - 1) // short * short
-    results = _core(
-        *tensors,
-        *own,
-        scale,
-        config.counts,
-        torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (*tensors, *own)),
-        torch.are_deterministic_algorithms_enabled(),
-        document_start,
-        max_document_length,
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tensors, *own)
+    )
+    arguments = (
+        *(*tensors, *own, scale, config.counts, needs_grad),
+        *(torch.are_deterministic_algorithms_enabled(), document_start, max_document_length),
         return_blocks,
     )
-    out, blocks, _, compressed_lse, _, selected_lse, _, sliding_lse, _ = results
+    if not return_blocks:
+        return CoreResults(_core_output(*arguments).transpose(1, 2), None, None, None, None)
+    out, blocks, _, compressed_lse, _, selected_lse, _, sliding_lse, _ = _core(*arguments)
     return CoreResults(
         out.transpose(1, 2),
-        blocks if return_blocks else None,
+        blocks,
         compressed_lse,
         selected_lse.transpose(1, 2),
         sliding_lse.transpose(1, 2),
@@ -253,4 +251,5 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
 
 core_forward.register_autograd(_differentiate, setup_context=_save)
 _core = directly(core_forward, _save, _differentiate)
+_core_output = directly(core_forward, _save, _differentiate, first=True)
 _core_gradients = directly(core_backward)

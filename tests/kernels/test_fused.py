@@ -18,7 +18,7 @@ from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the
 from reference.played_cudnn import causal, causal_gradients
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.common import plans
+from nsa_flex.fallback_kernels.common import direct, plans
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
 from nsa_flex.fallback_kernels.compressed.fold import fold_of, range_rows_view
@@ -161,6 +161,38 @@ def test_one_kernel_ends_the_forward_without_gradients(
     apart = core_attention(q, k, v, ck, cv, k.clone(), v, gates, config=WINDOWED, scale=0.3)
     assert ends == 1, "keys of its own for the window need the window's own scores"
     assert_close("apart", apart.out, want.out, None, torch.float32)
+
+
+@kernels
+@pytest.mark.skipif(not INTERPRETED, reason="on CUDA every test of the operator makes such calls")
+@pytest.mark.parametrize("return_blocks", [True, False])
+def test_plain_calls_have_the_gradients_of_the_operator(
+    return_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round the dispatch, and with the output alone where nothing else was asked for."""
+    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 64)
+    shapes = [(4, 37), (2, 37), (2, 37), (2, SMALL.num_compressed_blocks(37))]
+    inputs = [leaf((1, *shape, 16), torch.float32, "cpu") for shape in [*shapes, shapes[-1]]]
+    q, k, v, ck, cv = inputs
+    gates = torch.rand(1, 4, 37, 3, requires_grad=True)
+    options: dict[str, Any] = {"config": SMALL, "scale": 0.3, "return_blocks": return_blocks}
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for plain in (False, True):
+            monkeypatch.setattr(direct, "is_plain", lambda x, plain=plain: plain)
+            results = core_attention(q, k, v, ck, cv, k, v, gates, **options)
+            assert (results.blocks is not None) == return_blocks
+            assert (results.selected_lse is not None) == return_blocks
+            grads = torch.autograd.grad(results.out, [*inputs, gates], torch.ones_like(q))
+            found.append([results.out, *grads])
+            with torch.no_grad():
+                again = core_attention(q, k, v, ck, cv, k, v, gates, **options)
+            torch.testing.assert_close(again.out, results.out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for by_operator, plainly in zip(*found, strict=True):
+        assert torch.equal(by_operator, plainly)
 
 
 @only_outside
