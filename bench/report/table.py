@@ -99,6 +99,12 @@ def _pair(ours: pd.Series, theirs: pd.Series) -> pd.Series:
     return ours.fillna(EMPTY) + " / " + theirs.fillna(EMPTY)
 
 
+def _add_waits(found: pd.DataFrame, nsa: pd.DataFrame, dense: pd.DataFrame) -> None:
+    """What a caller waits for, where that was measured: rows from before have none."""
+    if nsa.wall_ms.notna().any():
+        found["a caller waits, NSA / dense"] = _pair(waits(nsa), waits(dense))
+
+
 def summary(rows: list[Row]) -> pd.DataFrame:
     """`headline` without spreads and floors."""
     table = cores(rows)
@@ -127,6 +133,7 @@ def sweep(rows: list[Row]) -> pd.DataFrame:
             row["implementation"] for row in rows if row["target"] == "core"
         ):
             each[name] = medians(_of(table, name, which, index))
+        _add_waits(each, _of(table, "nsa", which, index), _of(table, RIVAL, which, index))
         found.append(each)
     return pd.concat(found).fillna(EMPTY)
 
@@ -235,6 +242,7 @@ def models(rows: list[Row]) -> pd.DataFrame:
         found[title] = speeds(each[name])
         if name == "nsa-eager":
             found["÷ floor"] = number(floors, 1)
+    _add_waits(found, each["nsa"], each["dense"])
     found["peak GiB, NSA / dense"] = _pair(gib(each["nsa"]), gib(each["dense"]))
     found["commit"] = each["nsa"].commit.fillna(each["nsa-graph"].commit)
     return found.fillna(EMPTY)

@@ -72,14 +72,8 @@ def range_bounds(
 
 
 @range_bounds.register_fake
-def _(
-    like: Tensor,
-    num_queries: int,
-    offset: int,
-    offsets: Tensor | None,
-    document_start: Tensor | None,
-    sizes: list[int],
-) -> tuple[Tensor, Tensor]:
+def _(like: Tensor, num_queries: int, _offset: int, *others: Any) -> tuple[Tensor, Tensor]:
+    offsets, document_start, _ = others
     return _empty(num_queries, offsets, document_start, like.device)
 
 
