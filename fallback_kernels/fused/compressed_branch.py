@@ -1,6 +1,6 @@
 """The compressed branch inside of the core: cuDNN on the fold, or range attention.
 
-Range attention takes packed documents, and short rows, for which it is one launch.
+Range attention takes packed documents, and calls of few tokens, for which it is one launch.
 cuDNN leaves outputs and dQ in the parts of the fold, range attention in the order of tokens. The
 latter is a fold as well, that of blocks of one token (l = d = 1), so that whoever reads the parts
 need not know.
@@ -24,7 +24,7 @@ from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
 
 NUM_PARTS = 4  # of any fold
-# Up to so many tokens a row, a call takes longer on the host than on the device.
+# Up to so many tokens in all rows the host's time counts, of which cuDNN's calls took a quarter.
 RANGES_TOKENS = 4096
 
 
@@ -59,7 +59,7 @@ def attend_compressed(
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
-    if takes_ranges(tokens, document_start):
+    if takes_ranges(rows, document_start):
         bounds = _bounds(rows, document_start, key, config)
         out, lse = ranges_forward(
             *(rows.transpose(1, 2), key, value, *bounds, scale),
@@ -96,7 +96,7 @@ def compressed_gradients(
     """
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
-    if takes_ranges(tokens, document_start):
+    if takes_ranges(rows, document_start):
         assert sums.compressed_lse is not None
         assert sums.compressed_delta is not None
         grads = ranges_gradients(
@@ -130,9 +130,9 @@ def compressed_gradients(
     return CompressedGradients([part.query for part in parts], fold, grad_key, grad_value)
 
 
-def takes_ranges(num_tokens: int, document_start: Tensor | None) -> bool:
-    """Whether range attention runs, not cuDNN."""
-    return document_start is not None or num_tokens <= RANGES_TOKENS
+def takes_ranges(rows: Tensor, document_start: Tensor | None) -> bool:
+    """Whether range attention runs for queries (B, S, H, D), not cuDNN."""
+    return document_start is not None or rows.shape[0] * rows.shape[1] <= RANGES_TOKENS
 
 
 def _bounds(

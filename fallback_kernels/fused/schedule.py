@@ -138,7 +138,7 @@ def run_backward(
     )
     rows = query.transpose(1, 2).contiguous()
     grad = grad.contiguous()
-    ranged = takes_ranges(rows.shape[1], document_start)
+    ranged = takes_ranges(rows, document_start)
     sums = gated_sum_gradients(
         *(grad, compressed, selected, sliding, selected_lse, gates),
         compressed_lse if ranged else None,
