@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import time
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from nsa_flex.bench.cases.generate_clock import WARM_UP, TokenClock
+from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
+from nsa_flex.bench.cases.generate_clock import TokenClock
 from nsa_flex.bench.cases.generate_models import (
     FULL,
     QUANTIZED,
@@ -55,69 +55,6 @@ DEFAULT = (
 QUANTIZED_DEFAULT = ("dynamic:1x8192", "static:1x8192")
 # A step that is wrong gives logits as far from the right ones as their own size.
 MAX_LOGITS_ERROR = 0.1
-
-
-@dataclass(frozen=True)
-class GenerateCase:
-    """A call of `generate`.
-
-    Args:
-        cache: "static" or "dynamic".
-        batch, prompt: B, and tokens of each prompt.
-        steps: tokens that are timed.
-
-    >>> GenerateCase.parse("static:8x32768", 64)
-    GenerateCase(cache='static', batch=8, prompt=32768, steps=64)
-    """
-
-    cache: str
-    batch: int
-    prompt: int
-    steps: int
-
-    @classmethod
-    def parse(cls, text: str, steps: int) -> GenerateCase:
-        """Of CACHE:BATCHxTOKENS.
-
-        Raises:
-            ValueError: it is written otherwise.
-        """
-        cache, _, shape = text.partition(":")
-        batch, _, prompt = shape.partition("x")
-        if cache not in ("static", "dynamic") or not (batch.isdigit() and prompt.isdigit()):
-            raise ValueError(f"case {text!r}: expected CACHE:BATCHxTOKENS, static or dynamic")
-        return cls(cache, int(batch), int(prompt), steps)
-
-    @property
-    def num_new(self) -> int:
-        """Tokens to generate: the prompt's, those that warm up, those that are timed."""
-        return 1 + WARM_UP + self.steps
-
-    def options(self) -> dict[str, Any]:
-        """Arguments of `generate`."""
-        return {
-            "max_new_tokens": self.num_new,
-            "min_new_tokens": self.num_new,
-            "do_sample": False,
-            "cache_implementation": "static" if self.cache == "static" else None,
-        }
-
-    def fields(self) -> dict[str, Any]:
-        """The columns of a row that say what was measured."""
-        return {
-            "target": "generate",
-            "cache": self.cache,
-            "batch": self.batch,
-            "seq_len": self.prompt,
-            "new_tokens": self.num_new,
-        }
-
-
-def prompts_of(case: GenerateCase, vocab_size: int, device: torch.device) -> Tensor:
-    """Random tokens (B, S), the same for both models."""
-    generator = torch.Generator().manual_seed(case.prompt)
-    ids = torch.randint(vocab_size, (case.batch, case.prompt), generator=generator)
-    return ids.to(device)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from nsa_flex.bench.cases.generate import GenerateCase, prompts_of
+from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
 from nsa_flex.bench.cases.generate_clock import WARM_UP, TokenClock
 from nsa_flex.bench.cases.generate_models import FULL, TINY, forget, make_pair
 

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("transformers")
 
 from nsa_flex.bench.cases import generate, generate_steps
-from nsa_flex.bench.cases.generate import GenerateCase, columns_of, main, prompts_of, ratios
+from nsa_flex.bench.cases.generate import columns_of, main, ratios
+from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
 from nsa_flex.bench.cases.generate_models import TINY, Pair, make_pair, quantized
 from nsa_flex.bench.report.rows import read_rows
 
