@@ -72,6 +72,7 @@ def core() -> Calls:
         ((1, 4, 1, 1040, 128, torch.bfloat16), 128, True, True),
         ((1, 8, 2, 1030, 192, torch.bfloat16), 128, False, False),
         ((2, 6, 2, 1041, 64, torch.float16), 64, False, True),
+        ((1, 2, 1, 4110, 64, torch.float16), 64, False, False),  # long enough for the fold
         ((1, 8, 2, 130, 192, torch.bfloat16), 128, False, False),
         ((2, 6, 2, 141, 64, torch.float16), 64, False, True),
     )
