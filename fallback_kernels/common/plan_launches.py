@@ -103,7 +103,7 @@ class Unpacked(Exception):
 class PackedLaunch:
     """A compiled kernel whose parameters are packed, launched by `plan_launch.c`."""
 
-    __slots__ = ("handle", "launch", "registers")
+    __slots__ = ("compiled", "handle", "launch", "registers")
 
     def __init__(
         self,
@@ -138,6 +138,7 @@ class PackedLaunch:
         except PROBLEMS as problem:
             raise Unpacked(str(problem)) from problem
         self.launch = module.launch
+        self.compiled = compiled  # which the function that `handle` launches belongs to
         self.registers = {register for _, register, _ in (*pointers, *descriptors)}
 
     def __call__(self, registers: Registers) -> None:

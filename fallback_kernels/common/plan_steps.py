@@ -30,10 +30,16 @@ class Registers:
 
     __slots__ = ("main", "pointers", "stream", "tensors")
 
-    def __init__(self, inputs: list[Tensor], number: int, stream: int) -> None:
-        missing = number - len(inputs)
-        self.tensors: list[Tensor | None] = inputs + [None] * missing
-        self.pointers = [x.data_ptr() for x in inputs] + [0] * missing
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        others: list[Tensor | None],
+        pointers: list[int],
+        stream: int,
+    ) -> None:
+        """others, pointers: of the registers behind those of the inputs, as they are at first."""
+        self.tensors: list[Tensor | None] = [*inputs, *others]
+        self.pointers = [x.data_ptr() for x in inputs] + pointers
         self.stream = self.main = stream
 
     def put(self, register: int, x: Tensor) -> None:

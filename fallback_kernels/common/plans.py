@@ -106,12 +106,12 @@ class _Plans:
 class Plan:
     """Steps in order, and where the results are afterwards."""
 
-    __slots__ = ("constants", "device", "number", "offsets", "results", "steps", "workspace")
+    __slots__ = ("device", "offsets", "pointers", "results", "steps", "tensors", "workspace")
 
     def __init__(
         self,
         steps: list[Step],
-        number: int,
+        registers: range,
         constants: dict[int, Tensor],
         results: Any,
         device: torch.device,
@@ -122,8 +122,9 @@ class Plan:
         if workspace.size:
             self.workspace = memory((workspace.size,), (1,), torch.uint8, device)
         self.steps = steps
-        self.number = number
-        self.constants = tuple(constants.items())
+        # Of the registers behind the operator's own tensors, before the first step.
+        self.tensors = [constants.get(register) for register in registers]
+        self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
         self.results = results
         self.device = device
 
@@ -137,8 +138,9 @@ class Plan:
         insert_releases(recorder.steps, kept)
         # What was returned this time is the caller's already.
         constants = {r: x.clone() if r in returned else x for r, x in recorder.constants.items()}
-        number, device = len(recorder.owners), recorder.owners[0].device
-        return cls(recorder.steps, number, constants, results, device, workspace)
+        others = range(recorder.num_inputs, len(recorder.owners))
+        device = recorder.owners[0].device
+        return cls(recorder.steps, others, constants, results, device, workspace)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         if self.device.type != "cuda":
@@ -150,9 +152,7 @@ class Plan:
             return self._replay(tensors, torch._C._cuda_getCurrentRawStream(index))
 
     def _replay(self, tensors: list[Tensor], stream: int) -> Any:
-        registers = Registers(tensors, self.number, stream)
-        for register, x in self.constants:
-            registers.put(register, x)
+        registers = Registers(tensors, self.tensors, self.pointers, stream)
         if self.workspace is not None:
             workspace = self.workspace()
             base, pointers = workspace.data_ptr(), registers.pointers
