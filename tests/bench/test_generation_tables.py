@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
+from nsa_flex.bench.report.rows import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def generated(who: str, ms: float, prefill: float, **changes: Any) -> dict[str, Any]:
@@ -62,3 +66,12 @@ def test_serving_and_prefixes() -> None:
     assert prefixes(rows).to_numpy().tolist() == [
         ["32k", "4k", "100.0", "11.0", "10.0", "1.10", "abc"]
     ]
+
+
+def test_what_the_guide_says_of_ten_thousand_steps() -> None:
+    (row,) = read_rows(ROOT / "bench" / "results" / "generate_steps_h200.json")
+    assert (row["steps"], row["seq_len"], row["graphs_after"]) == (10000, 512, 1)
+    for name in ("allocated", "reserved", "graphs", "cudagraph_skips"):
+        assert row[f"{name}_before"] == row[f"{name}_after"]
+    page = " ".join((ROOT / "docs" / "guide" / "generate.md").read_text().split())
+    assert f"behind 512 tokens, take {row['ms_per_token']:.2f} ms each" in page
