@@ -147,8 +147,10 @@ def check(case: Case) -> None:
     num_blocks = CONFIG.num_select_blocks(case.keys)
     scores = oracle.block_scores(p, CONFIG, num_blocks, case.kv_heads)
     task = case.branch(q, k, v)
+    positions = torch.arange(case.queries, device=DEVICE, dtype=torch.int32)
+    assert task.offset is not None
     blocks = select_topk_blocks(
-        *(q, ck, lse.detach(), backend._positions(task), task.document_start),
+        *(q, ck, lse.detach(), positions + task.offset.int()[:, None], task.document_start),
         config=CONFIG,
         scale=case.scale,
         num_blocks=num_blocks,
