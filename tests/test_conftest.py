@@ -88,3 +88,9 @@ def test_poison_spares_modules_meta_tensors_and_compiled_graphs() -> None:
     torch.compile(lambda x: torch.empty_like(x).fill_(1) + x, fullgraph=True, backend="eager")(
         torch.ones(3)
     )
+
+
+def test_files_have_names_of_their_own() -> None:
+    """Folders of tests are no packages: of two files of one name pytest would collect one."""
+    names = [path.name for path in CONFTEST.parent.rglob("test_*.py")]
+    assert len(names) == len(set(names))

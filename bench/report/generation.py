@@ -105,7 +105,7 @@ def _against(ours: Row, dense: Row, column: str, title: str) -> dict[str, str]:
         f"{title}, dense": _number(dense, column, 2),
         f"{title}, dense ÷ NSA": EMPTY,
     }
-    if ours["status"] == "ok" and dense:
+    if ours["status"] == "ok" and column in ours and column in dense:
         cells[f"{title}, dense ÷ NSA"] = f"{dense[column] / ours[column]:.2f}"
     return cells
 
