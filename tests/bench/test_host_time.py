@@ -15,7 +15,7 @@ from nsa_flex.bench.cases import host_time
 def test_rows(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "rows.json"
     options = ["--heads", "4/2", "--tokens", "128", "--documents", "1", "--device", device]
-    command = ["host_time", *options, "--repeats", "2", "--no-compiled", "--out", str(out)]
+    command = ["host_time", *options, "--repeats", "9", "--no-compiled", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     host_time.main()
     rows = json.loads(out.read_text())
