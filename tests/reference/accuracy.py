@@ -58,6 +58,10 @@ def gradients(
     ]
 
 
+# Of float64 terms of size 1, the rounding of a sum that is 0.
+ZERO = 1e-12
+
+
 def assert_close(
     name: str,
     got: Tensor,
@@ -73,6 +77,7 @@ def assert_close(
     terms as large as the incoming gradient, and where a query sees one key it is exactly 0.
     """
     norm = float(np.linalg.norm(want[np.isfinite(want)]))
+    norm = norm if norm > ZERO * least else 0.0
     shrink = norm / least if least > norm else 1.0
 
     def error_of(x: Tensor) -> float:
