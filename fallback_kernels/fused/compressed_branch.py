@@ -19,7 +19,7 @@ from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradi
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, fold_gated_lse
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import unfold_lse
-from nsa_flex.fallback_kernels.ranges.bounds import Places, compressed_bounds
+from nsa_flex.fallback_kernels.ranges.bounds import launch as launch_bounds
 from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
 
@@ -140,8 +140,7 @@ def _bounds(
 ) -> tuple[Tensor, Tensor]:
     tokens, sizes = rows.shape[1], (config.compress_block_size, config.compress_stride)
     if document_start is not None:
-        places = Places(tokens, document_start=document_start)
-        return compressed_bounds(places, rows.device, key.shape[2], *sizes)
+        return launch_bounds(tokens, 0, None, document_start, rows.device, [key.shape[2], *sizes])
     # By PyTorch's operators: what follows from no tensor, a launch plan keeps.
     block, stride = sizes
     positions = torch.arange(tokens, device=rows.device, dtype=torch.int32)[None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,46 +16,6 @@ from nsa_flex.fallback_kernels.common.tiles import cdiv
 QUERIES = 1024  # of one CTA
 
 
-class Places(NamedTuple):
-    """Where queries lie among the keys.
-
-    num_queries: Sq.
-    offset: key index of query 0.
-    offsets: int (B,), added to it, or None.
-    document_start: int32 (B, Sq), contiguous, key index of the first token of each query's
-        document; None where each row is one.
-    """
-
-    num_queries: int
-    offset: int = 0
-    offsets: Tensor | None = None
-    document_start: Tensor | None = None
-
-
-def compressed_bounds(
-    places: Places, device: torch.device, num_blocks: int, block: int, stride: int
-) -> tuple[Tensor, Tensor]:
-    """First compressed key that each query sees, and one past the last: two int32 tensors.
-
-    From the first block of its document to the last complete one: start/d ... (t - l + 1)//d,
-    a range that never goes back.
-
-    Args:
-        places: documents begin at multiples of the stride.
-        num_blocks: N, compressed keys there are.
-        block, stride: l and d.
-
-    Returns:
-        two of (B, Sq), or of (1, Sq) if neither offsets nor documents differ between rows.
-    """
-    return launch(*places, device, [num_blocks, block, stride])
-
-
-def window_bounds(places: Places, device: torch.device, window: int) -> tuple[Tensor, Tensor]:
-    """As `compressed_bounds`, of the last `window` tokens in the query's document."""
-    return launch(*places, device, [window])
-
-
 @torch.library.custom_op("nsa_flex::range_bounds", mutates_args=())
 @planned
 def range_bounds(
@@ -66,7 +26,23 @@ def range_bounds(
     document_start: Tensor | None,
     sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """The operator: `sizes` are N, l and d for compressed keys, or the window; `like` is there."""
+    """First key that each query sees, and one past the last: two int32 tensors.
+
+    Of compressed keys they go from the first block of the query's document to the last complete
+    one: start/d ... (t - l + 1)//d. Neither range goes back from one query to the next.
+
+    Args:
+        like: on the device that the bounds are to be on.
+        num_queries: Sq.
+        offset: key index of query 0.
+        offsets: int (B,), added to it, or None.
+        document_start: int32 (B, Sq), contiguous, key index of the first token of each query's
+            document, of compressed keys a multiple of d; None where each row is one.
+        sizes: N, l and d for compressed keys, or w for the last w tokens of the document.
+
+    Returns:
+        two of (B, Sq), or of (1, Sq) if neither offsets nor documents differ between rows.
+    """
     with torch.cuda.device_of(like):
         return launch(num_queries, offset, offsets, document_start, like.device, sizes)
 
@@ -88,7 +64,7 @@ def launch(
     device: torch.device,
     sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """The kernel by itself, for operators that need the bounds inside."""
+    """The kernel of `range_bounds` by itself, for operators that need the bounds inside."""
     first, end = _empty(num_queries, offsets, document_start, device)
     num_keys, block, stride = sizes if len(sizes) == 3 else (sizes[0], 0, 1)
     range_bounds_kernel[(cdiv(num_queries, QUERIES), first.shape[0])](
