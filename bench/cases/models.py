@@ -28,8 +28,9 @@ from nsa_flex.bench.measure.timing import measure
 from nsa_flex.bench.measure.work import Work, work_of
 from nsa_flex.config import NSAConfig
 
-IMPLEMENTATIONS = tuple(
-    f"{who}{how}" for who in ("nsa", "dense") for how in ("", "-graph", "-eager")
+IMPLEMENTATIONS = (
+    *(f"{who}{how}" for who in ("nsa", "dense") for how in ("", "-graph", "-eager")),
+    "transformers-sdpa",
 )
 CAPTURE_WARM_UP = 3  # steps before a capture: what is allocated or compiled lazily must be there
 
@@ -65,6 +66,7 @@ class ModelCase:
         model: a name in `MODELS`.
         implementation: one of `IMPLEMENTATIONS`: nsa or dense, compiled unless it ends in
             "-eager". Dense attention is SDPA, on cuDNN where it takes the inputs, else what torch
+            chooses. "transformers-sdpa" is the model as transformers gives it, compiled: torch
             chooses.
         batch, seq_len: B, S.
     """
@@ -266,7 +268,8 @@ def training_columns(
         RuntimeError: the first loss is not that of a guess among the vocabulary, or the timed
             steps on one batch did not bring it down.
     """
-    with best_dense():
+    dense = case.implementation.startswith("dense")
+    with best_dense() if dense else contextlib.nullcontext():
         trainee = Trainee(case, device, compiler)
         start = time.perf_counter()
         first = trainee.step().item()

@@ -216,7 +216,9 @@ def models() -> list[AnyCase]:
     ]
     large = "llama-3.1-8b, 4 layers"
     for length in (KI << shift for shift in range(1, 7)):
-        cases += [ModelCase(large, name, 1, length) for name in ("nsa", "dense")]
+        cases += [
+            ModelCase(large, name, 1, length) for name in ("nsa", "dense", "transformers-sdpa")
+        ]
     return cases + [ModelCase(large, name, 1, 8 * KI) for name in ("nsa-eager", "dense-eager")]
 
 

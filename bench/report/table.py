@@ -252,6 +252,7 @@ def models(rows: list[Row]) -> pd.DataFrame:
 _MODEL_TITLES = (
     *("NSA, tokens/s", "NSA as a graph", "NSA eager"),
     *("dense, tokens/s", "dense as a graph", "dense eager"),
+    "transformers' sdpa",
 )
 
 
