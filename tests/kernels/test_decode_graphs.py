@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -64,24 +65,27 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "size", "batch", "prompt", "backend"), CASES)
 @torch.no_grad()
-def test_compiled_steps_of_a_batch_err_as_eager_ones_do(
+def test_compiled_steps_of_a_batch_give_what_eager_ones_do(
     name: str, size: ModelSize, batch: int, prompt: int, backend: str
 ) -> None:
-    """Every row, behind a prompt that a static cache holds."""
+    """Every row, behind a prompt that a static cache holds.
+
+    Inductor rounds fewer results to bfloat16 than eager code; then blocks whose scores are nearly
+    equal change places, and the logits differ by a tenth. So it rounds as eager code does here.
+    """
     device, num_new = torch.device(name), 34
     dtype = torch.bfloat16 if name == "cuda" else torch.float32
     model = build(size, prompt + num_new, device, patched=False).eval().to(dtype)
     model = nsa_flex.patch(model, size.config).requires_grad_(False)
     ids = torch.randint(size.vocab_size, (batch, prompt + num_new), device=device)
-    want = model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
     torch._dynamo.reset()
     mode = "reduce-overhead" if name == "cuda" else None
     compiled = torch.compile(model, fullgraph=True, backend=backend, mode=mode)
-    errors = [
-        errors_of_rows(last_logits(each, model, ids, num_new), want) for each in (model, compiled)
-    ]
+    with inductor_config.patch(emulate_precision_casts=True):
+        found, want = (last_logits(each, model, ids, num_new) for each in (compiled, model))
     torch._dynamo.reset()
-    assert errors[1].max().item() <= limit(errors[0].max().item(), dtype), errors
+    errors = (found - want).float().norm(dim=1) / want.float().norm(dim=1)
+    assert errors.max().item() <= limit(0.0, dtype), errors
 
 
 def last_logits(steps: Any, model: Any, ids: Tensor, num_new: int) -> Tensor:
@@ -95,8 +99,3 @@ def last_logits(steps: Any, model: Any, ids: Tensor, num_new: int) -> Tensor:
         logits = steps(token, past_key_values=cache, position_ids=position).logits[:, -1].clone()
         position += 1
     return logits
-
-
-def errors_of_rows(found: Tensor, want: Tensor) -> Tensor:
-    """Relative, (B,)."""
-    return (found - want).float().norm(dim=1) / want.float().norm(dim=1)
