@@ -16,6 +16,12 @@ from transformers import LogitsProcessor
 WARM_UP = 16
 
 
+def reserve(device: torch.device, batch: int, vocab_size: int, num_tokens: int) -> None:
+    """Has torch keep memory for the logits of so many tokens, lest a timed step ask for it."""
+    logits = [torch.empty(batch, vocab_size, device=device) for _ in range(num_tokens)]
+    logits.clear()
+
+
 class TokenClock(LogitsProcessor):
     """Stamps the start, then each call: the logits of one more token are there.
 
@@ -27,7 +33,7 @@ class TokenClock(LogitsProcessor):
         at: by number of the token (1 is the prompt's), what to call before its stamp.
 
     Attributes:
-        logits: of the last token, float32 (B, V).
+        logits: of each token, float32 (B, V): what `generate` made, not copies.
     """
 
     def __init__(
@@ -35,12 +41,12 @@ class TokenClock(LogitsProcessor):
     ) -> None:
         self.device, self.at = device, at or {}
         self.stamps: list[Any] = []
-        self.logits: Tensor | None = None
+        self.logits: list[Tensor] = []
         self._stamp()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """`scores` as they are."""
-        self.logits = scores
+        self.logits.append(scores)
         action = self.at.get(len(self.stamps))
         if action is not None:
             action()

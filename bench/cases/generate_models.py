@@ -108,10 +108,3 @@ def forget(*models: Any) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def dense_attentions(asked: list[str] | None) -> list[str]:
-    """What transformers' attention is timed on: as asked, else SDPA and FA-2 where installed."""
-    from transformers.utils import is_flash_attn_2_available
-
-    return asked or ["sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 
 pytest.importorskip("transformers")
 
 from nsa_flex.bench.cases import generate, generate_steps
 from nsa_flex.bench.cases.generate import columns_of, main, ratios
+from nsa_flex.bench.cases.generate_attention import dense_attentions
 from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
+from nsa_flex.bench.cases.generate_check import error_rounded_alike, failure_of
 from nsa_flex.bench.cases.generate_models import TINY, Pair, make_pair, quantized
 from nsa_flex.bench.report.rows import read_rows
 
@@ -45,8 +52,10 @@ def test_rows_of_both_models_and_caches(
         assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
         assert row["prefill_ms"] > 0
         assert row["logits_error"] < 1e-5  # float32
+        assert row["steps_off"] == 0
         assert {"sources", "torch", "transformers", "device", "date"} <= set(row)
-    assert "static 2x40 : dense (sdpa) / NSA" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert re.search(r"static 2x40 : dense / NSA ms_per_token \d+\.\d\d \(sdpa\), prefill", told)
 
 
 def test_both_models_share_their_weights(pair: Pair) -> None:
@@ -55,16 +64,81 @@ def test_both_models_share_their_weights(pair: Pair) -> None:
     assert len(ours) > len(dict(pair.dense.named_parameters()))
 
 
-def test_wrong_steps_fail(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = prompts_of(CASE, pair.size.vocab_size, CPU)
-    forward = type(pair.dense.model.layers[0].mlp).forward
+def spoil(monkeypatch: pytest.MonkeyPatch, pair: Pair, wrong: Callable[[], bool]) -> None:
+    """Makes single tokens go wrong in the last row of a batch, where `wrong` says so."""
+    layer = type(pair.dense.model.layers[0].mlp)
+    forward = layer.forward
 
-    def wrong(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return forward(self, x) + (x.shape[1] == 1)  # of single tokens
+    def spoiled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        out = forward(self, x)
+        if x.shape[1] == 1 and wrong():
+            out[-1] += 1
+        return out
 
-    monkeypatch.setattr(type(pair.dense.model.layers[0].mlp), "forward", wrong)
-    with pytest.raises(RuntimeError, match="the last logits of each row are off by"):
-        columns_of(pair.dense, ids, CASE, 60)
+    monkeypatch.setattr(layer, "forward", spoiled)
+
+
+@pytest.mark.parametrize("who", ["nsa", "sdpa"])
+def test_wrong_steps_of_one_row_fail(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    spoil(monkeypatch, pair, lambda: True)
+    row = generate.row_of(pair, who, GenerateCase("dynamic", 3, 40, 4), None, 60)
+    assert row["status"] == "failed"
+    assert re.match(r"the logits of half the steps are off by \d", row["reason"])
+    assert row["logits_error"] > 0.1
+    assert row["steps_off"] == pytest.approx(1 / 3, abs=0.001)
+    assert row["ms_per_token"] > 0  # what was measured stays
+
+
+def test_a_single_wrong_step_is_counted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+    spoil(monkeypatch, pair, lambda: next(calls) == 7)
+    row = generate.row_of(pair, "sdpa", CASE, None, 60)
+    # call 7 is of the last layer, in the fourth of 20 steps: no later one reads what it gave
+    assert (row["status"], row["steps_off"]) == ("ok", 0.05)
+
+
+def test_compiled_steps_must_be_the_eager_ones(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = GenerateCase("static", 2, 40, 4)
+    ids = prompts_of(case, pair.size.vocab_size, CPU)
+    assert error_rounded_alike(pair.nsa, ids, case) == 0
+    plain, compiled = pair.nsa.generate, []
+
+    def called(*args: Any, disable_compile: bool, **options: Any) -> torch.Tensor:
+        assert inductor_config.emulate_precision_casts
+        compiled.append(not disable_compile)
+        return plain(*args, disable_compile=disable_compile, **options)
+
+    monkeypatch.setattr(pair.nsa, "generate", called)
+    spoil(monkeypatch, pair, lambda: compiled[-1])
+    found = error_rounded_alike(pair.nsa, ids, case)
+    assert (compiled, found > 1e-3) == ([True, False], True)
+    assert not inductor_config.emulate_precision_casts
+    right = {"logits_error": 0.02}
+    assert failure_of(right | {"logits_error_rounded_alike": 0.0}) is None
+    told = failure_of(right | {"logits_error_rounded_alike": found})
+    assert told == f"compiled steps that round as eager ones do are off by {found}, relative"
+    assert failure_of({"logits_error": float("nan")}) is not None
+
+
+def test_dense_attention_without_cudnn(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(*args: Any) -> None:
+        autograd_cache = functorch_config.enable_autograd_cache
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), autograd_cache))
+        raise RuntimeError("seen")
+
+    before = (torch.backends.cuda.cudnn_sdp_enabled(), functorch_config.enable_autograd_cache)
+    monkeypatch.setattr(generate, "columns_of", look)
+    rows = [generate.row_of(pair, who, CASE, None, 1) for who in dense_attentions(None)]
+    assert [row["attention"] for row in rows][:2] == ["sdpa", "sdpa-no-cudnn"]
+    assert rows[1]["case"] == "generate/dense-sdpa-no-cudnn tiny dynamic 1x40"
+    assert seen[:2] == [before, (False, False)]
+    assert pair.dense.config._attn_implementation == "sdpa"
 
 
 def test_a_row_that_takes_too_long_fails(pair: Pair) -> None:
@@ -93,10 +167,8 @@ def test_quantized_rows(tmp_path: Path, pair: Pair) -> None:
     pytest.importorskip("torchao")
     rows = run(tmp_path, "--cases", "static:1x40", "--quantize", "int8wo")
     assert [(row["implementation"], row["quantized"]) for row in rows] == [
-        ("nsa", None),
-        ("dense", None),
-        ("nsa", "int8wo"),
-        ("dense", "int8wo"),
+        *(("nsa", None), ("dense", None), ("dense", None)),
+        *(("nsa", "int8wo"), ("dense", "int8wo"), ("dense", "int8wo")),
     ]
     assert {row["status"] for row in rows} == {"ok"}
     with pytest.raises(ValueError, match="quantize='int3': expected one of int8wo"):

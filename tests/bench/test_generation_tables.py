@@ -19,7 +19,7 @@ def generated(who: str, ms: float, prefill: float, **changes: Any) -> dict[str, 
     return {**row, **changes}
 
 
-def test_the_faster_dense_attention_counts() -> None:
+def test_the_faster_dense_attention_of_each_column_counts() -> None:
     rows = [
         generated("nsa", 2.0, 10.0),
         generated("dense", 5.0, 10.0),
@@ -29,8 +29,10 @@ def test_the_faster_dense_attention_counts() -> None:
     ]
     (line,) = generating(rows).to_numpy().tolist()
     assert line[:3] == ["static", "1", "8k"]
-    assert line[3:9] == ["2.00", "4.00", "2.00", "10.00", "30.00", "3.00"]
-    assert line[9:] == ["flash_attention_2", "abc"]
+    assert line[3:9] == ["2.00", "4.00", "2.00", "10.00", "10.00", "1.00"]
+    assert line[9:] == ["flash_attention_2; sdpa", "abc"]
+    rows[1]["prefill_ms"] = 40.0
+    assert generating(rows).iloc[0].tolist()[7:10] == ["30.00", "3.00", "flash_attention_2"]
 
 
 def test_what_failed_is_told() -> None:
