@@ -15,7 +15,10 @@ What does not fit the device has a row that says so. Rows go to a JSON file, wit
 picture. With --quick everything runs once, to fill caches of compiled code: several processes can
 do that, each with its --shard.
 
+Before anything is timed, what a step stores, its output and its choice are held to float64.
+
 Example: python -m nsa_flex.bench.cases.decode --out decode.json --plot decode.png
+Example: python -m nsa_flex.bench.cases.decode --short --seq-len 65536 --out short.json
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from nsa_flex.bench.cases.decode_inputs import (
     make_inputs,
     step,
 )
+from nsa_flex.bench.measure.machine import commit
 from nsa_flex.bench.measure.timing import Call, Times, measure_burst
 from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import launch
@@ -120,39 +124,50 @@ def parts(inputs: Inputs) -> Iterator[tuple[str, Call]]:
     yield "merge", lambda: launch.launch_combine(plan, cache, workspace, gates, out, lse)
 
 
-def measurements(shape: Shape, clock: Clock) -> Iterator[Measured]:
-    """Name, mode and what measures it; the sets of inputs of a kind of φ are made once."""
-    yield from steps_and_parts(shape, clock)
-    for kind in PRODUCTS:
-        yield from steps_of_kind(shape, kind, clock)
+def measurements(
+    shape: Shape, clock: Clock, kinds: Sequence[CompressionKind], *, short: bool
+) -> Iterator[Measured]:
+    """Name, mode and what measures it; the sets of inputs of a kind of φ are made once.
+
+    `short` leaves out what no ratio needs: parts, compiled steps, slower dense attention.
+    """
+    yield from steps_and_parts(shape, clock, short=short)
+    for kind in kinds:
+        yield from steps_of(checked_inputs(shape, kind), clock, f"nsa, {kind}")
 
 
-def steps_and_parts(shape: Shape, clock: Clock) -> Iterator[Measured]:
+def steps_and_parts(shape: Shape, clock: Clock, *, short: bool) -> Iterator[Measured]:
     """With φ the mean; dense attention beside it."""
-    sets = [make_inputs(shape) for _ in range(shape.copies)]
-    check(sets[0])
-    calls = [whole(x) for x in sets]
-    yield "nsa", "graph", lambda: clock.in_a_graph(calls)
-    yield "nsa", "eager", lambda: clock.one_by_one(calls)
-    sixteen = [advancing(x) for x in sets]
-    yield "nsa, mean of 16 steps", "graph", lambda: one_of_sixteen(clock.in_a_graph(sixteen))
-    apart = [dict(parts(x)) for x in sets]
-    for name in apart[0]:
-        yield name, "graph", partial(clock.in_a_graph, [each[name] for each in apart])
-    yield from compiled_steps(sets, clock)
-    yield from dense_steps(shape, sets, clock)
+    sets = checked_inputs(shape)
+    yield from steps_of(sets, clock, "nsa")
+    if not short:
+        apart = [dict(parts(x)) for x in sets]
+        for name in apart[0]:
+            yield name, "graph", partial(clock.in_a_graph, [each[name] for each in apart])
+        yield from compiled_steps(sets, clock)
+    yield from sdpa_steps(sets, clock)
+    if not short:
+        yield from other_dense_steps(shape, sets, clock)
 
 
-def steps_of_kind(shape: Shape, kind: CompressionKind, clock: Clock) -> Iterator[Measured]:
-    """Steps with φ of another kind, which complete a block, and the mean of sixteen."""
+def checked_inputs(shape: Shape, kind: CompressionKind = "mean") -> list[Inputs]:
+    """Sets of inputs to use in turn; the first one's step is right."""
     sets = [make_inputs(shape, kind) for _ in range(shape.copies)]
     check(sets[0])
+    return sets
+
+
+def steps_of(sets: Sequence[Inputs], clock: Clock, name: str) -> Iterator[Measured]:
+    """Steps which complete a block, and the mean of sixteen."""
     calls = [whole(x) for x in sets]
-    yield f"nsa, {kind}", "graph", lambda: clock.in_a_graph(calls)
-    yield f"nsa, {kind}", "eager", lambda: clock.one_by_one(calls)
+    yield name, "graph", lambda: clock.in_a_graph(calls)
+    yield name, "eager", lambda: clock.one_by_one(calls)
     sixteen = [advancing(x) for x in sets]
-    name = f"nsa, {kind}, mean of 16 steps"
-    yield name, "graph", lambda: one_of_sixteen(clock.in_a_graph(sixteen))
+    yield (
+        f"{name}, mean of 16 steps",
+        "graph",
+        lambda: one_of_sixteen(clock.in_a_graph(sixteen)),
+    )
 
 
 def compiled_steps(sets: Sequence[Inputs], clock: Clock) -> Iterator[Measured]:
@@ -180,7 +195,7 @@ def counted(call: Callable[..., Any], inputs: Inputs, clock: Clock) -> dict[str,
     return {**found, "graphs_skipped": counters["inductor"]["cudagraph_skips"] - before}
 
 
-def dense_steps(shape: Shape, sets: Sequence[Inputs], clock: Clock) -> Iterator[Measured]:
+def sdpa_steps(sets: Sequence[Inputs], clock: Clock) -> Iterator[Measured]:
     backends = {
         "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
         "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -189,6 +204,9 @@ def dense_steps(shape: Shape, sets: Sequence[Inputs], clock: Clock) -> Iterator[
         calls = [dense.sdpa(x, backend) for x in sets]
         yield name, "graph", partial(clock.in_a_graph, calls)
         yield name, "eager", partial(clock.one_by_one, calls)
+
+
+def other_dense_steps(shape: Shape, sets: Sequence[Inputs], clock: Clock) -> Iterator[Measured]:
     call = dense.compiled(dense.attend)
     wrapped = [partial(call, x.query, x.key, x.value) for x in sets]
     yield "sdpa", "compiled", lambda: clock.one_by_one(wrapped)
@@ -224,7 +242,8 @@ def fitting(shape: Shape, make: Callable[[], Call]) -> Call:
     return make()
 
 
-def rows_of(shape: Shape, clock: Clock, skip: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows_of(shape: Shape, clock: Clock, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row each of what is measured of a shape; `options` are of the command line."""
     about: dict[str, Any] = {
         "what": "decode step",
         "device": torch.cuda.get_device_name(),
@@ -235,14 +254,15 @@ def rows_of(shape: Shape, clock: Clock, skip: Sequence[str]) -> Iterator[dict[st
         "heads": f"{shape.query_heads}/{shape.kv_heads}",
         "head_dim": HEAD_DIM,
         "seq_len": shape.seq_len,
+        "commit": commit(),
     }
     total = torch.cuda.get_device_properties(0).total_memory
     if 1.1 * shape.stored > total:
         error = f"{shape.stored / 1e9:.0f} GB of keys and values do not fit {total / 1e9:.0f} GB"
         yield {**about, "implementation": "all", "mode": "all", "error": error}
         return
-    for name, mode, measure in measurements(shape, clock):
-        if name in skip:
+    for name, mode, measure in measurements(shape, clock, options.kinds, short=options.short):
+        if name in options.skip:
             continue
         row = {**about, "implementation": name, "mode": mode, "copies": shape.copies}
         if mode == "reduce-overhead" or name in ("flex", "fa2-varlen"):
@@ -309,6 +329,12 @@ def main() -> None:
     parser.add_argument("--seq-len", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--most-bytes", type=float, default=1e12, help="of keys and values")
     parser.add_argument("--skip", nargs="+", default=[], help="implementations to leave out")
+    parser.add_argument(
+        "--kinds", nargs="*", choices=PRODUCTS, default=PRODUCTS, help="of φ, beside the mean"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="steps and SDPA alone: what dense ÷ NSA is made of"
+    )
     parser.add_argument("--shard", default="0/1", help="I/N: shapes I, I + N, I + 2 N, ...")
     parser.add_argument("--quick", action="store_true", help="measure nothing properly")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
@@ -324,7 +350,7 @@ def main() -> None:
     for shape in shapes[first::every]:
         if shape.stored > arguments.most_bytes:
             continue
-        for row in rows_of(shape, clock, arguments.skip):
+        for row in rows_of(shape, clock, arguments):
             rows.append(row)
             told = row.get("median_us", row.get("error"))
             print(*(row[x] for x in ("heads", "batch", "seq_len", "implementation", "mode")), told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,60 +111,101 @@ def step(
     return out if aux is None else (out, aux)
 
 
-def make_inputs(shape: Shape, kind: CompressionKind = "mean") -> Inputs:
+def make_inputs(shape: Shape, kind: CompressionKind = "mean", device: str = "cuda") -> Inputs:
     """Random numbers; the compressed rows too, which is all the same to the kernels."""
 
     def normal(heads: int, tokens: int) -> Tensor:
         size = (shape.batch, heads, tokens, HEAD_DIM)
-        return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(size, device=device, dtype=torch.bfloat16)
 
     heads = shape.kv_heads
     phi = [
-        Compression(CONFIG, heads, HEAD_DIM, kind, device="cuda", dtype=torch.bfloat16)
+        Compression(CONFIG, heads, HEAD_DIM, kind, device=device, dtype=torch.bfloat16)
         for _ in range(2)
     ]
-    cache = LayerCache(*(each.requires_grad_(False) for each in phi), max_length=shape.seq_len)
+    for weight in itertools.chain(*(each.requires_grad_(False).parameters() for each in phi)):
+        weight.normal_(std=0.02)  # at its start φ is the mean, whatever its kind
+    cache = LayerCache(*phi, max_length=shape.seq_len)
     key, value = normal(heads, 1), normal(heads, 1)
     cache.lazy_initialization(key, value)
     for x in cache.buffers.tensors:
         x.normal_()
     advance([cache], IncomingBatch(shape.seq_len - 1))
-    logits = torch.randn(shape.batch, 1, shape.query_heads, 3, device="cuda").bfloat16()
-    offset = torch.zeros(3, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(shape.batch, 1, shape.query_heads, 3, device=device).bfloat16()
+    offset = torch.zeros(3, device=device, dtype=torch.bfloat16)
     gates = GateLogits(logits.transpose(1, 2), offset)
     return Inputs(cache, normal(shape.query_heads, 1), key, value, gates)
 
 
 def check(inputs: Inputs) -> None:
-    """Before timing: the last row's output in float64 from its choice, and the choice itself."""
-    out, aux = step(*inputs.arguments(), return_aux=True)
-    group = inputs.query.shape[1] // inputs.key.shape[1]
-    q = inputs.query[-1, :, 0].double().unflatten(0, (-1, group))
-    gates = inputs.gates.gates()[-1, :, 0].double().unflatten(0, (-1, group))
+    """Before timing, in float64: what a step stores, its output and its choice.
+
+    That is keys and values that came and the compressed row that they complete, of all rows; the
+    output of the first and the last row of the batch from its choice; and that choice. Of the
+    step that is timed, and of an earlier one, which completes no block.
+
+    Raises:
+        AssertionError: one is off by more than rounding to bfloat16 explains.
+    """
+    for each in (inputs, inputs.earlier(3)):
+        out, aux = step(*each.arguments(), return_aux=True)
+        length = int(each.cache.lengths[0]) + 1
+        check_stored(each, length)
+        for row in {0, out.shape[0] - 1}:
+            check_output(each, row, length, out, aux)
+
+
+def check_stored(inputs: Inputs, length: int) -> None:
+    """The last of `length` tokens, and the compressed row that it completes, are in the cache."""
+    cache, stored = inputs.cache, inputs.cache.buffers
+    for raw, new in ((stored.key, inputs.new_key), (stored.value, inputs.new_value)):
+        assert torch.equal(raw[:, :, length - 1], new[:, :, 0]), "a token was not stored"
+    before, after = (CONFIG.num_compressed_blocks(n) for n in (length - 1, length))
+    if before == after:
+        return
+    tokens = slice(length - CONFIG.compress_block_size, length)
+    for phi, raw, compressed in (
+        (cache.compress_key, stored.key, stored.compressed_key),
+        (cache.compress_value, stored.value, stored.compressed_value),
+    ):
+        want = copy.deepcopy(phi).double()(raw[:, :, tokens].double())[:, :, 0]
+        check_error("the compressed row", compressed[:, :, before], want)
+
+
+def check_output(inputs: Inputs, row: int, length: int, out: Tensor, aux: NSAAux) -> None:
+    """Of one row of the batch, from the blocks it chose, and that it chose well."""
+    stored, group = inputs.cache.buffers, inputs.query.shape[1] // inputs.key.shape[1]
+    q = inputs.query[row, :, 0].double().unflatten(0, (-1, group))
+    gates = inputs.gates.gates()[row, :, 0].double().unflatten(0, (-1, group))
     want = torch.zeros_like(q)
-    position = torch.arange(inputs.key.shape[2], device="cuda")
-    chosen = aux.blocks[-1, :, 0, :, None] == position // CONFIG.select_block_size
-    near = (position > position[-1] - CONFIG.window_size)[None, None]
+    position = torch.arange(length, device=q.device)
+    chosen = aux.blocks[row, :, 0, :, None] == position // CONFIG.select_block_size
+    near = (position >= length - CONFIG.window_size)[None, None]
+    rows = CONFIG.num_compressed_blocks(length)
     branches = (
-        (inputs.cache.buffers.compressed_key, inputs.cache.buffers.compressed_value, None),
-        (inputs.key, inputs.value, chosen.any(1)[:, None]),
-        (inputs.key, inputs.value, near),
+        (stored.compressed_key, stored.compressed_value, rows, None),
+        (stored.key, stored.value, length, chosen.any(1)[:, None]),
+        (stored.key, stored.value, length, near),
     )
-    for branch, (keys, values, mask) in enumerate(branches):
-        logits = q @ keys[-1].double().mT * HEAD_DIM**-0.5
+    for branch, (keys, values, end, mask) in enumerate(branches):
+        logits = q @ keys[row, :, :end].double().mT * HEAD_DIM**-0.5
         if mask is not None:
             logits = logits.masked_fill(~mask, float("-inf"))
         p = logits.softmax(-1)
-        want += gates[:, :, branch, None] * (p @ values[-1].double())
+        want += gates[:, :, branch, None] * (p @ values[row, :, :end].double())
         if branch == 0:
-            check_choice(p.sum(1).float(), aux, inputs.key.shape[2])
-    error = (out[-1, :, 0].double() - want.flatten(0, 1)).norm() / want.norm()
-    assert error < 2**-7, f"the step's output is off by {error:.1e}"
+            check_choice(p.sum(1).float(), aux.blocks[row, :, 0], length)
+    check_error("the step's output", out[row, :, 0], want.flatten(0, 1))
 
 
-def check_choice(p: Tensor, aux: NSAAux, length: int) -> None:
-    """No block left out outscores a chosen one; p (Hkv, N) is summed over each group."""
-    blocks = aux.blocks[-1, :, 0]
+def check_error(name: str, found: Tensor, want: Tensor) -> None:
+    """Relative to the norm: a unit in the last place of bfloat16."""
+    error = (found.double() - want).norm() / want.norm()
+    assert error < 2**-7, f"{name} is off by {error:.1e}"
+
+
+def check_choice(p: Tensor, blocks: Tensor, length: int) -> None:
+    """No block left out outscores one of `blocks` (Hkv, n); p (Hkv, N) is summed over groups."""
     scores = block_scores(p, CONFIG.num_select_blocks(length), CONFIG)
     for row, picked in zip(scores, blocks, strict=True):
         taken = picked[picked >= 0]
