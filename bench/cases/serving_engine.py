@@ -24,6 +24,10 @@ class Done(NamedTuple):
     seconds: float
 
 
+class TimeOver(RuntimeError):
+    """Requests were left when the time for them ended."""
+
+
 def check_version() -> None:
     """That transformers has the engine that this benchmark is of.
 
@@ -103,7 +107,8 @@ def serve(
     """All requests at once; what became of each, in order.
 
     Raises:
-        RuntimeError: one failed, the engine stopped, or `max_seconds` were over.
+        TimeOver: `max_seconds` were over.
+        RuntimeError: one failed, or the engine stopped.
     """
     start = time.perf_counter()
     names = manager.add_requests(prompts, max_new_tokens=num_new)
@@ -115,7 +120,9 @@ def serve(
             raise RuntimeError(f"a request failed: {result.error}")
         if result is not None and result.is_finished():
             found[result.request_id] = Done(result.generated_tokens, seconds)
-        if seconds > max_seconds or not (manager.is_running() or result):
-            why = "time was over" if seconds > max_seconds else "the engine stopped"
-            raise RuntimeError(f"{why}: {len(found)} of {len(names)} requests in {seconds:.0f} s")
+        done = f"{len(found)} of {len(names)} requests in {seconds:.0f} s"
+        if len(found) < len(names) and seconds > max_seconds:
+            raise TimeOver(f"time was over: {done}")
+        if not (manager.is_running() or result):
+            raise RuntimeError(f"the engine stopped: {done}")
     return [found[name] for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
 
-from nsa_flex.bench.cases import serving, serving_engine
+from nsa_flex.bench.cases import serving, serving_check, serving_engine
 from nsa_flex.bench.cases.generate_models import TINY, Pair, make_pair
 from nsa_flex.bench.cases.serving_check import check_tokens
 from nsa_flex.bench.cases.serving_engine import engine, random_prompts, serve
+from nsa_flex.bench.report.generation import serving as table
 from nsa_flex.bench.report.rows import read_rows
 
 SMALL = ["--device", "cpu", "--tiny", "--requests", "4", "--min-prompt", "20"]
@@ -54,15 +56,25 @@ def test_lengths_are_log_uniform_and_the_same_each_time() -> None:
     assert prompts[7] == random_prompts(400, 2048, 65536, 50, seed=3)[7]
 
 
-def test_tokens_that_are_not_the_models_fail(pair: Pair) -> None:
+def test_tokens_that_are_not_the_models_fail(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,) = random_prompts(1, 50, 50, pair.size.vocab_size, 0)
     ids = torch.tensor([prompt])
     right = pair.nsa.generate(ids, max_new_tokens=6, do_sample=False)[0, 50:].tolist()
     found = check_tokens(pair.nsa, [prompt], [right])
     assert (found["requests_equal_to_generate"], found["worst_gap"]) == (1, 0)
-    worst = int(pair.nsa(ids).logits[0, -1].argmin())
-    with pytest.raises(RuntimeError, match="standard deviations below the best one"):
+    logits = pair.nsa(ids).logits[0, -1]
+    worst, second = int(logits.argmin()), int(logits.topk(2).indices[1])
+    with pytest.raises(RuntimeError, match="standard deviations or more below the best ones"):
         check_tokens(pair.nsa, [prompt], [[worst, *right[1:]]])
+    other = [second, *right[1:]]
+    monkeypatch.setattr(serving_check, "MAX_GAP_OF_ONE", 9.0)
+    with pytest.raises(RuntimeError, match=r"\d of 6 tokens are 0.25 standard"):  # too many
+        check_tokens(pair.nsa, [prompt], [[worst, *right[1:]]])
+    monkeypatch.setattr(serving_check, "MAX_SHARE", 1.0)
+    assert check_tokens(pair.nsa, [prompt], [other])["requests_equal_to_generate"] == 0
+    assert check_tokens(pair.nsa, [prompt], [right], exact=True)["tokens_far"] == 0
+    with pytest.raises(RuntimeError, match="0 of 1 requests have the tokens of generate"):
+        check_tokens(pair.nsa, [prompt], [other], exact=True)
 
 
 def test_time_that_is_over_is_told(pair: Pair) -> None:
@@ -72,6 +84,25 @@ def test_time_that_is_over_is_told(pair: Pair) -> None:
         pytest.raises(RuntimeError, match=r"time was over: [01] of 2 requests"),
     ):
         serve(manager, prompts, 8, max_seconds=-1)
+
+
+def test_dense_attention_that_is_not_done_gives_bounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    serving.main([*SMALL, "--what", "serve", "--dense-seconds", "0.001", "--out", str(out)])
+    nsa, dense = read_rows(out)
+    assert (nsa["status"], dense["status"]) == ("ok", "not done")
+    assert re.match(r"time was over: [0-3] of 4 requests in \d+ s", dense["reason"])
+    assert (dense["new_tokens"], dense["prompt_tokens"]) == (16, nsa["prompt_tokens"])
+    assert dense["seconds_more_than"] == 0.001
+    assert dense["new_tokens_per_s_less_than"] == 16000
+    assert "dense / NSA: more than 0.0" in capsys.readouterr().out
+    line = table([nsa, dense | {"seconds_more_than": 60.0}]).iloc[0]
+    least = 60 / max(nsa["seconds"], nsa["first_run_seconds"])
+    assert line["seconds, dense"] == "> 60.00"
+    assert line["seconds, dense ÷ NSA"] == f"> {least:.2f}"
+    assert line["dense on"] == "sdpa"
 
 
 def test_a_failure_is_a_row(pair: Pair) -> None:
