@@ -181,9 +181,12 @@ def trained(
     silent: bool,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Row:
-    """Columns of a run of `nsa-flex train`; `probe_ms` of each probe, the first before step 1."""
+    """Columns of a run of `nsa-flex train`; `probe_ms` of the host in each probe.
+
+    The first is before step 1. The device may compute a step meanwhile.
+    """
     stamps, probes = Stamps(plan, device), list[float]()
-    with tempfile.TemporaryDirectory() as folder, _unsaved(silent), _timed_probes(device, probes):
+    with tempfile.TemporaryDirectory() as folder, _unsaved(silent), _timed_probes(probes):
         out = Path(folder) / "run"
         config = train_config(plan, vocabulary, out)
         training_run.train(config, callbacks=[stamps, *callbacks])
@@ -212,14 +215,12 @@ def _unsaved(silent: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _timed_probes(device: torch.device, seconds: list[float]) -> Iterator[None]:
-    """Within, notes how long the training waits for each probe."""
+def _timed_probes(seconds: list[float]) -> Iterator[None]:
+    """Within, notes how long the host launches each probe."""
 
     def timed(*args: Any) -> Any:
-        _wait(device)
         start = time.perf_counter()
         seen = observe(*args)
-        _wait(device)
         seconds.append(time.perf_counter() - start)
         return seen
 

@@ -157,7 +157,7 @@ class Collator:
         bounds[: len(begins)] = torch.tensor(begins)
         labels[bounds[: len(begins)]] = IGNORED  # predicted from another document
         lengths = bounds.diff()
-        positions = torch.arange(total) - bounds[:-1].repeat_interleave(lengths)
+        positions = torch.arange(total) - bounds[:-1].repeat_interleave(lengths, output_size=total)
         batch = {
             "input_ids": ids[None],
             "labels": labels[None],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.stopping import StopCallback
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
+from nsa_flex.training.telemetry.observe import without_logits
 from nsa_flex.training.telemetry.schemas import file_name
 from nsa_flex.training.texts import Texts, find_texts
 from nsa_flex.training.tokenizers import Tokenizer
@@ -201,11 +203,15 @@ def _probe(trainer: Trainer, texts: Texts, held_out: list[Any]) -> Callable[[], 
     """Runs the model on the first held-out row as the training runs it."""
     batch = texts.collator(held_out[:1])
     del batch["labels"]
+    options = {"use_cache": False, **without_logits(trainer.model)}
+
+    @functools.cache  # a copy from pageable memory waits for the device
+    def inputs() -> dict[str, Any]:
+        return {name: x.to(trainer.args.device) for name, x in batch.items()}
 
     def call() -> Any:
-        inputs = {name: x.to(trainer.args.device) for name, x in batch.items()}
         with trainer.compute_loss_context_manager():
-            return trainer.model(**inputs, use_cache=False)
+            return trainer.model(**inputs(), **options)
 
     return call
 

@@ -108,6 +108,22 @@ def test_steps_between_rows_do_not_wait_for_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+def test_the_probe_is_launched_without_waiting_for_the_device(tmp_path: Path) -> None:
+    model = nsa_flex.NSAAttention(128, 4, 1).cuda()
+    x = torch.randn(1, 600, 128, device="cuda")
+    options = {"probe": lambda: model(x), "gates_every": 1}
+    with nsa_flex.telemetry(model, tmp_path, **options) as told:
+        told.step_ended(1)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            told.measure()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        told.record(loss=1.0)
+    assert [row["step"] for row in rows_of(tmp_path)["gates"]] == [0, 1]
+
+
+@pytest.mark.gpu
 def test_strict_passes_where_the_table_s_first_backends_run(tmp_path: Path) -> None:
     model = nsa_flex.NSAAttention(256, 4, 1, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(1, 512, 256, device="cuda", dtype=torch.bfloat16)

@@ -160,6 +160,31 @@ def test_no_host_read_between_logging_steps(tmp_path: Path) -> None:
     assert loud.findings != []
 
 
+def test_the_probe_is_launched_before_the_loss_is_read(tmp_path: Path) -> None:
+    """The device still computes the step then. Its numbers are read once, after the loss."""
+    model, tokens = patched(), batch(1)
+    loss, before = loss_of(model, tokens).detach(), []
+
+    def probe():
+        before.append(list(syncs.findings))
+        return model(input_ids=tokens, use_cache=False)
+
+    syncs = SyncDetector()
+    options = {"probe": probe, "every": 1, "gates_every": 1}
+    with nsa_flex.telemetry(model, tmp_path, **options) as told, syncs:
+        told.step(loss)
+    assert before == [[], []]
+    assert [finding.detail for finding in syncs.findings] == ["Tensor.item()", "Tensor.tolist()"]
+    assert [row["step"] for row in rows_of(tmp_path)["gates"]] == [0, 0, 1, 1]
+
+
+def test_a_batch_as_the_probe_has_logits_of_one_token_alone(tmp_path: Path) -> None:
+    model, tokens = patched(), batch(1)
+    for probe in (tokens, {"input_ids": tokens}):
+        assert probe_call(model, probe)().logits.shape[1] == 1
+    assert probe_call(model, {"input_ids": tokens, "labels": tokens})().logits.shape[1] > 1
+
+
 def test_compiled_layers_stay_compiled_as_they_are(tmp_path: Path) -> None:
     """Neither a graph break nor another compilation, measured gates in between included."""
     model = patched()

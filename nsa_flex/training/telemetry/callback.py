@@ -66,13 +66,15 @@ class TelemetryCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the step."""
+        """Count the step; before a row, run the probe while the device still computes."""
         assert self.session is not None
         self.session.step_ended(
             state.global_step,
             tokens=self.tokens_per_step,
             calls=args.gradient_accumulation_steps,
         )
+        if control.should_log:
+            self.session.measure()
 
     def on_log(
         self,

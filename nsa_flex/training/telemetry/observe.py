@@ -7,6 +7,7 @@ breaks no graph and costs nothing between measurements.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,7 +102,15 @@ def probe_call(model: nn.Module, probe: Probe) -> Callable[[], Any]:
         batch["use_cache"] = False
     if isinstance(probe, Tensor) and "use_cache" not in batch:
         return lambda: model(probe)
+    if "labels" not in batch:
+        batch = without_logits(model) | batch
     return lambda: model(**batch)
+
+
+def without_logits(model: nn.Module) -> dict[str, Any]:
+    """Arguments with which a language model computes logits of the last token alone, or none."""
+    knows = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": 1} if knows else {}
 
 
 def observe(model: nn.Module, call: Callable[[], Any]) -> list[Observation]:

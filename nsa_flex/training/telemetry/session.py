@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,8 +19,25 @@ from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.telemetry.branch_counters import backends_of, check_strict, counted
 from nsa_flex.training.telemetry.gate_statistics import STATISTICS, statistics
 from nsa_flex.training.telemetry.heartbeat import Heartbeat
-from nsa_flex.training.telemetry.observe import Observation, Probe, observe, probe_call
+from nsa_flex.training.telemetry.observe import Probe, observe, probe_call
 from nsa_flex.training.telemetry.rows import RowFile, read_rows
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the probe found, its numbers still on the device.
+
+    counters: rows of fallback_counters.csv, but for session and step.
+    backends: branch to backend.
+    layers: their names.
+    numbers: float32 (layers, len(STATISTICS)).
+    """
+
+    step: int
+    counters: list[dict[str, Any]]
+    backends: dict[str, str]
+    layers: list[str]
+    numbers: Tensor
 
 
 class Telemetry:
@@ -57,6 +75,7 @@ class Telemetry:
         self._losses: list[Tensor] = []
         self._calls = 0
         self._measured_at: int | None = None
+        self._measured: Measured | None = None
         self._rate_from = (0.0, 0)
         self._writes = _rank() == 0
         self.heartbeat: Heartbeat | None = None
@@ -64,10 +83,10 @@ class Telemetry:
     def __enter__(self) -> Telemetry:
         self._started = time.perf_counter()
         self._rate_from = (self._started, self.tokens)
-        seen = self._observe()  # before a file is touched: strict may refuse
+        self.measure()  # before a file is touched: strict may refuse
         if self._writes:
             self._open()
-        self._write_measured(seen)
+        self._write_measured()
         return self
 
     def __exit__(
@@ -78,6 +97,8 @@ class Telemetry:
     ) -> None:
         if self.heartbeat is None:
             return
+        if kind is None:
+            self._write_measured()
         self.heartbeat.stop("done" if kind is None else "failed")
         for file in self._files.values():
             file.close()
@@ -107,13 +128,17 @@ class Telemetry:
         self._losses.append(loss.detach())
         self.step_ended(self.step_count + 1, tokens=tokens, calls=calls)
         if self.step_count % self.every == 0:
+            self.measure()
             read = torch.stack(self._losses).float().mean()
             self._losses.clear()
             norm = grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm
             self.record(loss=read.item(), learning_rate=learning_rate, grad_norm=norm)
 
     def step_ended(self, step: int, *, tokens: int | None = None, calls: int = 1) -> None:
-        """Count a step, without a row: for trainers that average losses themselves (`record`)."""
+        """Count a step, without a row: for trainers that average losses themselves.
+
+        Where a row follows they call `measure`, read the loss, and give it to `record`.
+        """
         self.step_count = step
         self.tokens += tokens or 0
         self._calls += calls
@@ -128,13 +153,13 @@ class Telemetry:
         grad_norm: float | None = None,
         held_out_loss: float | None = None,
     ) -> None:
-        """Write a row of training.csv, and measure gates if it is time.
+        """Write a row of training.csv, and what `measure` found, which it calls if nobody did.
 
         Raises:
             TrainingError: the loss or the norm of the gradients is not finite; the row is written.
         """
-        if self._measured_at is None or self.step_count - self._measured_at >= self.gates_every:
-            self._write_measured(self._observe())
+        self.measure()
+        self._write_measured()
         if self.heartbeat is not None:
             self._write_row(loss, learning_rate, grad_norm, held_out_loss)
         for name, value in (("loss", loss), ("norm of the gradients", grad_norm)):
@@ -144,6 +169,29 @@ class Telemetry:
                     "checkpoint with a lower learning rate or a longer warm-up, or look for a bad "
                     "row in the data after it"
                 )
+
+    def measure(self) -> None:
+        """Run the probe if `gates_every` steps went by; nothing is read, `record` writes it.
+
+        Called before a step's loss is read, the probe is launched while the device still computes
+        that step.
+        """
+        if not self._is_due():
+            return
+        self._measured_at = self.step_count
+        assert self._probe is not None
+        seen = observe(self.model, self._probe)
+        if self.strict:
+            check_strict(seen)
+        calls, self._calls = self._calls, 0
+        if self._writes and seen:
+            self._measured = Measured(
+                self.step_count,
+                counted(seen, calls),
+                backends_of(seen),
+                [each.name for each in seen],
+                torch.stack([statistics(each) for each in seen]),
+            )
 
     def phase(self, name: str) -> None:
         """Tell the heartbeat what goes on: training or evaluating."""
@@ -191,34 +239,31 @@ class Telemetry:
         self._rate_from = (now, self.tokens)
         self.heartbeat.loss = loss if math.isfinite(loss) else None
 
-    def _observe(self) -> list[Observation]:
-        """The layers on the probe. Of sharded models every rank must take part; of DDP too.
+    def _is_due(self) -> bool:
+        """Of sharded models every rank must take part; of DDP too.
 
         A function that is the probe may call DDP, whose forward broadcasts buffers.
         """
-        if self._probe is None or not (self._writes or _is_parallel(self.model)):
-            return []
-        self._measured_at = self.step_count
-        seen = observe(self.model, self._probe)
-        if self.strict:
-            check_strict(seen)
-        return seen
+        last = self._measured_at
+        if last is not None and self.step_count - last < self.gates_every:
+            return False
+        return self._probe is not None and (self._writes or _is_parallel(self.model))
 
-    def _write_measured(self, seen: list[Observation]) -> None:
-        if self.heartbeat is None or not seen:
+    def _write_measured(self) -> None:
+        found, self._measured = self._measured, None
+        if self.heartbeat is None or found is None:
             return
-        place = {"session": self.session, "step": self.step_count}
-        calls, self._calls = self._calls, 0
-        counters = [place | row for row in counted(seen, calls)]
-        self._files["fallback_counters"].append(*counters)
-        self.heartbeat.backends = backends_of(seen)
-        measured = torch.stack([statistics(each) for each in seen]).tolist()
-        for each, numbers in zip(seen, measured, strict=True):
+        place = {"session": self.session, "step": found.step}
+        self._files["fallback_counters"].append(*(place | row for row in found.counters))
+        self.heartbeat.backends = found.backends
+        rows = []
+        for name, numbers in zip(found.layers, found.numbers.tolist(), strict=True):
             known = {
-                name: None if math.isnan(x) else x
-                for name, x in zip(STATISTICS, numbers, strict=True)
+                column: None if math.isnan(x) else x
+                for column, x in zip(STATISTICS, numbers, strict=True)
             }
-            self._files["gates"].append(place | {"layer": each.name} | known)
+            rows.append(place | {"layer": name} | known)
+        self._files["gates"].append(*rows)
 
 
 def telemetry(
@@ -243,8 +288,9 @@ def telemetry(
         model: patched, or with `NSAAttention` layers.
         folder: of the run; made if need be. Rows are appended to those of earlier sessions.
         probe: what gates and blocks are measured on: keyword arguments of the model, its one
-            tensor, or a function that calls it (under autocast, for instance). Best some held-out
-            text of the training's length, the same throughout. None leaves gates.csv and
+            tensor, or a function that calls it (under autocast, for instance; on tensors that are
+            on the device, since a copy from the host waits for it). Best some held-out text of
+            the training's length, the same throughout. None leaves gates.csv and
             fallback_counters.csv empty.
         every: steps between rows.
         gates_every: least steps between measurements on the probe.
