@@ -45,6 +45,11 @@ class Columns:
             self._on_host = int(self.on_device)
         return self._on_host
 
+    def agree(self, other: Columns) -> None:
+        """Take the number from the columns of another layer, where the host knows that one's."""
+        if other.known is not None:
+            self._on_host = other.known
+
     def number_or_tensor(self) -> int | Tensor:
         """The number without waiting: where static a tensor."""
         return self.number() if self.on_device is None else self.on_device

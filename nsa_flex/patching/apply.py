@@ -83,6 +83,7 @@ def patch(
         _transformers_decoder().install(model, groups, configs)
         _transformers_saving().install(model, set(groups))
         _transformers_batching().install(model, set(groups))
+        _transformers_chunks().install(model, set(groups))
     return model
 
 
@@ -98,6 +99,7 @@ def unpatch(model: ModelT) -> ModelT:
             adapters.remove(site.module)
     groups = _by_decoder(sites)
     if groups:
+        _transformers_chunks().remove(model, set(groups))
         _transformers_batching().remove(model, set(groups))
         _transformers_saving().remove(model, set(groups))
         _transformers_decoder().remove(model, groups)
@@ -178,6 +180,13 @@ def _transformers_batching() -> ModuleType:
     from nsa_flex.patching import hf_batching
 
     return hf_batching
+
+
+def _transformers_chunks() -> ModuleType:
+    """What keeps the chunks of a prefill out of compiled code."""
+    from nsa_flex.patching import hf_chunks
+
+    return hf_chunks
 
 
 def _transformers_saving() -> ModuleType:

@@ -7,6 +7,7 @@ whoever made it (`generate`, the model, the caller), it goes on as the same obje
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,9 +63,17 @@ def adopt(cache: Cache, decoder: Decoder, real: Tensor | None) -> None:
     _check_kind(cache, modules)
     while len(cache.layers) <= max(module.layer_idx for module in modules):
         cache.layers.append(cache.layer_class_to_replicate())
-    layers = [_layer_for(module, cache.layers[module.layer_idx], real) for module in modules]
+    layers: Iterator[LayerCache]
+    layers = (_layer_for(module, cache.layers[module.layer_idx], real) for module in modules)
+    if any(_num_cached(cache.layers[module.layer_idx]) for module in modules):
+        layers = iter(list(layers))  # moving tokens may fail
+    # Else one by one: the memory of an empty static cache is freed as that of NSA's is taken.
     for module, layer in zip(modules, layers, strict=True):
         cache.layers[module.layer_idx] = layer
+
+
+def _num_cached(layer: Any) -> int:
+    return int(layer.get_seq_length()) if layer.is_initialized else 0
 
 
 def _layer_for(module: Attention, former: Any, real: Tensor | None) -> LayerCache:

@@ -36,6 +36,7 @@ def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> Non
         if first.is_initialized and not torch.compiler.is_compiling():
             _assert_same_past(mask, first, num_tokens)
     for cache in caches:
+        cache.columns.agree(first.columns)  # where compiled steps ran, the first asked the device
         cache.begin(incoming)
 
 
