@@ -14,9 +14,9 @@ to steps that are not compiled too, in a call where Inductor rounds as eager cod
 
 Dense attention is transformers' SDPA, with cuDNN and without it, and FA-2 where it is installed.
 
---quantize times torchao's weights beside bfloat16. --profile CASE prints what a token of one row
-is made of. --steps N runs so many compiled steps and fails if memory grows, anything is compiled
-again, or the host waits.
+--quantize times torchao's weights beside bfloat16, dense attention on SDPA alone. --profile CASE
+prints what a token of one row is made of. --steps N runs so many compiled steps and fails if
+memory grows, anything is compiled again, or the host waits.
 
 Example: python -m nsa_flex.bench.cases.generate --out generate.json
 Example: python -m nsa_flex.bench.cases.generate --quantize int8wo --out int8.json
@@ -44,11 +44,13 @@ from nsa_flex.bench.cases.generate_models import (
     QUANTIZED,
     TINY,
     Pair,
+    compiled_for,
     forget,
     make_pair,
     quantized,
 )
 from nsa_flex.bench.measure.machine import describe
+from nsa_flex.bench.measure.time_limit import time_limit
 from nsa_flex.bench.report.rows import Notebook, Row
 
 # The most telling first: what is left when the time is over is not measured.
@@ -57,7 +59,8 @@ DEFAULT = (
     *("static:1x8192", "static:1x65536", "dynamic:1x65536", "dynamic:8x32768"),
     *("static:8x8192", "dynamic:8x8192"),
 )
-QUANTIZED_DEFAULT = ("dynamic:1x8192", "static:1x8192")
+# Compiled, since weights that are not would be made whole anew for each token.
+QUANTIZED_DEFAULT, QUANTIZED_DENSE = ("static:1x8192", "static:1x32768"), ["sdpa"]
 
 
 @torch.no_grad()
@@ -114,10 +117,11 @@ def row_of(pair: Pair, who: str, case: GenerateCase, kind: str | None, max_secon
     }
     found: Row = {}
     try:
-        with nullcontext() if is_nsa else attending(model, who):
+        attention = nullcontext() if is_nsa else attending(model, who)
+        with time_limit(max_seconds), compiled_for(kind), attention:
             found = columns_of(model, ids, case, max_seconds, 2 if is_nsa else 1)
-        if is_nsa and found["compiled"] and kind is None:
-            found["logits_error_rounded_alike"] = error_rounded_alike(model, ids, case)
+            if is_nsa and found["compiled"] and kind is None:
+                found["logits_error_rounded_alike"] = error_rounded_alike(model, ids, case)
         reason = failure_of(found)
     except Exception as error:
         traceback.print_exc()
@@ -208,7 +212,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--profile", metavar="CASE", help="print what a token of this case takes")
     made.add_argument("--steps", type=int, help="run so many compiled steps of a static cache")
     made.add_argument("--budget", type=float, default=130, help="seconds; no row starts after")
-    made.add_argument("--row-seconds", type=float, default=60, help="a slower row ends")
+    made.add_argument("--row-seconds", type=float, default=60, help="a slower row has failed")
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     made.add_argument("--tiny", action="store_true", help="a tiny model, for tests")
     made.add_argument("--out", type=Path, help="JSON file of rows")
@@ -238,6 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quantize:
         if not options.cases:
             cases = [GenerateCase.parse(text, steps) for text in QUANTIZED_DEFAULT]
+        options.dense = options.dense or QUANTIZED_DENSE
         kinds += options.quantize.split(",")
     rows = measure_all(cases, kinds, options)
     print("\n".join(ratios(rows)))

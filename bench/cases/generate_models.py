@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 
 import nsa_flex
@@ -80,6 +83,8 @@ def make_pair(
 def quantized(pair: Pair, kind: str) -> Pair:
     """The pair with its linear maps quantized by torchao, but for the gates.
 
+    Inductor's settings stay as they are: see `compiled_for`.
+
     Raises:
         ValueError: `kind` is not in `QUANTIZED`.
     """
@@ -89,9 +94,26 @@ def quantized(pair: Pair, kind: str) -> Pair:
 
     models = [_twin(pair.dense), _twin(pair.nsa)]
     for model in models:
-        config = getattr(torchao, QUANTIZED[kind])()
+        config = getattr(torchao, QUANTIZED[kind])(set_inductor_config=False)
         torchao.quantize_(model, config, filter_fn=nsa_flex.quantization_filter)
     return Pair(pair.name, *models)
+
+
+@contextmanager
+def compiled_for(kind: str | None) -> Iterator[None]:
+    """Inductor's settings for a kind of weights, None for those that are not quantized.
+
+    They are those that torchao's `quantize_` makes for the whole process, so that a step reads
+    weights as they are stored: a product with one row is a reduction then, and every kernel is
+    tuned by coordinate descent, one compilation after another. The search in all directions
+    around the result is left out: up to 27 more compilations of one reduction.
+    """
+    if kind is None:
+        yield
+        return
+    settings = {"coordinate_descent_tuning": True, "force_fuse_int_mm_with_mul": True}
+    with torch._inductor.config.patch(settings):
+        yield
 
 
 def _twin(model: nn.Module) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from nsa_flex.bench.cases.generate import columns_of, main, ratios
 from nsa_flex.bench.cases.generate_attention import dense_attentions
 from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
 from nsa_flex.bench.cases.generate_check import error_rounded_alike, failure_of
-from nsa_flex.bench.cases.generate_models import TINY, Pair, make_pair, quantized
+from nsa_flex.bench.cases.generate_models import TINY, Pair, compiled_for, make_pair, quantized
 from nsa_flex.bench.report.rows import read_rows
 
 CPU = torch.device("cpu")
@@ -167,12 +168,35 @@ def test_quantized_rows(tmp_path: Path, pair: Pair) -> None:
     pytest.importorskip("torchao")
     rows = run(tmp_path, "--cases", "static:1x40", "--quantize", "int8wo")
     assert [(row["implementation"], row["quantized"]) for row in rows] == [
-        *(("nsa", None), ("dense", None), ("dense", None)),
-        *(("nsa", "int8wo"), ("dense", "int8wo"), ("dense", "int8wo")),
+        *(("nsa", None), ("dense", None)),
+        *(("nsa", "int8wo"), ("dense", "int8wo")),
     ]
     assert {row["status"] for row in rows} == {"ok"}
     with pytest.raises(ValueError, match="quantize='int3': expected one of int8wo"):
         quantized(pair, "int3")
+
+
+def test_quantized_weights_leave_inductors_settings_to_their_own_rows(pair: Pair) -> None:
+    """torchao would change them for the rows that are not quantized too."""
+    pytest.importorskip("torchao")
+
+    def tuned() -> tuple[bool, bool]:
+        every = inductor_config.coordinate_descent_check_all_directions
+        return inductor_config.coordinate_descent_tuning, every
+
+    before = tuned()
+    quantized(pair, "int8wo")
+    with compiled_for(None):
+        assert tuned() == before
+    with compiled_for("int8wo"):
+        assert tuned() == (True, before[1])
+    assert tuned() == before == (False, False)
+
+
+def test_a_row_that_hangs_has_failed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "columns_of", lambda *_: time.sleep(60))
+    row = generate.row_of(pair, "nsa", CASE, None, 0.2)
+    assert (row["status"], row["reason"]) == ("failed", "TimeoutError: not done after 0.2 s")
 
 
 @pytest.mark.parametrize("text", ["static", "static:8", "sliding:1x8", "static:1x", "static:ax8"])
