@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,17 +25,44 @@ LSE_TOKENS = 256
 
 
 class SumGradients(NamedTuple):
-    """What `gated_sum_gradients` returns."""
+    """What the backward of the branches takes in place of gates and outputs."""
 
-    gates: Tensor  # (B, S, H, 3)
     signed: Tensor  # (B, S, H, D): `grad` times the sign of the compressed branch's gate
-    selected_lse: Tensor  # float32 (B, S, H), less ln|gate|
-    signed_delta: Tensor  # float32 (B, S, H): delta_selected times the sign of its gate
-    delta_selected: Tensor  # float32 (B, S, H), before the gate, as the next
-    delta_sliding: Tensor
-    # As `selected_lse` and `signed_delta`, of the compressed branch, if they were asked for.
-    compressed_lse: Tensor | None = None
-    compressed_delta: Tensor | None = None
+    stats: Tensor  # float32 (4 or 6, B, S, H): what follows
+
+    @property
+    def selected_lse(self) -> Tensor:
+        """Less ln|gate|."""
+        return self.stats[0]
+
+    @property
+    def signed_delta(self) -> Tensor:
+        """`delta_selected` times the sign of its gate."""
+        return self.stats[1]
+
+    @property
+    def delta_selected(self) -> Tensor:
+        """Before the gate, as the next."""
+        return self.stats[2]
+
+    @property
+    def delta_sliding(self) -> Tensor:
+        return self.stats[3]
+
+    @property
+    def compressed_lse(self) -> Tensor:
+        """As `selected_lse`, if it was asked for, as the next."""
+        return self.stats[4]
+
+    @property
+    def compressed_delta(self) -> Tensor:
+        """As `signed_delta`."""
+        return self.stats[5]
+
+
+def num_stats(compressed_lse: Tensor | None) -> int:
+    """How many `SumGradients.stats` there are."""
+    return 4 if compressed_lse is None else 6
 
 
 def gated_sum_gradients(
@@ -45,8 +73,10 @@ def gated_sum_gradients(
     selected_lse: Tensor,
     gates: Tensor,
     compressed_lse: Tensor | None = None,
-) -> SumGradients:
-    """Gradients of the gates, and what the branches' backward takes for its gate and delta.
+    *,
+    in_place: bool = False,
+) -> tuple[Tensor, SumGradients]:
+    """Gradients of the gates (B, S, H, 3), and what the branches' backward takes for its own.
 
     Args:
         grad, compressed, selected, sliding: (B, S, H, D), contiguous.
@@ -54,13 +84,15 @@ def gated_sum_gradients(
         gates: (B, H, S, 3), any strides, any real numbers.
         compressed_lse: float32 (B, H, S), any strides, -inf for a query that sees nothing; None
             where that branch's backward has rows in another order, the fold's.
+        in_place: `signed` takes the memory of `grad`.
     """
     batch, tokens, heads, dim = selected.shape
     grad_gates = gates.new_empty((batch, tokens, heads, 3))
-    number = 4 if compressed_lse is None else 6
-    stats = torch.empty((number, batch, tokens, heads), dtype=torch.float32, device=grad.device)
+    shape = (num_stats(compressed_lse), batch, tokens, heads)
+    stats = torch.empty(shape, dtype=torch.float32, device=grad.device)
     of_compressed = (None, None) if compressed_lse is None else (stats[4], stats[5])
-    signed = torch.empty_like(grad)
+    # A CTA reads all of its rows before it writes them.
+    signed = grad if in_place else torch.empty_like(grad)
     num_rows = batch * tokens * heads
     fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
         grad,
@@ -83,13 +115,14 @@ def gated_sum_gradients(
         BLOCK_D=next_power_of_2(dim),
         BLOCK_M=BLOCK_ROWS,
     )
-    return SumGradients(grad_gates, signed, *stats.unbind())
+    return grad_gates, SumGradients(signed, stats)
 
 
 def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
-    """From the sign of the compressed branch's gate to that of the selected branch's, in place.
+    """From the sign of the first of `gates` to that of the second, or back, in place.
 
-    signed: (B, S, H, D), contiguous. Where no gate is negative, only gates are read.
+    signed: (B, S, H, D), contiguous. gates: (B, H, S, 2 or more), any strides. Where no gate is
+    negative, only gates are read.
     """
     batch, tokens, heads, dim = signed.shape
     num_rows = batch * tokens * heads
@@ -105,6 +138,14 @@ def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
         BLOCK_M=BLOCK_ROWS,
         SIGN_ROWS=SIGN_ROWS,
     )
+
+
+def after_zero(gates: Tensor) -> Tensor:
+    """0, and the gates of the compressed and the selected branch, (B, H, S, 3) in BSH memory.
+
+    What `switch_gate_sign` takes to go from a gate's sign to none, and back.
+    """
+    return F.pad(gates[..., :2].transpose(1, 2), (1, 0)).transpose(1, 2)
 
 
 def fold_gated_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:

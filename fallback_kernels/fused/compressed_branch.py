@@ -59,7 +59,7 @@ def attend_compressed(
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
-    if takes_ranges(rows, document_start):
+    if is_ranged(rows.shape[0] * rows.shape[1], document_start):
         bounds = _bounds(rows, document_start, key, config)
         out, lse = ranges_forward(
             *(rows.transpose(1, 2), key, value, *bounds, scale),
@@ -82,7 +82,7 @@ def compressed_gradients(
     rows: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
     gates: Tensor,
     document_start: Tensor | None,
@@ -92,13 +92,11 @@ def compressed_gradients(
     """Gradients of what `attend_compressed` took; `out` and `lse` are what it returned.
 
     sums: where range attention runs, what it is if it was given the log-sum-exp of this branch.
-    out: (B, S, H, D), contiguous.
+    out: (B, S, H, D), contiguous; not read where range attention runs.
     """
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
-    if takes_ranges(rows, document_start):
-        assert sums.compressed_lse is not None
-        assert sums.compressed_delta is not None
+    if is_ranged(rows.shape[0] * rows.shape[1], document_start):
         grads = ranges_gradients(
             rows.transpose(1, 2),
             *keys,
@@ -111,6 +109,7 @@ def compressed_gradients(
         grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in grads)
         fold = fold_of(tokens, 1, 1)
         return CompressedGradients([grad_query] * NUM_PARTS, fold, grad_key, grad_value)
+    assert out is not None
     fold = _fold(tokens, config)
     parts = [
         range_gradients(
@@ -130,9 +129,14 @@ def compressed_gradients(
     return CompressedGradients([part.query for part in parts], fold, grad_key, grad_value)
 
 
-def takes_ranges(rows: Tensor, document_start: Tensor | None) -> bool:
-    """Whether range attention runs for queries (B, S, H, D), not cuDNN."""
-    return document_start is not None or rows.shape[0] * rows.shape[1] <= RANGES_TOKENS
+def is_ranged(num_tokens: int, document_start: Tensor | None) -> bool:
+    """Whether range attention runs for so many tokens in all rows, not cuDNN."""
+    return document_start is not None or is_host_bound(num_tokens)
+
+
+def is_host_bound(num_tokens: int) -> bool:
+    """Whether the host's time counts in calls of so many tokens in all rows."""
+    return num_tokens <= RANGES_TOKENS
 
 
 def _bounds(

@@ -1,7 +1,11 @@
-"""The attention core as one custom operator, and one for its backward.
+"""The attention core as one custom operator, and one or two for its backward.
 
 One operator fixes order and memory as no composition of operators can: the fold is never copied,
 no gradient is multiplied by a gate, and the branches add their shares of dQ into one tensor.
+
+An operator's tensors live until it returns. Outputs of branches are as large as the queries, and
+a long backward needs two of the three for its gates alone: those are an operator by themselves,
+and the memory is free before the next one, in eager and in compiled code.
 """
 
 from __future__ import annotations
@@ -14,7 +18,18 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
-from nsa_flex.fallback_kernels.fused.schedule import run_backward, run_forward
+from nsa_flex.fallback_kernels.fused.bwd_gates import (
+    SumGradients,
+    gated_sum_gradients,
+    num_stats,
+)
+from nsa_flex.fallback_kernels.fused.compressed_branch import is_host_bound
+from nsa_flex.fallback_kernels.fused.schedule import (
+    Kept,
+    run_backward,
+    run_branches_backward,
+    run_forward,
+)
 from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
 
@@ -224,6 +239,92 @@ def _(
     )
 
 
+@torch.library.custom_op("nsa_flex::core_backward_gates", mutates_args=())
+@planned
+def core_backward_gates(
+    grad: Tensor,
+    compressed: Tensor,
+    selected: Tensor,
+    sliding: Tensor,
+    selected_lse: Tensor,
+    gates: Tensor,
+    compressed_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the gates, `SumGradients.signed` and its `stats`.
+
+    grad: (B, S, Hq, Dv), any strides. The others are as `gated_sum_gradients` takes them.
+    """
+    with torch.cuda.device_of(grad):
+        rows = grad.contiguous()
+        outputs = (compressed, selected, sliding)
+        grad_gates, sums = gated_sum_gradients(
+            *(rows, *outputs, selected_lse, gates, compressed_lse), in_place=rows is not grad
+        )
+    return grad_gates, sums.signed, sums.stats
+
+
+@core_backward_gates.register_fake
+def _(
+    grad: Tensor,
+    compressed: Tensor,
+    selected: Tensor,
+    sliding: Tensor,
+    selected_lse: Tensor,
+    gates: Tensor,
+    compressed_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    stats = (num_stats(compressed_lse), *grad.shape[:3])
+    return (
+        _empty_bshd(gates),
+        grad.new_empty(grad.shape),
+        grad.new_empty(stats, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("nsa_flex::core_backward_branches", mutates_args=("signed",))
+@planned
+def core_backward_branches(
+    signed: Tensor,
+    stats: Tensor,
+    grad: Tensor | None,
+    inputs: list[Tensor],
+    blocks: Tensor,
+    compressed: Tensor | None,
+    compressed_lse: Tensor,
+    selected_lse: Tensor,
+    sliding_lse: Tensor,
+    index: Tensor,
+    scale: float,
+    counts: list[int],
+    deterministic: bool,
+    document_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the tensors that `core_forward` takes, but for the gates; else `core_backward`.
+
+    Args:
+        signed, stats: what `core_backward_gates` gave.
+        grad: as there, if its memory is there anyway; None if `signed` is all there is of it.
+        compressed: of `core_forward`, as the next; None with documents.
+    """
+    grad = None if grad is None else grad.contiguous()
+    config = NSAConfig.of_counts(counts)
+    kept = Kept(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index)
+    call = (inputs, kept, document_start, scale, config, deterministic)
+    with torch.cuda.device_of(signed):
+        return run_branches_backward(grad, SumGradients(signed, stats), *call)
+
+
+@core_backward_branches.register_fake
+def _(
+    signed: Tensor, stats: Tensor, grad: Tensor | None, inputs: list[Tensor], *_others: Any
+) -> tuple[Tensor, ...]:
+    tensors, own = inputs[:5], inputs[6:]
+    return (
+        *(_empty_bshd(x) for x in tensors),
+        *((_empty_bshd(x) for x in own) if own else (signed.new_empty(0), signed.new_empty(0))),
+    )
+
+
 def _empty_bshd(x: Tensor) -> Tensor:
     """New (B, S, H, D) memory for the gradient of (B, H, S, D)."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]))
@@ -244,12 +345,60 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
         return *(None,) * 8, *options
     *saved, document_start = ctx.saved_tensors
     inputs, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-    options_of_backward = (ctx.scale, ctx.counts, ctx.deterministic, document_start, ctx.longest)
-    grads = _core_gradients(grad, inputs, results, *options_of_backward)
+    del saved
+    of_call = (ctx.scale, ctx.counts, ctx.deterministic, document_start)
+    if _is_one_step(inputs[0], document_start, ctx.longest, ctx.counts):
+        grads = _core_gradients(grad, inputs, results, *of_call, ctx.longest)
+    else:
+        # From here on, what is deleted is freed, unless the graph is retained.
+        if not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()
+        blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
+            results
+        )
+        del results
+        documents = document_start is not None
+        grad_gates, signed, stats = _gate_gradients(
+            *(grad, compressed, selected, sliding, selected_lse, inputs[5]),
+            compressed_lse if documents else None,
+        )
+        del selected, sliding
+        of_cudnn = None if documents else compressed
+        del compressed
+        of_branches = _branch_gradients(
+            *(signed, stats, grad if _is_held(grad) else None, inputs),
+            *(blocks, of_cudnn, compressed_lse, selected_lse, sliding_lse, index, *of_call),
+        )
+        grads = *of_branches[:5], grad_gates, *of_branches[5:]
     return *(x.transpose(1, 2) if x.dim() > 1 else None for x in grads), *options
+
+
+def _is_one_step(
+    query: Tensor, document_start: Tensor | None, longest: int | None, counts: list[int]
+) -> bool:
+    """Whether the backward is one operator: of short calls, and in graphs of any length.
+
+    Short rows' kernels need all branches to the end, and each operator takes the host's time.
+    """
+    batch, _, tokens, _ = query.shape
+    if not isinstance(batch, int) or not isinstance(tokens, int) or is_host_bound(batch * tokens):
+        return True
+    return is_short(query, document_start, longest, NSAConfig.of_counts(counts))
+
+
+def _is_held(grad: Tensor) -> bool:
+    """Whether the memory of a gradient, as kernels read it, is there whoever uses it.
+
+    Autograd holds what it was given. Compiled code, for which this is traced with tensors of
+    other types, frees what it does not use again.
+    """
+    is_traced = torch.compiler.is_compiling() or type(grad) is not Tensor
+    return grad.is_contiguous() and not is_traced
 
 
 core_forward.register_autograd(_differentiate, setup_context=_save)
 _core = directly(core_forward, _save, _differentiate)
 _core_output = directly(core_forward, _save, _differentiate, first=True)
 _core_gradients = directly(core_backward)
+_gate_gradients = directly(core_backward_gates)
+_branch_gradients = directly(core_backward_branches)

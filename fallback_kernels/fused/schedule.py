@@ -6,7 +6,7 @@ keys, one epilogue computes what is left of both.
 
 Backward: gates and deltas, compressed branch, dQ of everything but the top-k blocks, selected
 branch (which adds the top-k blocks' dQ), and dK and dV of the window with the selected branch's
-sums.
+sums. After the first stage nobody needs the outputs of the selected and the sliding branch.
 
 With documents, a document's first blocks are top-k blocks as far as kernels are concerned: what
 counts as an initial block is counted from the row's start, and only the first document begins
@@ -14,6 +14,8 @@ there. Local blocks are the same with documents and without.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +25,16 @@ from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, query_gradients
-from nsa_flex.fallback_kernels.fused.bwd_gates import gated_sum_gradients, switch_gate_sign
+from nsa_flex.fallback_kernels.fused.bwd_gates import (
+    SumGradients,
+    after_zero,
+    gated_sum_gradients,
+    switch_gate_sign,
+)
 from nsa_flex.fallback_kernels.fused.compressed_branch import (
     attend_compressed,
     compressed_gradients,
-    takes_ranges,
+    is_ranged,
 )
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import sliding_epilogue
 from nsa_flex.fallback_kernels.selected import bwd as selected_backward
@@ -37,6 +44,7 @@ from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
 CoreTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+BranchGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 CoreGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -131,37 +139,84 @@ def run_backward(
     config: NSAConfig,
     deterministic: bool,
 ) -> CoreGradients:
-    """The results of `core_backward`."""
-    query, key, value, compressed_key, compressed_value, gates, *own = inputs
+    """The results of `core_backward`, all in one step."""
     blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
         results
     )
-    rows = query.transpose(1, 2).contiguous()
     grad = grad.contiguous()
-    ranged = takes_ranges(rows, document_start)
-    sums = gated_sum_gradients(
-        *(grad, compressed, selected, sliding, selected_lse, gates),
+    ranged = is_ranged(inputs[0].shape[0] * inputs[0].shape[2], document_start)
+    grad_gates, sums = gated_sum_gradients(
+        *(grad, compressed, selected, sliding, selected_lse, inputs[5]),
         compressed_lse if ranged else None,
     )
+    kept = Kept(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index)
+    of_branches = run_branches_backward(
+        *(grad, sums, inputs, kept, document_start, scale, config, deterministic)
+    )
+    return *of_branches[:5], grad_gates, *of_branches[5:]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Results of `core_forward` that the backward of the branches takes."""
+
+    blocks: Tensor
+    compressed: Tensor | None  # None where range attention runs
+    compressed_lse: Tensor
+    selected_lse: Tensor
+    sliding_lse: Tensor
+    index: Tensor
+
+
+def run_branches_backward(
+    grad: Tensor | None,
+    sums: SumGradients,
+    inputs: list[Tensor],
+    kept: Kept,
+    document_start: Tensor | None,
+    scale: float,
+    config: NSAConfig,
+    deterministic: bool,
+) -> BranchGradients:
+    """Gradients of all inputs but the gates, in their order; writes into `sums.signed`.
+
+    grad: (B, S, Hq, Dv), contiguous, or None where `sums.signed` is all there is of it.
+    """
+    query, key, value, compressed_key, compressed_value, gates, *own = inputs
+    signed = sums.signed
+    rows = query.transpose(1, 2).contiguous()
     parts, fold, grad_compressed_key, grad_compressed_value = compressed_gradients(
         sums,
         rows,
         compressed_key,
         compressed_value,
-        compressed,
-        compressed_lse,
+        kept.compressed,
+        kept.compressed_lse,
         gates,
         document_start,
         config,
         scale,
     )
 
-    plan = _plan(rows.transpose(1, 2), key, value, blocks, document_start, config, True)
+    plan = _plan(rows.transpose(1, 2), key, value, kept.blocks, document_start, config, True)
     taken_over = (
         InitialLocal.none(plan.block_size) if own else _taken_over(plan, config, deterministic)
     )
+    in_place = grad is None
+    if grad is None:
+        gates_after_zero = after_zero(gates)
+        to_compressed, to_selected = gates_after_zero[..., :2], gates_after_zero[..., ::2]
+        switch_gate_sign(signed, to_compressed)  # back to no sign, which the window's kernels want
+        grad = signed
+    else:
+        to_selected = gates
     of_rows = QueryRows(
-        rows, grad, selected_lse, sums.delta_selected, sliding_lse, sums.delta_sliding
+        rows,
+        grad,
+        kept.selected_lse,
+        sums.delta_selected,
+        kept.sliding_lse,
+        sums.delta_sliding,
     )
     of_window = (
         *(own or (key, value)),
@@ -174,22 +229,24 @@ def run_backward(
     grad_rows = query_gradients(of_rows, parts, fold, *of_window)
     del parts  # their memory is large, and the next stage allocates
 
-    switch_gate_sign(sums.signed, gates)
+    switch_gate_sign(signed, to_selected)
     selected_sums = selected_backward.add_gradients(
         plan,
         rows.transpose(1, 2),
         rows_contiguous(key),
         rows_contiguous(value),
-        blocks,
+        kept.blocks,
         sums.selected_lse.transpose(1, 2),
         sums.signed_delta.transpose(1, 2),
-        sums.signed.transpose(1, 2),
+        signed.transpose(1, 2),
         scale,
         deterministic=deterministic,
-        index=index,
+        index=kept.index,
         grad_query=grad_rows.transpose(1, 2),
         initial_local=taken_over.num_local == 0,
     )
+    if in_place:
+        switch_gate_sign(signed, to_selected)
     if own:
         grad_key, grad_value = (
             x_sum[:, : key.shape[2]].to(x.dtype).contiguous()
@@ -198,14 +255,13 @@ def run_backward(
         grads_of_own = key_gradients(of_rows, None, *of_window)
     else:
         grad_key, grad_value = key_gradients(of_rows, selected_sums, *of_window)
-        grads_of_own = (grad.new_empty(0), grad.new_empty(0))
+        grads_of_own = (signed.new_empty(0), signed.new_empty(0))
     return (
         grad_rows,
         grad_key,
         grad_value,
         grad_compressed_key,
         grad_compressed_value,
-        sums.gates,
         *grads_of_own,
     )
 

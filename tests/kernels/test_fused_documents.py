@@ -259,7 +259,7 @@ def test_a_gate_of_zero_where_no_compressed_block_is_seen() -> None:
     rows = [torch.randn(1, 3, 2, 16) for _ in range(4)]
     gates = torch.tensor([0.0, 0.5]).expand(1, 3, 3, 2).transpose(1, 3)
     lse = torch.tensor([-torch.inf, 0.0, 1.0])[None, :, None].expand(1, 3, 2).contiguous()
-    sums = gated_sum_gradients(*rows, torch.zeros(1, 3, 2), gates, lse.transpose(1, 2))
+    _, sums = gated_sum_gradients(*rows, torch.zeros(1, 3, 2), gates, lse.transpose(1, 2))
     want = [[-torch.inf, -torch.inf], [torch.inf, np.log(2)], [torch.inf, 1 + np.log(2)]]
     torch.testing.assert_close(sums.compressed_lse, torch.tensor([want], dtype=torch.float32))
 
@@ -288,6 +288,17 @@ def test_operators_pass_opcheck() -> None:
                 start,
             )
             torch.library.opcheck(core.core_backward, backward, test_utils=CHECKS)
+            grad, blocks, lse, selected_lse, sliding_lse, index = (
+                torch.randn_like(results[0]),
+                *(results[i] for i in (1, 3, 5, 7, 8)),
+            )
+            of_gates = (grad, *results[2:7:2], selected_lse, inputs[5], lse)
+            torch.library.opcheck(core.core_backward_gates, of_gates, test_utils=CHECKS)
+            _, signed, stats = core.core_backward_gates(*of_gates)
+            kept = (blocks, None, lse, selected_lse, sliding_lse, index)
+            for held in (grad, None):
+                of_branches = (signed, stats, held, inputs, *kept, *options[:2], True, start)
+                torch.library.opcheck(core.core_backward_branches, of_branches, test_utils=CHECKS)
 
 
 def on_cuda(
