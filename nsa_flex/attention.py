@@ -177,6 +177,7 @@ def nsa_attention(
             document_start,
             max_document_length,
             return_blocks=return_aux,
+            query_offset=None if facts.whole else known_offset(query, key, query_offset),
         )
         if not return_aux:
             return core.out

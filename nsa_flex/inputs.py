@@ -77,6 +77,7 @@ class Inputs(NamedTuple):
             needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
             select_block_size=config.select_block_size,
             num_selected_blocks=config.num_selected_blocks,
+            known_offset=not isinstance(query_offset, Tensor),
         )
 
 

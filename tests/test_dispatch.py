@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_flex import explain
-from nsa_flex.dispatch import IMPLEMENTATIONS, Facts, choose_backends
+from nsa_flex.dispatch import IMPLEMENTATIONS, Facts, choose_backends, is_fused
 
 CUDA = Facts(
     device_type="cuda",
@@ -52,6 +52,25 @@ def backends(facts: Facts, backend: object = "auto") -> tuple[str, ...]:
 )
 def test_auto(changes: dict[str, object], expected: tuple[str, ...]) -> None:
     assert backends(replace(CUDA, **changes)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "together"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"documents": True}, True),
+        ({"whole": False, "needs_grad": False}, True),
+        ({"whole": False, "needs_grad": False, "dtype": torch.float32}, True),
+        ({"whole": False, "needs_grad": False, "head_dim": 12}, False),
+        ({"whole": False, "needs_grad": False, "known_offset": False}, False),
+        ({"whole": False, "needs_grad": False, "documents": True}, False),
+        ({"whole": False}, False),
+    ],
+)
+def test_one_operator(changes: dict[str, object], together: bool) -> None:
+    facts = replace(CUDA, **changes)  # type: ignore[arg-type]
+    assert is_fused(choose_backends(facts), facts) == together
 
 
 def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:

@@ -174,6 +174,20 @@ def test_a_prefill_with_a_cache_follows_the_table() -> None:
     assert "needs the queries to be all the tokens" in later["compressed"].reason
 
 
+def test_queries_at_an_offset_run_in_one_operator_without_gradients(
+    imagine: Callable[..., None],
+) -> None:
+    imagine(*arch.SM90)
+    query, key = meta(1, 64, 512, 128), meta(1, 4, 4096, 128)
+    told = explain(query, key, device=GPU, query_offset=1000, needs_grad=False)
+    ends = {"fused_fwd_epilogue_sm90_kernel", "gated_sum_fwd_kernel"}
+    assert told.kernels.names & ends == {"fused_fwd_epilogue_sm90_kernel"}
+    assert "ranges_fwd_kernel" in told.kernels.names
+    assert told["compressed"].reason.startswith("first in the table")
+    with_gradients = explain(query, key, device=GPU, query_offset=1000, needs_grad=True)
+    assert with_gradients.kernels.names & ends == {"gated_sum_fwd_kernel"}
+
+
 def test_the_cache_stays_as_it_is() -> None:
     cache = LayerCache(*(Compression(NSAConfig(), 2, 16) for _ in range(2)))
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """The compressed branch inside of the core: cuDNN on the fold, or range attention.
 
-Range attention takes packed documents, and calls of few tokens, for which it is one launch.
+Range attention takes packed documents, queries at an offset, and calls of few tokens, for which it
+is one launch.
 cuDNN leaves outputs and dQ in the parts of the fold, range attention in the order of tokens. The
 latter is a fold as well, that of blocks of one token (l = d = 1), so that whoever reads the parts
 need not know.
@@ -52,15 +53,17 @@ def attend_compressed(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
+    offsets: Tensor | None = None,
 ) -> CompressedOutput:
     """The compressed branch of queries (B, S, H, D), contiguous.
 
     document_start: int32 (B, S), first key of each query's document; None for one document.
+    offsets: int32 (B, Hkv), position of query 0; None where that is key 0.
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
-    if is_ranged(rows.shape[0] * rows.shape[1], document_start):
-        bounds = _bounds(rows, document_start, key, config)
+    if offsets is not None or is_ranged(rows.shape[0] * rows.shape[1], document_start):
+        bounds = _bounds(rows, document_start, key, config, offsets)
         out, lse = ranges_forward(
             *(rows.transpose(1, 2), key, value, *bounds, scale),
             lse_by_head=document_start is None,
@@ -140,11 +143,18 @@ def is_host_bound(num_tokens: int) -> bool:
 
 
 def _bounds(
-    rows: Tensor, document_start: Tensor | None, key: Tensor, config: NSAConfig
+    rows: Tensor,
+    document_start: Tensor | None,
+    key: Tensor,
+    config: NSAConfig,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, sizes = rows.shape[1], (config.compress_block_size, config.compress_stride)
-    if document_start is not None:
-        return launch_bounds(tokens, 0, None, document_start, rows.device, [key.shape[2], *sizes])
+    if document_start is not None or offsets is not None:
+        # The offset of a batch row is the same for all KV heads.
+        of_rows = None if offsets is None else offsets[:, 0].contiguous()
+        numbers = [key.shape[2], *sizes]
+        return launch_bounds(tokens, 0, of_rows, document_start, rows.device, numbers)
     # By PyTorch's operators: what follows from no tensor, a launch plan keeps.
     block, stride = sizes
     positions = torch.arange(tokens, device=rows.device, dtype=torch.int32)[None]

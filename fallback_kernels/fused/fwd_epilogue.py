@@ -35,6 +35,7 @@ from nsa_flex.fallback_kernels.selected.fwd_combine import add_partials, combine
 from nsa_flex.fallback_kernels.selected.fwd_partial import for_each_chunk
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
 from nsa_flex.fallback_kernels.selected.prepare import Selection
+from nsa_flex.fallback_kernels.selected.tiles import row_offset
 from nsa_flex.fallback_kernels.sliding.config import SPARE_BYTES, descriptor
 from nsa_flex.fallback_kernels.sliding.fwd import attend_tile
 from nsa_flex.fallback_kernels.sliding.tiles import (
@@ -126,9 +127,9 @@ def fwd_epilogue(
 
     Args:
         selection: of a supported call, with all initial and local blocks; query memory
-            (B, S, H, D).
+            (B, S, H, D). With offsets nothing is saved.
         document_start: int32 (B, S), contiguous, or None; with it, `selection` counts no initial
-            blocks.
+            blocks and has no offsets.
         window: of the sliding branch, in keys.
         compressed_parts: outputs of the compressed branch, by the parts of its fold.
         gates: (B, Hq, S, 3), any strides.
@@ -154,7 +155,7 @@ def fwd_epilogue(
     def run_chunk(chunk: QueryChunk, partials: Tensor, partial_lse: Tensor) -> None:
         tensors = (
             partial_lse, selection.csr.bitmask, selection.unions.sizes, document_start,
-            *compressed_parts, gates, out, selected_lse, sliding_lse,
+            selection.offsets, *compressed_parts, gates, out, selected_lse, sliding_lse,
         )  # fmt: skip
         scalars = (
             *gates.stride(),
@@ -163,7 +164,7 @@ def fwd_epilogue(
             plan.chunk_tokens,
             plan.span // plan.combine_tokens,
             plan.num_queries,
-            min(window, plan.num_queries),
+            min(window, plan.num_keys),
             plan.kv_heads,
             base2_scale(selection.scale),
             *bounds_of(fold.ranges),
@@ -249,7 +250,7 @@ def attend_initial_blocks(
 )  # fmt: skip
 def fused_fwd_epilogue_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc,
-    partial_ptr, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr,
+    partial_ptr, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr, offsets_ptr,
     part0, part1, part2, part3, gate_ptr, out_ptr, selected_lse_ptr, sliding_lse_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
@@ -265,25 +266,37 @@ def fused_fwd_epilogue_kernel(
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """CTA (query tile of the chunk, KV head of the chunk); all of a tile lies in one block."""
+    """CTA (query tile of the chunk, KV head of the chunk); all of a tile lies in one block.
+
+    offsets_ptr: as `row_offset` takes it; None where query 0 is key 0. Keys after the last query
+    may hold anything: the own block's tile then ends with the last query.
+    """
     head_in_chunk = tl.program_id(1)
     b = (first_head + head_in_chunk) // kv_heads
     h = (first_head + head_in_chunk) % kv_heads
     first_tile = (first_head + head_in_chunk) * tiles_per_head + chunk_start // BLOCK_TOKENS
     tile = first_tile + tl.program_id(0)
     has_union = tl.load(union_size_ptr + tile) >= 0
-    first = chunk_start + tl.program_id(0) * BLOCK_TOKENS
+    query_offset, chunk_start = row_offset(
+        offsets_ptr, first_head + head_in_chunk, 0, chunk_start, BLOCK_SIZE
+    )
+    first_position = chunk_start + tl.program_id(0) * BLOCK_TOKENS
+    first = first_position - query_offset
     token, head_in_group, row_mask = query_rows(
         first, 0, num_tokens, GROUP, GROUP, BLOCK_TOKENS, BLOCK_M
     )  # [BLOCK_M] each
+    position = token + query_offset  # [BLOCK_M]
+    if offsets_ptr is not None:
+        row_mask = row_mask & (token >= 0)
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
     query_heads = kv_heads * GROUP
     row = row_offsets(token, head_in_group, 1, query_heads)
     row = row + batch * num_tokens * query_heads + head  # [BLOCK_M]
     q = load_rows_at(query_ptr, row * HEAD_DIM, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    num_keys = query_offset + num_tokens
+    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_keys)
     values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_keys
     )
 
     # From the own block to the left: the local blocks, then on to the end of the window. Only the
@@ -291,20 +304,25 @@ def fused_fwd_epilogue_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], MIN_LOGIT, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    own_block = first // BLOCK_SIZE
+    own_block = first_position // BLOCK_SIZE
+    own_start = None
+    if offsets_ptr is not None:
+        own_start = tl.zeros([BLOCK_M], tl.int32) + own_block * BLOCK_SIZE
     first_key = 0  # of the document, which starts with a block
     if document_start_ptr is not None:
         document_start_ptr += batch * num_tokens + first
         first_key = tl.load(document_start_ptr, mask=first < num_tokens, other=0)
-    window_blocks = own_block - tl.maximum(first - window + 1, first_key) // BLOCK_SIZE
+    window_blocks = own_block - tl.maximum(first_position - window + 1, first_key) // BLOCK_SIZE
     local_blocks = tl.minimum(LOCAL, own_block + 1 - first_key // BLOCK_SIZE)
     for i in tl.range(0, local_blocks, num_stages=STAGES):
         start = (own_block - i) * BLOCK_SIZE
+        if offsets_ptr is not None:
+            start = tl.minimum(start, num_keys - BLOCK_SIZE)
         k, v = load_key_value(
             keys, values, start, BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
         )  # [BLOCK_SIZE, BLOCK_D], [BLOCK_SIZE, BLOCK_DV]
         acc, row_max, row_sum = attend_tile(
-            q, k, v, token, None, start, window, scale_log2, acc, row_max, row_sum,
+            q, k, v, position, own_start, start, window, scale_log2, acc, row_max, row_sum,
             i == 0, PRECISION,
         )  # fmt: skip
     kept = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)  # [BLOCK_M, BLOCK_DV]
@@ -315,8 +333,8 @@ def fused_fwd_epilogue_kernel(
             keys, values, start, BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
         )  # [BLOCK_SIZE, BLOCK_D], [BLOCK_SIZE, BLOCK_DV]
         acc, row_max, row_sum = attend_tile(
-            q, k, v, token, None, start, window, scale_log2, acc, row_max, row_sum,
-            start + window < first + BLOCK_TOKENS, PRECISION,
+            q, k, v, position, None, start, window, scale_log2, acc, row_max, row_sum,
+            start + window < first_position + BLOCK_TOKENS, PRECISION,
         )  # fmt: skip
 
     tl.store(sliding_lse_ptr + row, (row_max + tl.log2(row_sum)) * LN2, mask=row_mask)
@@ -347,7 +365,7 @@ def fused_fwd_epilogue_kernel(
             PRECISION, INITIAL, LOCAL,
         )  # fmt: skip  # [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]
         num_topk = bitmask >> 24
-        partial_row = head_in_chunk * chunk_tokens + token - chunk_start
+        partial_row = head_in_chunk * chunk_tokens + position - chunk_start
         partial_row = partial_row * NUM_SLOTS * GROUP + head_in_group  # [BLOCK_M]
         lse_log2, alpha = combine_lse(
             row_max, row_sum, partial_lse_ptr, partial_row, num_topk, GROUP, PADDED_SLOTS

@@ -32,6 +32,7 @@ from nsa_flex.fallback_kernels.selected.fwd_union_sm90 import (
     add_values,
     kv_descriptor,
     qk_product,
+    row_offset,
     scale_rows,
     sums_by_lane,
 )
@@ -56,12 +57,21 @@ def block_of_step(step, own_block, window_blocks):
 
 
 @gluon.jit
-def fetch(desc, at, block, barrier, buffer, is_needed):
-    """Starts the TMA load of a block of keys or values of (batch row, KV head) `at`."""
+def tile_start(block, last_start):
+    """First key of the tile that is loaded for a block; `last_start` is the last there may be."""
+    start = block * BLOCK_N
+    if last_start is not None:
+        start = gl.minimum(start, last_start)
+    return start
+
+
+@gluon.jit
+def fetch(desc, at, start, barrier, buffer, is_needed):
+    """Starts the TMA load of keys or values from `start` on, of (batch row, KV head) `at`."""
     mbarrier.expect(barrier, desc.block_type.nbytes, pred=is_needed)
     tma.async_copy_global_to_shared(
         desc,
-        [at[0], at[1], block * BLOCK_N, 0],
+        [at[0], at[1], start, 0],
         barrier,
         buffer.reshape([1, 1, BLOCK_N, BLOCK_D]),
         is_needed,
@@ -131,14 +141,15 @@ def write_tile(desc, at, first, buffer, tile):
 
 @gluon.jit
 def attend_window(
-    begin, end, descs, at, blocks, token, q, keys, values, barriers, sums, scale_log2,
-    TOKENS: gl.constexpr, SCORES: gl.constexpr,
+    begin, end, descs, at, blocks, position, q, keys, values, barriers, sums, scale_log2,
+    last_start, TOKENS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """`sums` with the blocks of the window from step `begin` to before step `end`.
 
     descs: of keys and values. at: batch row and KV head. blocks: the own block, how many lie in
-    the window, how many are needed in all, the tile's first token, and the window. sums: acc
-    [BLOCK_M, BLOCK_D], row_max [BLOCK_M], and row sums by lane [BLOCK_M, 4].
+    the window, how many are needed in all, the tile's first position, and the window. position:
+    of each row. sums: acc [BLOCK_M, BLOCK_D], row_max [BLOCK_M], and row sums by lane
+    [BLOCK_M, 4]. last_start: as `tile_start` takes it.
     """
     own_block, window_blocks, steps, first, window = blocks
     acc, row_max, row_sum = sums
@@ -146,16 +157,19 @@ def attend_window(
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     for step in range(begin, end):
         phase = step & 1
-        next_block = block_of_step(step + 1, own_block, window_blocks)
+        next_start = tile_start(block_of_step(step + 1, own_block, window_blocks), last_start)
         has_next = step + 1 < steps
         mbarrier.wait(barriers[0], phase)
         logits = qk_product(q, keys.permute((1, 0)), zero)  # [BLOCK_M, BLOCK_N]
-        fetch(descs[0], at, next_block, barriers[0], keys, has_next)
+        fetch(descs[0], at, next_start, barriers[0], keys, has_next)
         start = (own_block - step) * BLOCK_N
         if (step == 0) | (start + window < first + TOKENS):
-            key = gl.expand_dims(start + column, 0)
-            query = gl.expand_dims(token, 1)
-            logits = gl.where((key <= query) & (key > query - window), logits, float("-inf"))
+            key = gl.expand_dims(tile_start(own_block - step, last_start) + column, 0)
+            query = gl.expand_dims(position, 1)
+            seen = (key <= query) & (key > query - window)
+            if last_start is not None:  # keys of the block before come once more
+                seen = seen & (key >= start)
+            logits = gl.where(seen, logits, float("-inf"))
         new_max = gl.maximum(row_max, gl.max(logits, 1) * scale_log2)  # [BLOCK_M]
         p = gl.exp2(logits * scale_log2 - gl.expand_dims(new_max, 1))  # [BLOCK_M, BLOCK_N]
         alpha = gl.exp2(row_max - new_max)
@@ -163,16 +177,22 @@ def attend_window(
         row_max = new_max
         mbarrier.wait(barriers[1], phase)
         acc = add_values(p, values, scale_rows(acc, alpha))
-        fetch(descs[1], at, next_block, barriers[1], values, has_next)
+        fetch(descs[1], at, next_start, barriers[1], values, has_next)
     return acc, row_max, row_sum
 
 
 @gluon.jit
-def query_rows(first, num_tokens, GROUP: gl.constexpr, layout: gl.constexpr):
-    """Token and head in group of every row, and the mask of rows that exist: [BLOCK_M] each."""
+def query_rows(first, num_tokens, GROUP: gl.constexpr, EARLY: gl.constexpr, layout: gl.constexpr):
+    """Token and head in group of every row, and the mask of rows that exist: [BLOCK_M] each.
+
+    EARLY: a tile may begin before token 0.
+    """
     row = gl.arange(0, BLOCK_M, layout)
     token = first + row // GROUP
-    return token, row % GROUP, token < num_tokens
+    row_mask = token < num_tokens
+    if EARLY:
+        row_mask = row_mask & (token >= 0)
+    return token, row % GROUP, row_mask
 
 
 @gluon.jit
@@ -188,8 +208,9 @@ def start_rows(pointer, row, row_mask, buffer):
 
 @gluon.jit
 def start_compressed(
-    parts, fold, tile, buffer, GROUP: gl.constexpr, STRIDE: gl.constexpr, MEMORY: gl.constexpr
-):
+    parts, fold, tile, buffer, GROUP: gl.constexpr, EARLY: gl.constexpr, STRIDE: gl.constexpr,
+    MEMORY: gl.constexpr,
+):  # fmt: skip
     """Starts the copy of a tile's rows of the compressed branch; 0 where they see no block.
 
     parts: those of the fold. fold: its rows, where parts begin, and its reach. tile: batch row,
@@ -197,7 +218,7 @@ def start_compressed(
     """
     batch, first, head, num_tokens, query_heads = tile
     token, head_in_group, row_mask = query_rows(
-        first, num_tokens, GROUP, gl.SliceLayout(1, MEMORY)
+        first, num_tokens, GROUP, EARLY, gl.SliceLayout(1, MEMORY)
     )
     rows, first1, first2, first3, reach = fold
     part, residue, width, part_rows, row = fold_position(
@@ -223,7 +244,7 @@ def add_rows(acc, buffer, factor):
 def fused_fwd_epilogue_sm90_kernel(
     key_desc, value_desc, query_desc, out_desc,
     compressed_desc, selected_desc, sliding_desc, selected_ptr,
-    partial_desc, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr,
+    partial_desc, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr, offsets_ptr,
     part0, part1, part2, part3, gate_ptr, selected_lse_ptr, sliding_lse_ptr,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     first_head, chunk_start, chunk_tokens, tiles_per_head,
@@ -235,13 +256,15 @@ def fused_fwd_epilogue_sm90_kernel(
 
     With descriptors of the branches each is written as well, the sliding one through the queries'
     shared memory, where the sum reads it again. Of tiles with a block union the selected branch is
-    read from `selected_ptr`.
+    read from `selected_ptr`. Tiles are counted in positions, rows and tokens by query.
     """
     SAVE: gl.constexpr = sliding_desc is not None
     FIRST: gl.constexpr = 1 if SAVE else 0
     TOPK: gl.constexpr = NUM_SLOTS - INITIAL - LOCAL
     # Steps that attend the row's first block: with documents none is an initial block.
     FIRST_BLOCKS: gl.constexpr = 1 if document_start_ptr is None else 0
+    # At an offset tiles begin before the first query, and keys after the last may hold anything.
+    EARLY: gl.constexpr = offsets_ptr is not None
     TOKENS: gl.constexpr = BLOCK_M // GROUP
     WARPS: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = query_desc.dtype
@@ -258,13 +281,21 @@ def fused_fwd_epilogue_sm90_kernel(
     first_tile = (first_head + head_in_chunk) * tiles_per_head + chunk_start // TOKENS
     tile = first_tile + gl.program_id(0)
     has_union = gl.load(union_size_ptr + tile) >= 0
-    first = chunk_start + gl.program_id(0) * TOKENS
-    own_block = first // BLOCK_N
+    query_offset, chunk_start = row_offset(
+        offsets_ptr, first_head + head_in_chunk, 0, chunk_start, BLOCK_N
+    )
+    first_position = chunk_start + gl.program_id(0) * TOKENS
+    first = first_position - query_offset
+    last_start = None
+    if EARLY:
+        last_start = query_offset + num_tokens - BLOCK_N
+    own_block = first_position // BLOCK_N
     first_key = 0  # of the document, which starts with a block
     if document_start_ptr is not None:
         document_start_ptr += batch.to(gl.int64) * num_tokens + first
         first_key = gl.load(document_start_ptr, mask=first < num_tokens, other=0)
-    window_blocks = own_block - gl.maximum(first - window + 1, first_key) // BLOCK_N + 1
+    lowest = gl.maximum(first_position - window + 1, first_key)
+    window_blocks = own_block - lowest // BLOCK_N + 1
     steps = window_blocks
     if not has_union:
         steps += FIRST_BLOCKS
@@ -286,23 +317,26 @@ def fused_fwd_epilogue_sm90_kernel(
     tma.async_copy_global_to_shared(
         query_desc, [batch, first, h, 0, 0], barriers[2], q.reshape(QUERIES)
     )
-    fetch(key_desc, at, own_block, barriers[0], keys, True)
-    fetch(value_desc, at, own_block, barriers[1], values, True)
+    own_start = tile_start(own_block, last_start)
+    fetch(key_desc, at, own_start, barriers[0], keys, True)
+    fetch(value_desc, at, own_start, barriers[1], values, True)
 
     b, head = batch.to(gl.int64), h.to(gl.int64) * GROUP
     query_heads = kv_heads * GROUP
     group = b * num_tokens * query_heads + head
-    token, head_in_group, row_mask = query_rows(first, num_tokens, GROUP, ROW)
+    token, head_in_group, row_mask = query_rows(first, num_tokens, GROUP, EARLY, ROW)
     row = group + row_offsets(token, head_in_group, 1, query_heads)  # [BLOCK_M]
     acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OUT)
     row_max = gl.full([BLOCK_M], MIN_LOGIT, gl.float32, ROW)
     row_sum = sums_by_lane(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES))
-    descs, blocks = (key_desc, value_desc), (own_block, window_blocks, steps, first, window)
+    position = token + query_offset  # [BLOCK_M]
+    descs = (key_desc, value_desc)
+    blocks = (own_block, window_blocks, steps, first_position, window)
     mbarrier.wait(barriers[2], 0)
     local_blocks = gl.minimum(LOCAL, own_block + 1 - first_key // BLOCK_N)
     acc, row_max, row_sum = attend_window(
-        0, local_blocks, descs, at, blocks, token, q, keys, values, barriers,
-        (acc, row_max, row_sum), scale_log2, TOKENS, SCORES,
+        0, local_blocks, descs, at, blocks, position, q, keys, values, barriers,
+        (acc, row_max, row_sum), scale_log2, last_start, TOKENS, SCORES,
     )  # fmt: skip
     # All rows have selected the local blocks: so far both branches have the same result.
     kept_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)  # [BLOCK_M]
@@ -316,7 +350,7 @@ def fused_fwd_epilogue_sm90_kernel(
         gates += (gl.load(gate_ptr + c * gate_stride_c, mask=row_mask, other=0.0).to(gl.float32),)
     bitmask_ptr += (b * kv_heads + h) * num_tokens
     bitmask = gl.load(bitmask_ptr + token, mask=row_mask, other=0)  # [BLOCK_M]
-    first_row = head_in_chunk * chunk_tokens + first - chunk_start
+    first_row = head_in_chunk * chunk_tokens + first_position - chunk_start
     partial_lse_ptrs = partial_lse_ptr + (
         (first_row + token - first).to(gl.int64) * (NUM_SLOTS * GROUP) + head_in_group
     )
@@ -326,8 +360,8 @@ def fused_fwd_epilogue_sm90_kernel(
         lse_ptrs + slot * GROUP, mask=slot < NUM_SLOTS, other=float("-inf")
     )  # [BLOCK_M, PADDED_SLOTS]
     acc, row_max, row_sum = attend_window(
-        local_blocks, window_blocks, descs, at, blocks, token, q, keys, values, barriers,
-        (acc, row_max, row_sum), scale_log2, TOKENS, SCORES,
+        local_blocks, window_blocks, descs, at, blocks, position, q, keys, values, barriers,
+        (acc, row_max, row_sum), scale_log2, last_start, TOKENS, SCORES,
     )  # fmt: skip
 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
@@ -344,11 +378,11 @@ def fused_fwd_epilogue_sm90_kernel(
             write_tile(sliding_desc, at, first, q, acc)
             acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OUT)
         copy_token, copy_head, copy_mask = query_rows(
-            first, num_tokens, GROUP, gl.SliceLayout(1, MEMORY)
+            first, num_tokens, GROUP, EARLY, gl.SliceLayout(1, MEMORY)
         )
         copy_row = group + row_offsets(copy_token, copy_head, 1, query_heads)
         start_rows(selected_ptr, copy_row, copy_mask, spare)
-        start_compressed(parts, fold, of_tile, compressed, GROUP, STRIDE, MEMORY)
+        start_compressed(parts, fold, of_tile, compressed, GROUP, EARLY, STRIDE, MEMORY)
     else:
         # Normaliser of the selected branch: kept result, initial block, partial outputs.
         if FIRST_BLOCKS:
@@ -407,7 +441,9 @@ def fused_fwd_epilogue_sm90_kernel(
                     s % len(ring), False,
                 )  # fmt: skip
                 if s == LAST:
-                    start_compressed(parts, fold, of_tile, compressed, GROUP, STRIDE, MEMORY)
+                    start_compressed(
+                        parts, fold, of_tile, compressed, GROUP, EARLY, STRIDE, MEMORY
+                    )
         else:
             for s in range(0, partials[2], len(ring)):
                 for i in gl.static_range(len(ring)):
@@ -416,7 +452,7 @@ def fused_fwd_epilogue_sm90_kernel(
                             acc, slot_lse, partials, s + i, lse_rows, branch, ring, ring_barriers,
                             i, True,
                         )  # fmt: skip
-            start_compressed(parts, fold, of_tile, compressed, GROUP, STRIDE, MEMORY)
+            start_compressed(parts, fold, of_tile, compressed, GROUP, EARLY, STRIDE, MEMORY)
     async_copy.wait_group(0)
     thread_barrier()
     if has_union:

@@ -70,6 +70,7 @@ def sliding_epilogue(
     gates: Tensor,
     *,
     save: bool,
+    offsets: Tensor | None = None,
 ) -> SlidingEpilogue:
     """The sliding branch, and in its registers `sum_c gates[..., c] * branch_c` in float32.
 
@@ -79,6 +80,7 @@ def sliding_epilogue(
         selected: (B, S, Hq, Dv), contiguous.
         gates: (B, Hq, S, 3), any strides.
         save: whether the branches' own outputs are wanted, for the backward.
+        offsets: int32 (B, Hkv), position of query 0; None where that is key 0.
     """
     key, value = (rows_contiguous(x) for x in (key, value))
     plan = SlidingPlan.of(query, key, value)
@@ -95,6 +97,7 @@ def sliding_epilogue(
         descriptor(key, tiles.block_n),
         descriptor(value, tiles.block_n),
         document_start,
+        offsets,
         *compressed_parts,
         selected,
         gates,
@@ -107,7 +110,7 @@ def sliding_epilogue(
         *strides(value),
         *gates.stride(),
         plan.tokens,
-        plan.clamped_window(window_size),
+        min(window_size, key.shape[2]),
         plan.kv_heads,
         base2_scale(scale),
         *bounds_of(fold.ranges),
@@ -167,7 +170,7 @@ def load_compressed(
     do_not_specialize=["num_tokens", "window", "rows", "first1", "first2", "first3", "reach"]
 )
 def fused_sliding_epilogue_kernel(
-    query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr,
+    query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, offsets_ptr,
     part0, part1, part2, part3, selected_ptr, gate_ptr,
     out_ptr, lse_ptr, sliding_ptr, compressed_ptr,
     query_stride_b, query_stride_h, query_stride_s,
@@ -193,14 +196,19 @@ def fused_sliding_epilogue_kernel(
         query_ptr, row_offsets(token, head_in_group, query_stride_h, query_stride_s),
         row_mask, HEAD_DIM, BLOCK_D,
     )  # fmt: skip  # [BLOCK_M, BLOCK_D]
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
+    query_offset, end_key, num_keys = 0, None, num_tokens
+    if offsets_ptr is not None:
+        query_offset = tl.load(offsets_ptr + b * kv_heads + h)
+        num_keys += query_offset
+        end_key = num_keys
+    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_keys)
     values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
+        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_keys
     )
     acc, row_max, row_sum = attend_window(
-        q, keys, values, document_start_ptr, first, token, window, scale_log2,
-        BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
-        PRECISION, STAGES,
+        q, keys, values, document_start_ptr, first + query_offset, token + query_offset, window,
+        scale_log2, BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM,
+        BLOCK_DV, PRECISION, STAGES, end_key,
     )  # fmt: skip  # [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]
     query_heads = kv_heads * GROUP
     row = row_offsets(token, head_in_group, 1, query_heads)

@@ -59,8 +59,9 @@ def core_attention(
     document_start: Tensor | None = None,
     max_document_length: int | None = None,
     return_blocks: bool = True,
+    query_offset: int | None = None,
 ) -> CoreResults:
-    """All of `nsa_attention` where the queries are all the tokens of a row.
+    """All of `nsa_attention` where the queries are all the tokens of a row, or at an offset.
 
     Args:
         query: (B, Hq, S, D), float16 or bfloat16 on CUDA, D and Dv multiples of 8 up to 128, or
@@ -75,6 +76,9 @@ def core_attention(
         max_document_length: tokens of the longest of these documents, if known. Up to n * l' every
             query selects every block, and other kernels run.
         return_blocks: whether the selected blocks and the log-sum-exps are wanted.
+        query_offset: key index of query 0. Then keys may be more than queries, (B, Hkv, Sk, D),
+            and hold anything after the last query; there are neither documents nor gradients;
+            dtypes and head dims are those of documents. None: query 0 is key 0, and Sk = S.
 
     Returns:
         `CoreResults`. Differentiable once, in all tensors. Sums are float32; the backward of the
@@ -92,10 +96,17 @@ def core_attention(
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *own)
     )
+    offsets = None
+    if query_offset is not None:
+        assert document_start is None
+        assert not needs_grad
+        # On the device, where each KV head reads its own: one launch plan serves all offsets.
+        offsets = torch.full(key.shape[:2], query_offset, dtype=torch.int32, device=query.device)
     arguments = (
         *(*tensors, *own, scale, config.counts, needs_grad),
         *(torch.are_deterministic_algorithms_enabled(), document_start, max_document_length),
         return_blocks,
+        offsets,
     )
     if not return_blocks:
         return CoreResults(_core_output(*arguments).transpose(1, 2), None, None, None, None)
@@ -127,6 +138,7 @@ def core_forward(
     document_start: Tensor | None = None,
     max_document_length: int | None = None,
     return_blocks: bool = True,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, blocks, output and log-sum-exp of each branch, and the index of the selection.
 
@@ -135,7 +147,8 @@ def core_forward(
     is `differentiable`: the index and the outputs of the branches. `deterministic` is for the
     backward. Without keys and values of its own the sliding branch has the selected one's.
     `counts` are an `NSAConfig`'s, `document_start` and `max_document_length` are what
-    `core_attention` takes. Without `return_blocks` the blocks may be anything.
+    `core_attention` takes. Without `return_blocks` the blocks may be anything. `offsets`: int32
+    (B, Hkv), contiguous, key index of each row's query 0, in [0, Sk - S]; without gradients.
     """
     tensors = (query, key, value, compressed_key, compressed_value, gates)
     own = None
@@ -144,9 +157,9 @@ def core_forward(
     config = NSAConfig.of_counts(counts)
     call = (tensors, own, document_start, config, scale, differentiable)
     with torch.cuda.device_of(query):
-        if is_short(query, document_start, max_document_length, config):
+        if offsets is None and is_short(query, document_start, max_document_length, config):
             return run_short_forward(*call, return_blocks)
-        return run_forward(*call)
+        return run_forward(*call, offsets)
 
 
 def is_short(
@@ -331,7 +344,7 @@ def _empty_bshd(x: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.scale, ctx.counts, _, ctx.deterministic, document_start, ctx.longest, _ = inputs[8:]
+    ctx.scale, ctx.counts, _, ctx.deterministic, document_start, ctx.longest, *_ = inputs[8:]
     tensors = tuple(x for x in inputs[:8] if x is not None)
     ctx.num_tensors = len(tensors)
     ctx.save_for_backward(*tensors, *output[1:], document_start)
@@ -340,7 +353,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
-    options = (None,) * 7
+    options = (None,) * 8
     if grad is None:
         return *(None,) * 8, *options
     *saved, document_start = ctx.saved_tensors

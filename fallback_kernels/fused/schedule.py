@@ -11,6 +11,9 @@ sums. After the first stage nobody needs the outputs of the selected and the sli
 With documents, a document's first blocks are top-k blocks as far as kernels are concerned: what
 counts as an initial block is counted from the row's start, and only the first document begins
 there. Local blocks are the same with documents and without.
+
+Offsets are read on the device, so that one launch plan serves all chunks of a prefill. There is no
+backward of them.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ def run_forward(
     config: NSAConfig,
     scale: float,
     differentiable: bool,
+    offsets: Tensor | None = None,
 ) -> CoreTensors:
     """The results of `core_forward`; `own`: keys and values of the sliding branch, if others."""
     query, key, value, compressed_key, compressed_value, gates = tensors
@@ -62,21 +66,23 @@ def run_forward(
     rows = query.transpose(1, 2).contiguous()
     q = rows.transpose(1, 2)
     parts, fold, compressed_lse = attend_compressed(
-        rows, compressed_key, compressed_value, document_start, config, scale
+        rows, compressed_key, compressed_value, document_start, config, scale, offsets
     )
     blocks = run_topk(
         q,
         compressed_key,
         compressed_lse,
-        torch.arange(tokens, device=query.device)[None],
+        _positions(tokens, offsets, query.device),
         document_start,
         scale,
-        config.num_select_blocks(tokens),
+        config.num_select_blocks(key.shape[2]),
         config.counts,
     )
     words = index_words(q, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
-    plan = _plan(q, key, value, blocks, document_start, config, differentiable)
+    plan = _plan(
+        q, key, value, blocks, document_start, config, differentiable, offsets is not None
+    )
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     keys, window_keys = (key, value), own or (key, value)
     window, storage = config.window_size, index if differentiable else None
@@ -85,7 +91,7 @@ def run_forward(
     )
     if reason is None:
         selection = selected_prepare.prepare(
-            plan, q, *selected_keys, blocks, scale, storage=storage
+            plan, q, *selected_keys, blocks, scale, storage=storage, offsets=offsets
         )
         both = fwd_epilogue.fwd_epilogue(
             selection, document_start, window, parts, fold, gates, save=differentiable
@@ -102,7 +108,7 @@ def run_forward(
             index,
         )
     selected, selected_lse = selected_forward.forward(
-        plan, q, *selected_keys, blocks, scale, storage=storage
+        plan, q, *selected_keys, blocks, scale, storage=storage, offsets=offsets
     )
     selected = selected.transpose(1, 2)
     last = sliding_epilogue(
@@ -116,6 +122,7 @@ def run_forward(
         selected,
         gates,
         save=differentiable,
+        offsets=offsets,
     )
     return (
         last.out,
@@ -283,6 +290,7 @@ def _plan(
     document_start: Tensor | None,
     config: NSAConfig,
     differentiable: bool,
+    offset_tensor: bool = False,
 ) -> SelectedPlan:
     return SelectedPlan.of(
         q,
@@ -294,4 +302,12 @@ def _plan(
         config.num_local_blocks,
         0,
         differentiable=differentiable,
+        offset_tensor=offset_tensor,
     )
+
+
+def _positions(tokens: int, offsets: Tensor | None, device: torch.device) -> Tensor:
+    """Position of each query: (1, S), or int32 (B, S) with `offsets`."""
+    if offsets is None:
+        return torch.arange(tokens, device=device)[None]
+    return torch.arange(tokens, dtype=torch.int32, device=device)[None] + offsets[:, :1]

@@ -56,11 +56,13 @@ def attend_window(
     EDGE_BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, end_key=None,
 ):  # fmt: skip
     """acc [BLOCK_M, BLOCK_DV], row_max and row_sum [BLOCK_M] of a query tile's window.
 
     document_start_ptr: int32 (B, S), first key of each token's document; None for one document.
+    first, token: positions, of the tile's first row and of each. end_key: keys from there on may
+    hold anything; None: there are none.
     """
     if document_start_ptr is None:
         document_start, lowest, highest = None, 0, 0
@@ -76,6 +78,8 @@ def attend_window(
     # From right to left: tiles on the diagonal, then those that every row sees; these start no
     # earlier than the last row's window.
     end = first + BLOCK_TOKENS
+    if end_key is not None:
+        end = tl.minimum(end, end_key)
     diagonal_tiles: tl.constexpr = (BLOCK_TOKENS + BLOCK_N - 1) // BLOCK_N
     full_tiles = (end - tl.maximum(end - window, highest)) // BLOCK_N
     full_tiles = tl.maximum(full_tiles, diagonal_tiles)

@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from nsa_flex.fallback_kernels.fused.interface import CoreResults
     from nsa_flex.inputs import Inputs
 
-# The backends whose kernels the operator runs: of whole rows, and of packed documents.
+# The backends whose kernels the operator runs: of whole rows, and of documents and offsets.
 FUSED = {"compressed": "sdpa", "selected": "triton", "sliding": "triton"}
-FUSED_DOCUMENTS = {"compressed": "triton", "selected": "triton", "sliding": "triton"}
+FUSED_RANGES = {"compressed": "triton", "selected": "triton", "sliding": "triton"}
 
 
 def unsupported_reason(facts: Facts) -> str | None:
-    """Why branches with the backends of `FUSED_DOCUMENTS` run one by one; None if together."""
-    if not facts.documents:
-        return "one operator takes range attention with packed documents alone"
-    if not facts.whole:
+    """Why branches with the backends of `FUSED_RANGES` run one by one; None if together."""
+    if facts.whole and not facts.documents:
+        return "one operator takes range attention with packed documents or an offset alone"
+    if not facts.whole and facts.documents:
         return "one operator takes documents whose queries are all the tokens, at offset 0"
+    if not facts.whole and facts.needs_grad:
+        return "one operator takes an offset without gradients alone"
+    if not facts.whole and not facts.known_offset:
+        return "one operator takes an offset that the host knows, an int"
     if facts.head_dim % 8 or facts.value_head_dim % 8:
         got = f"{facts.head_dim} and {facts.value_head_dim}"
         return f"one operator takes head dims in multiples of 8, got {got}"
@@ -39,8 +43,9 @@ def attend(
     max_document_length: int | None,
     *,
     return_blocks: bool,
+    query_offset: int | None = None,
 ) -> CoreResults:
-    """The core of `nsa_attention` with such inputs, checked."""
+    """The core of `nsa_attention` with such inputs, checked; the offset where it has a say."""
     from nsa_flex.fallback_kernels.fused.interface import core_attention
 
     if document_start is not None:
@@ -52,4 +57,5 @@ def attend(
         document_start=document_start,
         max_document_length=max_document_length,
         return_blocks=return_blocks,
+        query_offset=query_offset,
     )

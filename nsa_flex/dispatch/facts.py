@@ -31,6 +31,7 @@ class Facts:
     needs_grad: bool
     select_block_size: int = 64
     num_selected_blocks: int = 16
+    known_offset: bool = True  # the host knows where the queries are
 
     @property
     def half(self) -> bool:

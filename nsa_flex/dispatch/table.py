@@ -55,7 +55,7 @@ def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName,
 def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
     """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
     backends = {name: choice.backend for name, choice in choices.items()}
-    if backends == fused.FUSED_DOCUMENTS:
+    if backends == fused.FUSED_RANGES:
         return fused.unsupported_reason(facts) is None
     return backends == fused.FUSED
 

@@ -75,9 +75,8 @@ def explain(
         facts = replace(facts, needs_grad=needs_grad)
     choices = choose_backends(facts, backend)
     num_tokens, documents = query.shape[2], document_start is not None
-    if is_fused(choices, facts) and config.selects_every_block(
-        num_tokens, documents, max_document_length
-    ):
+    every_block = config.selects_every_block(num_tokens, documents, max_document_length)
+    if is_fused(choices, facts) and facts.whole and every_block:
         why = f"documents of up to {config.num_selected_tokens} tokens, which select every block"
         choices = {name: replace(choice, reason=why) for name, choice in choices.items()}
     own = None if sliding_key is None or sliding_value is None else (sliding_key, sliding_value)
