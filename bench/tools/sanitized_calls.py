@@ -76,7 +76,33 @@ def core() -> Calls:
         ((1, 8, 2, 130, 192, torch.bfloat16), 128, False, False),
         ((2, 6, 2, 141, 64, torch.float16), 64, False, True),
     )
-    return [partial(differentiate_core, *case) for case in cases]
+    # Queries behind a past, with keys after them; the last with keys of its own for the window.
+    chunks: tuple[tuple[Shape, int, int, bool], ...] = (
+        ((1, 16, 1, 515, 128, torch.bfloat16), 1021, 1600, False),
+        ((2, 8, 2, 130, 128, torch.bfloat16), 0, 1100, False),
+        ((1, 4, 1, 333, 64, torch.float16), 900, 1300, False),
+        ((1, 6, 1, 141, 64, torch.float16), 1001, 1142, True),
+    )
+    return [
+        *(partial(differentiate_core, *case) for case in cases),
+        *(partial(attend_at_offset, *case) for case in chunks),
+    ]
+
+
+def attend_at_offset(shape: Shape, offset: int, keys: int, own: bool) -> None:
+    """A forward without gradients of queries at an offset."""
+    q = heads_of(shape)[0].detach()
+    k, v = (x.detach() for x in heads_of((*shape[:3], keys, *shape[4:]))[1:])
+    ck, cv = (mean_of_blocks(split_segments(x, PAPER), PAPER).to(q.dtype) for x in (k, v))
+    gates = normal(shape[0], shape[1], shape[3], 3, shape[5]).detach()
+    nsa_attention(
+        *(q, k, v, ck, cv, gates),
+        config=PAPER,
+        query_offset=offset,
+        backend="triton",
+        sliding_key=k.clone() if own else None,
+        sliding_value=v.clone() if own else None,
+    )
 
 
 def differentiate_core(shape: Shape, value_dim: int, documents: bool, own: bool) -> None:
