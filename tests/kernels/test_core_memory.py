@@ -17,7 +17,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.profiler import ProfilerActivity, profile
 
-from nsa_flex import NSAConfig
+from nsa_flex import NSAConfig, nsa_attention
 from reference.accuracy import leaf
 from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
 from reference.played_cudnn import causal, causal_gradients
@@ -238,3 +238,50 @@ def test_two_steps_compute_what_one_does(
     for call in calls:
         for got, want in zip(gradients(*call), wanted, strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("forget_plans")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("tokens_first", [True, False], ids=["grad BSHD", "grad BHSD"])
+def test_two_steps_on_a_gpu_compute_what_one_does(
+    documents: bool, compiled: bool, tokens_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, where sums have an order: as bodies, recorded, and replayed."""
+    length, config = 5001, PAPER
+    blocks = config.num_compressed_blocks(length)
+    sizes = [(8, length), (2, length), (2, length), (2, blocks), (2, blocks)]
+    inputs = [leaf((1, *size, 64), torch.bfloat16, "cuda") for size in sizes]
+    gates = torch.randn(1, 8, length, 3, device="cuda", dtype=torch.bfloat16)
+    inputs.append(gates.requires_grad_())
+    start = (torch.arange(length, device="cuda") // 1024 * 1024)[None] if documents else None
+    grad = torch.randn(1, length, 8, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    grad = grad if tokens_first else grad.contiguous()
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return nsa_attention(*inputs, config=config, document_start=start)
+
+    def gradients() -> tuple[set[str], tuple[Tensor, ...]]:
+        call = torch.compile(attend, fullgraph=True) if compiled else attend
+        for _ in range(3):
+            with profile(activities=[ProfilerActivity.CPU]) as trace:
+                found = torch.autograd.grad(call(*inputs), inputs, grad)
+        return {event.name for event in trace.events()}, found
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        one, wanted = gradients()
+        torch._dynamo.reset()
+        monkeypatch.setattr(core, "TWO_STEPS_ON_CUDA", True)
+        with (
+            functorch_config.patch(enable_autograd_cache=False),
+            inductor_config.patch(fx_graph_cache=False),
+        ):
+            two, found = gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "nsa_flex::core_backward" in one
+    assert {"nsa_flex::core_backward_gates", "nsa_flex::core_backward_branches"} <= two
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(got, want)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from nsa_flex import NSAConfig, nsa_attention
+from nsa_flex.backends import fused
 from reference import oracle
 from reference.accuracy import assert_close, to_float64
 from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
@@ -37,6 +38,11 @@ def _new_plans() -> Iterator[None]:
     plans.forget_plans()
     yield
     plans.forget_plans()
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "OFFSETS_ON_CUDA", True)
 
 
 @only_outside
