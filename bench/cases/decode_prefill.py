@@ -2,8 +2,8 @@
 
 A chunk's keys and values enter the cache, blocks that they complete are compressed, and its
 queries attend to all that is cached, at an offset: range attention, where a whole prefill has
-cuDNN. bfloat16, batch 1, head dim 128, the paper's configuration,
-a static cache. Rows of JSON: milliseconds of all chunks together.
+cuDNN. bfloat16, batch 1, head dim 128, the paper's configuration, a static cache. Rows of JSON:
+milliseconds of all chunks together.
 
 Example: python -m nsa_flex.bench.cases.decode_prefill --out decode_prefill.json
 """

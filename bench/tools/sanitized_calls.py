@@ -91,7 +91,7 @@ def core() -> Calls:
 
 
 def attend_at_offset(shape: Shape, offset: int, keys: int, own: bool) -> None:
-    """A forward without gradients of queries at an offset, in the core also where it is new."""
+    """A forward without gradients of queries at an offset, in the core also where that is off."""
     fused.OFFSETS_ON_CUDA = True
     q = heads_of(shape)[0].detach()
     k, v = (x.detach() for x in heads_of((*shape[:3], keys, *shape[4:]))[1:])

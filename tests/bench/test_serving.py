@@ -75,6 +75,7 @@ def test_tokens_that_are_not_the_models_fail(pair: Pair, monkeypatch: pytest.Mon
     assert check_tokens(pair.nsa, [prompt], [right], exact=True)["tokens_far"] == 0
     with pytest.raises(RuntimeError, match="0 of 1 requests have the tokens of generate"):
         check_tokens(pair.nsa, [prompt], [other], exact=True)
+    assert check_tokens(pair.nsa, [], [])["tokens_checked"] == 0  # --checked 0
 
 
 def test_time_that_is_over_is_told(pair: Pair) -> None:

@@ -19,7 +19,7 @@ from nsa_flex.training.arguments import training_arguments
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
-from nsa_flex.training.trainer import Trainer
+from nsa_flex.training.trainer import Trainer, _skip_walks
 
 QUIET = {"eval_every": 0, "save_every": 0}
 
@@ -155,10 +155,8 @@ def test_the_step_is_transformers_own(
     assert curve("theirs") == ours
 
 
-def test_what_is_not_used_has_no_gradient_left(tmp_path: Path) -> None:
+def test_what_is_not_used_has_no_gradient_left() -> None:
     """`zero_grad` as torch's, `set_to_none=False` too."""
-    from nsa_flex.training.trainer import _skip_walks
-
     model = nn.Linear(2, 2)
     _skip_walks(model, model, list(model.parameters()))
     for keep in (False, True):
