@@ -4,8 +4,9 @@ One operator fixes order and memory as no composition of operators can: the fold
 no gradient is multiplied by a gate, and the branches add their shares of dQ into one tensor.
 
 An operator's tensors live until it returns. Outputs of branches are as large as the queries, and
-a long backward needs two of the three for its gates alone: those are an operator by themselves,
-and the memory is free before the next one, in eager and in compiled code.
+a long backward needs two of the three for its gates alone. In two steps these are an operator by
+themselves, and the memory is free before the next one, in eager and in compiled code;
+`TWO_STEPS_ON_CUDA` says whether CUDA has them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from nsa_flex.decoding import MAX_STEP
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Decoder
 
 
@@ -45,7 +44,7 @@ def _holders(model: nn.Module, decoders: set[Decoder]) -> list[Any]:
 def _get_compiled_call(
     model: Any, decoders: tuple[Decoder, ...], compile_config: Any
 ) -> Callable[..., Any]:
-    """As the class's own, which compiles the calls of a step, and of no more tokens."""
+    """As the class's own, which compiles the calls of one token alone."""
     compiled = type(model).get_compiled_call(model, compile_config)
     if not any(each.config._attn_implementation in IMPLEMENTATIONS for each in decoders):
         return compiled  # switched by set_attn_implementation for a while, or unpatched alone
@@ -55,5 +54,6 @@ def _get_compiled_call(
 def _call(model: Any, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     embeds = kwargs.get("inputs_embeds")
     tokens = kwargs.get("input_ids") if embeds is None else embeds
-    is_chunk = tokens is not None and tokens.shape[1] > MAX_STEP
+    # A short last chunk too: each length would be one more graph.
+    is_chunk = tokens is not None and tokens.shape[1] > 1
     return (model if is_chunk else compiled)(*args, **kwargs)

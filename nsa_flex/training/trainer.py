@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +134,26 @@ class Trainer(transformers.Trainer):
 def _skip_walks(model: nn.Module, inner: nn.Module, parameters: list[nn.Parameter]) -> None:
     """Let `train` and `zero_grad` of `model`, called every step, not look for what they change.
 
+    A copy of the model changes itself alone.
+
     Args:
         model: `inner`, or what wraps it.
         parameters: all of them.
     """
-    set_mode, zero = model.train, model.zero_grad
+    vars(model).update(
+        train=functools.partial(_train, model, inner),
+        zero_grad=functools.partial(_zero_grad, model, parameters),
+    )
 
-    def train(mode: bool = True) -> nn.Module:
-        done = mode and model.training and inner.training
-        return model if done else set_mode(mode)
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        if not set_to_none:
-            zero(set_to_none)
-        else:
-            for parameter in parameters:
-                parameter.grad = None
+def _train(model: nn.Module, inner: nn.Module, mode: bool = True) -> nn.Module:
+    done = mode and model.training and inner.training
+    return model if done else type(model).train(model, mode)
 
-    vars(model).update(train=train, zero_grad=zero_grad)
+
+def _zero_grad(model: nn.Module, parameters: list[nn.Parameter], set_to_none: bool = True) -> None:
+    if not set_to_none:
+        type(model).zero_grad(model, set_to_none)
+        return
+    for parameter in parameters:
+        parameter.grad = None

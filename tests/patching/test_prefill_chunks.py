@@ -111,6 +111,15 @@ def test_generate_runs_chunks_at_offsets_of_the_host(
     assert all((1, 1) in shapes for shapes in graphs.seen)
 
 
+def test_a_short_last_chunk_is_not_compiled(model: nn.Module) -> None:
+    ids, graphs = lines(90)[None], Graphs()
+    expected = model.generate(ids, max_new_tokens=4, use_cache=False, **GREEDY)
+    how = {"prefill_chunk_size": 40, "compile_config": graphs.config(), **STATIC, **GREEDY}
+    assert torch.equal(model.generate(ids, max_new_tokens=4, **how), expected)
+    assert len(graphs.seen) == 1
+    assert (1, 1) in graphs.seen[0]
+
+
 def test_chunks_of_compiled_generation_run_the_operators_of_eager_ones(model: nn.Module) -> None:
     ids, counted = lines(110)[None], []
     for how in ({"compile_config": Graphs().config()}, {"disable_compile": True}):

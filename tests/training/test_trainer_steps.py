@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +168,23 @@ def test_what_is_not_used_has_no_gradient_left() -> None:
         assert (model.weight.grad is not None) == keep
     assert model.weight.grad is not None
     assert model.weight.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_the_trained_model_changes_itself_alone(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    """As the average of weights that a callback keeps."""
+    from nsa_flex.training.trainer import _skip_walks
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    _skip_walks(model, model, list(model.parameters()))
+    twin = copied(model)
+    twin.eval()
+    assert [module.training for module in twin.modules()] == [False, False]
+    assert [module.training for module in model.modules()] == [True, True]
+    for each in (model, twin):
+        each(torch.ones(2)).sum().backward()
+    twin.zero_grad()
+    assert all(x.grad is None for x in twin.parameters())
+    assert all(x.grad is not None for x in model.parameters())
