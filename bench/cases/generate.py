@@ -211,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quantize", help=f"kinds of weights by comma: {', '.join(QUANTIZED)}")
     made.add_argument("--profile", metavar="CASE", help="print what a token of this case takes")
     made.add_argument("--steps", type=int, help="run so many compiled steps of a static cache")
-    made.add_argument("--budget", type=float, default=130, help="seconds; no row starts after")
+    made.add_argument("--budget", type=float, default=400, help="seconds; no row starts after")
     made.add_argument("--row-seconds", type=float, default=60, help="a slower row has failed")
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     made.add_argument("--tiny", action="store_true", help="a tiny model, for tests")

@@ -24,7 +24,7 @@ def test_it_ends_code_and_leaves_no_alarm() -> None:
 
 
 def test_it_comes_again_where_code_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "AGAIN", 0.1)
+    monkeypatch.setattr(limits, "AGAIN", 2.0)
     swallowed = 0
 
     def stubborn() -> None:
