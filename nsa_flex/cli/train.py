@@ -86,13 +86,16 @@ def _run(
         return dry_run(chosen)
     from nsa_flex.cli.train_progress import ProgressCallback
     from nsa_flex.training.arguments import tokens_per_step
+    from nsa_flex.training.run import leave_process_group
     from nsa_flex.training.run import train as train_model
 
     progress = ProgressCallback(console, tokens_per_step(chosen), chosen.data.seq_len)
     try:
-        return train_model(chosen, resume=resume, callbacks=[progress])
+        result = train_model(chosen, resume=resume, callbacks=[progress])
     finally:
         progress.close()
+    leave_process_group()
+    return result
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -81,6 +83,16 @@ def train(
         if not stop.stopped:
             save_model(trainer, run / MODEL_FOLDER)
     return summary(run, stopped=stop.stopped, seconds=time.perf_counter() - start)
+
+
+def leave_process_group() -> None:
+    """Ends the group of ranks, if this process is in one, before the process ends.
+
+    What wraps the model for it may wait to be collected, and would hold the group's threads.
+    """
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def save_model(trainer: Trainer, folder: Path) -> None:

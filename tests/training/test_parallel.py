@@ -25,7 +25,7 @@ import nsa_flex
 from nsa_flex.training import run as training_run
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.models import build_model
-from nsa_flex.training.run import train
+from nsa_flex.training.run import leave_process_group, train
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.tokenizers import BYTES
 from reference import poisoned_memory
@@ -60,8 +60,16 @@ def _start(
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     torch.set_num_threads(1)
     check(rank, *arguments)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()
+
+
+def test_a_process_leaves_its_group(tmp_path: Path) -> None:
+    leave_process_group()  # there is none
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    leave_process_group()
+    assert not dist.is_initialized()
 
 
 def on_a_cpu() -> None:
