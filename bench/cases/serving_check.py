@@ -9,12 +9,9 @@ import torch
 from nsa_flex.bench.cases.serving_engine import Prompt
 from nsa_flex.bench.report.rows import Row
 
-# In standard deviations of the logits. Rounding to bfloat16 moves logits by some hundredths, and
-# by a tenth or two in the one step of a hundred where it swaps two blocks. A token that has
-# nothing to do with the model lies as far below the best as that from the mean, by four.
+# In standard deviations of the logits. Rounding to bfloat16 moves logits by some hundredths; a
+# token that has nothing to do with the model lies as far below the best as that from the mean.
 MAX_GAP = 0.25
-MAX_GAP_OF_ONE = 1.0
-MAX_SHARE = 0.02  # of tokens further below than MAX_GAP
 
 
 @torch.no_grad()
@@ -28,7 +25,7 @@ def check_tokens(
     which tells for each token how far below the best it was.
 
     Raises:
-        RuntimeError: tokens were further below the best ones than rounding explains; or, if
+        RuntimeError: a token was further below the best one than rounding explains; or, if
             `exact`, some are not those of `generate`.
     """
     equal, in_common, all_gaps = 0, 0, []
@@ -37,13 +34,9 @@ def check_tokens(
         equal += expected == found
         in_common += _common(expected, found)
         all_gaps += _gaps(model, prompt, found)
-    worst, far = max(all_gaps, default=0.0), sum(not gap < MAX_GAP for gap in all_gaps)
-    bounded = all(gap < MAX_GAP_OF_ONE for gap in all_gaps)  # NaN is not
-    if not bounded or far > MAX_SHARE * len(all_gaps):
-        raise RuntimeError(
-            f"{far} of {len(all_gaps)} tokens are {MAX_GAP} standard deviations or more below the "
-            f"best ones, one is {worst:.3f}"
-        )
+    worst = max(all_gaps, default=0.0)
+    if not all(gap < MAX_GAP for gap in all_gaps):  # NaN is not
+        raise RuntimeError(f"a token is {worst:.3f} standard deviations below the best one")
     if exact and equal < len(tokens):
         raise RuntimeError(f"{equal} of {len(tokens)} requests have the tokens of generate")
     return {
@@ -52,7 +45,6 @@ def check_tokens(
         "tokens_until_generate_differs": in_common,
         "tokens_checked": len(all_gaps),
         "tokens_best": sum(gap == 0 for gap in all_gaps),
-        "tokens_far": far,
         "worst_gap": round(worst, 4),
     }
 
