@@ -152,6 +152,22 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def offsets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The `query_offset` of each call of `nsa_attention` by a cache."""
+    from nsa_flex import nsa_attention
+    from nsa_flex.cache import layer as cache_layer
+
+    seen: list[Any] = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(options["query_offset"])
+        return nsa_attention(*args, **options)
+
+    monkeypatch.setattr(cache_layer, "nsa_attention", watched)
+    return seen
+
+
 @pytest.fixture(autouse=True)
 def _operators_plan_anew() -> Iterator[None]:
     """Tests change what launch plans follow from: none outlives its test."""

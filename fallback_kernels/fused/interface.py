@@ -34,6 +34,9 @@ from nsa_flex.fallback_kernels.fused.schedule import (
 from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
 
+# In two steps the backward was held to one step in Triton's interpreter alone, on no GPU yet.
+TWO_STEPS_ON_CUDA = False
+
 
 class CoreResults(NamedTuple):
     """What `core_attention` returns; only `out` carries gradients."""
@@ -385,10 +388,6 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
         )
         grads = *of_branches[:5], grad_gates, *of_branches[5:]
     return *(x.transpose(1, 2) if x.dim() > 1 else None for x in grads), *options
-
-
-# In two steps the backward was held to one step in Triton's interpreter alone, on no GPU yet.
-TWO_STEPS_ON_CUDA = False
 
 
 def _is_one_step(

@@ -12,11 +12,10 @@ import importlib.util
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.paging import rows_per_page
-from nsa_flex.patching.hf_layers import Decoder, is_attention
+from nsa_flex.patching.hf_layers import Decoder, holders_of, is_attention
 from nsa_flex.patching.layer import layer_of
 
 _ALLOCATORS = "transformers.generation.continuous_batching.cache_allocators"
@@ -24,26 +23,16 @@ _ALLOCATORS = "transformers.generation.continuous_batching.cache_allocators"
 
 def install(model: nn.Module, decoders: set[Decoder]) -> None:
     """Let models in `model` that generate with a patched decoder batch with NSA."""
-    for holder in _generators(model, decoders):
+    for holder in holders_of(model, decoders, "init_continuous_batching"):
         holder.init_continuous_batching = functools.partial(_init_continuous_batching, holder)
 
 
 def remove(model: nn.Module, decoders: set[Decoder]) -> None:
     """Undo `install`; a manager that was kept for later is dropped."""
-    for holder in _generators(model, decoders):
+    for holder in holders_of(model, decoders, "init_continuous_batching"):
         if "init_continuous_batching" in vars(holder):
             del holder.init_continuous_batching
             holder.destroy_cached_continuous_batching_manager()
-
-
-def _generators(model: nn.Module, decoders: set[Decoder]) -> list[Any]:
-    return [
-        each
-        for each in model.modules()
-        if isinstance(each, PreTrainedModel)
-        and hasattr(type(each), "init_continuous_batching")
-        and not decoders.isdisjoint(each.modules())
-    ]
 
 
 def _init_continuous_batching(

@@ -13,32 +13,21 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Decoder
+from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Decoder, holders_of
 
 
 def install(model: nn.Module, decoders: set[Decoder]) -> None:
     """Let models in `model` that hold a patched decoder run chunks eagerly."""
-    for holder in _holders(model, decoders):
+    for holder in holders_of(model, decoders, "get_compiled_call"):
         held = tuple(each for each in holder.modules() if each in decoders)
         holder.get_compiled_call = functools.partial(_get_compiled_call, holder, held)
 
 
 def remove(model: nn.Module, decoders: set[Decoder]) -> None:
     """Undo `install`."""
-    for holder in _holders(model, decoders):
+    for holder in holders_of(model, decoders, "get_compiled_call"):
         vars(holder).pop("get_compiled_call", None)
-
-
-def _holders(model: nn.Module, decoders: set[Decoder]) -> list[Any]:
-    return [
-        each
-        for each in model.modules()
-        if isinstance(each, PreTrainedModel)
-        and hasattr(type(each), "get_compiled_call")
-        and not decoders.isdisjoint(each.modules())
-    ]
 
 
 def _get_compiled_call(

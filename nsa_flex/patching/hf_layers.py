@@ -42,6 +42,17 @@ def decoder_of(model: nn.Module, name: str) -> Decoder:
     return None
 
 
+def holders_of(model: nn.Module, decoders: set[Decoder], method: str) -> list[Any]:
+    """The transformers models in `model` that hold a decoder of these and have that method."""
+    return [
+        each
+        for each in model.modules()
+        if isinstance(each, PreTrainedModel)
+        and hasattr(type(each), method)
+        and not decoders.isdisjoint(each.modules())
+    ]
+
+
 def is_recurrent(decoder: Decoder) -> bool:
     """Whether some layers carry a state from token to token (linear attention, convolutions)."""
     layers = DynamicCache(config=decoder.config).layers

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from nsa_flex.patching.hf_layers import Decoder
+from nsa_flex.patching.hf_layers import Decoder, holders_of
 from nsa_flex.patching.layer import layer_of
 from nsa_flex.patching.saved_config import to_saved
 
@@ -25,7 +24,7 @@ def install(model: nn.Module, decoders: set[Decoder]) -> None:
     Nor does it name the checkpoint it was made from any more, which is that of another model.
     Trainers take a reference model or a tokenizer, and PEFT the base of an adapter, from there.
     """
-    holders = _holders(model, decoders)
+    holders = holders_of(model, decoders, "save_pretrained")
     for holder in holders:
         holder.save_pretrained = functools.partial(_save_pretrained, holder)
         holder.nsa_former_names = (holder.name_or_path, holder.config.name_or_path)
@@ -36,7 +35,7 @@ def install(model: nn.Module, decoders: set[Decoder]) -> None:
 
 def remove(model: nn.Module, decoders: set[Decoder]) -> None:
     """Undo `install`."""
-    for holder in _holders(model, decoders):
+    for holder in holders_of(model, decoders, "save_pretrained"):
         if hasattr(holder, "nsa_former_names"):
             _name(holder, *holder.nsa_former_names)
             del holder.nsa_former_names, holder.save_pretrained
@@ -52,14 +51,6 @@ def name_checkpoint(model: nn.Module, path: Any) -> None:
 def _name(holder: Any, name: str, config_name: str) -> None:
     holder.name_or_path = name
     holder.config.name_or_path = config_name
-
-
-def _holders(model: nn.Module, decoders: set[Decoder]) -> list[Any]:
-    return [
-        each
-        for each in model.modules()
-        if isinstance(each, PreTrainedModel) and not decoders.isdisjoint(each.modules())
-    ]
 
 
 def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:

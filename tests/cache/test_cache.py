@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa_flex import NSAAttention, NSAConfig, nsa_attention
+from nsa_flex import NSAAttention, NSAConfig
 from nsa_flex.cache import LayerCache, NSACache
-from nsa_flex.cache import layer as cache_layer
 from nsa_flex.cache.room import count_within
 from patching.tiny_models import NSA, relative_error
 
@@ -277,19 +276,6 @@ def test_blocks_and_log_sum_exps_of_cached_tokens() -> None:
         keep = real[:, None].expand(-1, 4, -1)
         for found, whole in zip(aux.lse, want.lse, strict=True):
             torch.testing.assert_close(found[keep], whole[:, :, part][keep])
-
-
-@pytest.fixture
-def offsets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The `query_offset` of each call of `nsa_attention` by a cache."""
-    seen: list[Any] = []
-
-    def watched(*args: Any, **options: Any) -> Any:
-        seen.append(options["query_offset"])
-        return nsa_attention(*args, **options)
-
-    monkeypatch.setattr(cache_layer, "nsa_attention", watched)
-    return seen
 
 
 @pytest.mark.parametrize("max_length", [None, 120])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,14 +29,6 @@ NARROW = NSAConfig(8, 4, 16, 4, window_size=20)  # a window that does not hold t
 WIDE = NSAConfig(8, 4, 16, 5, window_size=37)  # and one that does
 
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="CUDA has tests of its own below")
-
-
-@pytest.fixture(autouse=True)
-def _new_plans() -> Iterator[None]:
-    """Tests change what launch plans depend on and do not know."""
-    plans.forget_plans()
-    yield
-    plans.forget_plans()
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_flex
-from nsa_flex.attention import nsa_attention
 from nsa_flex.cache import LayerCache, NSACache
-from nsa_flex.cache import layer as cache_layer
 from nsa_flex.hot_path import find_syncs
 from nsa_flex.patching import hf_cache
 from patching.tiny_models import NSA, tiny_model, tokens
@@ -62,19 +60,6 @@ class Operators(TorchDispatchMode):
 @pytest.fixture
 def model() -> nn.Module:
     return trained_model()
-
-
-@pytest.fixture
-def offsets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The `query_offset` of each call of `nsa_attention` by a cache."""
-    seen: list[Any] = []
-
-    def watched(*args: Any, **options: Any) -> Any:
-        seen.append(options["query_offset"])
-        return nsa_attention(*args, **options)
-
-    monkeypatch.setattr(cache_layer, "nsa_attention", watched)
-    return seen
 
 
 @pytest.fixture(autouse=True)
