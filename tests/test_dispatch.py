@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nsa_flex import explain
-from nsa_flex.backends import fused
 from nsa_flex.dispatch import IMPLEMENTATIONS, Facts, choose_backends, is_fused
 
 CUDA = Facts(
@@ -69,10 +68,7 @@ def test_auto(changes: dict[str, object], expected: tuple[str, ...]) -> None:
         ({"whole": False}, False),
     ],
 )
-def test_one_operator(
-    changes: dict[str, object], together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused, "OFFSETS_ON_CUDA", True)
+def test_one_operator(changes: dict[str, object], together: bool) -> None:
     facts = replace(CUDA, **changes)  # type: ignore[arg-type]
     assert is_fused(choose_backends(facts), facts) == together
 

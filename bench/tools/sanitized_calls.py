@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from nsa_flex import NSAConfig, nsa_attention
-from nsa_flex.backends import fused
 from nsa_flex.compression import Compression, mean_of_blocks, split_segments
 from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
@@ -91,8 +90,7 @@ def core() -> Calls:
 
 
 def attend_at_offset(shape: Shape, offset: int, keys: int, own: bool) -> None:
-    """A forward without gradients of queries at an offset, in the core also where that is off."""
-    fused.OFFSETS_ON_CUDA = True
+    """A forward without gradients of queries at an offset."""
     q = heads_of(shape)[0].detach()
     k, v = (x.detach() for x in heads_of((*shape[:3], keys, *shape[4:]))[1:])
     ck, cv = (mean_of_blocks(split_segments(x, PAPER), PAPER).to(q.dtype) for x in (k, v))

@@ -5,8 +5,7 @@ no gradient is multiplied by a gate, and the branches add their shares of dQ int
 
 An operator's tensors live until it returns. Outputs of branches are as large as the queries, and
 a long backward needs two of the three for its gates alone. In two steps these are an operator by
-themselves, and the memory is free before the next one, in eager and in compiled code;
-`TWO_STEPS_ON_CUDA` says whether CUDA has them.
+themselves, and the memory is free before the next one, in eager and in compiled code.
 """
 
 from __future__ import annotations
@@ -33,9 +32,6 @@ from nsa_flex.fallback_kernels.fused.schedule import (
 )
 from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
-
-# In two steps the backward was held to one step in Triton's interpreter alone, on no GPU yet.
-TWO_STEPS_ON_CUDA = False
 
 
 class CoreResults(NamedTuple):
@@ -397,8 +393,6 @@ def _is_one_step(
 
     Short rows' kernels need all branches to the end, and each operator takes the host's time.
     """
-    if query.is_cuda and not TWO_STEPS_ON_CUDA:
-        return True
     batch, _, tokens, _ = query.shape
     if not isinstance(batch, int) or not isinstance(tokens, int) or is_host_bound(batch * tokens):
         return True

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 # The backends whose kernels the operator runs: of whole rows, and of documents and offsets.
 FUSED = {"compressed": "sdpa", "selected": "triton", "sliding": "triton"}
 FUSED_RANGES = {"compressed": "triton", "selected": "triton", "sliding": "triton"}
-# At an offset the operator was held to the oracle in Triton's interpreter alone, on no GPU yet.
-OFFSETS_ON_CUDA = False
 
 
 def unsupported_reason(facts: Facts) -> str | None:
@@ -31,8 +29,6 @@ def unsupported_reason(facts: Facts) -> str | None:
         return "one operator takes an offset without gradients alone"
     if not facts.whole and not facts.known_offset:
         return "one operator takes an offset that the host knows, an int"
-    if not facts.whole and facts.device_type == "cuda" and not OFFSETS_ON_CUDA:
-        return "one operator takes an offset on a GPU once it was tested there"
     if facts.head_dim % 8 or facts.value_head_dim % 8:
         got = f"{facts.head_dim} and {facts.value_head_dim}"
         return f"one operator takes head dims in multiples of 8, got {got}"

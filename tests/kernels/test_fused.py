@@ -619,17 +619,13 @@ def test_one_graph_for_all_lengths() -> None:
 
 @pytest.mark.large
 @pytest.mark.gpu
-@pytest.mark.parametrize(("two_steps", "queries"), [(False, 8), (True, 6)])
-def test_peak_memory_of_a_training_step(
-    two_steps: bool, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_memory_of_a_training_step() -> None:
     """Above the inputs, in units of the query: what is saved, the results, and little else.
 
-    With a backward in two steps that is the end of the forward: all branches, their sum, and one
-    of them twice. The partial results of the selection have a buffer of a fixed size besides.
-    `test_core_memory.py` counts the backward.
+    That is the end of the forward: all branches, their sum, and one of them twice. The partial
+    results of the selection have a buffer of a fixed size besides. `test_core_memory.py` counts
+    the backward.
     """
-    monkeypatch.setattr(core, "TWO_STEPS_ON_CUDA", two_steps)
     inputs = inputs_of(1, 32, 2, 1 << 15, 128, 128)
     grad = torch.randn_like(inputs[0])
 
@@ -642,4 +638,4 @@ def test_peak_memory_of_a_training_step(
     before = torch.cuda.memory_allocated()
     step()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak < queries * inputs[0].nbytes + PARTIAL_BYTES
+    assert peak < 6 * inputs[0].nbytes + PARTIAL_BYTES

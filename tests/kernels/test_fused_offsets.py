@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from nsa_flex import NSAConfig, nsa_attention
-from nsa_flex.backends import fused
 from reference import oracle
 from reference.accuracy import assert_close, to_float64
 from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
@@ -29,11 +28,6 @@ NARROW = NSAConfig(8, 4, 16, 4, window_size=20)  # a window that does not hold t
 WIDE = NSAConfig(8, 4, 16, 5, window_size=37)  # and one that does
 
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="CUDA has tests of its own below")
-
-
-@pytest.fixture(autouse=True)
-def _on_cuda_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "OFFSETS_ON_CUDA", True)
 
 
 @only_outside
