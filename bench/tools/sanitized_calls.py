@@ -185,12 +185,13 @@ def chosen(shape: Shape, config: NSAConfig, offset: int, alike: bool) -> Tensor:
 
 
 def selection() -> Calls:
-    """Choices that share nothing and all; queries that follow others; both backwards."""
+    """Choices that share nothing and all; queries that follow others, few and many."""
     cases: tuple[tuple[Shape, int], ...] = (
         ((1, 1, 1, 128, 64, OTHER_HALF), 448),
         ((2, 3, 1, 45, 32, HALF), 100),
         ((1, 32, 2, 48, 128, HALF), 140),
         ((1, 4, 1, 700 if CUDA else 70, 64, HALF), 0),
+        ((1, 8, 8, 48, 32, HALF), 17000 if CUDA else 60),
     )
     return [partial(differentiate_selection, *case) for case in cases]
 

@@ -235,6 +235,26 @@ def add_rows(acc, buffer, factor):
     return acc + scale_rows(to_float32(buffer.load(acc.type.layout)), factor)
 
 
+@gluon.jit
+def write_early_tile(
+    pointer, group, of_tile, buffer, tile, GROUP: gl.constexpr, MEMORY: gl.constexpr
+):
+    """Writes the rows of a query tile that begins before query 0, which no TMA store takes.
+
+    group: the first row of its heads. of_tile: as `start_compressed` takes it.
+    """
+    _, first, _, num_tokens, query_heads = of_tile
+    buffer.store(tile.to(buffer.dtype))
+    thread_barrier()
+    token, head_in_group, row_mask = query_rows(
+        first, num_tokens, GROUP, True, gl.SliceLayout(1, MEMORY)
+    )
+    row = group + row_offsets(token, head_in_group, 1, query_heads)  # [BLOCK_M]
+    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, MEMORY))
+    pointer = gl.expand_dims(pointer + row * BLOCK_D, 1) + gl.expand_dims(column, 0)
+    gl.store(pointer, buffer.load(MEMORY), mask=gl.expand_dims(row_mask, 1))
+
+
 @gluon.jit(
     do_not_specialize=[
         "first_head", "chunk_start", "tiles_per_head", "num_tokens", "window",
@@ -256,7 +276,8 @@ def fused_fwd_epilogue_sm90_kernel(
 
     With descriptors of the branches each is written as well, the sliding one through the queries'
     shared memory, where the sum reads it again. Of tiles with a block union the selected branch is
-    read from `selected_ptr`. Tiles are counted in positions, rows and tokens by query.
+    read from `selected_ptr`, which at an offset is the result's memory. Tiles are counted in
+    positions, rows and tokens by query.
     """
     SAVE: gl.constexpr = sliding_desc is not None
     FIRST: gl.constexpr = 1 if SAVE else 0
@@ -464,7 +485,14 @@ def fused_fwd_epilogue_sm90_kernel(
         write_tile(compressed_desc, at, first, compressed, None)
         acc = add_rows(acc, q, gates[2])
     acc = add_rows(acc, compressed, gates[0])
-    write_tile(out_desc, at, first, ring[(LAST + 2) % len(ring)], acc)
+    free = ring[(LAST + 2) % len(ring)]
+    if EARLY:
+        if first < 0:
+            write_early_tile(selected_ptr, group, of_tile, free, acc, GROUP, MEMORY)
+        else:
+            write_tile(out_desc, at, first, free, acc)
+    else:
+        write_tile(out_desc, at, first, free, acc)
     for i in gl.static_range(3 + BUFFERS):
         mbarrier.invalidate(barriers[i])
     tma.store_wait(0)
