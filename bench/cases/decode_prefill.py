@@ -2,8 +2,9 @@
 
 A chunk's keys and values enter the cache, blocks that they complete are compressed, and its
 queries attend to all that is cached, at an offset: range attention, where a whole prefill has
-cuDNN. bfloat16, batch 1, head dim 128, the paper's configuration, a static cache. Rows of JSON:
-milliseconds of all chunks together.
+cuDNN. bfloat16, batch 1, head dim 128, the paper's configuration, a static cache. Queries, keys
+and values lie in memory as projections leave them, (B, S, H, D). Rows of JSON: milliseconds of all
+chunks together.
 
 Example: python -m nsa_flex.bench.cases.decode_prefill --out decode_prefill.json
 """
@@ -54,7 +55,8 @@ def make(heads: str, length: int) -> tuple[LayerCache, tuple[Tensor, ...]]:
     query_heads, kv_heads = (int(x) for x in heads.split("/"))
 
     def normal(count: int, width: int = HEAD_DIM) -> Tensor:
-        return torch.randn(1, count, length, width, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(1, length, count, width, device="cuda", dtype=torch.bfloat16)
+        return x.transpose(1, 2)
 
     phi = [Compression(CONFIG, kv_heads, HEAD_DIM, "mean") for _ in range(2)]
     cache = LayerCache(*phi, max_length=length)

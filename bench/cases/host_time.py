@@ -3,7 +3,8 @@
 Eager and compiled, without gradients, with them, and with the backward; nothing captured. The
 device is idle before each call, as it is where the host is what one waits for. Beside it causal
 attention of PyTorch on the same tensors. bfloat16, batch 1, head dim 128, the paper's
-configuration. Rows of JSON: medians in milliseconds.
+configuration. Rows of JSON: medians in milliseconds, and the memory of a forward and backward,
+bytes above inputs and incoming gradient at the peak, by PyTorch's counter.
 
 Example: python -m nsa_flex.bench.cases.host_time --tokens 2048 65536 --out host_time.json
 """
@@ -58,6 +59,19 @@ def dense(query: Tensor, key: Tensor, value: Tensor, *_others: Tensor) -> Tensor
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
+def peak_bytes(step: Callable[[], object], leaves: list[Tensor]) -> int | None:
+    """Memory at the peak of a step above what is there, without gradients of the leaves."""
+    for leaf in leaves:
+        leaf.grad = None
+    if not leaves[0].is_cuda:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def row_of(what: str, forward: Callable[..., Tensor], leaves: list[Tensor], repeats: int) -> Any:
     grad = torch.ones_like(forward(*leaves))
 
@@ -73,6 +87,7 @@ def row_of(what: str, forward: Callable[..., Tensor], leaves: list[Tensor], repe
         "forward_without_gradients_ms": host_ms(without_gradients, repeats),
         "forward_ms": host_ms(lambda: forward(*leaves), repeats),
         "forward_backward_ms": host_ms(step, repeats),
+        "forward_backward_peak_bytes": peak_bytes(step, leaves),
     }
 
 
