@@ -17,11 +17,11 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, first_local_key
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
 from nsa_flex.fallback_kernels.sliding.config import (
     SlidingPlan,
-    descriptor,
     empty_stats,
     last_queries,
     stats_descriptor,

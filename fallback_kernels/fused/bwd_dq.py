@@ -17,10 +17,11 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
-from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, descriptor
+from nsa_flex.fallback_kernels.sliding.config import SlidingPlan
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
     load_document_start,

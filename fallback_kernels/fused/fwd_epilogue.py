@@ -28,6 +28,7 @@ from nsa_flex.fallback_kernels.common.softmax import (
 )
 from nsa_flex.fallback_kernels.common.strides import strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
 from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
@@ -36,7 +37,7 @@ from nsa_flex.fallback_kernels.selected.fwd_partial import for_each_chunk
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
 from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.selected.tiles import row_offset
-from nsa_flex.fallback_kernels.sliding.config import SPARE_BYTES, descriptor
+from nsa_flex.fallback_kernels.sliding.config import SPARE_BYTES
 from nsa_flex.fallback_kernels.sliding.fwd import attend_tile
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,

@@ -16,8 +16,9 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
-from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, descriptor
+from nsa_flex.fallback_kernels.sliding.config import SlidingPlan
 from nsa_flex.fallback_kernels.sliding.fwd import attend_window
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,

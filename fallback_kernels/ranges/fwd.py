@@ -1,6 +1,7 @@
 """Range attention forward: a CTA a tile of queries of one head, FlashAttention's loop over keys.
 
 The query heads of a group are neighbours in the grid, so that they find keys and values in the L2.
+Where all rows of a tile see all keys of another, TMA loads them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
+    MIN_LOGIT,
     base2_scale,
     finite,
     online_softmax_update,
 )
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import (
     key_bounds,
@@ -51,9 +54,27 @@ def _attend(
     return acc, row_max, row_sum
 
 
+@triton.jit
+def _attend_by_tma(
+    acc, row_max, row_sum, q, key_desc, value_desc, b, kv_head, begin, end, scale_log2,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_attend`, of keys that every row sees."""
+    row_max = tl.maximum(row_max, MIN_LOGIT)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        k = key_desc.load([b, kv_head, start, 0]).reshape(BLOCK_N, BLOCK_D)
+        v = value_desc.load([b, kv_head, start, 0]).reshape(BLOCK_N, BLOCK_DV)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        acc, row_max, row_sum = online_softmax_update(
+            acc, row_max, row_sum, logits, v, scale_log2, None, False, PRECISION
+        )
+    return acc, row_max, row_sum
+
+
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def ranges_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, key_desc, value_desc, first_key_ptr, end_key_ptr, out_ptr, lse_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s, lse_stride_b, lse_stride_h, lse_stride_s,
     range_stride_b, num_queries, num_keys, query_heads, group, scale_log2,
@@ -61,7 +82,10 @@ def ranges_fwd_kernel(
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out (B, Sq, Hq, Dv) and natural lse (B, Hq, Sq) of one tile of queries and one head."""
+    """out (B, Sq, Hq, Dv) and natural lse (B, Hq, Sq) of one tile of queries and one head.
+
+    key_desc, value_desc: of tiles of BLOCK_N keys and values, or None: all loads are by pointers.
+    """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
     b = tl.program_id(2).to(tl.int64)
@@ -86,11 +110,17 @@ def ranges_fwd_kernel(
         begin, full_begin, first_key, end_key, num_keys, scale_log2,
         True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
     )  # fmt: skip
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
-        full_begin, full_end, first_key, end_key, num_keys, scale_log2,
-        False, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
-    )  # fmt: skip
+    if key_desc is not None:
+        acc, row_max, row_sum = _attend_by_tma(
+            acc, row_max, row_sum, q, key_desc, value_desc, tl.program_id(2), head // group,
+            full_begin, full_end, scale_log2, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
+            full_begin, full_end, first_key, end_key, num_keys, scale_log2,
+            False, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
         full_end, end, first_key, end_key, num_keys, scale_log2,
@@ -132,9 +162,12 @@ def ranges_forward(
         lse = torch.empty((batch, heads, num_queries), **options)
     else:
         lse = torch.empty((batch, num_queries, heads), **options).transpose(1, 2)
+    descs = [descriptor(x, plan.fwd.block_n) for x in (k, v)]
+    if any(x is None for x in descs):
+        descs = [None, None]
     grid = (heads, cdiv(num_queries, plan.fwd.block_m), batch)
     ranges_fwd_kernel[grid](
-        q, k, v, first_key, end_key, out, lse,
+        q, k, v, *descs, first_key, end_key, out, lse,
         *strides(q), *strides(k), *strides(v), *lse.stride(), first_key.stride(0),
         num_queries, num_keys, heads, heads // k.shape[1], base2_scale(scale),
         **plan.constants(), **plan.fwd.constants(),

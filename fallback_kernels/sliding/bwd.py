@@ -17,10 +17,10 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.sliding.config import (
     SlidingPlan,
     Tiles,
-    descriptor,
     empty_stats,
     last_queries,
     stats_descriptor,

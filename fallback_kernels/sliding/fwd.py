@@ -18,7 +18,8 @@ from nsa_flex.fallback_kernels.common.softmax import (
     online_softmax_update,
 )
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
-from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, Tiles, descriptor
+from nsa_flex.fallback_kernels.common.tma import descriptor
+from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, Tiles
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
     is_visible,
