@@ -23,6 +23,8 @@ MAX_ROWS = 64  # of a tile of the products: more of them share a read of the wei
 MAX_SPLITS = 8
 RESERVED_BYTES = 16 * 1024  # of shared memory, for what is not a pipelined tile
 LEAST_BYTES = 128 * 1024  # with less of it tiles are small
+# Of a split; a loop of fewer is not pipelined for mlp (33 µs on an H200 where 3 stages take 40).
+PIPELINED_TOKENS = 9
 WRITTEN_ROWS = 16  # of a tile of what is written
 WRITTEN_COLUMNS = 32
 
@@ -60,12 +62,13 @@ class ProductPlan(NamedTuple):
         tiles = cdiv(max(dims), block_n) * (parts if is_mlp else heads)
         row_tiles = cdiv(rows, block_m)
         length = config.compress_block_size
-        most = min(MAX_SPLITS, length)
-        splits = max(1, min(most, sizes_of_steps.TARGET_CTAS // (2 * tiles * row_tiles)))
+        most_splits = min(MAX_SPLITS, length)
+        splits = max(1, min(most_splits, sizes_of_steps.TARGET_CTAS // (2 * tiles * row_tiles)))
         tokens_per_split = cdiv(length, splits)
         # As Triton 3.6 takes it: cached and new tokens have buffers of their own, as have both
         # halves of the weights and their difference.
         stage_bytes = (3 * block_m + 4 * block_n) * tile_width(max(dims)) * size
+        most_stages = 1 if is_mlp and tokens_per_split < PIPELINED_TOKENS else 3
         return cls(
             blocks,
             parts,
@@ -75,7 +78,7 @@ class ProductPlan(NamedTuple):
             tiles,
             tokens_per_split,
             cdiv(length, tokens_per_split),
-            max(1, min(3, tokens_per_split, room // stage_bytes)),
+            max(1, min(most_stages, tokens_per_split, room // stage_bytes)),
         )
 
 
