@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers.trainer_utils import rotate_checkpoints
 
 from nsa_flex.training.saving import (
@@ -35,19 +34,6 @@ class Trainer(transformers.Trainer):
 
     autocast_dtype: torch.dtype | None = None
     _aside: Path | None = None
-    _stepped: nn.Module | None = None
-
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """As the base class's, without going through all modules at every step."""
-        if self._stepped is not model and not self.is_fsdp_enabled:
-            self._stepped, self._parameters = model, list(model.parameters())
-            _skip_walks(model, self.model, self._parameters)
-        return super().training_step(model, *args, **kwargs)
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        if self._stepped is not model:
-            return super()._clip_grad_norm(model)
-        return nn.utils.clip_grad_norm_(self._parameters, self.args.max_grad_norm)
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """Autocast to `autocast_dtype`, unless accelerate runs its own."""
@@ -129,31 +115,3 @@ class Trainer(transformers.Trainer):
 
     def _random_file(self) -> str:
         return f"random-{self.args.process_index}.safetensors"
-
-
-def _skip_walks(model: nn.Module, inner: nn.Module, parameters: list[nn.Parameter]) -> None:
-    """Let `train` and `zero_grad` of `model`, called every step, not look for what they change.
-
-    A copy of the model changes itself alone.
-
-    Args:
-        model: `inner`, or what wraps it.
-        parameters: all of them.
-    """
-    vars(model).update(
-        train=functools.partial(_train, model, inner),
-        zero_grad=functools.partial(_zero_grad, model, parameters),
-    )
-
-
-def _train(model: nn.Module, inner: nn.Module, mode: bool = True) -> nn.Module:
-    done = mode and model.training and inner.training
-    return model if done else type(model).train(model, mode)
-
-
-def _zero_grad(model: nn.Module, parameters: list[nn.Parameter], set_to_none: bool = True) -> None:
-    if not set_to_none:
-        type(model).zero_grad(model, set_to_none)
-        return
-    for parameter in parameters:
-        parameter.grad = None

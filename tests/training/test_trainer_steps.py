@@ -1,18 +1,13 @@
-"""Steps of the Trainer: what they read on the host, and that the shorter way gives the same."""
+"""Steps of the Trainer: what they read on the host, and when."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from torch import nn
 from training.small_config import small_config, write_texts
 from transformers import TrainerCallback
 
@@ -20,9 +15,8 @@ from nsa_flex.hot_path import SyncDetector
 from nsa_flex.training import run
 from nsa_flex.training.arguments import training_arguments
 from nsa_flex.training.run import train
-from nsa_flex.training.telemetry import read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
-from nsa_flex.training.trainer import Trainer, _skip_walks
+from nsa_flex.training.trainer import Trainer
 
 QUIET = {"eval_every": 0, "save_every": 0}
 
@@ -103,88 +97,3 @@ def test_the_probe_runs_before_the_row_is_read(
     every = {"log_every": 2, "gates_every": 2, **QUIET}
     train(small_config(tmp_path / "run", texts, training={"steps": 2}, run=every))
     assert happened[:6] == ["probe", "step ended", "read", "step ended", "probe", "read"]
-
-
-class Modes(TrainerCallback):
-    """Whether all modules train, at the start of each step; calls of `train` since the last."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.all_train: list[bool] = []
-        self.calls: list[int] = []
-        self._count = 0
-        set_mode = nn.Module.train
-
-        def train(module: nn.Module, mode: bool = True) -> nn.Module:
-            self._count += 1
-            return set_mode(module, mode)
-
-        monkeypatch.setattr(nn.Module, "train", train)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.all_train.append(all(module.training for module in kwargs["model"].modules()))
-        self.calls.append(self._count)
-        self._count = 0
-
-
-def test_modules_are_gone_through_after_an_evaluation_alone(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes = Modes(monkeypatch)
-    every = {"log_every": 10, "gates_every": 0, "eval_every": 2, "eval_rows": 1, "save_every": 0}
-    train(
-        small_config(tmp_path / "run", texts, training={"steps": 5}, run=every), callbacks=[modes]
-    )
-    assert modes.all_train == [True] * 5
-    gone_through = [step for step, calls in enumerate(modes.calls, 1) if calls and step > 1]
-    assert gone_through == [3, 5]
-
-
-def test_the_step_is_transformers_own(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bitwise: losses and norms of the gradients."""
-    training = {"steps": 3, "accumulate": 2, "max_grad_norm": 0.5}
-    every = {"log_every": 1, "gates_every": 0, **QUIET}
-    names = ("step", "loss", "grad_norm")
-
-    def curve(name: str) -> list[list[Any]]:
-        train(small_config(tmp_path / name, texts, training=training, run=every))
-        return [[row[name] for name in names] for row in read_rows(tmp_path / name, "training")]
-
-    ours = curve("ours")
-    assert len(ours) == 3
-    for method in ("training_step", "_clip_grad_norm"):
-        monkeypatch.setattr(Trainer, method, getattr(transformers.Trainer, method))
-    assert curve("theirs") == ours
-
-
-def test_what_is_not_used_has_no_gradient_left() -> None:
-    """`zero_grad` as torch's, `set_to_none=False` too."""
-    model = nn.Linear(2, 2)
-    _skip_walks(model, model, list(model.parameters()))
-    for keep in (False, True):
-        model(torch.ones(2)).sum().backward()
-        model.zero_grad(set_to_none=not keep)
-        assert (model.weight.grad is not None) == keep
-    assert model.weight.grad is not None
-    assert model.weight.grad.count_nonzero() == 0
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_of_the_trained_model_changes_itself_alone(
-    copied: Callable[[nn.Module], nn.Module],
-) -> None:
-    """As the average of weights that a callback keeps."""
-    from nsa_flex.training.trainer import _skip_walks
-
-    model = nn.Sequential(nn.Linear(2, 2))
-    _skip_walks(model, model, list(model.parameters()))
-    twin = copied(model)
-    twin.eval()
-    assert [module.training for module in twin.modules()] == [False, False]
-    assert [module.training for module in model.modules()] == [True, True]
-    for each in (model, twin):
-        each(torch.ones(2)).sum().backward()
-    twin.zero_grad()
-    assert all(x.grad is None for x in twin.parameters())
-    assert all(x.grad is not None for x in model.parameters())
