@@ -7,7 +7,6 @@ whoever made it (`generate`, the model, the caller), it goes on as the same obje
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,27 +52,23 @@ def holds_nsa(cache: Cache, layer_idx: int) -> bool:
 def adopt(cache: Cache, decoder: Decoder, real: Tensor | None) -> None:
     """Exchange the layers of patched modules for NSA's, with the tokens they hold.
 
+    All of them or none: where one cannot be made, for want of memory too, the cache goes on with
+    its own layers and tokens. Layers without tokens have given back their memory by then, each
+    as that of NSA's was taken, and take it anew with their next tokens.
+
     Args:
         real: (B, tokens in the cache), nonzero where they are no padding; None if none is.
 
     Raises:
-        ValueError: the cache is quantized, offloaded or of another kind. It is as it was.
+        ValueError: the cache is quantized, offloaded or of another kind.
     """
     modules = patched_modules(decoder)
     _check_kind(cache, modules)
     while len(cache.layers) <= max(module.layer_idx for module in modules):
         cache.layers.append(cache.layer_class_to_replicate())
-    layers: Iterator[LayerCache]
-    layers = (_layer_for(module, cache.layers[module.layer_idx], real) for module in modules)
-    if any(_num_cached(cache.layers[module.layer_idx]) for module in modules):
-        layers = iter(list(layers))  # moving tokens may fail
-    # Else one by one: the memory of an empty static cache is freed as that of NSA's is taken.
+    layers = [_layer_for(module, cache.layers[module.layer_idx], real) for module in modules]
     for module, layer in zip(modules, layers, strict=True):
         cache.layers[module.layer_idx] = layer
-
-
-def _num_cached(layer: Any) -> int:
-    return int(layer.get_seq_length()) if layer.is_initialized else 0
 
 
 def _layer_for(module: Attention, former: Any, real: Tensor | None) -> LayerCache:
@@ -106,8 +101,7 @@ def _move(former: Any, layer: LayerCache, real: Tensor | None) -> None:
     """The tokens that a layer of transformers holds, into one of NSA."""
     length = int(former.get_seq_length())
     if length == 0:
-        empty = slice(0, 0)
-        layer.lazy_initialization(former.keys[:, :, empty], former.values[:, :, empty])
+        _move_memory(former, layer)
         return
     key, value = former.keys[:, :, :length], former.values[:, :, :length]
     if key.shape[2] < length:
@@ -122,3 +116,13 @@ def _move(former: Any, layer: LayerCache, real: Tensor | None) -> None:
     layer.begin(incoming)
     layer.update(key, value)
     advance([layer], incoming)
+
+
+def _move_memory(former: Any, layer: LayerCache) -> None:
+    """Free the memory of an empty layer; a static layer of NSA takes its own at once."""
+    is_static = layer.is_compileable
+    empty = [x[:, :, :0].clone() for x in (former.keys, former.values)] if is_static else []
+    former.keys = former.values = None
+    former.is_initialized = False
+    if empty:
+        layer.lazy_initialization(*empty)

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_flex
-from nsa_flex.cache import LayerCache, NSACache
+from nsa_flex.cache import NSACache
 from nsa_flex.hot_path import find_syncs
-from nsa_flex.patching import hf_cache
-from patching.tiny_models import NSA, tiny_model, tokens
+from patching.tiny_models import NSA, tiny_model
 from patching.trained_model import lines, trained_model
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -155,30 +154,6 @@ def test_more_guesses_than_a_step_takes_are_a_chunk(model: nn.Module, offsets: l
     assert offsets[:2] == [0, 0]
     assert len(offsets) > 2
     assert all(type(each) is int and each >= 100 for each in offsets[2:])
-
-
-def test_the_memory_of_an_empty_static_cache_is_not_kept_beside_nsas(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`generate` allocates it ahead of a chunked prefill."""
-    model = nsa_flex.patch(tiny_model().eval(), NSA)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=60)
-    cache.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
-    left = []
-
-    def new(self: LayerCache, *args: Any) -> None:
-        left.append(sum(not isinstance(layer, LayerCache) for layer in cache.layers))
-        initialize(self, *args)
-
-    initialize = LayerCache.lazy_initialization
-    monkeypatch.setattr(LayerCache, "lazy_initialization", new)
-    with torch.no_grad():
-        hf_cache.adopt(cache, model.model, None)
-    assert left == [2, 1]
-    ids = tokens(1, 50)
-    expected = model.generate(ids, max_new_tokens=4, use_cache=False, **GREEDY)
-    found = model.generate(ids, max_new_tokens=4, past_key_values=cache, **GREEDY)
-    assert torch.equal(found, expected)
 
 
 def test_patched_models_alone_keep_chunks_out_of_compiled_code() -> None:
