@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa_flex import NSAConfig, nsa_attention
 from reference import oracle
 from reference.accuracy import assert_close, leaf, limit, to_float64
+from reference.fused_ends import ends_of, watched_epilogue
 from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
 from reference.played_cudnn import causal, causal_gradients
 
@@ -23,7 +24,6 @@ from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
 from nsa_flex.fallback_kernels.compressed.fold import fold_of, range_rows_view
 from nsa_flex.fallback_kernels.fused import compressed_branch
-from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import interface as core
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
@@ -132,10 +132,7 @@ def test_one_kernel_ends_the_forward_without_gradients(
     length: int, batch: int, value_dim: int, union_limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_compressed, "causal", causal)
-    monkeypatch.setattr(epilogue, "BLOCK_SIZES", (16,))
-    monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
-    monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1)
-    monkeypatch.setattr(selected_plan, "MIN_CHUNK_TOKENS", 32)
+    watched = watched_epilogue(monkeypatch, union_limit)
     heads, kv_heads, blocks = 4, 2, WINDOWED.num_compressed_blocks(length)
     sizes = [(heads, length, 16), (kv_heads, length, 16), (kv_heads, length, value_dim)]
     sizes += [(kv_heads, max(1, blocks), 16), (kv_heads, max(1, blocks), value_dim)]
@@ -143,23 +140,15 @@ def test_one_kernel_ends_the_forward_without_gradients(
     inputs.append(torch.randn(batch, heads, length, 3))  # any real number is a gate
     inputs[-1][:, 0, ::3] = 0
     q, k, v, ck, cv, gates = inputs
-    ends, run = 0, epilogue.fwd_epilogue
-
-    def spy(*arguments: Any, **options: Any) -> Any:
-        nonlocal ends
-        ends += 1
-        return run(*arguments, **options)
-
-    monkeypatch.setattr(epilogue, "fwd_epilogue", spy)
     results = core_attention(q, k, v, ck, cv, k, v, gates, config=WINDOWED, scale=0.3)
-    assert ends == 1
+    assert watched.call_count == 1
     arrays = [to_float64(x) for x in inputs]
     want = oracle.forward(*arrays, WINDOWED, scale=0.3, blocks=results.blocks.numpy())
     assert_close("output", results.out, want.out, None, torch.float32)
     for name in ("compressed", "selected", "sliding"):
         assert_close(name, getattr(results, f"{name}_lse"), want.lse[name], None, torch.float32)
     apart = core_attention(q, k, v, ck, cv, k.clone(), v, gates, config=WINDOWED, scale=0.3)
-    assert ends == 1, "keys of its own for the window need the window's own scores"
+    assert watched.call_count == 1, "keys of its own for the window need the window's own scores"
     assert_close("apart", apart.out, want.out, None, torch.float32)
 
 
@@ -426,11 +415,12 @@ def test_one_kernel_at_the_end_or_two(
     """One for Hopper where dims are 128, with gradients too; keys of its own make them two."""
     inputs = inputs_of(2, heads, 2, length, dim, value_dim)
     own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
-    (want, want_aux), want_kernels = ends_of(inputs, config, **own)
+    options: dict[str, Any] = {"config": config, "return_aux": True}
+    (want, want_aux), want_kernels = ends_of(inputs, **options, **own)
     assert want_kernels == {"fused_sliding_epilogue_kernel"}
-    (saving, saving_aux), saving_kernels = ends_of(inputs, config)
+    (saving, saving_aux), saving_kernels = ends_of(inputs, **options)
     with torch.no_grad():
-        (out, aux), kernels = ends_of(inputs, config)
+        (out, aux), kernels = ends_of(inputs, **options)
         again = nsa_attention(*inputs, config=config)
     # Groups of three leave rows of a tile empty: the two kernels have others.
     hopper = (
@@ -449,20 +439,6 @@ def test_one_kernel_at_the_end_or_two(
         assert (got.float() - want.float()).norm() / want.float().norm() < 2**-8
         for lse, want_lse in zip(got_aux.lse, want_aux.lse, strict=True):
             torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-4)
-
-
-def ends_of(
-    inputs: list[Tensor], config: NSAConfig, **options: Tensor
-) -> tuple[tuple[Tensor, Any], set[str]]:
-    """Output and the rest of `nsa_attention`, and which kernels ended its forward."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        results = nsa_attention(*inputs, config=config, return_aux=True, **options)
-    ends = {
-        "fused_sliding_epilogue_kernel",
-        "fused_fwd_epilogue_kernel",
-        "fused_fwd_epilogue_sm90_kernel",
-    }
-    return results, ends & {event.name for event in trace.events()}
 
 
 @pytest.mark.gpu

@@ -11,17 +11,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from nsa_flex import NSAConfig, nsa_attention
 from nsa_flex.documents import align_packed
 from reference import oracle
 from reference.accuracy import assert_close, leaf, to_float64
+from reference.fused_ends import ends_of, watched_epilogue
 from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
-from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import interface as core
 from nsa_flex.fallback_kernels.fused.bwd_gates import gated_sum_gradients
 from nsa_flex.fallback_kernels.fused.interface import CoreResults, core_attention
@@ -155,22 +154,11 @@ def hold(case: Case, inputs: list[Tensor], results: CoreResults, grad: Tensor, g
 def test_one_kernel_ends_the_forward_without_gradients(
     union_limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epilogue, "BLOCK_SIZES", (16,))
-    monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
-    monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1)
-    monkeypatch.setattr(selected_plan, "MIN_CHUNK_TOKENS", 32)
+    watched = watched_epilogue(monkeypatch, union_limit)
     case = Case(((1, 2),), WIDE)
     inputs = [x.detach() for x in case.inputs()]
-    ends, run = 0, epilogue.fwd_epilogue
-
-    def spy(*arguments: Any, **options: Any) -> Any:
-        nonlocal ends
-        ends += 1
-        return run(*arguments, **options)
-
-    monkeypatch.setattr(epilogue, "fwd_epilogue", spy)
     results = attend(case, inputs)
-    assert ends == 1
+    assert watched.call_count == 1
     more = {"scale": 0.3, "blocks": results.blocks.numpy(), "document_start": case.starts()}
     want = oracle.forward(*(to_float64(x) for x in inputs), WIDE, **more)
     assert_close("output", results.out, want.out, None, torch.float32)
@@ -368,18 +356,13 @@ def test_the_kernel_for_hopper_ends_the_forward(
     """
     monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
     inputs, start = on_cuda((128, 128), group, torch.bfloat16, 2500)
-    ends = {"fused_sliding_epilogue_kernel", "fused_fwd_epilogue_sm90_kernel"}
-
-    def run(grad: bool, **own: Tensor) -> tuple[Tensor, set[str]]:
-        with torch.set_grad_enabled(grad), profile(activities=[ProfilerActivity.CUDA]) as trace:
-            out = nsa_attention(*inputs, config=PAPER, document_start=start, **own)
-        return out, ends & {event.name for event in trace.events()}
-
+    options: dict[str, Any] = {"config": PAPER, "document_start": start}
     own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
-    want, found = run(True, **own)
+    want, found = ends_of(inputs, **options, **own)
     assert found == {"fused_sliding_epilogue_kernel"}
     for grad in (True, False):
-        out, found = run(grad)
+        with torch.set_grad_enabled(grad):
+            out, found = ends_of(inputs, **options)
         if gluon_unsupported_reason(out.device) is None:
             assert found == {"fused_fwd_epilogue_sm90_kernel"}
         assert (out.float() - want.float()).norm() < 2**-8 * want.float().norm()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from nsa_flex import NSAConfig, nsa_attention
 from reference import oracle
 from reference.accuracy import assert_close, to_float64
+from reference.fused_ends import ends_of, watched_epilogue
 from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
 
 pytest.importorskip("triton")
@@ -140,21 +140,10 @@ def test_two_kernels_end_the_forward(name: str) -> None:
 def test_one_kernel_ends_the_forward(
     case: Case, union_limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epilogue, "BLOCK_SIZES", (16,))
-    monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
-    monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1)
-    monkeypatch.setattr(selected_plan, "MIN_CHUNK_TOKENS", 32)
-    ends, run = 0, epilogue.fwd_epilogue
-
-    def spy(*arguments: Any, **options: Any) -> Any:
-        nonlocal ends
-        ends += 1
-        return run(*arguments, **options)
-
-    monkeypatch.setattr(epilogue, "fwd_epilogue", spy)
+    watched = watched_epilogue(monkeypatch, union_limit)
     inputs = case.inputs()
     hold(case, inputs, attend(case, case.poisoned(inputs)))
-    assert ends == 1
+    assert watched.call_count == 1
 
 
 @kernels
@@ -215,19 +204,6 @@ def on_cuda(
     return case, case.inputs(dtype, "cuda")
 
 
-def ends_of(inputs: list[Tensor], **options: Any) -> tuple[tuple[Tensor, Any], set[str]]:
-    """Output and the rest of `nsa_attention`, and which kernels ended its forward."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        results = nsa_attention(*inputs, config=PAPER, return_aux=True, **options)
-    ends = {
-        "fused_sliding_epilogue_kernel",
-        "fused_fwd_epilogue_kernel",
-        "fused_fwd_epilogue_sm90_kernel",
-        "gated_sum_fwd_kernel",
-    }
-    return results, ends & {event.name for event in trace.events()}
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forget_plans")
 @pytest.mark.parametrize("union_limit", [0, 64])
@@ -249,6 +225,7 @@ def test_is_the_branches_apart(
     monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
     case, inputs = on_cuda(group, dim, queries, offset, keys, torch.bfloat16)
     options: dict[str, Any] = {"query_offset": offset, "backend": "triton"}
+    options |= {"config": PAPER, "return_aux": True}
     apart = [x.clone().requires_grad_(True) for x in inputs]  # with gradients: one by one
     (want, want_aux), found = ends_of(apart, **options)
     assert found == {"gated_sum_fwd_kernel"}
