@@ -12,22 +12,22 @@ from nsa_flex.sharded import is_sharded
 
 def misfit(cache: Any, key: Tensor, value: Tensor) -> str | None:
     """Why a `LayerCache` cannot store such keys and values, or None. Looks at no values."""
-    shapes = f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
-    if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
-        return f"{shapes} must be (batch, heads, tokens, dim), alike but for dim"
+    key_shape, value_shape = key.shape, value.shape
+    if len(key_shape) != 4 or len(value_shape) != 4 or key_shape[:3] != value_shape[:3]:
+        return f"{_shapes(key, value)} must be (batch, heads, tokens, dim), alike but for dim"
     heads = cache.num_sets * cache.compress_key.num_kv_heads
     dims = (cache.compress_key.head_dim, cache.compress_value.head_dim)
-    if (key.shape[1], key.shape[3], value.shape[3]) != (heads, *dims):
+    if (key_shape[1], key_shape[3], value_shape[3]) != (heads, *dims):
         return (
-            f"{shapes} are not those of this cache's layer: {heads} heads of {dims[0]} and "
-            f"{dims[1]}"
+            f"{_shapes(key, value)} are not those of this cache's layer: {heads} heads of "
+            f"{dims[0]} and {dims[1]}"
         )
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         return "NSA's cache carries no gradients: call under torch.no_grad(), or without a cache"
     if not cache.is_initialized:
         return _sharded_phi(cache)
     for name, got, want in (
-        ("batch size", key.shape[0], cache.batch_size),
+        ("batch size", key_shape[0], cache.batch_size),
         ("device", value.device, cache.device),
         ("dtype", value.dtype, cache.dtype),
     ):
@@ -37,6 +37,10 @@ def misfit(cache: Any, key: Tensor, value: Tensor) -> str | None:
                 "use a new cache"
             )
     return None
+
+
+def _shapes(key: Tensor, value: Tensor) -> str:
+    return f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
 
 
 def _sharded_phi(cache: Any) -> str | None:

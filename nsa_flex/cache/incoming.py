@@ -29,6 +29,8 @@ class IncomingBatch(NamedTuple):
 
     def align_gates(self, gates: Tensor | GateLogits) -> Tensor | GateLogits:
         """The same for (B, H, T, 3) gates."""
+        if self.layout is None:
+            return gates
         if isinstance(gates, GateLogits):
             return gates._replace(logits=self.align(gates.logits))
         return self.align(gates)

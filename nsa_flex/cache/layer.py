@@ -91,7 +91,8 @@ class LayerCache(CacheState):
                 "this layer of the cache was given keys twice in one forward: a module that is "
                 "used several times needs a layer of the cache for each use"
             )
-        key_states = key_states.to(value_states.dtype)
+        if key_states.dtype != value_states.dtype:
+            key_states = key_states.to(value_states.dtype)
         problem = misfit(self, key_states, value_states)
         if problem is not None:
             self.incoming = None
@@ -224,7 +225,9 @@ class LayerCache(CacheState):
         """
         assert self.incoming is not None
         incoming, num_tokens = self.incoming, query.shape[2]
-        query = incoming.align(query.to(self.dtype))
+        if query.dtype != self.dtype:
+            query = query.to(self.dtype)
+        query = incoming.align(query)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if self.is_step(num_tokens, backend):
             out, aux = decode_step(
