@@ -132,10 +132,6 @@ class Gates(nn.Module):
         logits = self.linear(x)
         if logits.dtype != x.dtype:
             logits = logits.to(x.dtype)
-        batch, tokens, _ = logits.shape
-        if as_logits and tokens == 1:  # each operation counts for the host in a decode step
-            logits = logits.view(batch, self.num_query_heads, 1, NUM_BRANCHES)
-        else:
-            logits = logits.view(batch, tokens, self.num_query_heads, NUM_BRANCHES).transpose(1, 2)
-        found = GateLogits(logits, self.offset)  # [B, Hq, S, 3]
+        logits = logits.view(*logits.shape[:2], self.num_query_heads, NUM_BRANCHES)
+        found = GateLogits(logits.transpose(1, 2), self.offset)  # [B, Hq, S, 3]
         return found if as_logits else found.gates()

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_flex import NSAConfig, nsa_attention
+from nsa_flex.bench.measure.memory import PeakMemory
 
 CONFIG = NSAConfig()
 HEAD_DIM = 128
@@ -63,13 +64,10 @@ def peak_bytes(step: Callable[[], object], leaves: list[Tensor]) -> int | None:
     """Memory at the peak of a step above what is there, without gradients of the leaves."""
     for leaf in leaves:
         leaf.grad = None
-    if not leaves[0].is_cuda:
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - before
+    peak = PeakMemory(leaves[0].device)
+    with peak:
+        step()
+    return peak.bytes
 
 
 def row_of(what: str, forward: Callable[..., Tensor], leaves: list[Tensor], repeats: int) -> Any:

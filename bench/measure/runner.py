@@ -18,6 +18,7 @@ from nsa_flex.bench.cases.models import ModelCase, training_columns
 from nsa_flex.bench.cases.registry import TARGETS, AnyCase
 from nsa_flex.bench.cases.targets import Function, Target
 from nsa_flex.bench.measure.gate import GateError, check
+from nsa_flex.bench.measure.memory import PeakMemory
 from nsa_flex.bench.measure.timing import Mark, measure
 from nsa_flex.bench.measure.work import work_of
 from nsa_flex.bench.report.rows import Notebook, Row
@@ -148,7 +149,7 @@ def _measured_attention(
         _clean_up(options.device)
         arguments = list(task.arguments.values())
         step = _train_step(function, arguments, grad) if case.train else _step(function, arguments)
-        peak = _PeakMemory(options.device)
+        peak = PeakMemory(options.device)
         # What runs eagerly is bound by its host, which belongs to it.
         hide_host = not case.implementation.endswith("eager")
         times = measure(
@@ -190,26 +191,6 @@ def _train_step(
         torch.autograd.grad(out, arguments, grad, allow_unused=True)
 
     return step
-
-
-class _PeakMemory:
-    """Inside, counts memory above what there was: `bytes`, None where it is not counted."""
-
-    bytes: int | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device)
-
-    def __exit__(self, *_: object) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
 
 
 def _memory(device: torch.device) -> int:

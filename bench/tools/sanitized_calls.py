@@ -185,7 +185,7 @@ def chosen(shape: Shape, config: NSAConfig, offset: int, alike: bool) -> Tensor:
 
 
 def selection() -> Calls:
-    """Choices that share nothing and all; queries that follow others, few and many."""
+    """Choices that share nothing and all; queries that follow others; few blocks and many."""
     cases: tuple[tuple[Shape, int], ...] = (
         ((1, 1, 1, 128, 64, OTHER_HALF), 448),
         ((2, 3, 1, 45, 32, HALF), 100),
