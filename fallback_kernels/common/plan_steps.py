@@ -30,16 +30,9 @@ class Registers:
 
     __slots__ = ("main", "pointers", "stream", "tensors")
 
-    def __init__(
-        self,
-        inputs: list[Tensor],
-        others: list[Tensor | None],
-        pointers: list[int],
-        stream: int,
-    ) -> None:
-        """others, pointers: of the registers behind those of the inputs, as they are at first."""
-        self.tensors: list[Tensor | None] = [*inputs, *others]
-        self.pointers = [x.data_ptr() for x in inputs] + pointers
+    def __init__(self, tensors: list[Tensor | None], pointers: list[int], stream: int) -> None:
+        """tensors, pointers: of all registers, as they are at first."""
+        self.tensors, self.pointers = tensors, pointers
         self.stream = self.main = stream
 
     def put(self, register: int, x: Tensor) -> None:

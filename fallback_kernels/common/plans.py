@@ -13,10 +13,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from triton import knobs
 
 from nsa_flex.fallback_kernels.common.plan_lifetimes import insert_releases
@@ -27,8 +30,10 @@ from nsa_flex.fallback_kernels.common.plan_workspace import Workspace
 Body = TypeVar("Body", bound=Callable[..., Any])
 
 MAX_PLANS = 256  # of one operator; the oldest goes
+MAX_RECENT = 4  # plans that are asked before a key is made
 DEVICES = {"cuda"}  # whose operators are planned; tests add the CPU
 
+_PLAIN = frozenset((int, float, bool, type(None), str, torch.dtype))  # types, told by value
 _SEEN = object()  # called once with such inputs, not recorded yet
 _all_plans: weakref.WeakSet[_Plans] = weakref.WeakSet()
 
@@ -54,6 +59,7 @@ def forget_plans() -> None:
     """Every operator plans anew; for whoever changes what plans depend on, as tests do."""
     for plans in _all_plans:
         plans.by_key.clear()
+        plans.recent.clear()
 
 
 def plan_problems() -> dict[str, set[str]]:
@@ -61,36 +67,75 @@ def plan_problems() -> dict[str, set[str]]:
     return {plans.body.__name__: plans.problems for plans in _all_plans if plans.problems}
 
 
+class Call(NamedTuple):
+    """The arguments of an operator.
+
+    tensors: in order. pointers: their addresses. rest: what is no tensor, and where tensors are.
+    """
+
+    tensors: list[Tensor]
+    pointers: list[int]
+    rest: tuple[Any, ...]
+
+
 class _Plans:
-    """The plans of one operator, by `plan_key`."""
+    """The plans of one operator, by `plan_key`; recent ones by the `rest` of their calls."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         self.body = body
         self.by_key: dict[Any, Any] = {}
+        self.recent: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
         self.problems: set[str] = set()
         self.recorded = self.replayed = 0
 
     def run(self, args: tuple[Any, ...]) -> Any:
-        tensors: list[Tensor] = []
-        key = plan_key(args, tensors)
+        call = read_call(args)
+        if call is None:
+            return self.body(*args)
+        plan = self._recent(call)
+        if plan is not None:
+            return self._replay(plan, call)
+        key = plan_key(call)
         if key is None:
             return self.body(*args)
         plan = self.by_key.get(key)
         if type(plan) is Plan:
-            self.replayed += 1
-            return plan(tensors)
+            self._note(plan, call)
+            return self._replay(plan, call)
         if plan is None:
             while len(self.by_key) >= MAX_PLANS:
                 self.by_key.pop(next(iter(self.by_key)), None)
+                self.recent.clear()
             self.by_key[key] = _SEEN
             return self.body(*args)
-        if plan is _SEEN and not _is_capturing(tensors[0]):
-            return self._record(key, args, tensors)
+        if plan is _SEEN and not _is_capturing(call.tensors[0]):
+            return self._record(key, args, call)
         return self.body(*args)
 
-    def _record(self, key: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
+    def replay(self, args: tuple[Any, ...]) -> Any:
+        """What `run` returns, where a recent plan has it; else None."""
+        call = read_call(args)
+        plan = None if call is None else self._recent(call)
+        return None if call is None or plan is None else self._replay(plan, call)
+
+    def _replay(self, plan: Plan, call: Call) -> Any:
+        self.replayed += 1
+        return plan(call)
+
+    def _recent(self, call: Call) -> Plan | None:
+        for plan in self.recent.get(call.rest, ()):
+            if plan.knows(call):
+                return plan
+        return None
+
+    def _note(self, plan: Plan, call: Call) -> None:
+        others = self.recent.get(call.rest, ())
+        if plan not in others and plan.learn(call):
+            self.recent[call.rest] = (plan, *others[: MAX_RECENT - 1])
+
+    def _record(self, key: Any, args: tuple[Any, ...], call: Call) -> Any:
         self.by_key[key] = False  # no plan, unless this one comes to its end
-        recorder = Recorder(tensors)
+        recorder = Recorder(call.tensors)
         with recorder.recording():
             out = self.body(*args)
         try:
@@ -106,7 +151,10 @@ class _Plans:
 class Plan:
     """Steps in order, and where the results are afterwards."""
 
-    __slots__ = ("device", "offsets", "pointers", "results", "steps", "tensors", "workspace")
+    __slots__ = (
+        *("device", "guard", "offsets", "pointers"),
+        *("results", "steps", "tensors", "workspace"),
+    )
 
     def __init__(
         self,
@@ -127,6 +175,7 @@ class Plan:
         self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
         self.results = results
         self.device = device
+        self.guard: Any = None  # of `_guard`; False where there can be none
 
     @classmethod
     def of(cls, recorder: Recorder, out: Any) -> Plan:
@@ -134,7 +183,7 @@ class Plan:
         returned = {x.register for x in _listed(results) if x is not None}
         inputs = set(range(recorder.num_inputs))
         workspace = Workspace.of(recorder, returned | inputs)
-        kept = returned | set(recorder.constants) | set(workspace.offsets)
+        kept = returned | inputs | set(recorder.constants) | set(workspace.offsets)
         insert_releases(recorder.steps, kept)
         # What was returned this time is the caller's already.
         constants = {r: x.clone() if r in returned else x for r, x in recorder.constants.items()}
@@ -142,20 +191,34 @@ class Plan:
         device = recorder.owners[0].device
         return cls(recorder.steps, others, constants, results, device, workspace)
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
+    def learn(self, call: Call) -> bool:
+        """Know such calls from now on, if tensors are aligned; whether the plan does."""
+        if self.guard is None and not reduce(or_, call.pointers) & 15:
+            self.guard = _guard(call.tensors)
+        return bool(self.guard)
+
+    def knows(self, call: Call) -> bool:
+        """Whether it is the plan of a call that has the `rest` of one of its calls.
+
+        One function in C++, stricter than a key: it also tells types, devices and modes apart.
+        """
+        return not reduce(or_, call.pointers) & 15 and self.guard(*call.tensors)
+
+    def __call__(self, call: Call) -> Any:
         if self.device.type != "cuda":
-            return self._replay(tensors, 0)
+            return self._replay(call, 0)
         index = self.device.index
         if torch._C._cuda_getDevice() == index:
-            return self._replay(tensors, torch._C._cuda_getCurrentRawStream(index))
+            return self._replay(call, torch._C._cuda_getCurrentRawStream(index))
         with torch.cuda.device(index):
-            return self._replay(tensors, torch._C._cuda_getCurrentRawStream(index))
+            return self._replay(call, torch._C._cuda_getCurrentRawStream(index))
 
-    def _replay(self, tensors: list[Tensor], stream: int) -> Any:
-        registers = Registers(tensors, self.tensors, self.pointers, stream)
+    def _replay(self, call: Call, stream: int) -> Any:
+        tensors, pointers = [*call.tensors, *self.tensors], call.pointers + self.pointers
+        registers = Registers(tensors, pointers, stream)
         if self.workspace is not None:
             workspace = self.workspace()
-            base, pointers = workspace.data_ptr(), registers.pointers
+            base = workspace.data_ptr()
             for register, offset in self.offsets:
                 pointers[register] = base + offset
         for step in self.steps:
@@ -166,39 +229,68 @@ class Plan:
         return resolved(results, registers)
 
 
-def plan_key(args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-    """All that the body's Python may depend on, and the tensors in order; None: not to be planned.
-
-    Of a tensor: shape, strides, dtype, alignment, and which others are the same object.
-    """
+def read_call(args: tuple[Any, ...]) -> Call | None:
+    """The parts of a call; None where it is not to be planned."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return None  # somebody watches the operators
-    parts: list[Any] = []
-    if not _add_parts(args, parts, tensors) or not tensors:
+    tensors: list[Tensor] = []
+    rest: list[Any] = [torch._C._get_deterministic_algorithms()]
+    if not _split(args, rest, tensors) or not tensors or _has_hooks():
         return None
-    device = tensors[0].device
-    if device.type not in DEVICES or _has_hooks():
-        return None
-    numbers = {id(x): i for i, x in enumerate(tensors)}
-    same = tuple([numbers[id(x)] for x in tensors]) if len(numbers) < len(tensors) else None
-    return (device.index, torch.are_deterministic_algorithms_enabled(), same, *parts)
+    return Call(tensors, [x.data_ptr() for x in tensors], tuple(rest))
 
 
-def _add_parts(args: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
+def _split(args: Any, rest: list[Any], tensors: list[Tensor]) -> bool:
     for x in args:
         kind = type(x)
-        if kind is Tensor or kind is torch.nn.Parameter:
-            parts.append((x.shape, x.stride(), x.dtype, x.data_ptr() & 15))
+        if kind is Tensor or kind is Parameter:
             tensors.append(x)
-        elif kind in (int, float, bool, type(None), str, torch.dtype):
-            parts.append((kind, x))
+            rest.append(Tensor)
+        elif kind in _PLAIN:
+            rest.append(kind)
+            rest.append(x)
         elif kind is list or kind is tuple:
-            parts.append(len(x))
-            if not _add_parts(x, parts, tensors):
+            rest.append(len(x))
+            if not _split(x, rest, tensors):
                 return False
         else:
             return False
     return True
+
+
+def plan_key(call: Call) -> Any:
+    """All that the body's Python may depend on; None: not to be planned.
+
+    Of a tensor: shape, strides, dtype, alignment, and which others are the same object.
+    """
+    tensors = call.tensors
+    device = tensors[0].device
+    if device.type not in DEVICES:
+        return None
+    kinds = [
+        (x.shape, x.stride(), x.dtype, pointer & 15)
+        for x, pointer in zip(tensors, call.pointers, strict=True)
+    ]
+    numbers = {id(x): i for i, x in enumerate(tensors)}
+    same = tuple([numbers[id(x)] for x in tensors]) if len(numbers) < len(tensors) else None
+    return (device.index, same, call.rest, *kinds)
+
+
+def _guard(tensors: list[Tensor]) -> Any:
+    """Whether other tensors are all different objects and else like these, as compiled code asks.
+
+    False where these are not all different, or torch has no such function.
+    """
+    guards: Any = torch._C._dynamo.guards  # torch's stubs lack the class
+    try:
+        guard = guards.TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(x.shape) for x in tensors],
+            dynamic_dims_strides=[list(x.stride()) for x in tensors],
+        )
+    except (AttributeError, TypeError):
+        return False
+    return guard.check if guard.check(*tensors) else False
 
 
 def _has_hooks() -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.direct import directly
+from nsa_flex.fallback_kernels.common.direct import directly, is_plain
 from nsa_flex.fallback_kernels.decode import checks, operators
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import Cache, Gating, Phi, run
@@ -127,7 +127,7 @@ def step(
         checks.check_call(
             query, *new, cache, gates, gate_offset, lengths, both, phi.kind, num_sets, config
         )
-    result = _step(
+    args = (
         query,
         *new,
         *cache,
@@ -141,7 +141,23 @@ def step(
         query.shape[3] ** -0.5 if scale is None else scale,
         config.counts,
     )
+    if not return_aux and is_plain(query) and not torch.is_grad_enabled():
+        return operators.output(*args).transpose(1, 2)
+    result = _step(*args)
     return _result(result, return_aux)
+
+
+def replay(*args: Any) -> Tensor | None:
+    """What `step` gives, where a launch plan was made for such a step; else None.
+
+    Nothing but that is checked: such a step passed all checks before. Without gradients, and only
+    where nobody watches operators (`is_plain`).
+
+    Args:
+        args: of the operator.
+    """
+    out = operators.output.plans.replay(args)  # type: ignore[attr-defined]
+    return None if out is None else out.transpose(1, 2)
 
 
 def count_rows(

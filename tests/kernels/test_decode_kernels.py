@@ -12,6 +12,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from nsa_flex import decoding
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from reference import oracle
@@ -497,6 +498,64 @@ def test_token_by_token_from_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch)
     check_blocks(maps, [problem.all_key, problem.all_value], compressed, 14)
     assert (kept.recorded - recorded, kept.replayed - replayed) == (1, 12)
     assert not kept.problems
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["mean", "mlp"])
+def test_steps_by_recent_plans(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They store and attend as the operator does, with the parameters that φ has by then."""
+
+    def is_plain(x: Tensor) -> bool:  # also on the CPU
+        return not torch.compiler.is_compiling()
+
+    monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
+    for module in (decode, decoding):
+        monkeypatch.setattr(module, "is_plain", is_plain)
+    monkeypatch.setattr(decoding, "unsupported_reason", decode.unsupported_reason)
+    config = NSAConfig(4, 2, 4, 3, window_size=6)
+    problem = Problem(Case(config, past=(0,), capacity=14, group=1))
+    maps = random_phi(kind, config, 1, (16, 16), torch.float32)
+    kept = operators.output.plans  # type: ignore[attr-defined]
+    replayed, ran = kept.replayed, decode.step
+    steps = []
+    monkeypatch.setattr(decode, "step", lambda *a, **o: steps.append(1) or ran(*a, **o))
+    for position in range(14):
+        if position == 9:
+            maps = random_phi(kind, config, 1, (16, 16), torch.float32)
+        here = slice(position, position + 1)
+        query = torch.randn_like(problem.query)
+        new = [x[:, :, here].contiguous() for x in (problem.all_key, problem.all_value)]
+        problem.lengths.fill_(position)
+        twins = [x.clone() for x in problem.cache]
+        with torch.no_grad():
+            out, aux = decoding.decode_step(
+                query,
+                decoding.New(*new, maps),
+                decoding.Stored(*problem.cache, problem.lengths),
+                problem.gates,
+                config=config,
+                scale=0.25,
+            )
+            expected, _ = ran(
+                *(query, *new, *twins, problem.gates, problem.lengths),
+                **{"config": config, "scale": 0.25, "phi": phi_of(*maps), "return_aux": True},
+            )
+        assert aux is None
+        assert torch.equal(out, expected)
+        for x, twin in zip(problem.cache, twins, strict=True):
+            torch.testing.assert_close(x, twin, rtol=0, atol=0, equal_nan=True)
+    assert kept.replayed - replayed == 12
+    assert len(steps) == 3  # one to see, one to record, one to know it again
+    assert not kept.problems
+    with torch.no_grad(), pytest.raises(ValueError, match="gates has shape"):
+        decoding.decode_step(
+            query,
+            decoding.New(*new, maps),
+            decoding.Stored(*problem.cache, problem.lengths),
+            problem.gates[..., :2],
+            config=config,
+            scale=0.25,
+        )
 
 
 @kernels

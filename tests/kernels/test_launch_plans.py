@@ -139,8 +139,9 @@ def _misaligned(x: Tensor) -> Tensor:
         lambda x, y: (x, y, 0.25),
         lambda x, y: (x, y, 1),
         lambda x, y: (x, x, 0.5),
+        lambda x, y: (x, y.double(), 0.5),
     ],
-    ids=["shape", "strides", "alignment", "number", "int", "same tensor"],
+    ids=["shape", "strides", "alignment", "number", "int", "same tensor", "dtype"],
 )
 def test_what_a_plan_depends_on(other: Callable[[Tensor, Tensor], tuple[Any, ...]]) -> None:
     operator = Counted(blend)
@@ -293,6 +294,42 @@ def test_the_oldest_plan_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in (4, 5, 6):
         operator(numbers(2, columns), numbers(2, columns), 0.5)
     assert len(operator.operator.plans.by_key) == 2
+
+
+@kernels
+def test_plans_of_one_rest_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are asked before a key is made, one after the other."""
+    monkeypatch.setattr(plans, "MAX_RECENT", 2)
+    operator = Counted(blend)
+    for call in range(6):
+        for columns in (4, 5, 6, 4):
+            x, y = numbers(2, columns), numbers(2, columns)
+            for found, expected in zip(operator(x, y, 0.5), blend(x, y, 0.5), strict=True):
+                assert torch.equal(found, expected)
+        assert operator.ran == min(call + 1, 2) * 3 + (call == 0)
+    (recent,) = operator.operator.plans.recent.values()
+    assert len(recent) == 2
+
+
+@kernels
+def test_a_recent_plan_is_replayed_alone() -> None:
+    """`replay` serves what was replayed before, and nothing else."""
+    operator = Counted(torch.add)
+    kept = operator.operator.plans
+    x, y = numbers(3, 20), numbers(3, 20)
+    for _ in range(2):
+        operator(x, y)
+        assert kept.replay((x, y)) is None
+    operator(x, y)
+    assert torch.equal(kept.replay((y, x)), x + y)
+    for other in [(x, x), (x, y.double()), (x, y[:2]), (x, _misaligned(y)), (x, _strided(y)),
+                  (x, y.to("meta")), (x, 1.0), (x, torch.nn.Parameter(y))]:  # fmt: skip
+        assert kept.replay(other) is None
+    with Watcher():
+        assert kept.replay((x, y)) is None
+    with torch.inference_mode():
+        assert torch.equal(operator(x, y), x + y)
+    assert operator.ran == 2
 
 
 @pytest.mark.gpu  # the interpreter runs one kernel at a time
