@@ -12,6 +12,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import nsa_flex
+from nsa_flex.fallback_kernels.decode import pages
 from patching.tiny_models import NSA, SIZES, tiny_model, tokens
 
 _ENGINE = "transformers.generation.continuous_batching"
@@ -41,7 +42,8 @@ def prompts(*lengths: int) -> list[list[int]]:
 def alone(model: Any, inputs: list[list[int]], num_new: int = NUM_NEW) -> list[list[int]]:
     """What `generate` gives each prompt by itself."""
     greedy = {"max_new_tokens": num_new, "do_sample": False}
-    outputs = [model.generate(torch.tensor([ids]), **greedy)[0] for ids in inputs]
+    rows = [torch.tensor([ids], device=model.device) for ids in inputs]
+    outputs = [model.generate(row, **greedy)[0] for row in rows]
     return [out[len(ids) :].tolist() for out, ids in zip(outputs, inputs, strict=True)]
 
 
@@ -140,6 +142,23 @@ def test_in_float32_with_pages_that_cut_selectable_blocks() -> None:
     model = patched().float()
     inputs = prompts(100, 20, 61)
     assert batched(model, inputs, page_size=12) == alone(model, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_cuda_graph", [False, True])
+def test_the_tokens_on_cuda_are_those_of_generate(
+    use_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, whose rounding changes no token, on the kernels that read pages."""
+    calls, attend = [], pages.attend
+    monkeypatch.setattr(pages, "attend", lambda *x, **y: calls.append(1) or attend(*x, **y))
+    wide = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 4}
+    model: Any = tiny_model("llama", **wide, head_dim=32, max_position_embeddings=4096)
+    model = nsa_flex.patch(model, nsa_flex.NSAConfig()).cuda()
+    inputs = prompts(5, 33, 700, 2500, 1, 1000)
+    options = {"page_size": 256, "max_batch_tokens": 1024, "use_cuda_graph": use_cuda_graph}
+    assert batched(model, inputs, **options) == alone(model, inputs)
+    assert calls
 
 
 def test_many_prompts_at_once() -> None:
