@@ -38,6 +38,8 @@ class Tiles:
 FWD = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
 BWD_DQ = (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
 BWD_DKDV = (Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles(32, 32, 4, 1))
+# float32 is multiplied on FMA units. Larger tiles spill there, and ptxas takes 10 to 20 seconds.
+FLOAT32, FLOAT32_WIDE = (Tiles(16, 32, 4, 1),), (Tiles(16, 32, 8, 1),)  # up to D 128, and beyond
 
 MIN_CTAS = 1024  # of the dK/dV kernel: fewer, and each query head gets CTAs of its own
 
@@ -93,6 +95,8 @@ def _plan(
     widths = (tile_width(head_dim), tile_width(value_dim))
 
     def fitting(candidates: tuple[Tiles, ...], held: str) -> Tiles:
+        if dtype.itemsize == 4:
+            candidates = FLOAT32 if max(widths) <= 128 else FLOAT32_WIDE
         for tiles in candidates:
             if _shared_bytes(tiles, widths, dtype.itemsize, held) <= bytes_given:
                 return tiles

@@ -134,8 +134,12 @@ class TopkPlan:
 
     @cached_property
     def stages(self) -> int:
-        """Tiles of keys in flight: three where that leaves room for three CTAs an SM."""
-        return 3 if self.block_m <= 64 and self.head_dim <= 128 else 2
+        """Tiles of keys in flight: three where that leaves room for three CTAs an SM.
+
+        In float32 a third makes ptxas spill most registers.
+        """
+        narrow = self.block_m <= 64 and self.head_dim <= 128
+        return 3 if narrow and self.element_size < 4 else 2
 
     @cached_property
     def registers(self) -> int | None:

@@ -23,6 +23,7 @@ from reference.interpreter import (
 )
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.ranges import config
 from nsa_flex.fallback_kernels.ranges.bounds import bounds
 from nsa_flex.fallback_kernels.ranges.bwd import seeing_queries
@@ -179,6 +180,19 @@ def test_strides_are_free() -> None:
     found = ranged_attention(*tensors, end - 1, end, scale=1.0)
     plain = ranged_attention(*(x.contiguous() for x in tensors), end - 1, end, scale=1.0)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@kernels
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_float32_tiles_fit_registers(dim: int) -> None:
+    """Sums of more than 16 numbers a thread made ptxas spill, for up to 47 s a kernel."""
+    q = torch.empty(1, 8, 4096, dim, device=DEVICE)
+    plan = config.RangesPlan.of(q, q, q)
+    for tiles, rows in (
+        *((plan.fwd, plan.fwd.block_m), (plan.bwd_dq, plan.bwd_dq.block_m)),
+        (plan.bwd_dkdv, plan.bwd_dkdv.block_n // 2),  # of dK and of dV
+    ):
+        assert rows * tile_width(dim) <= 16 * 32 * tiles.warps
 
 
 @kernels
