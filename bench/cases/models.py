@@ -3,6 +3,9 @@
 Llamas of transformers with random weights, patched or not. Weights and optimizer are float32,
 matrix products bfloat16 by autocast (float32 on a CPU). Compiled means every decoder layer by
 itself (they share their code, which is generated once) and the head with its cross entropy.
+"-whole" is the decoder as one graph, as `torch.compile(model)` makes it, and the head.
+transformers (5.23) makes its causal mask inside that graph: before torch 2.14 it cannot leave it
+out there, as it does outside, and SDPA with a mask computes the hidden scores too.
 "-graph" is compiled and captured: the whole step, AdamW included, replayed as one CUDA graph.
 The unpatched model's layers are called one by one for that: transformers reads a value on the
 host to find out whether rows are packed, which a capture does not allow.
@@ -32,6 +35,7 @@ IMPLEMENTATIONS = (
     *(f"{who}{how}" for who in ("nsa", "dense") for how in ("", "-graph", "-eager")),
     "transformers-sdpa",
 )
+WHOLE = ("nsa-whole", "transformers-sdpa-whole")
 CAPTURE_WARM_UP = 3  # steps before a capture: what is allocated or compiled lazily must be there
 
 
@@ -64,10 +68,10 @@ class ModelCase:
 
     Args:
         model: a name in `MODELS`.
-        implementation: one of `IMPLEMENTATIONS`: nsa or dense, compiled unless it ends in
-            "-eager". Dense attention is SDPA, on cuDNN where it takes the inputs, else what torch
-            chooses. "transformers-sdpa" is the model as transformers gives it, compiled: torch
-            chooses.
+        implementation: one of `IMPLEMENTATIONS` or `WHOLE`: nsa or dense, compiled unless it ends
+            in "-eager". Dense attention is SDPA, on cuDNN where it takes the inputs, else what
+            torch chooses. "transformers-sdpa" is the model as transformers gives it, compiled:
+            torch chooses.
         batch, seq_len: B, S.
     """
 
@@ -147,14 +151,17 @@ class Trainee:
         self.tokens, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         self.head_loss = head_loss
         if not case.implementation.endswith("-eager"):
+            self._compile({"fullgraph": True, "dynamic": False, "backend": compiler})
+
+    def _compile(self, options: dict[str, Any]) -> None:
+        if self.case.implementation in WHOLE:
+            self.model.model = torch.compile(self.model.model, **options)
+        else:
             layers: list[Any] = [
-                torch.compile(layer, fullgraph=True, dynamic=False, backend=compiler)
-                for layer in self.model.model.layers
+                torch.compile(layer, **options) for layer in self.model.model.layers
             ]
             self.model.model.layers = nn.ModuleList(layers)
-            self.head_loss = torch.compile(
-                head_loss, fullgraph=True, dynamic=False, backend=compiler
-            )
+        self.head_loss = torch.compile(head_loss, **options)
 
     def loss(self) -> Tensor:
         """Mean nats a token, ()."""

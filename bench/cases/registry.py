@@ -12,7 +12,7 @@ from nsa_flex.bench.cases.compile_time import CompileCase
 from nsa_flex.bench.cases.core import PACKED, Core
 from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
 from nsa_flex.bench.cases.layers import LayerCase
-from nsa_flex.bench.cases.models import IMPLEMENTATIONS, ModelCase
+from nsa_flex.bench.cases.models import IMPLEMENTATIONS, WHOLE, ModelCase
 from nsa_flex.bench.cases.parts import Choice, CompressionTarget, Merge
 from nsa_flex.bench.cases.targets import Target
 from nsa_flex.config import CompressionKind, NSAConfig
@@ -207,7 +207,10 @@ def full() -> list[AnyCase]:
 
 
 def models() -> list[AnyCase]:
-    """Training steps: 125M parameters at 512 to 2048 tokens, layers of Llama-3.1-8B from 2k."""
+    """Training steps: 125M parameters at 512 to 2048 tokens, layers of Llama-3.1-8B from 2k.
+
+    Also with the decoder as one graph, up to 16k tokens: SDPA's mask grows with their square.
+    """
     sizes = [("125m", batch, length) for length in (2048, 1024, 512) for batch in (16, 1)]
     cases: list[AnyCase] = [
         ModelCase(model, name, batch, length)
@@ -219,7 +222,11 @@ def models() -> list[AnyCase]:
         cases += [
             ModelCase(large, name, 1, length) for name in ("nsa", "dense", "transformers-sdpa")
         ]
-    return cases + [ModelCase(large, name, 1, 8 * KI) for name in ("nsa-eager", "dense-eager")]
+    cases += [ModelCase(large, name, 1, 8 * KI) for name in ("nsa-eager", "dense-eager")]
+    wholes = [("125m", 16, 2 * KI), *((large, 1, KI << shift) for shift in range(1, 5))]
+    return cases + [
+        ModelCase(model, name, batch, length) for model, batch, length in wholes for name in WHOLE
+    ]
 
 
 def compiling() -> list[AnyCase]:
@@ -253,6 +260,7 @@ def smoke() -> list[AnyCase]:
         tiny("compression", "compiled", True),
         ModelCase("tiny", "nsa", 2, 64),
         ModelCase("tiny", "dense-eager", 2, 64),
+        ModelCase("tiny", "transformers-sdpa-whole", 2, 64),
         *(LayerCase(name, 3, 40, 4, 2, 8, config) for name in LAYERS),
     ]
 

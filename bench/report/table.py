@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
-from nsa_flex.bench.cases.models import IMPLEMENTATIONS
+from nsa_flex.bench.cases.models import IMPLEMENTATIONS, WHOLE
 from nsa_flex.bench.report.cells import (
     EMPTY,
     frame,
@@ -43,7 +43,9 @@ SHAPE = ["heads", "D", "seq_len"]
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """A table of strings, its columns as heads."""
+    """A table of strings, its columns as heads; nothing if it has no lines."""
+    if table.empty:
+        return ""
     lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
@@ -226,17 +228,11 @@ def models(rows: list[Row]) -> pd.DataFrame:
     The floor is that of NSA's step, beside the captured one if there is one.
     """
     table = frame(rows)
-    table = table[table.target == "model"]
-    names = ["model", "batch", "seq_len"]
-    index = pd.MultiIndex.from_frame(table[names].drop_duplicates())
-    each = {
-        name: table[table.implementation == name].set_index(names).reindex(index)
-        for name in IMPLEMENTATIONS
-    }
-    sizes = table.groupby(names, sort=False).parameters.first().reindex(index)
-    found = pd.DataFrame({"model": [str(place[0]) for place in index]}, index=index)
-    found["parameters"] = number(sizes, 0, 1e6).where(sizes.isna(), number(sizes, 0, 1e6) + " M")
-    found["batch"], found["tokens"] = ([str(place[i]) for place in index] for i in (1, 2))
+    table = table[(table.target == "model") & table.implementation.isin(IMPLEMENTATIONS)]
+    found, each = _steps(table)
+    sizes = table.groupby(_STEP, sort=False).parameters.first().reindex(found.index)
+    parameters = number(sizes, 0, 1e6).where(sizes.isna(), number(sizes, 0, 1e6) + " M")
+    found.insert(1, "parameters", parameters)
     floors = each["nsa-graph"].over_floor.fillna(each["nsa"].over_floor)
     for title, name in zip(_MODEL_TITLES, IMPLEMENTATIONS, strict=True):
         found[title] = speeds(each[name])
@@ -254,6 +250,36 @@ _MODEL_TITLES = (
     *("dense, tokens/s", "dense as a graph", "dense eager"),
     "transformers' sdpa",
 )
+_STEP = ["model", "batch", "seq_len"]
+
+
+def _steps(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
+    """A line for each training step of `table`, and its rows by implementation, as the lines."""
+    index = pd.MultiIndex.from_frame(table[_STEP].drop_duplicates())
+    found = pd.DataFrame({"model": [str(place[0]) for place in index]}, index=index)
+    found["batch"], found["tokens"] = ([str(place[i]) for place in index] for i in (1, 2))
+    each = {
+        name: table[table.implementation == name].set_index(_STEP).reindex(index)
+        for name in (*IMPLEMENTATIONS, *WHOLE)
+    }
+    return found, each
+
+
+def wholes(rows: list[Row]) -> pd.DataFrame:
+    """Tokens a second of the decoder as one graph, beside its layers compiled one by one."""
+    table = frame(rows)
+    table = table[table.target == "model"]
+    keys = table[table.implementation.isin(WHOLE)][_STEP].drop_duplicates()
+    found, each = _steps(table.merge(keys, on=_STEP))
+    ours, theirs = (each[name] for name in WHOLE)
+    found["NSA, one graph, tokens/s"] = speeds(ours)
+    found["NSA by layers"] = speeds(each["nsa"])
+    found["transformers' sdpa, one graph"] = speeds(theirs)
+    found["transformers' sdpa by layers"] = speeds(each["transformers-sdpa"])
+    found["one graph, NSA ÷ sdpa"] = _ratio(ours, theirs, "tokens_per_s")
+    found["peak GiB, NSA / sdpa"] = _pair(gib(ours), gib(theirs))
+    found["commit"] = ours.commit
+    return found.fillna(EMPTY)
 
 
 def compiling(rows: list[Row]) -> pd.DataFrame:
@@ -285,6 +311,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "repeats": repeats,
     "parts": parts,
     "models": models,
+    "wholes": wholes,
     "compile": compiling,
     "generate": generating,
     "quantized": quantizing,
@@ -303,8 +330,8 @@ def tables_of(rows: list[Row]) -> dict[str, pd.DataFrame]:
     wanted += ["packed"] if "nsa-packed" in rivals else []
     if targets - NO_PARTS and (targets != {"core"} or not wanted):
         wanted.append("parts")
-    wholes = (("layers", "layer"), ("models", "model"), ("compile", "compile"))
-    wanted += [name for name, target in wholes if target in targets]
+    named = (("layers", "layer"), ("models", "model"), ("wholes", "model"), ("compile", "compile"))
+    wanted += [name for name, target in named if target in targets]
     tables = {name: TABLES[name](rows) for name in [*wanted, "reasons"]}
     return {name: table for name, table in tables.items() if len(table)}
 

@@ -21,7 +21,7 @@ from nsa_flex.bench.cases.branches import deterministically
 from nsa_flex.bench.cases.case import Case, Skip
 from nsa_flex.bench.cases.core import PACKED
 from nsa_flex.bench.cases.layers import LayerCase
-from nsa_flex.bench.cases.models import ModelCase, Trainee
+from nsa_flex.bench.cases.models import WHOLE, ModelCase, Trainee
 from nsa_flex.bench.cases.parts import compression_by_definition
 from nsa_flex.bench.cases.registry import PRESETS, TARGETS, preset
 from nsa_flex.bench.cases.targets import Task
@@ -503,6 +503,10 @@ def test_presets_of_rows_cover_what_must_be_shown():
     steps = {(c.batch, c.seq_len, c.implementation) for c in preset("models") if c.model == "125m"}
     for name in ("nsa", "nsa-eager", "dense", "dense-eager"):
         assert {(batch, n, name) for batch in (1, 16) for n in (512, 1024, 2048)} <= steps
+    assert {(16, 2048, name) for name in WHOLE} <= steps
+    layers_of_llama = [c for c in preset("models") if c.model.startswith("llama")]
+    wholes = {(c.seq_len, c.implementation) for c in layers_of_llama}
+    assert {(1024 << i, name) for i in range(1, 5) for name in WHOLE} <= wholes
 
 
 def run_one(case: Any) -> list[dict[str, Any]]:
@@ -609,7 +613,39 @@ def test_a_dense_step_to_be_captured_is_that_of_transformers():
     assert torch.equal(trainee._hidden(), want)
 
 
+@pytest.mark.parametrize("implementation", WHOLE)
+def test_the_decoder_as_one_graph_trains_as_layers_do(implementation: str) -> None:
+    pytest.importorskip("transformers")
+    losses = []
+    for name in (implementation, implementation.removesuffix("-whole")):
+        torch.manual_seed(0)
+        trainee = Trainee(ModelCase("tiny", name, 2, 64), CPU, "eager")
+        losses.append([trainee.step().item() for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    (row,) = run_one(ModelCase("tiny", implementation, 2, 64))
+    assert row["status"] == "ok", row
+    assert row["case"] == f"model/{implementation} tiny 2x64"
+
+
 # Tables.
+
+
+def test_one_graph_has_a_table_of_its_own() -> None:
+    shape = {"target": "model", "model": "125m", "batch": 16, "seq_len": 2048, "commit": "c"}
+    shape |= {"parameters": 129e6}
+    speeds = {"nsa": 400, "nsa-whole": 500, "transformers-sdpa-whole": 250}
+    rows = [
+        {**row(who, 2.0), **shape, "implementation": who, "tokens_per_s": speed}
+        for who, speed in speeds.items()
+    ]
+    (line,) = lines(table.wholes(rows))
+    assert line == ["125m", "16", "2048", "500", "400", "250", "-", "2.00", "- / -", "c"]
+    longer = {**rows[1], "seq_len": 4096}
+    assert len(table.models([*rows, longer])) == 1
+    assert len(table.wholes([*rows, longer])) == 2
+    assert set(table.tables_of(rows)) == {"models", "wholes"}
+    assert set(table.tables_of(rows[:1])) == {"models"}
+    assert table.markdown(table.wholes(rows[:1])) == ""
 
 
 def core_rows() -> list[dict[str, Any]]:
