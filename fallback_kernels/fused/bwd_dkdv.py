@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.add_splits import add_splits
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
-from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, first_local_key
@@ -65,11 +67,14 @@ def key_gradients(
     query, grad = (x.transpose(1, 2) for x in (rows.query, rows.grad))
     plan = SlidingPlan.of(query, key, value)
     tiles = plan.dkdv_tiles()
-    grad_key = empty_bshd(key, plan.kv_heads, plan.tokens, plan.head_dim, key.dtype)
-    grad_value = empty_bshd(value, plan.kv_heads, plan.tokens, plan.value_dim, value.dtype)
+    splits = plan.head_splits(tiles)
+    dtype = key.dtype if splits == 1 else torch.float32
+    shape = (splits, plan.batch, plan.tokens, plan.kv_heads)
+    grad_key = key.new_empty((*shape, plan.head_dim), dtype=dtype)
+    grad_value = value.new_empty((*shape, plan.value_dim), dtype=dtype)
     stats = _gated_stats(rows, gates)
     local_block_m = max(16, tiles.block_m // 2)
-    fused_bwd_dkdv_kernel[(plan.key_ctas(tiles),)](
+    fused_bwd_dkdv_kernel[(plan.key_ctas(tiles) * splits,)](
         query,
         key,
         value,
@@ -102,9 +107,12 @@ def key_gradients(
         BLOCK_SIZE=initial_local.block_size,
         LOCAL=initial_local.num_local,
         LOCAL_BLOCK_M=local_block_m,
+        SPLITS=splits,
         **plan.constants(tiles),
     )
-    return grad_key.transpose(1, 2), grad_value.transpose(1, 2)
+    if splits == 1:
+        return grad_key[0], grad_value[0]
+    return add_splits(grad_key, grad_value, key.dtype)
 
 
 def _gated_stats(rows: QueryRows, gates: Tensor) -> Tensor:
@@ -235,7 +243,7 @@ def fused_bwd_dkdv_kernel(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """dV_j = sum_c gate_c p_cj dO and dK_j = scale * sum_c gate_c p_cj (dO v_j - delta_c) q.
 
@@ -245,9 +253,13 @@ def fused_bwd_dkdv_kernel(
 
     The query tiles with local blocks come first, of all heads, in a loop of their own: the second
     set of probabilities takes registers that the other loop does not have.
+
+    The SPLITS CTAs of a key tile share the query heads; gradients are (SPLITS, B, S, Hkv, ·).
     """
+    HEADS: tl.constexpr = GROUP // SPLITS
     tiles = (num_tokens + BLOCK_N - 1) // BLOCK_N
-    cta = tl.program_id(0)
+    cta = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
     b = cta // tiles // kv_heads
     h = cta // tiles % kv_heads
     start = cta % tiles * BLOCK_N
@@ -270,6 +282,7 @@ def fused_bwd_dkdv_kernel(
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     query_heads = kv_heads * GROUP
+    first_head = h * GROUP + split * HEADS
     stop = tl.minimum(start + BLOCK_N - 1 + window, num_tokens)
     DOCUMENTS: tl.constexpr = document_start_ptr is not None
     # Of a key tile in one block, and so in one document, all queries before `stop` are in it.
@@ -296,8 +309,8 @@ def fused_bwd_dkdv_kernel(
         local_stats = GatedStats(
             local_stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens
         )
-        for i in tl.range(0, per_head * GROUP, num_stages=STAGES):
-            head = h * GROUP + i // per_head
+        for i in tl.range(0, per_head * HEADS, num_stages=STAGES):
+            head = first_head + i // per_head
             first = start + i % per_head * LOCAL_BLOCK_M
             q = load_head_tile(
                 local_queries, head, first, LOCAL_BLOCK_M, HEAD_DIM, BLOCK_D
@@ -338,8 +351,8 @@ def fused_bwd_dkdv_kernel(
 
     stats = GatedStats(stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens)
     window_tiles = tiles_per_head - local_tiles
-    for i in tl.range(0, window_tiles * GROUP, num_stages=STAGES):
-        head = h * GROUP + i // window_tiles
+    for i in tl.range(0, window_tiles * HEADS, num_stages=STAGES):
+        head = first_head + i // window_tiles
         first = start + (local_tiles + i % window_tiles) * BLOCK_M
         q = load_head_tile(queries, head, first, BLOCK_M, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         grad_out = load_head_tile(
@@ -372,11 +385,13 @@ def fused_bwd_dkdv_kernel(
 
     key_mask = key < num_tokens
     sum_row = (b.to(tl.int64) * sum_tokens + key) * kv_heads + h  # [BLOCK_N]
-    row = (b.to(tl.int64) * num_tokens + key) * kv_heads + h  # [BLOCK_N]
+    first_row = (split * (tl.num_programs(0) // (SPLITS * tiles * kv_heads)) + b).to(tl.int64)
+    row = (first_row * num_tokens + key) * kv_heads + h  # [BLOCK_N]
     grad_k *= scale
+    sum_mask = key_mask & (split == 0)
     if sum_key_ptr is not None:
-        grad_k += load_rows_at(sum_key_ptr, sum_row * HEAD_DIM, key_mask, HEAD_DIM, BLOCK_D)
+        grad_k += load_rows_at(sum_key_ptr, sum_row * HEAD_DIM, sum_mask, HEAD_DIM, BLOCK_D)
     store_rows_at(grad_key_ptr, row * HEAD_DIM, key_mask, grad_k, HEAD_DIM, BLOCK_D)
     if sum_value_ptr is not None:
-        grad_v += load_rows_at(sum_value_ptr, sum_row * VALUE_DIM, key_mask, VALUE_DIM, BLOCK_DV)
+        grad_v += load_rows_at(sum_value_ptr, sum_row * VALUE_DIM, sum_mask, VALUE_DIM, BLOCK_DV)
     store_rows_at(grad_value_ptr, row * VALUE_DIM, key_mask, grad_v, VALUE_DIM, BLOCK_DV)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.add_splits import add_splits
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -26,8 +27,6 @@ from nsa_flex.fallback_kernels.ranges.tiles import (
     load_tile,
     store_tile,
 )
-
-ADDED = 1024  # numbers that one CTA adds
 
 
 @triton.jit
@@ -90,26 +89,33 @@ def ranges_bwd_dkdv_kernel(
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s, do_stride_b, do_stride_h, do_stride_s,
     range_stride_b, seeing_stride_b,
-    num_queries, num_keys, query_heads, kv_heads, heads_per_cta, scale, scale_log2,
+    num_queries, num_keys, query_heads, kv_heads, heads_per_cta, query_splits, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK (splits, B, Sk, Hkv, D) and dV of one tile of keys, from `heads_per_cta` query heads.
 
+    Of the queries that see the tile, a CTA takes one of `query_splits` equal parts.
+
     seeing: int32 (B or 1, 2, tiles): the first query that sees any key of the tile, and one past
     the last. One loop, always masked: a comparison costs less than a second copy of the loop.
     """
     tile = tl.program_id(0)  # early keys are seen by more queries: they start first
-    splits = query_heads // kv_heads // heads_per_cta
+    head_splits = query_heads // kv_heads // heads_per_cta
+    splits = head_splits * query_splits
     kv_head = tl.program_id(1) // splits
     split = tl.program_id(1) % splits
+    head_split = split // query_splits
     b = tl.program_id(2).to(tl.int64)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     key = column.to(tl.int64)
     seeing_ptr += b * seeing_stride_b + tile
     begin = tl.load(seeing_ptr) // BLOCK_M * BLOCK_M
     end = tl.load(seeing_ptr + tl.num_programs(0))
+    queries = tl.cdiv(tl.cdiv(end - begin, BLOCK_M), query_splits) * BLOCK_M
+    begin += split % query_splits * queries
+    end = tl.minimum(end, begin + queries)
 
     wide_kv_head = kv_head.to(tl.int64)
     k_ptr += b * k_stride_b + wide_kv_head * k_stride_h
@@ -121,7 +127,7 @@ def ranges_bwd_dkdv_kernel(
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for turn in range(heads_per_cta):
-        head = ((kv_head * splits + split) * heads_per_cta + turn).to(tl.int64)
+        head = ((kv_head * head_splits + head_split) * heads_per_cta + turn).to(tl.int64)
         head_q_ptr = q_ptr + b * q_stride_b + head * q_stride_h
         head_do_ptr = grad_out_ptr + b * do_stride_b + head * do_stride_h
         head_stats = b * num_queries * query_heads + head
@@ -152,23 +158,6 @@ def ranges_bwd_dkdv_kernel(
     row_stride = kv_heads * VALUE_DIM
     grad_v_ptr += first_row * row_stride + kv_head * VALUE_DIM
     store_tile(grad_v_ptr, key, row_stride, num_keys, grad_v, VALUE_DIM, BLOCK_DV)
-
-
-@triton.jit(do_not_specialize=["num_k", "num_v"])
-def ranges_add_splits_kernel(
-    k_ptr, v_ptr, dk_ptr, dv_ptr, num_k, num_v, SPLITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """CTA (tile of numbers, key or value): their sums over the splits."""
-    of_value = tl.program_id(1) == 1
-    size = tl.where(of_value, num_v, num_k).to(tl.int64)
-    partial_ptr = tl.where(of_value, v_ptr, k_ptr)
-    out_ptr = tl.where(of_value, dv_ptr, dk_ptr)
-    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    mask = number < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in range(SPLITS):
-        total += tl.load(partial_ptr + split * size + number, mask=mask, other=0.0)
-    tl.store(out_ptr + number, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def seeing_queries(first_key: Tensor, end_key: Tensor, num_keys: int, block_n: int) -> Tensor:
@@ -206,7 +195,7 @@ def ranges_gradients(
         *sides, range_stride, num_queries, num_keys, heads, heads // kv_heads, *scales,
         **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip
-    splits = plan.head_splits
+    splits = plan.head_splits * plan.query_splits
     if splits > 1:
         options["dtype"] = torch.float32
     grad_k = torch.empty((splits, batch, num_keys, kv_heads, head_dim), **options)
@@ -217,18 +206,9 @@ def ranges_gradients(
     ranges_bwd_dkdv_kernel[grid](
         q, k, v, first_key, end_key, grad, lse, delta, seeing, grad_k, grad_v,
         *sides, range_stride, seeing_stride,
-        num_queries, num_keys, heads, kv_heads, heads // kv_heads // splits, *scales,
+        num_queries, num_keys, heads, kv_heads, heads // kv_heads // plan.head_splits,
+        plan.query_splits, *scales,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
-    dk, dv = (grad_k[0], grad_v[0]) if splits == 1 else _add_splits(grad_k, grad_v, q.dtype)
+    dk, dv = (grad_k[0], grad_v[0]) if splits == 1 else add_splits(grad_k, grad_v, q.dtype)
     return grad_q.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _add_splits(grad_k: Tensor, grad_v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Sums over the first dimension of two float32 tensors, rounded to `dtype`, in one launch."""
-    dk, dv = (torch.empty(x.shape[1:], dtype=dtype, device=x.device) for x in (grad_k, grad_v))
-    grid = (cdiv(max(dk.numel(), dv.numel()), ADDED), 2)
-    ranges_add_splits_kernel[grid](
-        grad_k, grad_v, dk, dv, dk.numel(), dv.numel(), SPLITS=grad_k.shape[0], BLOCK=ADDED
-    )
-    return dk, dv

@@ -42,6 +42,9 @@ BWD_DKDV = (Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles
 FLOAT32, FLOAT32_WIDE = (Tiles(16, 32, 4, 1),), (Tiles(16, 32, 8, 1),)  # up to D 128, and beyond
 
 MIN_CTAS = 1024  # of the dK/dV kernel: fewer, and each query head gets CTAs of its own
+LEAST_CTAS = 256  # fewer still, and the queries of a head are shared
+LEAST_QUERIES = 128  # of such a share
+MAX_QUERY_SPLITS = 8
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,14 @@ class RangesPlan:
     """What the launches need besides tensors. Tile sizes of a kernel are properties of shapes.
 
     head_splits: CTAs a tile of keys in the dK/dV kernel, each with so many of the group's heads.
+    query_splits: CTAs that each of those is made of, each with some of the queries.
     """
 
     fwd: Tiles
     bwd_dq: Tiles
     bwd_dkdv: Tiles
     head_splits: int
+    query_splits: int
     head_dim: int
     value_dim: int
     precision: str
@@ -62,10 +67,10 @@ class RangesPlan:
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor) -> RangesPlan:
         """The plan of one call, kept by all it depends on."""
-        batch, query_heads, _, head_dim = query.shape
+        batch, query_heads, num_queries, head_dim = query.shape
         _, kv_heads, num_keys, value_dim = value.shape
         return _plan(
-            *(batch, query_heads, kv_heads, num_keys, head_dim, value_dim),
+            *(batch, query_heads, kv_heads, num_queries, num_keys, head_dim, value_dim),
             *(query.dtype, query.device),
         )
 
@@ -85,6 +90,7 @@ def _plan(
     batch: int,
     query_heads: int,
     kv_heads: int,
+    num_queries: int,
     num_keys: int,
     head_dim: int,
     value_dim: int,
@@ -105,11 +111,17 @@ def _plan(
     bwd_dkdv = fitting(BWD_DKDV, "keys")
     group = query_heads // kv_heads
     ctas = cdiv(num_keys, bwd_dkdv.block_n) * kv_heads * batch
+    head_splits = group if ctas < MIN_CTAS else 1
+    query_splits, ctas = 1, max(1, ctas) * head_splits
+    most = min(MAX_QUERY_SPLITS, num_queries // LEAST_QUERIES, LEAST_CTAS // ctas)
+    while 2 * query_splits <= most:
+        query_splits *= 2
     return RangesPlan(
         fwd=fitting(FWD, "queries"),
         bwd_dq=fitting(BWD_DQ, "both"),
         bwd_dkdv=bwd_dkdv,
-        head_splits=group if ctas < MIN_CTAS else 1,
+        head_splits=head_splits,
+        query_splits=query_splits,
         head_dim=head_dim,
         value_dim=value_dim,
         precision="ieee" if dtype.itemsize == 4 else "tf32",

@@ -88,9 +88,10 @@ class _Backward:
     def launch_initial_local(self, bitmask: Tensor, *, local: bool) -> None:
         """Local and initial blocks; without `local`, gradients are set to zero before."""
         plan = self.plan
-        segment_tokens = SEGMENT_TOKENS if local else plan.work_tile_tokens
+        tokens = self.grad_key.shape[1]
+        segment_tokens = SEGMENT_TOKENS if local else plan.segment_tokens(tokens)
         local_per_segment = segment_tokens // plan.block_size if local else 0
-        segments = cdiv(self.grad_key.shape[1], segment_tokens)
+        segments = cdiv(tokens, segment_tokens)
         for sums in self.sums:
             (sums[:, :, : plan.num_initial * plan.block_size] if local else sums).zero_()
         num_ctas = segments * (local_per_segment + plan.num_initial)
@@ -109,7 +110,7 @@ class _Backward:
             plan.query_offset,
             plan.num_queries,
             plan.num_keys,
-            self.grad_key.shape[1],
+            tokens,
             plan.kv_heads,
             self.scale,
             base2_scale(self.scale),

@@ -25,6 +25,9 @@ MAX_PHASES = 16
 MAX_DENSE_BLOCKS = 8  # initial or local; bits 0-15 of a query's bitmask
 WORK_TILE_ROWS = 4096  # query rows that one CTA streams past one KV block
 SEGMENT_TOKENS = 256  # queries of one CTA that reduce into an initial block
+LEAST_SEGMENT_TOKENS = 64
+LEAST_WORK_TILE_TOKENS = 128
+LEAST_CTAS = 512  # with fewer, work tiles and segments are cut smaller
 WORK_TILE_WORDS = 4  # see `SelectedIndex`
 # A tile attends the union of its blocks where that has at most so many quarters of a block for
 # every top-k block of a query: 42 blocks at 13 top-k blocks. 0: none ever does.
@@ -67,8 +70,12 @@ def longest_chunk(group: int, affordable: int, rows: int) -> int:
     return min(affordable, max(MIN_CHUNK_TOKENS, rows // group))
 
 
-def work_tile_tokens(group: int) -> int:
-    return min(512, max(128, WORK_TILE_ROWS // group))
+def work_tile_tokens(group: int, entries: int) -> int:
+    """Queries of a work tile: fewer where so many entries would be the work of few CTAs."""
+    tokens = min(512, max(LEAST_WORK_TILE_TOKENS, WORK_TILE_ROWS // group))
+    while tokens > LEAST_WORK_TILE_TOKENS and entries < LEAST_CTAS * tokens:
+        tokens //= 2
+    return max(tokens, LEAST_WORK_TILE_TOKENS)
 
 
 def index_words(
@@ -93,7 +100,7 @@ def index_words(
     rows = 2 * batch * heads
     csr_rows = rows * chunks * ((query_offset + tokens) // block_size + 1)
     entries = rows * (tokens + 2 * chunks * block_size) * num_slots
-    work_tiles = csr_rows + entries // work_tile_tokens(group) + chunks * rows + 1
+    work_tiles = csr_rows + entries // LEAST_WORK_TILE_TOKENS + chunks * rows + 1
     return blocks.numel() + batch * heads * tokens + WORK_TILE_WORDS * work_tiles
 
 
@@ -278,7 +285,16 @@ class SelectedPlan:
     @cached_property
     def work_tile_tokens(self) -> int:
         """Queries of one work tile; longer CSR rows are split over several."""
-        return work_tile_tokens(self.group)
+        entries = self.all_heads * self.num_queries * self.num_slots
+        return work_tile_tokens(self.group, entries)
+
+    def segment_tokens(self, tokens: int) -> int:
+        """Queries of a segment of an initial block, where local blocks have other CTAs."""
+        segment = self.work_tile_tokens
+        blocks = self.all_heads * self.num_initial
+        while segment > LEAST_SEGMENT_TOKENS and tokens * blocks < LEAST_CTAS * segment:
+            segment //= 2
+        return segment
 
     def max_work_tiles(self, heads: int, start: int, work_tile_tokens: int) -> int:
         """Sum of ceil(length / work_tile_tokens) over the CSR rows of a chunk, at most."""

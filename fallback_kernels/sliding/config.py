@@ -17,6 +17,7 @@ from nsa_flex.fallback_kernels.common.arch import (
 )
 from nsa_flex.fallback_kernels.common.tiles import cdiv, round_up, tile_width
 
+LEAST_CTAS = 512  # of dK and dV, where the query heads of a group can be shared
 SPARE_BYTES = 2048  # of shared memory, for barriers and per-row values
 
 
@@ -123,6 +124,12 @@ class SlidingPlan:
     def key_ctas(self, tiles: Tiles) -> int:
         """One per key tile."""
         return self.batch * self.kv_heads * cdiv(self.tokens, tiles.block_n)
+
+    def head_splits(self, tiles: Tiles) -> int:
+        """CTAs that share the query heads of a key tile: more where there are few tiles."""
+        affordable = LEAST_CTAS // max(1, self.key_ctas(tiles))
+        divisors = (x for x in range(1, self.group + 1) if self.group % x == 0)
+        return max(x for x in divisors if x <= max(1, affordable))
 
     def edge_block_n(self, tiles: Tiles) -> int:
         """Keys of the masked tiles at the left end of a window."""

@@ -29,6 +29,7 @@ from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.config import PARTIAL_BYTES
+from nsa_flex.fallback_kernels.sliding import config as sliding_config
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
@@ -67,6 +68,8 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
         (34, 1, WINDOWED, {"own": True, "value_dim": 32}),
         (67, 1, WINDOWED, {"heads": 6, "value_dim": 32}),
         (37, 2, WINDOWED, {"heads": 2, "deterministic": True}),
+        (67, 1, WINDOWED, {"heads": 12, "least_ctas": 1}),
+        (67, 1, WINDOWED, {"heads": 12, "least_ctas": 24}),
     ],
 )
 def test_results_and_gradients(
@@ -77,7 +80,13 @@ def test_results_and_gradients(
     ranges_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Odd lengths, a window with and without the local blocks, keys of its own for the window."""
+    """Odd lengths, a window with and without the local blocks, keys of its own for the window.
+
+    Few tiles of keys have a CTA for each query head, with `least_ctas` for all or some of them.
+    """
+    for module in (sliding_config, selected_plan):
+        least = options.get("least_ctas", module.LEAST_CTAS)
+        monkeypatch.setattr(module, "LEAST_CTAS", least)
     monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", ranges_tokens)
     monkeypatch.setattr(core_compressed, "causal", causal)
     monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)

@@ -196,16 +196,19 @@ def test_float32_tiles_fit_registers(dim: int) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "query_splits"), [(1, 1), (4, 1), (4, 8)])
 def test_query_heads_of_a_group_together_and_apart(
-    splits: int, monkeypatch: pytest.MonkeyPatch
+    splits: int, query_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the queries of a head in parts, some of which are empty."""
     monkeypatch.setattr(config, "MIN_CTAS", 1 if splits == 1 else 2**20)
+    monkeypatch.setattr(config, "LEAST_QUERIES", 50 // query_splits)
     config._plan.cache_clear()
     case = Case(group=4, kv_heads=2)
     q = torch.empty(1, 8, 50, 16, dtype=HALF, device=DEVICE)
     k = torch.empty(1, 2, 50, 16, dtype=HALF, device=DEVICE)
-    assert config.RangesPlan.of(q, k, k).head_splits == splits
+    plan = config.RangesPlan.of(q, k, k)
+    assert (plan.head_splits, plan.query_splits) == (splits, query_splits)
     check(case, *staircase(case))
     config._plan.cache_clear()
 
