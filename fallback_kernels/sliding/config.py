@@ -17,7 +17,7 @@ from nsa_flex.fallback_kernels.common.arch import (
 )
 from nsa_flex.fallback_kernels.common.tiles import cdiv, round_up, tile_width
 
-LEAST_CTAS = 512  # of dK and dV, where the query heads of a group can be shared
+LEAST_CTAS = 264  # of dK and dV, two on each of 132 SMs; fewer share the heads of a group
 SPARE_BYTES = 2048  # of shared memory, for barriers and per-row values
 
 
