@@ -12,6 +12,11 @@ kernels and two record launch plans; dense attention's is that of the second. Th
 step are held to one forward pass over all tokens without a cache. Compiled steps of NSA are held
 to steps that are not compiled too, in a call where Inductor rounds as eager code does.
 
+Steps that are not compiled wait for the host, whose speed drifts by 30 % within minutes. With
+--rounds 3 NSA and dense attention take turns, three times: `ms_per_token` and `prefill_ms` are the
+median of the rounds, `least_round_ms` is the fastest round, `round_ms` has all. What compiles or
+is checked counts in the first round alone; compiled steps are compiled again in each.
+
 Dense attention is transformers' SDPA, with cuDNN and without it, and FA-2 where it is installed.
 
 --quantize times torchao's weights beside bfloat16, dense attention on SDPA alone. --profile CASE
@@ -19,6 +24,7 @@ prints what a token of one row is made of. --steps N runs so many compiled steps
 memory grows, anything is compiled again, or the host waits.
 
 Example: python -m nsa_flex.bench.cases.generate --out generate.json
+Example: python -m nsa_flex.bench.cases.generate --cases dynamic:1x8192 --rounds 3 --out eager.json
 Example: python -m nsa_flex.bench.cases.generate --quantize int8wo --out int8.json
 """
 
@@ -26,31 +32,24 @@ from __future__ import annotations
 
 import argparse
 import time
-import traceback
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
-from nsa_flex.bench.cases.generate_attention import attending, dense_attentions
-from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
-from nsa_flex.bench.cases.generate_check import error_rounded_alike, failure_of, logits_columns
-from nsa_flex.bench.cases.generate_clock import TokenClock, reserve
+from nsa_flex.bench.cases.generate_attention import dense_attentions
+from nsa_flex.bench.cases.generate_case import GenerateCase
 from nsa_flex.bench.cases.generate_models import (
     FULL,
     QUANTIZED,
     TINY,
     Pair,
-    compiled_for,
-    forget,
     make_pair,
     quantized,
 )
+from nsa_flex.bench.cases.generate_turns import take_turns
 from nsa_flex.bench.measure.machine import describe
-from nsa_flex.bench.measure.time_limit import time_limit
 from nsa_flex.bench.report.rows import Notebook, Row
 
 # The most telling first: what is left when the time is over is not measured.
@@ -63,89 +62,20 @@ DEFAULT = (
 QUANTIZED_DEFAULT, QUANTIZED_DENSE = ("static:1x8192", "static:1x32768"), ["sdpa"]
 
 
-@torch.no_grad()
-def columns_of(
-    model: Any, ids: Tensor, case: GenerateCase, max_seconds: float, first_calls: int = 2
-) -> Row:
-    """Milliseconds a token, of the prefill, memory, and how far the logits are off.
-
-    Raises:
-        RuntimeError: it took longer than `max_seconds`, or was not compiled as it should be.
-    """
-    forget(model)
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    begin = time.perf_counter()
-    for _ in range(first_calls):  # no time: it ends with the prompt's token
-        model.generate(ids, max_time=0.0, **case.options())
-    cold_s = time.perf_counter() - begin
-    reserve(ids.device, case.batch, model.config.vocab_size, case.num_new)
-    if ids.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-    clock = TokenClock(ids.device)
-    out = model.generate(ids, logits_processor=[clock], max_time=max_seconds, **case.options())
-    found = clock.columns(case.steps)
-    found["peak_bytes"] = torch.cuda.max_memory_allocated() if ids.is_cuda else None
-    found["compiled"] = "_compiled_call" in vars(model)
-    if ids.is_cuda and found["compiled"] != (case.cache == "static"):
-        raise RuntimeError(f"generate compiled: {found['compiled']}, with a {case.cache} cache")
-    found["graphs"] = counters["stats"]["unique_graphs"]
-    found["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
-    found["first_calls_s"] = round(cold_s, 2)
-    return {**found, **logits_columns(model, out, clock.logits)}
-
-
-def row_of(pair: Pair, who: str, case: GenerateCase, kind: str | None, max_seconds: float) -> Row:
-    """One row; `kind` is of the weights, in `QUANTIZED`, None for those that are not quantized.
-
-    `who` is "nsa", or the attention of the dense model. A row whose logits are wrong has failed,
-    and keeps its numbers.
-    """
-    is_nsa = who == "nsa"
-    model = pair.of("nsa" if is_nsa else "dense")
-    ids = prompts_of(case, pair.size.vocab_size, model.device)
-    name = who if is_nsa else f"dense-{who}"
-    label = f" {kind}" if kind else ""
-    shape = f"{case.batch}x{case.prompt}"
-    start: Row = {
-        "case": f"generate/{name} {pair.name} {case.cache} {shape}{label}",
-        **pair.fields("nsa" if is_nsa else "dense"),
-        **({} if is_nsa else {"attention": who}),
-        **case.fields(),
-        "quantized": kind,
-    }
-    found: Row = {}
-    try:
-        attention = nullcontext() if is_nsa else attending(model, who)
-        with time_limit(max_seconds), compiled_for(kind), attention:
-            found = columns_of(model, ids, case, max_seconds, 2 if is_nsa else 1)
-            if is_nsa and found["compiled"] and kind is None:
-                found["logits_error_rounded_alike"] = error_rounded_alike(model, ids, case)
-        reason = failure_of(found)
-    except Exception as error:
-        traceback.print_exc()
-        reason = f"{type(error).__name__}: {error}"[:300]
-    forget(model)
-    status: Row = {"status": "failed", "reason": reason} if reason else {"status": "ok"}
-    return {**start, **status, **found}
-
-
 def rows_of(pair: Pair, case: GenerateCase, kind: str | None, options: Any) -> list[Row]:
-    """NSA, then dense attention on each implementation that is to be timed."""
-    return [
-        row_of(pair, who, case, kind, options.row_seconds)
-        for who in ("nsa", *dense_attentions(options.dense))
-    ]
+    """NSA's, then those of dense attention on each implementation that is to be timed."""
+    who = ["nsa", *dense_attentions(options.dense)]
+    return take_turns(pair, who, case, kind, options.row_seconds, options.rounds)
 
 
 def told(row: Row) -> str:
     """A line for the terminal."""
     if row["status"] != "ok":
         return f"{row['case']}: {row['status']}, {row['reason']}"
+    rounds = f", rounds {row['round_ms']}" if len(row["round_ms"]) > 1 else ""
     return (
-        f"{row['case']}: {row['ms_per_token']:.3f} ms a token "
-        f"(p20 {row['p20_ms']:.3f}, p80 {row['p80_ms']:.3f}), prefill {row['prefill_ms']:.1f}, "
+        f"{row['case']}: {row['ms_per_token']:.3f} ms a token (p20 {row['p20_ms']:.3f}, "
+        f"p80 {row['p80_ms']:.3f}{rounds}), prefill {row['prefill_ms']:.1f}, "
         f"first step {row['first_step_ms'] / 1e3:.1f} s, {row['graphs']} graphs, "
         f"{row['cudagraph_skips']} skips, error {row['logits_error']}, "
         f"{100 * row['steps_off']:.1f} % of the steps off"
@@ -165,7 +95,8 @@ def ratios(rows: list[Row]) -> list[str]:
         ]
         if others:
             shape = f"{ours['cache']} {ours['batch']}x{ours['seq_len']} {ours['quantized'] or ''}"
-            told = (_ratio(ours, others, name) for name in ("ms_per_token", "prefill_ms"))
+            least = ["least_round_ms"] if len(ours["round_ms"]) > 1 else []
+            told = (_ratio(ours, others, name) for name in ("ms_per_token", *least, "prefill_ms"))
             lines.append(f"{shape}: dense / NSA {', '.join(told)}")
     return lines
 
@@ -208,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         help="attention implementations; default sdpa, sdpa-no-cudnn, FA-2 if installed",
     )
+    made.add_argument("--rounds", type=int, default=1, help="turns of each model at a case")
     made.add_argument("--quantize", help=f"kinds of weights by comma: {', '.join(QUANTIZED)}")
     made.add_argument("--profile", metavar="CASE", help="print what a token of this case takes")
     made.add_argument("--steps", type=int, help="run so many compiled steps of a static cache")
@@ -231,6 +163,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if options.out is None:
         made.error("--out is needed, but with --profile")
+    if options.rounds < 1:
+        made.error(f"--rounds {options.rounds}: a row needs at least one")
     if options.steps:
         from nsa_flex.bench.cases.generate_steps import long_run
 

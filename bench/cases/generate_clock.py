@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,8 +69,8 @@ class TokenClock(LogitsProcessor):
         torch.cuda.synchronize(self.device)
         return [before.elapsed_time(after) for before, after in pairs]
 
-    def columns(self, num_steps: int) -> dict[str, Any]:
-        """For a row: the prefill, and the last `num_steps` tokens.
+    def round(self, num_steps: int) -> Round:
+        """The prefill, the step behind it, and the last `num_steps` tokens. Waits for the device.
 
         Raises:
             RuntimeError: generation ended before there were so many after the warm-up.
@@ -80,14 +80,40 @@ class TokenClock(LogitsProcessor):
             raise RuntimeError(
                 f"{len(times)} tokens of {1 + WARM_UP + num_steps} when the time for the row ended"
             )
-        steps = times[-num_steps:]
-        low, high = (float(x) for x in np.quantile(steps, (0.2, 0.8)))
-        found = {
-            "median_ms": statistics.median(steps),
-            "p20_ms": low,
-            "p80_ms": high,
-            "ms_per_token": statistics.fmean(steps),
-            "prefill_ms": times[0],
-            "first_step_ms": times[1],
-        }
-        return {**{name: round(value, 4) for name, value in found.items()}, "steps": num_steps}
+        return Round(times[0], times[1], times[-num_steps:])
+
+
+class Round(NamedTuple):
+    """Milliseconds of one call of `generate`.
+
+    prefill_ms, first_step_ms: of the prompt's token and the next one.
+    steps_ms: of the tokens that count.
+    """
+
+    prefill_ms: float
+    first_step_ms: float
+    steps_ms: list[float]
+
+
+def columns(rounds: list[Round]) -> dict[str, Any]:
+    """For a row: the median of the rounds, and quantiles over the tokens of all.
+
+    The first step is that of the first round, which compiles.
+    """
+    steps = [ms for each in rounds for ms in each.steps_ms]
+    means = [statistics.fmean(each.steps_ms) for each in rounds]
+    low, high = (float(x) for x in np.quantile(steps, (0.2, 0.8)))
+    found = {
+        "median_ms": statistics.median(steps),
+        "p20_ms": low,
+        "p80_ms": high,
+        "ms_per_token": statistics.median(means),
+        "least_round_ms": min(means),
+        "prefill_ms": statistics.median(each.prefill_ms for each in rounds),
+        "first_step_ms": rounds[0].first_step_ms,
+    }
+    return {
+        **{name: round(value, 4) for name, value in found.items()},
+        "round_ms": [round(value, 4) for value in means],
+        "steps": len(rounds[0].steps_ms),
+    }

@@ -16,12 +16,14 @@ import torch._inductor.config as inductor_config
 
 pytest.importorskip("transformers")
 
-from nsa_flex.bench.cases import generate, generate_steps
-from nsa_flex.bench.cases.generate import columns_of, main, ratios
+from nsa_flex.bench.cases import generate_steps
+from nsa_flex.bench.cases.generate import main, ratios
 from nsa_flex.bench.cases.generate_attention import dense_attentions
 from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
 from nsa_flex.bench.cases.generate_check import error_rounded_alike, failure_of
+from nsa_flex.bench.cases.generate_clock import Round, columns
 from nsa_flex.bench.cases.generate_models import TINY, Pair, compiled_for, make_pair, quantized
+from nsa_flex.bench.cases.generate_turns import Turns, take_turns
 from nsa_flex.bench.report.rows import read_rows
 
 CPU = torch.device("cpu")
@@ -32,6 +34,11 @@ def run(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     out = tmp_path / "rows.json"
     main(["--device", "cpu", "--tiny", "--steps-per-row", "4", "--out", str(out), *options])
     return read_rows(out)
+
+
+def row_of(pair: Pair, who: str, case: GenerateCase, seconds: float = 60) -> dict[str, Any]:
+    (row,) = take_turns(pair, [who], case, None, seconds)
+    return row
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +91,7 @@ def test_wrong_steps_of_one_row_fail(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     spoil(monkeypatch, pair, lambda: True)
-    row = generate.row_of(pair, who, GenerateCase("dynamic", 3, 40, 4), None, 60)
+    row = row_of(pair, who, GenerateCase("dynamic", 3, 40, 4))
     assert row["status"] == "failed"
     assert re.match(r"the logits of half the steps are off by \d", row["reason"])
     assert row["logits_error"] > 0.1
@@ -95,7 +102,7 @@ def test_wrong_steps_of_one_row_fail(
 def test_a_single_wrong_step_is_counted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
     spoil(monkeypatch, pair, lambda: next(calls) == 7)
-    row = generate.row_of(pair, "sdpa", CASE, None, 60)
+    row = row_of(pair, "sdpa", CASE)
     # call 7 is of the last layer, in the fourth of 20 steps: no later one reads what it gave
     assert (row["status"], row["steps_off"]) == ("ok", 0.05)
 
@@ -134,8 +141,8 @@ def test_dense_attention_without_cudnn(pair: Pair, monkeypatch: pytest.MonkeyPat
         raise RuntimeError("seen")
 
     before = (torch.backends.cuda.cudnn_sdp_enabled(), functorch_config.enable_autograd_cache)
-    monkeypatch.setattr(generate, "columns_of", look)
-    rows = [generate.row_of(pair, who, CASE, None, 1) for who in dense_attentions(None)]
+    monkeypatch.setattr(Turns, "_measure", look)
+    rows = take_turns(pair, dense_attentions(None), CASE, None, 1)
     assert [row["attention"] for row in rows][:2] == ["sdpa", "sdpa-no-cudnn"]
     assert rows[1]["case"] == "generate/dense-sdpa-no-cudnn tiny dynamic 1x40"
     assert seen[:2] == [before, (False, False)]
@@ -143,19 +150,70 @@ def test_dense_attention_without_cudnn(pair: Pair, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_row_that_takes_too_long_fails(pair: Pair) -> None:
-    ids = prompts_of(CASE, pair.size.vocab_size, CPU)
+    turns = Turns(pair, "nsa", CASE, None, 0.0)
     with pytest.raises(RuntimeError, match="tokens of 21 when the time for the row ended"):
-        columns_of(pair.nsa, ids, CASE, 0.0)
+        turns._measure()
 
 
 def test_a_failure_is_a_row(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(generate, "columns_of", fail)
-    row = generate.row_of(pair, "nsa", CASE, None, 1)
+    monkeypatch.setattr(Turns, "_measure", fail)
+    row = row_of(pair, "nsa", CASE)
     assert (row["status"], row["reason"]) == ("failed", "RuntimeError: out of memory")
     assert ratios([row]) == []
+
+
+def test_models_take_turns_in_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order, take = [], Turns.take
+    monkeypatch.setattr(Turns, "take", lambda self: [order.append(self.who), take(self)])
+    rows = run(tmp_path, "--cases", "dynamic:1x40", "--dense", "sdpa", "--rounds", "3")
+    assert order == ["nsa", "sdpa"] * 3
+    for row in rows:
+        assert (row["status"], row["steps"], len(row["round_ms"])) == ("ok", 4, 3)
+        assert row["least_round_ms"] == min(row["round_ms"])
+        assert row["ms_per_token"] == sorted(row["round_ms"])[1]
+    told = capsys.readouterr().out
+    assert re.search(r"dense / NSA ms_per_token \S+ \(sdpa\), least_round_ms \S+ \(sdpa\)", told)
+
+
+def test_only_the_first_round_is_cold(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, plain = [], pair.nsa.generate
+    monkeypatch.setattr(
+        pair.nsa, "generate", lambda *a, **k: [calls.append(k.get("max_time")), plain(*a, **k)][1]
+    )
+    take_turns(pair, ["nsa"], CASE, None, 60, 2)
+    assert calls == [0.0, 0.0, 60, 0.0, 60]  # the first ones end with the prompt's token
+
+
+def test_columns_of_rounds() -> None:
+    rounds = [
+        Round(7.0, 100.0, [1.0, 3.0]),
+        Round(5.0, 1.0, [4.0, 8.0]),
+        Round(6.0, 1.0, [5.0, 5.0]),
+    ]
+    found = columns(rounds)
+    assert (found["round_ms"], found["least_round_ms"]) == ([2.0, 6.0, 5.0], 2.0)
+    assert (found["ms_per_token"], found["median_ms"]) == (5.0, 4.5)
+    assert (found["prefill_ms"], found["first_step_ms"], found["steps"]) == (6.0, 100.0, 2)
+
+
+def test_a_turn_that_fails_ends_the_row(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, taken = Turns._measure, []
+
+    def second_fails(self: Turns) -> None:
+        taken.append(self)
+        if len(taken) == 2:
+            raise RuntimeError("out of memory")
+        measure(self)
+
+    monkeypatch.setattr(Turns, "_measure", second_fails)
+    (row,) = take_turns(pair, ["nsa"], CASE, None, 60, 3)
+    assert (row["status"], row["reason"]) == ("failed", "RuntimeError: out of memory")
+    assert (len(taken), len(row["round_ms"])) == (2, 1)
 
 
 def test_no_row_starts_after_the_budget(tmp_path: Path) -> None:
@@ -194,8 +252,8 @@ def test_quantized_weights_leave_inductors_settings_to_their_own_rows(pair: Pair
 
 
 def test_a_row_that_hangs_has_failed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "columns_of", lambda *_: time.sleep(60))
-    row = generate.row_of(pair, "nsa", CASE, None, 0.2)
+    monkeypatch.setattr(Turns, "_measure", lambda *_: time.sleep(60))
+    row = row_of(pair, "nsa", CASE, 0.2)
     assert (row["status"], row["reason"]) == ("failed", "TimeoutError: not done after 0.2 s")
 
 

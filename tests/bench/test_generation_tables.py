@@ -35,6 +35,16 @@ def test_the_faster_dense_attention_of_each_column_counts() -> None:
     assert generating(rows).iloc[0].tolist()[7:10] == ["30.00", "3.00", "flash_attention_2"]
 
 
+def test_the_fastest_round_has_columns_where_there_are_several() -> None:
+    rounds = {"round_ms": [2.0, 1.0, 4.0], "least_round_ms": 1.0}
+    rows = [generated("nsa", 2.0, 10.0, **rounds), generated("dense", 3.0, 10.0)]
+    line = generating([*rows, generated("nsa", 2.0, 9.0, seq_len=4096)]).iloc[0]
+    assert line["ms a token, dense ÷ NSA"] == "1.50"
+    assert line["fastest round, NSA"] == "1.00"
+    assert line["fastest round, dense ÷ NSA"] == "-"  # a row of one call has none
+    assert "fastest round, NSA" not in generating([generated("nsa", 2.0, 10.0)])
+
+
 def test_what_failed_is_told() -> None:
     failed = {"status": "failed", "reason": "out of memory"}
     line = generating([generated("nsa", 2.0, 10.0) | failed]).iloc[0]
