@@ -13,6 +13,9 @@ def quantization_filter(module: nn.Module, name: str) -> bool:
     All linear maps but those of the gates. A gate is a few hundred numbers a layer, and scales a
     whole branch: rounding it saves nothing and is seen everywhere. φ holds no linear modules.
 
+    Activations want a scale a token, `granularity=PerRow()` of torchao's float8 config: one scale
+    for a whole call rounds a token of a step otherwise than the same token of a prompt.
+
     Args:
         module: each module of the model in turn.
         name: its name, which does not matter.

@@ -122,9 +122,12 @@ def test_save_pretrained_of_what_was_quantized_in_memory_is_refused(tmp_path: Pa
 
 
 @pytest.mark.gpu
-def test_float8_activations_on_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("granularity", ["PerTensor", "PerRow"])
+def test_float8_activations_on_a_gpu(granularity: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("float8 products need compute capability 8.9")
-    ids, config = tokens(2, 80), torchao.Float8DynamicActivationFloat8WeightConfig()
+    scales = getattr(torchao, granularity)()
+    config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=scales)
+    ids = tokens(2, 80)
     dense, sparse = (rounding(patched, config, ids, "cuda") for patched in (False, True))
     assert 0 < sparse < MORE_THAN_DENSE * dense

@@ -19,7 +19,8 @@ is checked counts in the first round alone; compiled steps are compiled again in
 
 Dense attention is transformers' SDPA, with cuDNN and without it, and FA-2 where it is installed.
 
---quantize times torchao's weights beside bfloat16, dense attention on SDPA alone. --profile CASE
+--quantize times torchao's weights beside bfloat16, dense attention on SDPA alone. int8dyn wants
+more than 16 prompts on CUDA: --quantize int8dyn --cases static:32x2048. --profile CASE
 prints what a token of one row is made of. --steps N runs so many compiled steps and fails if
 memory grows, anything is compiled again, or the host waits.
 

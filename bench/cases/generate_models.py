@@ -17,12 +17,14 @@ import nsa_flex
 from nsa_flex.bench.cases.models import MODELS, ModelSize, build
 
 FULL, TINY = "llama-3.1-8b, 4 layers", "tiny"
+# Kinds of weights, and torchao's config of each.
 QUANTIZED = {
     "int8wo": "Int8WeightOnlyConfig",
     "int8dyn": "Int8DynamicActivationInt8WeightConfig",
     "float8wo": "Float8WeightOnlyConfig",
     "float8dyn": "Float8DynamicActivationFloat8WeightConfig",
 }
+INT_MM_ROWS = 16  # torch._int_mm on CUDA wants more: "self.size(0) needs to be greater than 16"
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,6 @@ def make_pair(
 def quantized(pair: Pair, kind: str) -> Pair:
     """The pair with its linear maps quantized by torchao, but for the gates.
 
-    Inductor's settings stay as they are: see `compiled_for`.
-
     Raises:
         ValueError: `kind` is not in `QUANTIZED`.
     """
@@ -94,9 +94,31 @@ def quantized(pair: Pair, kind: str) -> Pair:
 
     models = [_twin(pair.dense), _twin(pair.nsa)]
     for model in models:
-        config = getattr(torchao, QUANTIZED[kind])(set_inductor_config=False)
-        torchao.quantize_(model, config, filter_fn=nsa_flex.quantization_filter)
+        torchao.quantize_(model, quantization(kind), filter_fn=nsa_flex.quantization_filter)
     return Pair(pair.name, *models)
+
+
+def quantization(kind: str) -> Any:
+    """torchao's config of a kind; Inductor's settings stay as they are: see `compiled_for`.
+
+    float8 activations have a scale a token. One scale for all tokens of a call, torchao's default,
+    rounds a token of a step otherwise than the same token of a prompt, too far for the check of
+    the logits. Those of int8 have one a token by default.
+    """
+    import torchao.quantization as torchao
+
+    options = {"granularity": torchao.PerRow()} if kind == "float8dyn" else {}
+    return getattr(torchao, QUANTIZED[kind])(set_inductor_config=False, **options)
+
+
+def unsupported_reason(kind: str | None, batch: int, device: torch.device) -> str | None:
+    """Why steps of so many prompts cannot be timed with such weights; None if they can."""
+    if kind == "int8dyn" and device.type == "cuda" and batch <= INT_MM_ROWS:
+        return (
+            f"torch._int_mm multiplies more than {INT_MM_ROWS} rows on CUDA, and a step has one "
+            f"a prompt: {batch}"
+        )
+    return None
 
 
 @contextmanager

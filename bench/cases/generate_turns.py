@@ -18,7 +18,12 @@ from nsa_flex.bench.cases.generate_attention import attending
 from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
 from nsa_flex.bench.cases.generate_check import error_rounded_alike, failure_of, logits_columns
 from nsa_flex.bench.cases.generate_clock import Round, TokenClock, columns, reserve
-from nsa_flex.bench.cases.generate_models import Pair, compiled_for, forget
+from nsa_flex.bench.cases.generate_models import (
+    Pair,
+    compiled_for,
+    forget,
+    unsupported_reason,
+)
 from nsa_flex.bench.measure.time_limit import time_limit
 from nsa_flex.bench.report.rows import Row
 
@@ -60,15 +65,16 @@ class Turns:
         self.model = pair.of("nsa" if self.is_nsa else "dense")
         self.rounds: list[Round] = []
         self.first: Row = {}
+        self.refusal = unsupported_reason(kind, case.batch, self.model.device)
         self.failure: str | None = None
 
     def take(self) -> None:
-        """One more turn, unless one has failed.
+        """One more turn, unless one has failed or none can be timed.
 
         The first one starts as a new process would: nothing compiled. So do all turns of compiled
         steps, whose graphs and caches would be memory of the others' turns.
         """
-        if self.failure:
+        if self.refusal or self.failure:
             return
         is_compiled = self.case.cache == "static"
         if is_compiled or not self.rounds:
@@ -125,19 +131,27 @@ class Turns:
         return {"logits_error_rounded_alike": error}
 
     def row(self) -> Row:
-        """What was measured; a row whose logits are wrong has failed, and keeps its numbers."""
+        """What was measured, or why not.
+
+        A row whose logits are wrong has failed, and keeps its numbers.
+        """
         kind_of_model = "nsa" if self.is_nsa else "dense"
         name = self.who if self.is_nsa else f"dense-{self.who}"
         label = f" {self.kind}" if self.kind else ""
         shape = f"{self.case.batch}x{self.case.prompt}"
         found: Row = {**columns(self.rounds), **self.first} if self.rounds else {}
-        reason = self.failure or failure_of(found)
         return {
             "case": f"generate/{name} {self.pair.name} {self.case.cache} {shape}{label}",
             **self.pair.fields(kind_of_model),
             **({} if self.is_nsa else {"attention": self.who}),
             **self.case.fields(),
             "quantized": self.kind,
-            **({"status": "failed", "reason": reason} if reason else {"status": "ok"}),
+            **self._status(found),
             **found,
         }
+
+    def _status(self, found: Row) -> Row:
+        if self.refusal:
+            return {"status": "skipped", "reason": self.refusal}
+        reason = self.failure or failure_of(found)
+        return {"status": "failed", "reason": reason} if reason else {"status": "ok"}

@@ -16,13 +16,22 @@ import torch._inductor.config as inductor_config
 
 pytest.importorskip("transformers")
 
-from nsa_flex.bench.cases import generate_steps
+from nsa_flex.bench.cases import generate_steps, generate_turns
 from nsa_flex.bench.cases.generate import main, ratios
 from nsa_flex.bench.cases.generate_attention import dense_attentions
 from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
 from nsa_flex.bench.cases.generate_check import error_rounded_alike, failure_of
 from nsa_flex.bench.cases.generate_clock import Round, columns
-from nsa_flex.bench.cases.generate_models import TINY, Pair, compiled_for, make_pair, quantized
+from nsa_flex.bench.cases.generate_models import (
+    QUANTIZED,
+    TINY,
+    Pair,
+    compiled_for,
+    make_pair,
+    quantization,
+    quantized,
+    unsupported_reason,
+)
 from nsa_flex.bench.cases.generate_turns import Turns, take_turns
 from nsa_flex.bench.report.rows import read_rows
 
@@ -232,6 +241,33 @@ def test_quantized_rows(tmp_path: Path, pair: Pair) -> None:
     assert {row["status"] for row in rows} == {"ok"}
     with pytest.raises(ValueError, match="quantize='int3': expected one of int8wo"):
         quantized(pair, "int3")
+
+
+def test_activations_have_a_scale_a_token() -> None:
+    """Else a token of a step is rounded otherwise than the same token of a prompt."""
+    torchao = pytest.importorskip("torchao.quantization")
+    assert quantization("float8dyn").granularity == [torchao.PerRow()] * 2
+    assert quantization("int8dyn").granularity in (torchao.PerRow(), [torchao.PerRow()] * 2)
+
+
+def test_int8_activations_want_more_rows_than_a_small_batch_has(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    supported = {(kind, n) for kind in QUANTIZED for n in (1, 16, 17) if kind != "int8dyn"}
+    assert all(unsupported_reason(kind, n, cuda) is None for kind, n in supported)
+    assert unsupported_reason(None, 1, cuda) is None
+    assert unsupported_reason("int8dyn", 1, CPU) is None
+    assert unsupported_reason("int8dyn", 17, cuda) is None
+    reason = unsupported_reason("int8dyn", 16, cuda)
+    monkeypatch.setattr(generate_turns, "unsupported_reason", lambda *_: reason)
+    (row,) = take_turns(pair, ["nsa"], CASE, "int8dyn", 60)
+    assert row["status"] == "skipped"
+    assert row["reason"] == (
+        "torch._int_mm multiplies more than 16 rows on CUDA, and a step has one a prompt: 16"
+    )
+    assert "ms_per_token" not in row
+    assert ratios([row]) == []
 
 
 def test_quantized_weights_leave_inductors_settings_to_their_own_rows(pair: Pair) -> None:

@@ -59,6 +59,10 @@ def test_quantized_rows_have_a_table_of_their_own() -> None:
     found = quantizing(rows)
     assert found["weights"].tolist() == ["bfloat16", "int8wo"]
     assert found["ms a token, dense ÷ NSA"].tolist() == ["-", "3.00"]
+    skipped = {"target": "generate", "status": "skipped", "quantized": "int8dyn", "commit": "abc"}
+    skipped |= {"cache": "static", "batch": 1, "seq_len": 8192, "dtype": "bfloat16"}
+    rows += [{**skipped, "implementation": who} for who in ("nsa", "dense")]
+    assert quantizing(rows)["ms a token, NSA"].tolist() == ["2.00", "1.00", "skipped"]
 
 
 def test_serving_and_prefixes() -> None:
