@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa_flex.config import CompressionKind, NSAConfig
+from nsa_flex.plain_modules import is_plain
 from nsa_flex.sharded import fill
 
 if TYPE_CHECKING:
@@ -31,39 +32,51 @@ def split_segments(x: Tensor, config: NSAConfig) -> Tensor:
     Returns:
         (B, H, max(2, N) + l/d - 1, d, D), contiguous.
     """
+    # The copy fuses away when compiled. Without it a graph is guarded on whether the cut left a
+    # contiguous tensor, that is on whether d divides S, and every other length compiles anew.
+    whole = _whole_segments(x, config).clone(memory_format=torch.contiguous_format)
+    return whole.unflatten(-2, (-1, config.compress_stride))
+
+
+def _split_both(key: Tensor, value: Tensor, config: NSAConfig) -> Tensor:
+    """`split_segments` of keys and of values in one tensor, (2, B, H, segments, d, D)."""
+    # Stacking is the copy.
+    both = torch.stack([_whole_segments(x, config) for x in (key, value)])
+    return both.unflatten(-2, (-1, config.compress_stride))
+
+
+def _whole_segments(x: Tensor, config: NSAConfig) -> Tensor:
+    """The tokens of (B, H, S, D) that `split_segments` splits, not copied."""
     block, stride = config.compress_block_size, config.compress_stride
     two_blocks = block + stride
     num_segments = (max(x.shape[2], two_blocks) - block) // stride + block // stride
     # Traced, all lengths are filled up alike: a branch on the length is a second graph.
     if torch.compiler.is_compiling() or x.shape[2] < two_blocks:
         x = F.pad(x, (0, 0, 0, two_blocks))
-    # The copy fuses away when compiled. Without it a graph is guarded on whether the cut left a
-    # contiguous tensor, that is on whether d divides S, and every other length compiles anew.
-    whole = x[:, :, : num_segments * stride].clone(memory_format=torch.contiguous_format)
-    return whole.unflatten(2, (num_segments, stride))
+    return x[:, :, : num_segments * stride]
 
 
 def add_shifted(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum over j of `parts[:, :, i + j, j]`: what each of its l/d segments gives to block i.
+    """Sum over j of `parts[..., i + j, j, :]`: what each of its l/d segments gives to block i.
 
     Args:
-        parts: (B, H, segments, l/d, X); entry [.., s, j, :] is what segment s contributes where
+        parts: (..., segments, l/d, X); entry [..., s, j, :] is what segment s contributes where
             it is the j-th of a block.
         dtype: of the sum.
 
     Returns:
-        (B, H, segments - l/d + 1, X)
+        (..., segments - l/d + 1, X)
     """
-    num_shifts = parts.shape[3]
-    num_blocks = parts.shape[2] - num_shifts + 1
-    total = parts[:, :, :num_blocks, 0].to(dtype)
+    num_shifts = parts.shape[-2]
+    num_blocks = parts.shape[-3] - num_shifts + 1
+    total = parts[..., :num_blocks, 0, :].to(dtype)
     for shift in range(1, num_shifts):
-        total = total + parts[:, :, shift : shift + num_blocks, shift].to(dtype)
+        total = total + parts[..., shift : shift + num_blocks, shift, :].to(dtype)
     return total
 
 
 def _sum_of_tokens(segments: Tensor) -> Tensor:
-    """Sum over the d tokens of each segment (B, H, segments, d, D), in `_accumulation_dtype`.
+    """Sum over the d tokens of each segment (..., segments, d, D), in `_accumulation_dtype`.
 
     Compiled, four at a time: Inductor unrolls sums of fewer than eight terms into a kernel that
     reads as fast as memory allows, where its sum of 16 takes several times as long.
@@ -71,26 +84,26 @@ def _sum_of_tokens(segments: Tensor) -> Tensor:
     dtype = _accumulation_dtype(segments.dtype)
     if torch.compiler.is_compiling():
         for terms in (4, 2):
-            while segments.shape[3] % terms == 0 and segments.shape[3] > terms:
-                segments = segments.unflatten(3, (-1, terms)).sum(4, dtype=dtype)
-    return segments.sum(3, dtype=dtype)
+            while segments.shape[-2] % terms == 0 and segments.shape[-2] > terms:
+                segments = segments.unflatten(-2, (-1, terms)).sum(-2, dtype=dtype)
+    return segments.sum(-2, dtype=dtype)
 
 
 def mean_of_blocks(segments: Tensor, config: NSAConfig) -> Tensor:
     """Mean over the l tokens of each block, in float32 (float64 for float64).
 
     Args:
-        segments: (B, H, segments, d, D) of `split_segments`.
+        segments: (..., segments, d, D) of `split_segments`.
 
     Returns:
-        (B, H, N, D)
+        (..., N, D)
     """
     num_shifts = config.compress_block_size // config.compress_stride
-    sums = _sum_of_tokens(segments)  # [B, H, segments, D]
-    num_blocks = sums.shape[2] - num_shifts + 1
-    total = sums[:, :, :num_blocks]
+    sums = _sum_of_tokens(segments)  # [..., segments, D]
+    num_blocks = sums.shape[-2] - num_shifts + 1
+    total = sums[..., :num_blocks, :]
     for shift in range(1, num_shifts):
-        total = total + sums[:, :, shift : shift + num_blocks]
+        total = total + sums[..., shift : shift + num_blocks, :]
     return total / config.compress_block_size
 
 
@@ -222,16 +235,9 @@ class Compression(nn.Module):
             TypeError: `x` is not floating point.
         """
         self._check(x)
+        parameters = {name: getattr(self, name) for name in self.parameter_names}
         segments = split_segments(x, self.config)
-        if self.kind == "weighted":
-            blocks = self._weighted(segments)
-        elif self.kind == "linear":
-            blocks = self._linear(segments)
-        elif self.kind == "mlp":
-            blocks = self._mlp(segments)
-        else:
-            blocks = mean_of_blocks(segments, self.config)
-        return blocks.to(x.dtype)
+        return _blocks(self.kind, segments, self.config, parameters).to(x.dtype)
 
     def _check(self, x: Tensor) -> None:
         shape = tuple(x.shape)
@@ -243,53 +249,145 @@ class Compression(nn.Module):
         if not x.is_floating_point():
             raise TypeError(f"x has dtype {x.dtype}; expected a floating point dtype")
 
-    def _weighted(self, segments: Tensor) -> Tensor:
-        dtype = _accumulation_dtype(segments.dtype)
-        weights = self.logits.to(dtype).softmax(-1)
-        weights = weights.unflatten(1, (-1, self.config.compress_stride))  # [Hkv, l/d, d]
-        wide = segments.to(dtype)
-        # A product and a sum, not a matrix product: for l/d output rows it is bound by memory,
-        # and Inductor turns it into one pass over the strided input without a copy.
-        parts = [
-            (wide * weights[:, None, shift, :, None]).sum(3) for shift in range(weights.shape[1])
-        ]
-        return add_shifted(torch.stack(parts, 3), dtype)
 
-    def _linear(self, segments: Tensor) -> Tensor:
-        stride, dim = self.config.compress_stride, self.head_dim
-        weight = self.weight.to(segments.dtype).unflatten(1, (-1, stride))
-        weight = weight.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)  # [Hkv, d·D, (l/d)·D]
-        parts = torch.einsum("bhsk,hkn->bhsn", segments.flatten(3), weight)
-        return add_shifted(parts.unflatten(3, (-1, dim)), _accumulation_dtype(segments.dtype))
+def compress_both(
+    compress_key: Compression, compress_value: Compression, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`compress_key(key)` and `compress_value(value)`, in one pass where the two are alike.
 
-    def _mlp(self, segments: Tensor) -> Tensor:
-        dtype = _accumulation_dtype(segments.dtype)
-        mean = mean_of_blocks(segments, self.config) + self.position.to(dtype).mean(0)
-        hidden_1, change = self._hidden(segments).chunk(2, dim=-1)
-        # One memory layout for both halves: a CPU's vector and scalar gelu differ in the last
-        # bit, so equal numbers must meet the same one.
-        hidden_1 = hidden_1.contiguous()
-        hidden_2 = hidden_1 - change
-        output_1, output_2 = self.output_weight.unbind()
-        # gelu(h1) C1 - gelu(h2) C2, written in differences: while the halves are equal each term
-        # is a product with exact zeros, in any dtype and for any order of summation.
-        active_2 = F.gelu(hidden_2)
-        factors = torch.cat((F.gelu(hidden_1) - active_2, active_2), dim=-1)
-        matrix = torch.cat((output_1, output_1 - output_2), dim=0)
-        residual = factors.to(segments.dtype) @ matrix.to(segments.dtype)
-        return mean + residual.to(dtype)
+    One pass launches half the kernels. It is for the kinds with matrix products; what the others
+    do fuses with reading the input, which is then copied nowhere.
 
-    def _hidden(self, segments: Tensor) -> Tensor:
-        """z A₁ and z (A₁ - A₂) side by side, (B, Hkv, N, 2·D), in the accumulation dtype."""
-        stride, dim = self.config.compress_stride, self.head_dim
-        first, second = self.hidden_weight.unbind()
-        pair = torch.cat((first, first - second), dim=-1)  # [l, D, 2·D]
-        weight = pair.to(segments.dtype).unflatten(0, (-1, stride)).permute(1, 2, 0, 3)
-        parts = segments.flatten(3) @ weight.flatten(2).flatten(0, 1)
-        dtype = _accumulation_dtype(segments.dtype)
-        hidden = add_shifted(parts.unflatten(3, (-1, 2 * dim)), dtype)
-        # The position embedding enters as position A, one row, not as l/d copies of the input.
-        # A row, not a vector: vector @ matrix squeezes its product in place, which selective
-        # checkpointing takes for a change of the mm result that it saved.
-        row = self.position.to(pair.dtype).flatten()[None]
-        return hidden + (row @ pair.flatten(0, 1)).to(dtype)
+    Args:
+        compress_key, compress_value: φ.
+        key: (B, Hkv, S, D), value: (B, Hkv, S, Dv).
+
+    Returns:
+        (B, Hkv, max(2, N), D) and (B, Hkv, max(2, N), Dv), in the dtypes of key and value.
+    """
+    if not _are_alike(compress_key, compress_value, key, value):
+        return compress_key(key), compress_value(value)
+    compress_key._check(key)
+    parameters = {
+        name: torch.stack((getattr(compress_key, name), getattr(compress_value, name)))
+        for name in compress_key.parameter_names
+    }
+    segments = _split_both(key, value, compress_key.config)
+    blocks = _blocks(compress_key.kind, segments, compress_key.config, parameters)
+    compressed_key, compressed_value = blocks.to(key.dtype).unbind()
+    return compressed_key, compressed_value
+
+
+def _are_alike(
+    compress_key: Compression, compress_value: Compression, key: Tensor, value: Tensor
+) -> bool:
+    return (
+        is_plain(compress_key, Compression)
+        and is_plain(compress_value, Compression)
+        and compress_key.kind in ("linear", "mlp")
+        and compress_key.kind == compress_value.kind
+        and compress_key.head_dim == compress_value.head_dim
+        and compress_key.num_kv_heads == compress_value.num_kv_heads
+        and compress_key.config is compress_value.config
+        and (key.shape, key.dtype, key.device) == (value.shape, value.dtype, value.device)
+        and all(
+            (x.dtype, x.device) == (y.dtype, y.device)
+            for x, y in zip(compress_key.parameters(), compress_value.parameters(), strict=True)
+        )
+    )
+
+
+def _blocks(
+    kind: CompressionKind, segments: Tensor, config: NSAConfig, parameters: dict[str, Tensor]
+) -> Tensor:
+    """Every whole block of `segments` (*sets, B, Hkv, segments, d, D), (*sets, B, Hkv, N, D).
+
+    Args:
+        kind: of φ.
+        segments: of `split_segments`; several sets of them lie side by side in a first dimension.
+        config: l and d.
+        parameters: of φ by name, with the same first dimension, one φ for each set.
+
+    Returns:
+        in the accumulation dtype or the dtype of `segments`.
+    """
+    if kind == "weighted":
+        return _weighted(segments, config, **parameters)
+    if kind == "linear":
+        return _linear(segments, config, **parameters)
+    if kind == "mlp":
+        return _mlp(segments, config, **parameters)
+    return mean_of_blocks(segments, config)
+
+
+def _weighted(segments: Tensor, config: NSAConfig, logits: Tensor) -> Tensor:
+    dtype = _accumulation_dtype(segments.dtype)
+    weights = logits.to(dtype).softmax(-1)
+    weights = weights.unflatten(-1, (-1, config.compress_stride))  # [*sets, Hkv, l/d, d]
+    wide = segments.to(dtype)
+    # A product and a sum, not a matrix product: for l/d output rows it is bound by memory,
+    # and Inductor turns it into one pass over the strided input without a copy.
+    parts = [
+        (wide * weights[..., None, :, None, shift, :, None]).sum(-2)
+        for shift in range(weights.shape[-2])
+    ]
+    return add_shifted(torch.stack(parts, -2), dtype)
+
+
+def _linear(segments: Tensor, config: NSAConfig, weight: Tensor) -> Tensor:
+    weight = weight.to(segments.dtype).unflatten(-3, (-1, config.compress_stride))
+    weight = weight.movedim(-4, -2).flatten(-2).flatten(-3, -2)  # [*sets, Hkv, d·D, (l/d)·D]
+    parts = torch.einsum("...bhsk,...hkn->...bhsn", segments.flatten(-2), weight)
+    parts = parts.unflatten(-1, (-1, segments.shape[-1]))
+    return add_shifted(parts, _accumulation_dtype(segments.dtype))
+
+
+def _mlp(
+    segments: Tensor,
+    config: NSAConfig,
+    position: Tensor,
+    hidden_weight: Tensor,
+    output_weight: Tensor,
+) -> Tensor:
+    dtype = _accumulation_dtype(segments.dtype)
+    shift = position.to(dtype).mean(-2)  # [*sets, D]
+    mean = mean_of_blocks(segments, config) + shift[..., None, None, None, :]
+    hidden_1, change = _hidden(segments, config, position, hidden_weight).chunk(2, dim=-1)
+    # One memory layout for both halves: a CPU's vector and scalar gelu differ in the last
+    # bit, so equal numbers must meet the same one.
+    hidden_1 = hidden_1.contiguous()
+    hidden_2 = hidden_1 - change
+    output_1, output_2 = output_weight.unbind(-3)
+    # gelu(h1) C1 - gelu(h2) C2, written in differences: while the halves are equal each term
+    # is a product with exact zeros, in any dtype and for any order of summation.
+    active_2 = F.gelu(hidden_2)
+    factors = _joined((F.gelu(hidden_1) - active_2, active_2), -1, segments.dtype)
+    matrix = _joined((output_1, output_1 - output_2), -2, segments.dtype)
+    return mean + _times(factors, matrix).to(dtype)
+
+
+def _hidden(
+    segments: Tensor, config: NSAConfig, position: Tensor, hidden_weight: Tensor
+) -> Tensor:
+    """z A₁ and z (A₁ - A₂) side by side, (*sets, B, Hkv, N, 2·D), in the accumulation dtype."""
+    first, second = hidden_weight.unbind(-4)
+    pair = _joined((first, first - second), -1, segments.dtype)  # [*sets, l, D, 2·D]
+    weight = pair.unflatten(-3, (-1, config.compress_stride))
+    weight = weight.movedim(-4, -2).flatten(-2).flatten(-3, -2)  # [*sets, d·D, (l/d)·2·D]
+    parts = _times(segments.flatten(-2), weight).unflatten(-1, (-1, pair.shape[-1]))
+    dtype = _accumulation_dtype(segments.dtype)
+    # The position embedding enters as position A, one row, not as l/d copies of the input.
+    # A row, not a vector: vector @ matrix squeezes its product in place, which selective
+    # checkpointing takes for a change of the mm result that it saved.
+    row = position.to(pair.dtype).flatten(-2)[..., None, :] @ pair.flatten(-3, -2)
+    return add_shifted(parts, dtype) + row.to(dtype)[..., None, None, :, :]
+
+
+def _joined(tensors: tuple[Tensor, Tensor], dim: int, dtype: torch.dtype) -> Tensor:
+    """Two tensors side by side in `dtype`. Cast first: behind a cat it is a kernel of its own."""
+    return torch.cat([x.to(dtype) for x in tensors], dim)
+
+
+def _times(x: Tensor, matrix: Tensor) -> Tensor:
+    """(*sets, B, H, N, K) by (*sets, K, M), one matrix product a set."""
+    return (x.flatten(-4, -2) @ matrix).unflatten(-2, x.shape[-4:-1])

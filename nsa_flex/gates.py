@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nsa_flex.plain_modules import is_plain
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
 GateInit = Literal["paper", "dense"]
 
 NUM_BRANCHES = 3  # compressed, selected, sliding
+ALIGNED_COLUMNS = 8  # of half precision, in 16 bytes
 
 _OFFSETS: dict[GateInit, tuple[float, float, float]] = {
     "paper": (0.0, 0.0, 0.0),
@@ -129,9 +133,27 @@ class Gates(nn.Module):
                 f"x has shape {tuple(x.shape)}; "
                 f"expected (batch, tokens, hidden_size={self.hidden_size})"
             )
-        logits = self.linear(x)
+        logits = self.linear(x) if as_logits else self._many_logits(x)
         if logits.dtype != x.dtype:
             logits = logits.to(x.dtype)
         logits = logits.view(*logits.shape[:2], self.num_query_heads, NUM_BRANCHES)
         found = GateLogits(logits.transpose(1, 2), self.offset)  # [B, Hq, S, 3]
         return found if as_logits else found.gates()
+
+    def _many_logits(self, x: Tensor) -> Tensor:
+        """x W + b of many tokens, (B, S, 3·Hq).
+
+        Compiled, columns of zeros fill W up to a multiple of 8, and are cut off again: cuBLAS has
+        slow kernels alone for rows that are not aligned to 16 bytes, forward and backward. The
+        filling fuses with the cast of the weight, and the cut with the sigmoid.
+        """
+        missing = -NUM_BRANCHES * self.num_query_heads % ALIGNED_COLUMNS
+        if (
+            not missing
+            or not torch.compiler.is_compiling()
+            or not is_plain(self.linear, GateLinear)
+        ):
+            return self.linear(x)
+        weight = F.pad(self.linear.weight, (0, 0, 0, missing))
+        bias = F.pad(self.linear.bias, (0, missing))
+        return F.linear(x, weight, bias)[..., :-missing]

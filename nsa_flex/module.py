@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nsa_flex.attention import BranchLSE, NSAAux, nsa_attention
 from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import LayerCache, advance
-from nsa_flex.compression import Compression
+from nsa_flex.compression import Compression, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded
@@ -258,8 +258,9 @@ class NSAAttention(nn.Module):
             query,
             key,
             value,
-            self.compress_key(compressed_key),
-            self.compress_value(compressed_value),
+            *compress_both(
+                self.compress_key, self.compress_value, compressed_key, compressed_value
+            ),
             gates,
             config=self.config,
             backend=self.backend,

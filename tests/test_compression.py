@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from nsa_flex.compression import Compression, mean_of_blocks, split_segments
+from nsa_flex.compression import (
+    Compression,
+    compress_both,
+    mean_of_blocks,
+    split_segments,
+)
 from nsa_flex.config import CompressionKind, NSAConfig
 from nsa_flex.hot_path import count_graphs
 from reference import oracle
@@ -304,3 +310,230 @@ def test_selective_checkpointing_may_save_matrix_products(kind):
     found = torch.autograd.grad(out.square().sum(), parameters)
     expected = torch.autograd.grad(compress(x).square().sum(), parameters)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def pair(kind: CompressionKind, dtype: torch.dtype = torch.float32) -> list[Compression]:
+    """φ of keys and of values, of the same sizes."""
+    config = NSAConfig(compression=kind)
+    return [randomized(Compression(config, 2, 8, dtype=dtype)) for _ in range(2)]
+
+
+def separately(
+    compress_key: Compression, compress_value: Compression, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    return compress_key(key), compress_value(value)
+
+
+def number_of_calls(*modules: Compression) -> list[int]:
+    """How often each is called as a module from now on, counted in the list."""
+    calls = [0] * len(modules)
+    for i, module in enumerate(modules):
+        original = module.forward
+
+        def forward(x: Tensor, i: int = i, original=original) -> Tensor:
+            calls[i] += 1
+            return original(x)
+
+        module.forward = forward
+    return calls
+
+
+def values_and_gradients(function, modules: list[Compression], inputs: list[Tensor]):
+    outputs = function(*modules, *inputs)
+    torch.manual_seed(1)
+    wrt = [*inputs, *(p for module in modules for p in module.parameters())]
+    gradients = torch.autograd.grad(outputs, wrt, [torch.randn_like(x) for x in outputs])
+    return [x.detach() for x in (*outputs, *gradients)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 47, 48, 200])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
+def test_both_at_once_are_each_by_itself(kind, num_tokens, dtype, tolerance):
+    modules = pair(kind, dtype)
+    inputs = [
+        torch.randn(3, num_tokens, 2, 8, dtype=dtype).transpose(1, 2).requires_grad_()
+        for _ in range(2)
+    ]
+    want = values_and_gradients(separately, modules, inputs)
+    found = values_and_gradients(compress_both, modules, inputs)
+    for a, b in zip(found, want, strict=True):
+        assert a.dtype == b.dtype
+        assert a.is_contiguous() == b.is_contiguous()
+        assert torch.equal(a, b) or oracle.relative_error(a, b) < tolerance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [32, 33, 47, 200])
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
+def test_both_at_once_err_in_half_precision_as_each_does(kind, num_tokens, parameters):
+    modules = pair(kind, parameters)
+    inputs = [torch.randn(3, 2, num_tokens, 8).bfloat16() for _ in range(2)]
+    for found, module, x in zip(compress_both(*modules, *inputs), modules, inputs, strict=True):
+        want = by_definition(module, x)
+        errors = [
+            oracle.relative_error(y.detach().double()[:, :, : want.shape[2]], want)
+            for y in (found, module(x))
+        ]
+        assert found.dtype == torch.bfloat16
+        assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_both_at_once_start_as_exactly_the_mean(dtype, compiled):
+    config = NSAConfig(compression="mlp")
+    modules = [Compression(config, 2, 24, dtype=dtype) for _ in range(2)]
+    mean = Compression(config, 2, 24, "mean")
+    inputs = [torch.randn(1, 2, 161, 24, dtype=dtype) for _ in range(2)]
+
+    def run(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        return *compress_both(*modules, key, value), mean(key), mean(value)
+
+    key, value, mean_key, mean_value = (torch.compile(run) if compiled else run)(*inputs)
+    assert torch.equal(key, mean_key)
+    assert torch.equal(value, mean_value)
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_every_parameter_of_both_has_a_gradient_at_the_start(kind):
+    modules = [Compression(NSAConfig(compression=kind), 2, 8) for _ in range(2)]
+    out = compress_both(*modules, *(torch.randn(2, 2, 100, 8) for _ in range(2)))
+    torch.stack(out).backward(torch.randn(2, *out[0].shape))
+    for module in modules:
+        assert all((x.grad != 0).float().mean() > 0.99 for x in module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_block_of_both_depends_on_its_own_tokens_only(kind):
+    config = NSAConfig(6, 2, 8, 4, compression=kind)
+    modules = [randomized(Compression(config, 2, 3, dtype=torch.float64)) for _ in range(2)]
+    x = torch.randn(1, 2, 17, 3, dtype=torch.float64)
+    before = compress_both(*modules, x, x)
+    for token in range(17):
+        changed = x.clone()
+        changed[:, :, token] = float("nan")
+        of_values = compress_both(*modules, x, changed)
+        assert torch.equal(of_values[0], before[0])
+        moved = (of_values[1] != before[1]).any(-1)[0, 0].tolist()
+        assert moved == [2 * i <= token < 2 * i + 6 for i in range(6)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_two_graphs_serve_every_length_of_both(kind: str, tokens_first: bool) -> None:
+    config = NSAConfig(8, 4, 16, 4, compression=kind)
+    modules = nn.ModuleList(Compression(config, 2, 16) for _ in range(2))
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phi = modules
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return compress_both(*self.phi, x, 2 * x)
+
+    inputs = [torch.randn(3, 2, length, 16) for length in (64, 63, 60, 77, 96)]
+    if tokens_first:
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    assert count_graphs(Both(), [(x,) for x in inputs]).graphs == 2
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_both_at_once_compile_to_half_the_matrix_products(kind):
+    modules = pair(kind)
+
+    def products(function) -> list[int]:
+        inputs = [torch.randn(1, 200, 2, 8).transpose(1, 2).requires_grad_() for _ in range(2)]
+
+        def run() -> None:
+            outputs = torch.compile(function, fullgraph=True)(*modules, *inputs)
+            torch.stack(outputs).square().sum().backward()
+
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, codes = run_and_get_code(run)
+        return [code.count("extern_kernels.") for code in codes]
+
+    for found, before in zip(products(compress_both), products(separately), strict=True):
+        assert 0 < found <= before // 2
+
+
+def test_only_plain_modules_that_are_alike_are_computed_at_once():
+    key, value = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8)
+    modules = pair("mlp")
+    found = compress_both(*modules, key, value)
+    want = separately(*modules, key, value)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, want, strict=True))
+    calls = number_of_calls(*modules)
+    again = compress_both(*modules, key, value)
+    assert calls == [1, 1]
+    assert all(torch.equal(a, b) for a, b in zip(again, want, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("which", [0, 1])
+def test_hooks_of_each_run(compiled, which):
+    modules = pair("mlp")
+    seen: list[torch.Size] = []
+    modules[which].register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    modules[which].register_forward_hook(lambda module, args, out: 0 * out)
+    run = torch.compile(compress_both, backend="aot_eager") if compiled else compress_both
+    found = run(*modules, torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8))
+    assert seen == [(1, 2, 5, 8)]
+    assert [bool((x == 0).all()) for x in found] == [which == 0, which == 1]
+
+
+def test_parametrizations_of_each_count():
+    modules = pair("linear")
+    nn.utils.parametrize.register_parametrization(modules[1], "weight", Doubled())
+    key, value = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8)
+    found = compress_both(*modules, key, value)
+    assert all(
+        torch.equal(a, b) for a, b in zip(found, separately(*modules, key, value), strict=True)
+    )
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_keys_and_values_of_other_sizes_and_kinds():
+    config = NSAConfig(compression="mlp")
+    x, wide = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 12)
+    for other, value in (
+        (Compression(config, 2, 12), wide),
+        (Compression(config, 2, 8, "linear"), x),
+        (Compression(config, 2, 8, dtype=torch.bfloat16), x),
+        (Compression(NSAConfig(16, 16, 64, compression="mlp"), 2, 8), x),
+    ):
+        phi = Compression(config, 2, 8)
+        found = compress_both(phi, other, x, value)
+        want = separately(phi, other, x, value)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_bad_shapes_of_both():
+    modules = pair("mlp")
+    for key, value in ((7, 8), (8, 7), (7, 7)):
+        inputs = (torch.randn(1, 2, 100, dim) for dim in (key, value))
+        with pytest.raises(ValueError, match=r"x has shape \(1, 2, 100, 7\); expected"):
+            compress_both(*modules, *inputs)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_selective_checkpointing_of_both(kind):
+    modules = pair(kind)
+    inputs = [torch.randn(1, 2, 100, 8, requires_grad=True) for _ in range(2)]
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+
+    def kept(*args):
+        return checkpoint(
+            *(compress_both, *args),
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(saved),
+        )
+
+    found = values_and_gradients(kept, modules, inputs)
+    want = values_and_gradients(compress_both, modules, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from nsa_flex.gates import Gates
 from reference import oracle
@@ -79,6 +80,45 @@ def test_compiles():
     for num_tokens in (5, 9):
         x = torch.randn(2, num_tokens, 16)
         torch.testing.assert_close(compiled(x), gates(x))
+
+
+@pytest.mark.parametrize(("num_heads", "columns"), [(12, 40), (16, 48)])
+def test_compiled_columns_fill_up_16_bytes(num_heads, columns):
+    gates = Gates(16, num_heads)
+    torch.nn.init.normal_(gates.linear.weight)
+    torch.nn.init.normal_(gates.linear.bias)
+    compiled = torch.compile(gates, fullgraph=True, dynamic=True)
+    inputs = [torch.randn(2, tokens, 16, requires_grad=True) for tokens in (5, 33)]
+
+    def run() -> None:
+        for x in inputs:
+            found, want = compiled(x), gates(x)
+            assert found.stride() == want.stride()
+            wrt = [x, *gates.parameters()]
+            pairs = [(found, want)]
+            pairs += zip(
+                torch.autograd.grad(found.square().sum(), wrt),
+                torch.autograd.grad(want.square().sum(), wrt),
+                strict=True,
+            )
+            for a, b in pairs:
+                torch.testing.assert_close(a, b)
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(run)
+    assert len(codes) == 2
+    assert all(f"(16, {columns})" in code or f"({columns}, 16)" in code for code in codes)
+
+
+def test_a_compiled_linear_map_of_another_class_is_called():
+    class Zero(torch.nn.Module):
+        def forward(self, x):
+            return x.new_zeros(*x.shape[:2], 36)
+
+    gates = Gates(16, 12)
+    gates.linear = Zero()
+    x = torch.randn(2, 5, 16)
+    assert torch.equal(torch.compile(gates, backend="aot_eager")(x), gates(x))
 
 
 @pytest.mark.parametrize(

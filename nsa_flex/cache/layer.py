@@ -15,7 +15,7 @@ from nsa_flex.cache.columns import count
 from nsa_flex.cache.fit import misfit
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.state import CacheState
-from nsa_flex.compression import Compression
+from nsa_flex.compression import Compression, compress_both
 from nsa_flex.decoding import MAX_STEP, New, Stored, decode_step, store
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateLogits
@@ -154,12 +154,10 @@ class LayerCache(CacheState):
         tokens = slice(before * stride, (after - 1) * stride + size)
         if start:
             key, value = buffers.key, buffers.value
-        for source, compress_source, target in (
-            (key, self.compress_key, buffers.compressed_key),
-            (value, self.compress_value, buffers.compressed_value),
-        ):
-            new = compress_source(self._branch(source, 0)[:, :, tokens])
-            target[:, :, before:after] = new[:, :, : after - before]
+        source = (self._branch(x, 0)[:, :, tokens] for x in (key, value))
+        new_key, new_value = compress_both(self.compress_key, self.compress_value, *source)
+        buffers.compressed_key[:, :, before:after] = new_key[:, :, : after - before]
+        buffers.compressed_value[:, :, before:after] = new_value[:, :, : after - before]
 
     def _new(self, key: Tensor, value: Tensor) -> New:
         return New(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.attention import nsa_attention
-from nsa_flex.compression import Compression
+from nsa_flex.compression import Compression, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout
@@ -34,6 +34,10 @@ class PagedLayer(NamedTuple):
     def config(self) -> NSAConfig:
         """NSA's sizes."""
         return self.compress_key.config
+
+    def compress(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """φ of keys and of values (B, Hkv, S, D)."""
+        return compress_both(self.compress_key, self.compress_value, key, value)
 
 
 class NewTokens(NamedTuple):
@@ -112,10 +116,8 @@ def _attend_chunk(
     compressed = [x[:, :, :0] for x in (key, value)]
     if after > before:
         fresh = slice(before * config.compress_stride, None)
-        compressed = [
-            compress(x[:, :, fresh])[:, :, : after - before]
-            for compress, x in ((layer.compress_key, key), (layer.compress_value, value))
-        ]
+        blocks = layer.compress(key[:, :, fresh], value[:, :, fresh])
+        compressed = [x[:, :, : after - before] for x in blocks]
         first = before * config.compress_stride + config.compress_block_size - 1 - past
         last = Slots(*(x[run.tokens][first :: config.compress_stride] for x in batch.written))
         layer.pages.store_compressed(_rows(compressed[0]), _rows(compressed[1]), last)
@@ -137,7 +139,7 @@ def _attend_packed(
     layout = run.layout
     assert layout is not None
     query, key, value, gates = (layout.align(x) for x in new)
-    compressed = (layer.compress_key(key), layer.compress_value(value))
+    compressed = layer.compress(key, value)
     last = _last_slots(layout, batch, run, layer.config)
     count = last.page.shape[0]
     if count:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from nsa_flex.attention import gated_sum
 from nsa_flex.backends.dense import masked_attention
-from nsa_flex.compression import Compression
+from nsa_flex.compression import Compression, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.installed import HAS_TRITON
@@ -43,10 +43,9 @@ def compress_step(
     block, stride = config.compress_block_size, config.compress_stride
     back = torch.arange(1 - block, 1, device=positions.device)
     slots = pages.slots(table, positions[:, None] + back)  # [B, l]
-    key, value = (
-        compress(x[slots.page, slots.offset].transpose(1, 2))[:, :, 0]  # [B, Hkv, D]
-        for compress, x in ((compress_key, pages.key), (compress_value, pages.value))
-    )
+    blocks = (x[slots.page, slots.offset].transpose(1, 2) for x in (pages.key, pages.value))
+    compressed = compress_both(compress_key, compress_value, *blocks)
+    key, value = (x[:, :, 0] for x in compressed)  # [B, Hkv, D]
     ends = (positions + 1 >= block) & ((positions + 1) % stride == 0)
     row = Slots(torch.where(ends, last.page, unused), last.offset)
     pages.store_compressed(key, value, row)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nsa_flex.attention import nsa_attention
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
-from nsa_flex.compression import Compression
+from nsa_flex.compression import Compression, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates
@@ -147,8 +147,7 @@ class NSALayer(nn.Module):
             query,
             key,
             value,
-            self.compress_key(key),
-            self.compress_value(value),
+            *compress_both(self.compress_key, self.compress_value, key, value),
             gates,
             config=self.config,
             scale=scale,
