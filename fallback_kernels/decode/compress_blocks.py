@@ -3,7 +3,7 @@
 Both multiply each of a block's l tokens by weights of its own, l·D·D of them, most of the bytes.
 They are read only if some row completes a block; that the kernels see from the lengths. The first
 kernel multiplies, split over the tokens of a block; the second adds the splits up and writes the
-compressed rows. With one new token a row, the compressed branch does what the second would.
+compressed rows.
 """
 
 from __future__ import annotations
@@ -234,75 +234,6 @@ def gelu(x):
 
 
 @triton.jit
-def activate(
-    partial_ptr, slot, stride, mask,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """gelu(h1) - gelu(h2) and gelu(h2) of mlp's rows `slot` [BLOCK_M]: each [BLOCK_M, BLOCK_D]."""
-    dim = tl.arange(0, BLOCK_D)
-    hidden = add_splits(partial_ptr, slot, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS)
-    change = add_splits(partial_ptr, slot + 1, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS)
-    second = gelu(hidden - change)
-    return gelu(hidden) - second, second
-
-
-@triton.jit
-def add_output(
-    total, difference, second, weight_ptr, column,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """`total` [BLOCK_M, BLOCK_N] and mlp's second product in columns `column` [BLOCK_N].
-
-    gelu(h1) C1 - gelu(h2) C2 in differences: exactly 0 while the halves are equal.
-    """
-    dim = tl.arange(0, BLOCK_D)
-    pointers = weight_ptr + dim[:, None] * DIM + column[None, :]
-    mask = (dim < DIM)[:, None] & (column < DIM)[None, :]
-    w = tl.load(pointers, mask=mask, other=0.0)  # [BLOCK_D, BLOCK_N]
-    other = tl.load(pointers + DIM * DIM, mask=mask, other=0.0)
-    total = tl.dot(difference.to(DTYPE), w.to(DTYPE), total, input_precision=PRECISION)
-    w = (w.to(tl.float32) - other.to(tl.float32)).to(DTYPE)
-    return tl.dot(second.to(DTYPE), w, total, input_precision=PRECISION)
-
-
-@triton.jit
-def write_completed_row(
-    partial_ptr, output_weight_ptr, compressed_ptr, row, num_rows,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPRESS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, MLP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One compressed row from partial outputs, as `write_blocks` but by one CTA.
-
-    row: of the `num_rows` of a split, (batch row, head). compressed_ptr: where it is written.
-    """
-    BLOCK_M: tl.constexpr = 16  # of which one counts: as few as a product takes
-    PARTS: tl.constexpr = 3 if MLP else 1
-    mask = tl.arange(0, BLOCK_M) == 0
-    slot = (row * PARTS + tl.zeros((BLOCK_M,), tl.int32)).to(tl.int64)
-    stride = num_rows.to(tl.int64) * PARTS
-    dtype: tl.constexpr = compressed_ptr.dtype.element_ty
-    if MLP:
-        difference, second = activate(
-            partial_ptr, slot, stride, mask, DIM, BLOCK_D, BLOCK_M, SPLITS
-        )  # [BLOCK_M, BLOCK_D]
-    for first in tl.range(0, DIM, BLOCK_N, num_stages=1):
-        column = first + tl.arange(0, BLOCK_N)
-        total = add_splits(
-            partial_ptr, slot + PARTS - 1, stride, mask, column, DIM, BLOCK_M, BLOCK_N, SPLITS
-        )  # [BLOCK_M, BLOCK_N]
-        if MLP:
-            total = add_output(
-                total / COMPRESS, difference, second, output_weight_ptr, column, DIM, BLOCK_D,
-                PRECISION, dtype,
-            )  # fmt: skip
-        tl.store(
-            compressed_ptr + column[None, :] + tl.zeros((BLOCK_M, 1), tl.int32),
-            total.to(dtype),
-            mask=mask[:, None] & (column < DIM)[None, :],
-        )
-
-
-@triton.jit
 def write_blocks(
     partial_ptr, output_weight_ptr, compressed_ptr, lengths_ptr,
     compressed_stride_b, compressed_stride_h, compressed_stride_s,
@@ -323,24 +254,39 @@ def write_blocks(
     if (tl.max(mask.to(tl.int32), 0) > 0) & (tl.program_id(0) * BLOCK_N < DIM):
         slot = row.to(tl.int64) * PARTS
         stride = num_rows.to(tl.int64) * PARTS
-        total = add_splits(
-            partial_ptr, slot + PARTS - 1, stride, mask, column, DIM, BLOCK_M, BLOCK_N, SPLITS
-        )  # [BLOCK_M, BLOCK_N]
-        dtype: tl.constexpr = compressed_ptr.dtype.element_ty
         if MLP:
-            difference, second = activate(
-                partial_ptr, slot, stride, mask, DIM, BLOCK_D, BLOCK_M, SPLITS
+            dim = tl.arange(0, BLOCK_D)
+            hidden = add_splits(
+                partial_ptr, slot, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS
             )  # [BLOCK_M, BLOCK_D]
-            total = add_output(
-                total / COMPRESS, difference, second, output_weight_ptr, column, DIM, BLOCK_D,
-                PRECISION, dtype,
-            )  # fmt: skip
+            change = add_splits(
+                partial_ptr, slot + 1, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS
+            )  # [BLOCK_M, BLOCK_D]
+            first, second = gelu(hidden), gelu(hidden - change)
+            total = add_splits(
+                partial_ptr, slot + 2, stride, mask, column, DIM, BLOCK_M, BLOCK_N, SPLITS
+            )  # [BLOCK_M, BLOCK_N]
+            total = total / COMPRESS
+            pointers = output_weight_ptr + dim[:, None] * DIM + column[None, :]
+            weight_mask = (dim < DIM)[:, None] & (column < DIM)[None, :]
+            w = tl.load(pointers, mask=weight_mask, other=0.0)  # [BLOCK_D, BLOCK_N]
+            other = tl.load(pointers + DIM * DIM, mask=weight_mask, other=0.0)
+            dtype = compressed_ptr.dtype.element_ty
+            # gelu(h1) C1 - gelu(h2) C2 in differences: exactly 0 while the halves are equal.
+            total = tl.dot((first - second).to(dtype), w.to(dtype), total,
+                           input_precision=PRECISION)  # fmt: skip
+            w = (w.to(tl.float32) - other.to(tl.float32)).to(dtype)
+            total = tl.dot(second.to(dtype), w, total, input_precision=PRECISION)
+        else:
+            total = add_splits(
+                partial_ptr, slot, stride, mask, column, DIM, BLOCK_M, BLOCK_N, SPLITS
+            )  # [BLOCK_M, BLOCK_N]
         head = (row // COUNT % kv_heads).to(tl.int64)
         rows = compressed_ptr + batch * compressed_stride_b + head * compressed_stride_h
         rows += block.to(tl.int64) * compressed_stride_s  # [BLOCK_M]
         tl.store(
             rows[:, None] + column[None, :],
-            total.to(dtype),
+            total.to(compressed_ptr.dtype.element_ty),
             mask=mask[:, None] & (column < DIM)[None, :],
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
@@ -16,13 +17,7 @@ from nsa_flex.fallback_kernels.decode.compress_blocks import (
     decode_write_blocks_kernel,
 )
 from nsa_flex.fallback_kernels.decode.config import in_one_allocation
-from nsa_flex.fallback_kernels.decode.launch import (
-    Cache,
-    NewTokens,
-    Phi,
-    Products,
-    pdl_option,
-)
+from nsa_flex.fallback_kernels.decode.launch import Cache, NewTokens, Phi, pdl_option
 
 MAX_ROWS = 64  # of a tile of the products: more of them share a read of the weights
 MAX_SPLITS = 8
@@ -88,58 +83,27 @@ class ProductPlan(NamedTuple):
 
 
 def launch_compress(
-    source: Cache, num_new: int, phi: Phi, config: NSAConfig, *, pdl: bool
+    source: Cache,
+    num_new: int,
+    new: NewTokens | None,
+    phi: Phi,
+    config: NSAConfig,
+    *,
+    pdl: bool,
 ) -> None:
-    """Writes the compressed rows of the blocks that the last `num_new` tokens complete.
+    """Writes the compressed rows of the blocks that `num_new` tokens complete.
 
     Args:
-        source: the compressed branch's keys and values, with the new ones.
+        source: the compressed branch's keys and values.
+        new: the tokens, where they are still to be stored; None where they are in the cache.
         phi: of the kind linear or mlp.
     """
+    batch, heads, capacity, head_dim = source.key.shape
+    value_dim = source.value.shape[3]
     plan = ProductPlan.of(source, num_new, phi, config)
-    products = _project(source, num_new, None, phi, plan, config, pdl=pdl)
-    batch, heads, _, head_dim = source.key.shape
-    columns = cdiv(max(head_dim, source.value.shape[3]), WRITTEN_COLUMNS)
-    rows = cdiv(batch * heads * plan.blocks, WRITTEN_ROWS)
-    with torch.cuda.device_of(source.key):
-        decode_write_blocks_kernel[(columns, rows, 2)](
-            products.key,
-            products.value,
-            phi.key[-1],
-            phi.value[-1],
-            source.compressed_key,
-            source.compressed_value,
-            source.lengths,
-            *strides(source.compressed_key),
-            *strides(source.compressed_value),
-            *_sizes(source, num_new),
-            **_constants(source, phi, plan, config, pdl=pdl),
-            BLOCK_M=WRITTEN_ROWS,
-            BLOCK_N=WRITTEN_COLUMNS,
-            SPLITS=plan.splits,
-            num_warps=8,
-            **pdl_option(pdl),
-        )
-
-
-def launch_project(
-    source: Cache, new: NewTokens, phi: Phi, config: NSAConfig, *, pdl: bool
-) -> Products:
-    """Partial outputs of the block that one token of each row completes, for `launch_compressed`.
-
-    Args:
-        source: the compressed branch's keys and values, before the token is stored.
-        phi: of the kind linear or mlp.
-    """
-    plan = ProductPlan.of(source, 1, phi, config)
-    return _project(source, 1, new, phi, plan, config, pdl=pdl)
-
-
-def _constants(
-    source: Cache, phi: Phi, plan: ProductPlan, config: NSAConfig, *, pdl: bool
-) -> dict[str, Any]:
-    head_dim, value_dim = source.key.shape[3], source.value.shape[3]
-    return {
+    shape = (plan.splits, batch * heads * plan.blocks, plan.parts)
+    partial = in_one_allocation(source.key.device, (*shape, head_dim), (*shape, value_dim))
+    constants: dict[str, Any] = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": tile_width(head_dim),
         "VALUE_DIM": value_dim,
@@ -151,57 +115,64 @@ def _constants(
         "PRECISION": "ieee" if source.key.element_size() == 4 else "tf32",
         "PDL": pdl,
     }
-
-
-def _sizes(source: Cache, num_new: int) -> tuple[int, ...]:
-    batch, heads, capacity, _ = source.key.shape
-    return num_new, capacity, source.compressed_key.shape[2], batch, heads
+    sizes = (num_new, capacity, source.compressed_key.shape[2], batch, heads)
+    with torch.cuda.device_of(source.key):
+        _project(source, new, phi, plan, partial, sizes, constants)
+        columns = cdiv(max(head_dim, value_dim), WRITTEN_COLUMNS)
+        rows = cdiv(batch * heads * plan.blocks, WRITTEN_ROWS)
+        decode_write_blocks_kernel[(columns, rows, 2)](
+            *partial,
+            phi.key[-1],
+            phi.value[-1],
+            source.compressed_key,
+            source.compressed_value,
+            source.lengths,
+            *strides(source.compressed_key),
+            *strides(source.compressed_value),
+            *sizes,
+            **constants,
+            BLOCK_M=WRITTEN_ROWS,
+            BLOCK_N=WRITTEN_COLUMNS,
+            SPLITS=plan.splits,
+            num_warps=8,
+            **pdl_option(pdl),
+        )
 
 
 def _project(
     source: Cache,
-    num_new: int,
     new: NewTokens | None,
     phi: Phi,
     plan: ProductPlan,
-    config: NSAConfig,
-    *,
-    pdl: bool,
-) -> Products:
-    """The tokens are in the cache, or `new` ones are still to be stored."""
-    batch, heads, _, head_dim = source.key.shape
-    shape = (plan.splits, batch * heads * plan.blocks, plan.parts)
-    partial_key, partial_value = in_one_allocation(
-        source.key.device, (*shape, head_dim), (*shape, source.value.shape[3])
-    )
+    partial: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    constants: dict[str, Any],
+) -> None:
     is_mlp = phi.kind == "mlp"
     new_key, new_value = (source.key, source.value) if new is None else (new.key, new.value)
-    with torch.cuda.device_of(source.key):
-        decode_project_kernel[(plan.splits * plan.tiles, plan.row_tiles, 2)](
-            source.key,
-            source.value,
-            new_key,
-            new_value,
-            phi.key[1] if is_mlp else phi.key[0],
-            phi.value[1] if is_mlp else phi.value[0],
-            phi.key[0],
-            phi.value[0],
-            partial_key,
-            partial_value,
-            source.lengths,
-            *strides(source.key),
-            *strides(source.value),
-            *strides(new_key),
-            *strides(new_value),
-            *_sizes(source, num_new),
-            plan.tokens_per_split,
-            plan.tiles,
-            **_constants(source, phi, plan, config, pdl=pdl),
-            BLOCK_M=plan.block_m,
-            BLOCK_N=plan.block_n,
-            READ_NEW=new is not None,
-            STAGES=plan.stages,
-            num_warps=4,
-            **pdl_option(pdl),
-        )
-    return Products(phi, partial_key, partial_value)
+    decode_project_kernel[(plan.splits * plan.tiles, plan.row_tiles, 2)](
+        source.key,
+        source.value,
+        new_key,
+        new_value,
+        phi.key[1] if is_mlp else phi.key[0],
+        phi.value[1] if is_mlp else phi.value[0],
+        phi.key[0],
+        phi.value[0],
+        *partial,
+        source.lengths,
+        *strides(source.key),
+        *strides(source.value),
+        *strides(new_key),
+        *strides(new_value),
+        *sizes,
+        plan.tokens_per_split,
+        plan.tiles,
+        **constants,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        READ_NEW=new is not None,
+        STAGES=plan.stages,
+        num_warps=4,
+        **pdl_option(constants["PDL"]),
+    )

@@ -20,8 +20,6 @@ from nsa_flex.fallback_kernels.decode.split_kv_compressed import decode_compress
 from nsa_flex.fallback_kernels.decode.split_kv_selected import decode_selected_sliding_kernel
 from nsa_flex.fallback_kernels.decode.topk import decode_topk_kernel
 
-PRODUCT_BLOCK_N = 64  # columns at a time of a row that the compressed branch finishes
-
 
 @dataclass(frozen=True)
 class Cache:
@@ -68,18 +66,6 @@ class Phi:
 
 
 @dataclass(frozen=True)
-class Products:
-    """Partial outputs of `phi`, linear or mlp, of the block that each row's token may complete.
-
-    key, value: float32 (splits, B * Hkv, parts, D or Dv).
-    """
-
-    phi: Phi
-    key: Tensor
-    value: Tensor
-
-
-@dataclass(frozen=True)
 class NewTokens:
     """What is to be stored, of one branch or of all: key (B, H, T, D), value (B, H, T, Dv)."""
 
@@ -103,13 +89,13 @@ def run(
     scale: float,
     sliding: tuple[Tensor, Tensor] | None = None,
     new: NewTokens | None = None,
-    phi: Phi | Products | None = None,
+    phi: Phi | None = None,
     rows_read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attends: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the order of their slots, lse.
 
     `new`, the one token of each row that the first kernel stores, with the block that it completes
-    if `phi`, of the kind mean or weighted, or what was made of another.
+    if `phi`.
     """
     shape = (plan.batch, plan.tokens, plan.query_heads, plan.value_dim)
     out = torch.empty(shape, dtype=query.dtype, device=query.device)
@@ -174,15 +160,11 @@ def launch_compressed(
     workspace: Workspace,
     scale: float,
     new: NewTokens | None = None,
-    phi: Phi | Products | None = None,
+    phi: Phi | None = None,
     rows_read: Tensor | None = None,
 ) -> None:
     """Compressed branch; stores the one new token of each row first if `new`, see `run`."""
-    products = phi if isinstance(phi, Products) else None
-    phi = phi.phi if isinstance(phi, Products) else phi
-    weights: tuple[Tensor, ...] = (query, query)
-    if phi is not None and phi.key:
-        weights = (phi.key[-1], phi.value[-1])
+    weights = phi.key + phi.value if phi is not None and phi.kind == "weighted" else ()
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
     decode_compressed_kernel[(plan.compressed_splits, plan.tokens, plan.batch * plan.kv_heads)](
         query,
@@ -198,8 +180,7 @@ def launch_compressed(
         new_value,
         cache.key,
         cache.value,
-        *weights,
-        *((query, query) if products is None else (products.key, products.value)),
+        *(weights or (query, query)),
         *strides(query),
         *strides(cache.compressed_key),
         *strides(cache.compressed_value),
@@ -220,10 +201,7 @@ def launch_compressed(
         STAGES=plan.stages,
         HAS_NEW_TOKEN=new is not None,
         WRITE_COMPRESSED=phi is not None,
-        WEIGHTED=phi is not None and phi.kind == "weighted",
-        PRODUCT_SPLITS=0 if products is None else products.key.shape[0],
-        MLP=phi is not None and phi.kind == "mlp",
-        PRODUCT_BLOCK_N=PRODUCT_BLOCK_N,
+        WEIGHTED=bool(weights),
         COMPILED=not INTERPRETED,
         COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,

@@ -17,14 +17,13 @@ from nsa_flex.fallback_kernels.common.arch import supports_pdl
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.decode import checks
-from nsa_flex.fallback_kernels.decode.compress_launch import launch_compress, launch_project
+from nsa_flex.fallback_kernels.decode.compress_launch import launch_compress
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import (
     Cache,
     Gating,
     NewTokens,
     Phi,
-    Products,
     launch_append,
     run,
 )
@@ -66,15 +65,16 @@ def step(
     keys, values = _branches(key, num_sets), _branches(value, num_sets)
     rest = (compressed_key, compressed_value, lengths)
     compressed, selected, sliding = (Cache(k, v, *rest) for k, v in zip(keys, values, strict=True))
-    first: tuple[NewTokens, Phi | Products | None] | tuple[()] = ()
+    new = None
     if new_key is not None and new_value is not None:
         new = NewTokens(*(rows_contiguous(x.to(key.dtype)) for x in (new_key, new_value)))
-        # One token of one set is left to the first kernel of attention.
-        if num_sets == 1 and query.shape[2] == 1:
-            first = (new, _products(new, compressed, mapping, config, may_complete))
-        else:
-            whole = Cache(key, value, *rest)
-            _store(new, whole, compressed, mapping, config, may_complete)
+    # One token of one set is left to the first kernel of attention.
+    waits = new is not None and num_sets == 1 and query.shape[2] == 1
+    if new is not None:
+        whole = Cache(key, value, *rest)
+        _store(
+            new, whole, compressed, mapping, config, appends=not waits, may_compress=may_complete
+        )
     plan = DecodePlan.of(query, selected.key, selected.value, compressed_key, config)
     return run(
         plan,
@@ -83,7 +83,8 @@ def step(
         Gating(gates, gate_offset),
         scale,
         (sliding.key, sliding.value),
-        *first,
+        new if waits else None,
+        None if mapping.is_product or not waits else mapping,
     )
 
 
@@ -98,37 +99,29 @@ def _branches(x: Tensor, num_sets: int) -> tuple[Tensor, ...]:
     return (x, x, x) if num_sets == 1 else x.chunk(3, 1)
 
 
-def _products(
-    new: NewTokens, compressed: Cache, phi: Phi, config: NSAConfig, may_complete: bool
-) -> Phi | Products | None:
-    """What the first kernel of attention completes a block with."""
-    if not phi.is_product:
-        return phi
-    if not may_complete:
-        return None
-    pdl = supports_pdl(new.key.device)
-    return launch_project(compressed, new, phi, config, pdl=pdl)
-
-
 def _store(
     new: NewTokens,
     whole: Cache,
     compressed: Cache,
     phi: Phi,
     config: NSAConfig,
-    may_complete: bool,
+    *,
+    appends: bool,
+    may_compress: bool,
 ) -> None:
     """What is stored before attention.
 
     Args:
         whole: heads of all branches; compressed: those of the compressed one.
-        may_complete: False tells that no block is completed.
+        appends: whether the tokens are, or are left to attention, with φ that is no product.
+        may_compress: False tells that no block is completed.
     """
     heads = compressed.key.shape[1]
-    launch_append(new, whole, heads, None if phi.is_product else phi, config)
-    if phi.is_product and may_complete:
+    if appends:
+        launch_append(new, whole, heads, None if phi.is_product else phi, config)
+    if phi.is_product and may_compress:
         tokens, pdl = new.key.shape[2], supports_pdl(new.key.device)
-        launch_compress(compressed, tokens, phi, config, pdl=pdl)
+        launch_compress(compressed, tokens, None if appends else new, phi, config, pdl=pdl)
 
 
 @step.register_fake

@@ -10,12 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.decode.append_kv import (
-    append_token,
-    completed_block,
-    store_completed_block,
-)
-from nsa_flex.fallback_kernels.decode.compress_blocks import write_completed_row
+from nsa_flex.fallback_kernels.decode.append_kv import append_token, store_completed_block
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_visible_blocks,
     load_query_group,
@@ -68,7 +63,7 @@ def pool(p, pooling, COMPILED: tl.constexpr):
 def decode_compressed_kernel(
     query_ptr, key_ptr, value_ptr, lengths_ptr, partial_ptr, row_max_ptr, row_sum_ptr, score_ptr,
     rows_read_ptr, new_key_ptr, new_value_ptr, cache_key_ptr, cache_value_ptr,
-    key_weight_ptr, value_weight_ptr, product_key_ptr, product_value_ptr,
+    key_weight_ptr, value_weight_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
@@ -84,7 +79,6 @@ def decode_compressed_kernel(
     BLOCK_N: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK_POOL: tl.constexpr,
     PADDED_COMPRESS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     HAS_NEW_TOKEN: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
-    PRODUCT_SPLITS: tl.constexpr, MLP: tl.constexpr, PRODUCT_BLOCK_N: tl.constexpr,
     COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
     PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
 ):  # fmt: skip
@@ -95,7 +89,7 @@ def decode_compressed_kernel(
     COMPRESS / STRIDE - 1 rows of a request's first page are of no block. HAS_NEW_TOKEN is False.
 
     HAS_NEW_TOKEN also stores the one new token of each row, and with WRITE_COMPRESSED the block
-    that it completes: of PRODUCT_SPLITS partial outputs of `decode_project_kernel`, if there are.
+    that it completes.
     """
     PER_BLOCK: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
@@ -138,24 +132,7 @@ def decode_compressed_kernel(
                 new_keys, new_values, keys, values, cache_key_stride_s, cache_value_stride_s,
                 position, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
             )  # fmt: skip
-            if PRODUCT_SPLITS > 0:
-                block = completed_block(position, COMPRESS, STRIDE)
-                if (block >= 0) & (block < num_compressed):
-                    row_ptr = key_ptr + block.to(tl.int64) * key_stride_s
-                    write_completed_row(
-                        product_key_ptr, key_weight_ptr, row_ptr, batch_head, tl.num_programs(2),
-                        HEAD_DIM, BLOCK_D, COMPRESS, PRODUCT_BLOCK_N, PRODUCT_SPLITS, MLP,
-                        PRECISION,
-                    )  # fmt: skip
-                    row_ptr = value_ptr + block.to(tl.int64) * value_stride_s
-                    write_completed_row(
-                        product_value_ptr, value_weight_ptr, row_ptr, batch_head,
-                        tl.num_programs(2),
-                        VALUE_DIM, BLOCK_DV, COMPRESS, PRODUCT_BLOCK_N, PRODUCT_SPLITS, MLP,
-                        PRECISION,
-                    )  # fmt: skip
-                tl.debug_barrier()  # the loop below reads what other threads wrote here
-            elif WRITE_COMPRESSED:
+            if WRITE_COMPRESSED:
                 store_completed_block(
                     new_keys, new_values, 0, 0, keys, values,
                     cache_key_stride_s, cache_value_stride_s,
