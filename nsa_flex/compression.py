@@ -255,8 +255,8 @@ def compress_both(
 ) -> tuple[Tensor, Tensor]:
     """`compress_key(key)` and `compress_value(value)`, in one pass where the two are alike.
 
-    One pass launches half the kernels. It is for the kinds with matrix products; what the others
-    do fuses with reading the input, which is then copied nowhere.
+    One pass launches half the kernels. It is for `mlp`; `mean` and `weighted` fuse with reading
+    the input, which is then copied nowhere, and `linear` has two calls of few kernels.
 
     Args:
         compress_key, compress_value: φ.
@@ -284,8 +284,7 @@ def _are_alike(
     return (
         is_plain(compress_key, Compression)
         and is_plain(compress_value, Compression)
-        and compress_key.kind in ("linear", "mlp")
-        and compress_key.kind == compress_value.kind
+        and compress_key.kind == compress_value.kind == "mlp"
         and compress_key.head_dim == compress_value.head_dim
         and compress_key.num_kv_heads == compress_value.num_kv_heads
         and compress_key.config is compress_value.config
@@ -304,7 +303,8 @@ def _blocks(
 
     Args:
         kind: of φ.
-        segments: of `split_segments`; several sets of them lie side by side in a first dimension.
+        segments: of `split_segments`; for mlp several sets may lie side by side in a first
+            dimension.
         config: l and d.
         parameters: of φ by name, with the same first dimension, one φ for each set.
 
@@ -323,22 +323,19 @@ def _blocks(
 def _weighted(segments: Tensor, config: NSAConfig, logits: Tensor) -> Tensor:
     dtype = _accumulation_dtype(segments.dtype)
     weights = logits.to(dtype).softmax(-1)
-    weights = weights.unflatten(-1, (-1, config.compress_stride))  # [*sets, Hkv, l/d, d]
+    weights = weights.unflatten(1, (-1, config.compress_stride))  # [Hkv, l/d, d]
     wide = segments.to(dtype)
     # A product and a sum, not a matrix product: for l/d output rows it is bound by memory,
     # and Inductor turns it into one pass over the strided input without a copy.
-    parts = [
-        (wide * weights[..., None, :, None, shift, :, None]).sum(-2)
-        for shift in range(weights.shape[-2])
-    ]
-    return add_shifted(torch.stack(parts, -2), dtype)
+    parts = [(wide * weights[:, None, shift, :, None]).sum(3) for shift in range(weights.shape[1])]
+    return add_shifted(torch.stack(parts, 3), dtype)
 
 
 def _linear(segments: Tensor, config: NSAConfig, weight: Tensor) -> Tensor:
-    weight = weight.to(segments.dtype).unflatten(-3, (-1, config.compress_stride))
-    weight = weight.movedim(-4, -2).flatten(-2).flatten(-3, -2)  # [*sets, Hkv, d·D, (l/d)·D]
-    parts = torch.einsum("...bhsk,...hkn->...bhsn", segments.flatten(-2), weight)
-    parts = parts.unflatten(-1, (-1, segments.shape[-1]))
+    weight = weight.to(segments.dtype).unflatten(1, (-1, config.compress_stride))
+    weight = weight.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)  # [Hkv, d·D, (l/d)·D]
+    parts = torch.einsum("bhsk,hkn->bhsn", segments.flatten(3), weight)
+    parts = parts.unflatten(3, (-1, segments.shape[4]))
     return add_shifted(parts, _accumulation_dtype(segments.dtype))
 
 
