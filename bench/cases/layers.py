@@ -99,6 +99,7 @@ def layer_columns(
     with inductor_config.patch(emulate_precision_casts=True):
         check_layer(compiled(), _rows(decoder), x, grad)
     layer = compiled()
+    _added(layer, x, grad)  # which compiles it
     leaves = [x, *decoder.parameters()]
     leaves = [each for each in leaves if each.requires_grad]
     if device.type == "cuda":
