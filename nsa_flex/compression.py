@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa_flex.config import CompressionKind, NSAConfig
-from nsa_flex.plain_modules import is_plain
+from nsa_flex.plain_modules import is_plain_module
 from nsa_flex.sharded import fill
 
 if TYPE_CHECKING:
@@ -282,8 +282,8 @@ def _are_alike(
     compress_key: Compression, compress_value: Compression, key: Tensor, value: Tensor
 ) -> bool:
     return (
-        is_plain(compress_key, Compression)
-        and is_plain(compress_value, Compression)
+        is_plain_module(compress_key, Compression)
+        and is_plain_module(compress_value, Compression)
         and compress_key.kind == compress_value.kind == "mlp"
         and compress_key.head_dim == compress_value.head_dim
         and compress_key.num_kv_heads == compress_value.num_kv_heads

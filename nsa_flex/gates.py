@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa_flex.plain_modules import is_plain
+from nsa_flex.plain_modules import is_plain_module
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -151,7 +151,7 @@ class Gates(nn.Module):
         if (
             not missing
             or not torch.compiler.is_compiling()
-            or not is_plain(self.linear, GateLinear)
+            or not is_plain_module(self.linear, GateLinear)
         ):
             return self.linear(x)
         weight = F.pad(self.linear.weight, (0, 0, 0, missing))

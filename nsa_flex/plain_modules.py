@@ -10,7 +10,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _HOOKS_OF_ALL = tuple(f"_global{name}" for name in _HOOKS)
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain_module(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of `module` is its class's `forward` of plain parameters, and nothing else.
 
     It is not where hooks are registered, on it or on all modules, where `forward` was replaced,
