@@ -6,9 +6,11 @@ import functools
 import weakref
 from typing import Any
 
+import torch
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
 )
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.utils import (
     find_head_dim,
     find_num_key_value_heads,
@@ -83,10 +85,27 @@ class NSAManager(ContinuousBatchingManager):
         for pages in self.batch_processor.cache.cache_allocators.values():
             # The processor drops its inputs, and the graphs in them, before its cache.
             pages.batches = weakref.ref(self.batch_processor.inputs_and_outputs)
+        inputs, runner = self.batch_processor.inputs_and_outputs, self.batch_processor.model_runner
+        if type(inputs) is ContinuousBatchingIOs and inputs.compute_stream is not None:
+            runner.compute_batch = functools.partial(
+                _in_order, runner.compute_batch, inputs.compute_stream
+            )
         scheduler = self.batch_processor.scheduler
         add = type(scheduler).add_waiting_request
         scheduler.add_waiting_request = functools.partial(_add, scheduler, add, self._limits())
         return self.batch_processor
+
+
+def _in_order(compute: Any, stream: Any, *args: Any) -> None:
+    """Compute a batch after what was written for it, and before what is written for the next.
+
+    Without asynchronous batching the engine (transformers 5.23) writes a batch's inputs on the
+    current stream and computes on another one, which does not wait.
+    """
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    compute(*args)
+    current.wait_stream(stream)
 
 
 def _table_width(model: Any, page_size: int) -> int:

@@ -19,6 +19,7 @@ _ENGINE = "transformers.generation.continuous_batching"
 allocators: Any = pytest.importorskip(f"{_ENGINE}.cache_allocators")
 hf_paged_call = importlib.import_module("nsa_flex.patching.hf_paged_call")
 hf_pages = importlib.import_module("nsa_flex.patching.hf_pages")
+input_outputs = importlib.import_module(f"{_ENGINE}.input_outputs")
 offloading = importlib.import_module(f"{_ENGINE}.offloading_manager")
 
 NUM_NEW = 12
@@ -144,6 +145,13 @@ def test_in_float32_with_pages_that_cut_selectable_blocks() -> None:
     assert batched(model, inputs, page_size=12) == alone(model, inputs)
 
 
+def on_cuda() -> Any:
+    """A model in float32 for the kernels."""
+    wide = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 4}
+    model: Any = tiny_model("llama", **wide, head_dim=32, max_position_embeddings=4096)
+    return nsa_flex.patch(model, nsa_flex.NSAConfig()).cuda()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("use_cuda_graph", [False, (False, True)])
 def test_the_tokens_on_cuda_are_those_of_generate(
@@ -152,13 +160,31 @@ def test_the_tokens_on_cuda_are_those_of_generate(
     """In float32, whose rounding changes no token, on the kernels that read pages."""
     calls, attend = [], pages.attend
     monkeypatch.setattr(pages, "attend", lambda *x, **y: calls.append(1) or attend(*x, **y))
-    wide = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 4}
-    model: Any = tiny_model("llama", **wide, head_dim=32, max_position_embeddings=4096)
-    model = nsa_flex.patch(model, nsa_flex.NSAConfig()).cuda()
+    model = on_cuda()
     inputs = prompts(5, 33, 700, 2500, 1, 1000)
     options = {"page_size": 256, "max_batch_tokens": 1024, "use_cuda_graph": use_cuda_graph}
     assert batched(model, inputs, **options) == alone(model, inputs)
     assert calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_cuda_graph", [False, (False, True)])
+def test_a_batch_is_computed_after_its_inputs_are_written(
+    use_cuda_graph: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream that writes the inputs is late, as it may be on a busy device."""
+    prepare = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> None:
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(input_outputs.ContinuousBatchingIOs, "prepare_batch_tensors", late)
+    model = on_cuda()
+    inputs = prompts(5, 700, 33)
+    options = {"page_size": 256, "max_batch_tokens": 512, "use_cuda_graph": use_cuda_graph}
+    options["use_async_batching"] = False
+    assert batched(model, inputs, **options) == alone(model, inputs)
 
 
 def test_many_prompts_at_once() -> None:
