@@ -7,7 +7,8 @@ on the same rows, each on a GPU of its own where there are two, and measures the
 position on the way. The learning rate stays at its peak, so that any two points of the two curves
 compare: at equal tokens and at equal seconds. Dense attention runs on cuDNN where it takes the
 inputs. Writes quality.json and quality.png, and the blocks that the trained NSA model chooses on a
-held-out row. `bench/tools/text_corpus.py` makes a corpus of folders of sources and prose. Needs
+held-out row. What is measured is written at once: after a run that ended early, `--draw` compares
+what is there. `bench/tools/text_corpus.py` makes a corpus of folders of sources and prose. Needs
 transformers and accelerate, and for the sizes above CUDA.
 """
 
@@ -96,13 +97,19 @@ class Evaluation(TrainerCallback):
         held_out: int64 (rows, S).
         batch_size: rows of a forward.
         tokens_per_step: of an optimizer step.
+        write: called after each measurement.
     """
 
     def __init__(
-        self, plan: Plan, held_out: Tensor, batch_size: int, tokens_per_step: int
+        self,
+        plan: Plan,
+        held_out: Tensor,
+        batch_size: int,
+        tokens_per_step: int,
+        write: Callable[[Evaluation], object],
     ) -> None:
         self.plan, self.held_out, self.batch_size = plan, held_out, batch_size
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step, self.write = tokens_per_step, write
         self.found: list[dict[str, Any]] = []
         self.seconds = 0.0
         self.first_step_s = 0.0
@@ -162,6 +169,7 @@ class Evaluation(TrainerCallback):
             }
         )
         print(f"step {step}: {self.seconds:.0f} s, held-out {self.found[-1]['loss']}", flush=True)
+        self.write(self)
 
     def _losses(self, ids: Tensor) -> Tensor:
         """Float32 (B, S - 1): nats of each token but the first, given those before it."""
@@ -178,24 +186,34 @@ def run_one(kind: str, corpus: Path, out: Path, plan: Plan) -> dict[str, Any]:
         [torch.from_numpy(row.ids) for row in find_texts(config).held_out_rows(plan.rows)]
     )
     batch_size = config.training.batch_size
-    evaluation = Evaluation(plan, held_out, batch_size, batch_size * config.data.seq_len)
+
+    def write(evaluation: Evaluation, **more: Any) -> dict[str, Any]:
+        found = result_of(kind, config, out, evaluation) | more
+        aside = out / f"{RESULT}.new"
+        aside.write_text(json.dumps(found) + "\n")
+        aside.replace(out / RESULT)
+        return found
+
+    evaluation = Evaluation(plan, held_out, batch_size, batch_size * config.data.seq_len, write)
     with best_dense():
         train(config, callbacks=[evaluation])
         chosen = {} if kind == "dense" else record(evaluation, out / CHOICES)
+    return write(evaluation, **chosen)
+
+
+def result_of(kind: str, config: TrainConfig, out: Path, evaluation: Evaluation) -> dict[str, Any]:
+    """What a run found so far."""
     rows = [row for row in read_rows(out, "training") if row["loss"] is not None]
-    found = {
+    return {
         "attention": kind,
         "parameters": num_parameters(evaluation.model),
         "evaluations": evaluation.found,
         "losses": [[row["step"], round(row["loss"], 4)] for row in rows],
         "gates": [rounded(row) for row in read_rows(out, "gates")],
         "first_step_s": round(evaluation.first_step_s, 1),
-        **chosen,
         "config": config.to_dict(),
         **machine.describe(evaluation.device),
     }
-    (out / RESULT).write_text(json.dumps(found) + "\n")
-    return found
 
 
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +253,11 @@ def run_all(corpus: Path, out: Path, plan: Plan, start: Callable[..., Any]) -> d
         codes = [start(kind, None).wait() for kind in KINDS]
     if any(codes):
         raise RuntimeError(f"the runs of {KINDS} ended with {codes}: see the logs in {out}")
+    return compare(out)
+
+
+def compare(out: Path) -> dict[str, Any]:
+    """What both runs in `out` have measured, as one; writes the file and the plot."""
     found = summarize([json.loads((out / kind / RESULT).read_text()) for kind in KINDS])
     (out / "quality.json").write_text(json.dumps(found) + "\n")
     draw(found, out / "quality.png")
@@ -252,6 +275,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=Plan.seconds)
     parser.add_argument("--set", action="append", default=[], help="as of nsa-flex train")
     parser.add_argument("--attention", choices=KINDS, help="one run, without a comparison")
+    parser.add_argument("--draw", action="store_true", help="compare two runs that are there")
     given = parser.parse_args()
     plan = Plan(given.steps, given.seconds, overrides=(*OVERRIDES, *given.set))
     if given.attention is not None:
@@ -272,7 +296,7 @@ def main() -> None:
         with (given.out / f"{kind}.log").open("w") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
-    found = run_all(given.corpus, given.out, plan, start)
+    found = compare(given.out) if given.draw else run_all(given.corpus, given.out, plan, start)
     for name in ("equal_tokens", "equal_seconds"):
         print(name, found[name])
 

@@ -12,7 +12,15 @@ import pytest
 
 from nsa_flex.bench.report.quality import summarize
 from nsa_flex.bench.tools import text_corpus
-from nsa_flex.bench.tools.quality import CHOICES, KINDS, Plan, run_all, run_one
+from nsa_flex.bench.tools.quality import (
+    CHOICES,
+    KINDS,
+    Evaluation,
+    Plan,
+    compare,
+    run_all,
+    run_one,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 NSA = (
@@ -101,6 +109,25 @@ def test_a_run_ends_in_time(tmp_path: Path, corpus: Path) -> None:
     plan = Plan(**{**vars(PLAN), "steps": 10_000, "seconds": 0.01})
     found = run_one("dense", corpus, tmp_path, plan)
     assert found["evaluations"][-1]["step"] < 100
+
+
+def test_a_run_that_is_killed_leaves_what_it_measured(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_one("dense", corpus, tmp_path / "dense", PLAN)
+
+    def killed(self: Evaluation, *args: Any, **kwargs: Any) -> None:
+        if self.found:
+            raise KeyboardInterrupt
+        evaluate(self, *args, **kwargs)
+
+    evaluate = Evaluation._evaluate
+    monkeypatch.setattr(Evaluation, "_evaluate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_one("nsa", corpus, tmp_path / "nsa", PLAN)
+    found = compare(tmp_path)
+    assert found["equal_tokens"]["step"] == whole["evaluations"][0]["step"] == 4
+    assert (tmp_path / "quality.png").stat().st_size > 10_000
 
 
 def result(name: str, seconds: list[float], losses: list[float]) -> dict[str, Any]:
