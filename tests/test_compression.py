@@ -457,6 +457,38 @@ def test_both_at_once_compile_to_half_the_matrix_products():
         assert 0 < found <= before // 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sizes", "kv_heads"), [*zip(GEOMETRIES, (4, 1, 4, 4), strict=True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_both_compiled_are_both_in_float64(kind, sizes, kv_heads, dtype):
+    """Outputs and the gradient of every parameter: Inductor on CUDA has its own passes."""
+    torch._dynamo.reset()
+    config = geometry(*sizes)
+    made = [randomized(Compression(config, kv_heads, 16, kind, dtype=dtype)) for _ in range(2)]
+    exact = [Compression(config, kv_heads, 16, kind, dtype=torch.float64) for _ in range(2)]
+    for module, like in zip(exact, made, strict=True):
+        module.load_state_dict({name: x.double() for name, x in like.state_dict().items()})
+    inputs = [torch.randn(2, 5 * sizes[0] + 3, kv_heads, 16, dtype=dtype) for _ in range(2)]
+
+    def results(modules, inputs, function):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        outs = function(*modules, *(x.transpose(1, 2) for x in leaves))
+        parameters = [x for module in modules for x in module.parameters()]
+        ups = [torch.linspace(-1, 2, x.numel()).reshape(x.shape).to(x) for x in outs]
+        return [*outs, *torch.autograd.grad(outs, [*leaves, *parameters], ups)]
+
+    want = results(exact, [x.double() for x in inputs], separately)
+    on_device = [module.cuda() for module in made], [x.cuda() for x in inputs]
+    eager = results(*on_device, separately)
+    got = results(*on_device, torch.compile(compress_both, fullgraph=True))
+    for x, y, z in zip(got, eager, want, strict=True):
+        error, allowed = (
+            oracle.relative_error(a.detach().cpu().double(), z.detach()) for a in (x, y)
+        )
+        assert error <= 2 * allowed + torch.finfo(dtype).eps
+
+
 def test_only_plain_modules_that_are_alike_are_computed_at_once():
     key, value = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8)
     modules = pair("mlp")
