@@ -6,16 +6,24 @@ trains the shipped config 125m on the sources of Python's standard library, 16 r
 a step, and times whole steps once all is compiled. Beside it the step of `model/nsa 125m` in
 `bench/cases/models.py` (no trainer, no clipping, no schedule) on random tokens. Both with the
 vocabulary of bytes, which the config has, and with the benchmark's 32,000 ids. "silent" runs
-write no artefact; those with telemetry measure gates once among the timed steps.
+write no artefact; those with telemetry measure gates once among the timed steps. Before all of
+them a run that is not timed compiles the layers and reads the texts: the first run of a process
+would have the disk to wait for, and the others not.
+
+A row says of each window what the host did (`host`, see `HostCosts`), and how far it was ahead of
+the device at its end (`ahead_ms`). Near 0 the host is what limits the step; then the columns of
+`host` say whether telemetry did, or the machine.
 Needs transformers and accelerate.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import cProfile
 import dataclasses
 import gc
+import itertools
 import pstats
 import statistics
 import sys
@@ -34,12 +42,15 @@ from transformers import TrainerCallback
 from nsa_flex.bench.cases.models import MODELS, ModelCase, Trainee, best_dense
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.report.rows import Notebook, Row
+from nsa_flex.bench.tools.host_costs import HostCosts
 from nsa_flex.training import run as training_run
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.presets import PRESETS
 from nsa_flex.training.telemetry import read_rows, session
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import observe
+from nsa_flex.training.texts import find_texts
+from nsa_flex.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -70,11 +81,12 @@ class Plan:
         return self.warm_up + self.windows * self.window
 
 
-# Which run, on which vocabulary; the last two repeat the first ones if there is time.
+# Which run, on which vocabulary; the last two repeat the first ones if there is time, in the other
+# order, so that what slows down with time alone does so for both.
 ORDER = (
+    ("silent", "bytes"),
     ("train", "bytes"),
     ("bare", "bytes"),
-    ("silent", "bytes"),
     ("train", "32000"),
     ("bare", "32000"),
     ("train", "bytes"),
@@ -84,11 +96,13 @@ SIZES = {"bytes": "{}, bytes", "32000": "{}"}  # names in MODELS
 
 
 class Stamps(TrainerCallback):
-    """When each window of steps ended, the device included."""
+    """When each window of steps ended, the device included; what the host did meanwhile."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
+    def __init__(self, plan: Plan, device: torch.device, costs: HostCosts) -> None:
+        self.plan, self.device, self.costs = plan, device, costs
         self.seconds: list[float] = []
+        self.ahead: list[float] = []
+        self.host: list[Row] = []
         self.first_step_s = 0.0
         self.peak_bytes: int | None = None
 
@@ -111,8 +125,11 @@ class Stamps(TrainerCallback):
             self.first_step_s = time.perf_counter() - self._begun
         after = step - self.plan.warm_up
         if after >= 0 and after % self.plan.window == 0:
+            ended = time.perf_counter()
             _wait(self.device)
             self.seconds.append(time.perf_counter())
+            self.ahead.append(self.seconds[-1] - ended)
+            self.host.append(self.costs.since_last())
             if self.device.type == "cuda":
                 self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
 
@@ -127,6 +144,8 @@ class Stamps(TrainerCallback):
             "median": round(statistics.median(rates)),
             "median_ms": round(1e3 * statistics.median(lengths) / self.plan.window, 3),
             "steps": self.plan.window * len(lengths),
+            "ahead_ms": [round(1e3 * seconds, 1) for seconds in self.ahead[1:]],
+            "host": {name: [row[name] for row in self.host[1:]] for name in self.host[0]},
             "first_step_s": round(self.first_step_s, 2),
             "peak_bytes": self.peak_bytes,
         }
@@ -185,8 +204,16 @@ def trained(
 
     The first is before step 1. The device may compute a step meanwhile.
     """
-    stamps, probes = Stamps(plan, device), list[float]()
-    with tempfile.TemporaryDirectory() as folder, _unsaved(silent), _timed_probes(probes):
+    probes = list[float]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _unsaved(silent),
+        _timed_probes(probes),
+        HostCosts() as costs,
+        costs.timed("telemetry_ms", TelemetryCallback, "on_step_end", "on_log"),
+        costs.timed("batches_ms", Trainer, "get_batch_samples"),
+    ):
+        stamps = Stamps(plan, device, costs)
         out = Path(folder) / "run"
         config = train_config(plan, vocabulary, out)
         training_run.train(config, callbacks=[stamps, *callbacks])
@@ -230,8 +257,9 @@ def _timed_probes(seconds: list[float]) -> Iterator[None]:
 
 def bare(plan: Plan, vocabulary: str, device: torch.device) -> Row:
     """Columns of the benchmark's step, called as often."""
-    case, stamps = case_of(plan, vocabulary), Stamps(plan, device)
-    with best_dense():
+    case = case_of(plan, vocabulary)
+    with best_dense(), HostCosts() as costs:
+        stamps = Stamps(plan, device, costs)
         trainee = Trainee(case, device, plan.compiler)
         stamps.start()
         for step in range(1, plan.steps + 1):
@@ -245,8 +273,9 @@ def compare(plan: Plan, device: torch.device, out: Path, limit_s: float) -> list
 
     Each row is on the disk once it is measured.
     """
-    begun = time.perf_counter()
     notebook = Notebook(out, machine.describe(device), fresh=True)
+    _warm_up(plan, device)
+    begun = time.perf_counter()
     done: dict[str, list[Row]] = {}
     for kind, vocabulary in ORDER:
         key = f"{kind}/{plan.preset} {vocabulary}"
@@ -265,6 +294,15 @@ def compare(plan: Plan, device: torch.device, out: Path, limit_s: float) -> list
         notebook.add(of_case)
         print(f"{key}: {columns['tokens_per_s']:,} tokens/s", file=sys.stderr)
     return notebook.rows
+
+
+def _warm_up(plan: Plan, device: torch.device) -> None:
+    """Compile the layers and read the text of the runs, so that the first has neither to do."""
+    config = train_config(plan, "bytes", Path())
+    rows = find_texts(config).training_rows()
+    collections.deque(itertools.islice(rows, plan.steps * config.training.batch_size), maxlen=0)
+    trained(dataclasses.replace(plan, windows=1), "bytes", device, silent=True)
+    _forget(device)
 
 
 def ratios(rows: list[Row]) -> dict[str, float]:
@@ -322,8 +360,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = compare(Plan(), torch.device("cuda"), arguments.out, arguments.limit)
     for row in rows:
-        names = ("case", "repeat", "tokens_per_s", "windows", "median_ms", "probe_ms")
-        print({name: row[name] for name in names if name in row})
+        names = ("case", "repeat", "tokens_per_s", "windows", "median_ms", "ahead_ms", "probe_ms")
+        print({name: row[name] for name in names if name in row}, row["host"])
     print(ratios(rows))
     if arguments.profile:
         plan = dataclasses.replace(Plan(), windows=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pstats
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from training.small_config import write_texts
 from nsa_flex.bench.cases.models import MODELS
 from nsa_flex.bench.report.rows import read_rows
 from nsa_flex.bench.tools import train_speed
+from nsa_flex.bench.tools.host_costs import HostCosts
 from nsa_flex.bench.tools.train_speed import (
     Plan,
     Profile,
@@ -42,21 +45,30 @@ def tiny_plan(folder: Path) -> Plan:
 def test_every_run_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "tiny, bytes", replace(MODELS["tiny"], vocab_size=256))
     monkeypatch.setattr(train_speed, "ORDER", (*train_speed.ORDER[:3], ("train", "bytes")))
-    plan, out = tiny_plan(tmp_path), tmp_path / "rows.json"
+    plan, out, before = tiny_plan(tmp_path), tmp_path / "rows.json", list(gc.callbacks)
     assert compare(plan, torch.device("cpu"), out, limit_s=600.0) == read_rows(out)
     rows = read_rows(out)
     assert [(row["kind"], row["repeat"]) for row in rows] == [
-        ("bare", 0),
         ("silent", 0),
+        ("bare", 0),
         ("train", 0),
         ("train", 1),
     ]
+    spent = {row["kind"]: row["host"].get("telemetry_ms") for row in rows}
+    assert min(spent["train"]) > max(spent["silent"])
+    assert max(spent["train"]) > 1  # one window has the probe
+    assert gc.callbacks == before
     for row in rows:
         assert row["steps"] == 4
         assert len(row["windows"]) == 2
         assert min(row["windows"]) <= row["tokens_per_s"] <= max(row["windows"])
         assert row["first_step_s"] > 0
         assert row["sources"]
+        assert len(row["ahead_ms"]) == 2
+        assert {len(values) for values in row["host"].values()} == {2}
+        assert all(x >= 0 for values in row["host"].values() for x in values)
+        assert min(row["host"]["process_ms"]) > 0
+        assert ("batches_ms" in row["host"]) == (row["kind"] != "bare")
         for name in ("tokens_per_s_of_rows", "probe_ms"):
             assert (name in row) == (row["kind"] == "train")
     told = rows[-1]
@@ -67,6 +79,23 @@ def test_every_run_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "train/bare, bytes",
         "silent/bare, bytes",
     }
+
+
+def test_host_costs_are_of_one_window() -> None:
+    class Sleeper:
+        def sleep(self, seconds: float) -> float:
+            time.sleep(seconds)
+            return seconds
+
+    with HostCosts() as costs, costs.timed("slept_ms", Sleeper, "sleep"):
+        costs.since_last()
+        assert Sleeper().sleep(0.02) == 0.02
+        gc.collect()
+        busy, idle = costs.since_last(), costs.since_last()
+    assert busy["slept_ms"] >= 20
+    assert busy["gc_ms"] > 0
+    assert (idle["slept_ms"], idle["gc_ms"]) == (0, 0)
+    assert idle["process_ms"] <= busy["process_ms"]
 
 
 def test_repeats_wait_for_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +100,57 @@ def test_the_probe_runs_before_the_row_is_read(
     every = {"log_every": 2, "gates_every": 2, **QUIET}
     train(small_config(tmp_path / "run", texts, training={"steps": 2}, run=every))
     assert happened[:6] == ["probe", "step ended", "read", "step ended", "probe", "read"]
+
+
+class Calls(TrainerCallback):
+    """Every call of a function, in Python or C, in each step from the second on."""
+
+    def __init__(self) -> None:
+        self.of_step: dict[int, Counter[str]] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._counting = self.of_step[state.global_step + 1] = Counter()
+        sys.setprofile(self._note)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, called: Any) -> None:
+        if event == "call":
+            self._counting[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"] += 1
+        elif event == "c_call":
+            self._counting[f"{called.__module__}.{called.__qualname__}"] += 1
+
+
+def test_a_step_without_a_row_does_what_it_does_without_telemetry(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for counting itself; after a probe too, which leaves nothing behind."""
+    every = {"log_every": 3, "gates_every": 3, "heartbeat_seconds": 60.0, **QUIET}
+
+    def calls(name: str) -> dict[int, Counter[str]]:
+        seen = Calls()
+        config = small_config(tmp_path / name, texts, training={"steps": 7}, run=every)
+        gc.collect()
+        gc.disable()
+        try:
+            train(config, callbacks=[seen])
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return seen.of_step
+
+    told = calls("told")
+    for event in ("on_train_begin", "on_step_end", "on_log"):
+        monkeypatch.setattr(TelemetryCallback, event, getattr(TrainerCallback, event))
+    silent = calls("silent")
+    telemetry = "nsa_flex.training.telemetry"
+    for step in (4, 5):  # between the rows of 3 and 6; the probe ran at 0 and 3
+        assert silent[step].total() > 1000
+        assert silent[step] - told[step] == {"transformers.trainer_callback.on_step_end": 1}
+        assert told[step] - silent[step] == {
+            f"{telemetry}.callback.on_step_end": 1,
+            f"{telemetry}.session.step_ended": 1,
+            f"{telemetry}.heartbeat.stepped": 1,
+            "time.monotonic": 1,
+        }
