@@ -115,12 +115,53 @@ def decode_step(
 
 
 def store(new: New, stored: Stored) -> None:
-    """What `decode_step` stores, by PyTorch operations."""
-    append(new.key, new.value, stored.key, stored.value, stored.lengths)
-    if new.may_complete:
+    """Stores T new tokens a row, and the blocks that they complete.
+
+    By one kernel where it takes them, else by PyTorch operations.
+    """
+    tokens, blocks = store_by_kernel(new, stored)
+    if not tokens:
+        append(new.key, new.value, stored.key, stored.value, stored.lengths)
+    if new.may_complete and not blocks:
         compressed = (stored.compressed_key, stored.compressed_value)
         num_new = new.key.shape[2]
         compress_completed(*stored.branch(0), *compressed, stored.lengths, num_new, *new.phi)
+
+
+def store_by_kernel(new: New, stored: Stored) -> tuple[bool, bool]:
+    """What one kernel does of `store`: whether it stored the tokens, and whether the blocks.
+
+    It leaves the products of φ linear and mlp to others.
+    """
+    if store_unsupported_reason(new, stored) is not None:
+        return False, False
+    from nsa_flex.fallback_kernels.decode import store_tokens as kernel
+
+    config = new.phi[0].config
+    parameters = (_parameters(new.phi[0]), _parameters(new.phi[1]))
+    compresses = (
+        new.phi[0].kind in ("mean", "weighted")
+        and phi_unsupported_reason(new.phi, parameters, stored.key) is None
+        and not _takes_gradients(parameters)
+    )
+    logits = parameters[0] + parameters[1] if compresses else []
+    kernel.store(new.key, new.value, *stored, logits, compresses, config.counts)
+    return True, compresses
+
+
+def store_unsupported_reason(new: New, stored: Stored) -> str | None:
+    """Why no kernel stores such tokens; None if one does."""
+    if stored.key.device.type != "cuda":
+        return f"the kernel that stores needs a CUDA device, got {stored.key.device.type}"
+    if not HAS_TRITON:
+        return "triton is not installed"
+    from nsa_flex.fallback_kernels.decode import store_tokens as kernel
+
+    return kernel.unsupported_reason(new.key, new.value, stored.key)
+
+
+def _takes_gradients(parameters: tuple[list[Tensor], ...]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for each in parameters for x in each)
 
 
 def unsupported_reason(

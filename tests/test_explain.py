@@ -171,6 +171,7 @@ def test_a_prefill_with_a_cache_follows_the_table() -> None:
     assert first["sliding"].backend == "triton"
     later = explain(meta(1, 64, 64, 128), cache=filled_cache("mean"), device=GPU)
     assert later["sliding"].backend == "triton"
+    assert "store_tokens_kernel" in first.kernels.names & later.kernels.names
     assert "needs the queries to be all the tokens" in later["compressed"].reason
 
 

@@ -25,6 +25,7 @@ from nsa_flex.compression import Compression, mean_of_blocks, split_segments
 from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
 from nsa_flex.fallback_kernels.decode import pages as decode_pages
+from nsa_flex.fallback_kernels.decode import store_tokens as decode_store
 from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
@@ -264,7 +265,7 @@ def differentiate_merge() -> None:
 
 
 def decode() -> Calls:
-    """Steps of one token, and of several, on rows of different lengths; φ of every kind."""
+    """Steps of one token and of several on rows of different lengths, φ of every kind; chunks."""
     # Hkv, G, T, lengths, capacity, D, Dv, dtype, config, kind of φ
     cases: tuple[tuple[Any, ...], ...] = (
         (2, 2, 1, (280, 0), 300, 16, 16, torch.float32, SMALL, "mean"),
@@ -277,7 +278,39 @@ def decode() -> Calls:
         partial(decode_in_pages, (151, 3), 16, SMALL),
         partial(decode_in_pages, (1503,), 64, PAPER),
     )
-    return [*(partial(decode_step, *case) for case in cases), *(paged if CUDA else paged[:1])]
+    chunks = (
+        partial(store_chunk, 37, (150, 7), (24, 40), torch.float32, SMALL, "weighted"),
+        partial(store_chunk, 101, (0, 203), (64, 64), HALF, PAPER, "mean"),
+    )
+    steps = [partial(decode_step, *case) for case in cases]
+    return [*steps, *(paged if CUDA else paged[:1]), *chunks]
+
+
+def store_chunk(
+    tokens: int,
+    past: tuple[int, ...],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    config: NSAConfig,
+    kind: CompressionKind,
+) -> None:
+    """Of two KV heads, the last row up to the end of the cache."""
+    capacity = max(past) + tokens - 3
+    phi = [Compression(config, 2, dim, kind, device=DEVICE) for dim in dims]
+
+    def numbers(length: int) -> list[Tensor]:
+        return [normal(len(past), 2, length, dim, dtype).detach() for dim in dims]
+
+    with torch.no_grad():
+        decode_store.store(
+            *numbers(tokens),
+            *numbers(capacity),
+            *numbers(config.num_compressed_blocks(capacity)),
+            torch.tensor(past, dtype=torch.int32, device=DEVICE),
+            [x for each in phi for x in each.parameters()],
+            True,
+            config.counts,
+        )
 
 
 def decode_in_pages(lengths: tuple[int, ...], page_size: int, config: NSAConfig) -> None:

@@ -171,8 +171,10 @@ def check_compressed(compressed_key: Tensor, key: Tensor, config: NSAConfig) -> 
         )
 
 
-def check_new(new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises ValueError unless the new tokens fit the cache's heads; any float dtype."""
+def check_new(
+    new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, most: int = MAX_TOKENS
+) -> None:
+    """Raises ValueError unless up to `most` new tokens fit the cache's heads; any float dtype."""
     tokens = _four(new_key, "new_key")[2]
     for name, new, cache in ("new_key", new_key, key), ("new_value", new_value, value):
         shape = (cache.shape[0], cache.shape[1], tokens, cache.shape[3])
@@ -180,8 +182,8 @@ def check_new(new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor) ->
             raise ValueError(f"{name} has shape {tuple(new.shape)}; expected {shape}")
         if not new.is_floating_point() or new.device != cache.device:
             raise ValueError(f"{name} is {new.dtype} on {new.device}; the cache is {cache.device}")
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"new_key has {tokens} tokens; the decode kernels take 1 to {MAX_TOKENS}")
+    if not 1 <= tokens <= most:
+        raise ValueError(f"new_key has {tokens} tokens; the decode kernels take 1 to {most}")
     if tokens > key.shape[2]:
         raise ValueError(f"new_key has {tokens} tokens; the cache has {key.shape[2]} slots")
 

@@ -16,7 +16,7 @@ from nsa_flex.cache.fit import misfit
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.state import CacheState
 from nsa_flex.compression import Compression, compress_both
-from nsa_flex.decoding import MAX_STEP, New, Stored, decode_step, store
+from nsa_flex.decoding import MAX_STEP, New, Stored, decode_step, store, store_by_kernel
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateLogits
 from nsa_flex.storing import completes_a_block
@@ -145,16 +145,21 @@ class LayerCache(CacheState):
     def _store_at(self, start: int, key: Tensor, value: Tensor) -> None:
         """Tokens of all rows from slot `start` on: no place is to be computed."""
         config, buffers, stop = self.config, self.buffers, start + key.shape[2]
-        buffers.key[:, :, start:stop] = key
-        buffers.value[:, :, start:stop] = value
+        tokens = blocks = False
+        if not torch.compiler.is_compiling():
+            phi = (self.compress_key, self.compress_value)
+            tokens, blocks = store_by_kernel(New(key, value, phi), self._stored())
+        if not tokens:
+            buffers.key[:, :, start:stop] = key
+            buffers.value[:, :, start:stop] = value
         before, after = (config.num_compressed_blocks(length) for length in (start, stop))
-        if after == before:
+        if blocks or after == before:
             return
         stride, size = config.compress_stride, config.compress_block_size
-        tokens = slice(before * stride, (after - 1) * stride + size)
+        fresh = slice(before * stride, (after - 1) * stride + size)
         if start:
             key, value = buffers.key, buffers.value
-        source = (self._branch(x, 0)[:, :, tokens] for x in (key, value))
+        source = (self._branch(x, 0)[:, :, fresh] for x in (key, value))
         new_key, new_value = compress_both(self.compress_key, self.compress_value, *source)
         buffers.compressed_key[:, :, before:after] = new_key[:, :, : after - before]
         buffers.compressed_value[:, :, before:after] = new_value[:, :, : after - before]

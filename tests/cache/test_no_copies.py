@@ -83,6 +83,22 @@ def test_compiled_one_operator_writes_the_cache_on_cuda(kind: Any, separate: boo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("separate", [False, True])
+@torch.no_grad()
+def test_compiled_one_operator_stores_a_chunk_on_cuda(separate: bool) -> None:
+    config = replace(NSA, compression="mean")
+    layer, cache = filled(config, "cuda", torch.bfloat16, separate_branch_kv=separate)
+    x = torch.randn(2, 40, 64, device="cuda", dtype=torch.bfloat16)
+    code = compiled_code(layer, cache, x)
+    assert not _WRITE.findall(code)
+    # In place: what is written is an input of the graph.
+    stored = re.findall(r"nsa_flex\.store_tokens\.default\(([^\[]*)", code)
+    assert len(stored) == 1
+    assert len(re.findall(r"arg\d+_1", stored[0])) >= 4
+    assert "cache_write" not in code
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_step_on_cuda_moves_less_than_the_cache(kind: Any) -> None:
