@@ -7,6 +7,7 @@ ones. One operator of Triton kernels where they take the inputs, else PyTorch op
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ def decode_step(
     """
     parameters: tuple[list[Tensor], ...] = ([], [])
     if new is not None:
-        parameters = (_parameters(new.phi[0]), _parameters(new.phi[1]))
+        parameters = _parameters(new.phi)
     if torch.compiler.is_compiling():
         config.specialize()
     elif HAS_TRITON and not return_aux and is_plain(query) and not torch.is_grad_enabled():
@@ -138,7 +139,7 @@ def store_by_kernel(new: New, stored: Stored) -> tuple[bool, bool]:
     from nsa_flex.fallback_kernels.decode import store_tokens as kernel
 
     config = new.phi[0].config
-    parameters = (_parameters(new.phi[0]), _parameters(new.phi[1]))
+    parameters = _parameters(new.phi)
     compresses = (
         new.phi[0].kind in ("mean", "weighted")
         and phi_unsupported_reason(new.phi, parameters, stored.key) is None
@@ -191,12 +192,16 @@ def phi_unsupported_reason(
     return None
 
 
-def _parameters(phi: Compression) -> list[Tensor]:
+def _parameters(phi: tuple[Compression, Compression]) -> tuple[list[Tensor], ...]:
     """In their order; read as attributes, which hold what a parametrization or a wrapper put."""
     if torch.compiler.is_compiling():
-        return [getattr(phi, name) for name in phi.parameter_names]
-    held: dict[str, Any] = phi._parameters  # where nn.Module looks last, and slowly
-    return [held[name] if name in held else getattr(phi, name) for name in phi.parameter_names]
+        return tuple([[getattr(each, name) for name in each.parameter_names] for each in phi])
+    found: tuple[list[Tensor], ...] = ([], [])
+    for parameters, each in zip(found, phi, strict=True):
+        held: dict[str, Any] = each._parameters  # where nn.Module looks last, and slowly
+        for name in each.parameter_names:
+            parameters.append(held[name] if name in held else getattr(each, name))
+    return found
 
 
 def _replayed(
@@ -212,21 +217,25 @@ def _replayed(
 
     Arguments as of `_on_kernels`.
     """
-    from nsa_flex.fallback_kernels.decode import interface as decode
-
-    new_key = new_value = None
     kind, may_complete = "mean", True
     if new is not None:
-        new_key, new_value, (of_keys, of_values), may_complete = new
+        (of_keys, of_values), may_complete = new.phi, new.may_complete
         kind = of_keys.kind
         if of_values.kind != kind:
             return None
-    gates, offset = gates if isinstance(gates, GateLogits) else (gates, None)
-    return decode.replay(
-        *(query, new_key, new_value, *stored[:4], gates, offset, stored.lengths),
-        *(parameters[0] + parameters[1], kind, may_complete, stored.num_sets, scale),
-        config.counts,
-    )
+    gating = gates if isinstance(gates, GateLogits) else (gates, None, None)
+    both = parameters[0] + parameters[1]
+    options = (kind, may_complete, stored.num_sets, scale, config)
+    tokens = None if new is None else new[:2]
+    return _kernels().replay(query, tokens, stored, gating, both, options)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Their interface, which needs triton: imported once, not at each step."""
+    from nsa_flex.fallback_kernels.decode import interface
+
+    return interface
 
 
 def _on_kernels(
@@ -244,7 +253,7 @@ def _on_kernels(
 
     options: dict[str, Any] = {"num_sets": stored.num_sets, "return_aux": return_aux}
     if isinstance(gates, GateLogits):
-        gates, options["gate_offset"] = gates
+        gates, options["gate_offset"], options["gate_bias"] = gates
     new_key = new_value = None
     if new is not None:
         new_key, new_value = new.key, new.value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,26 @@ _OFFSETS: dict[GateInit, tuple[float, float, float]] = {
 class GateLogits(NamedTuple):
     """Gates before the sigmoid: what a kernel that applies it takes.
 
-    logits: (B, Hq, S, 3) in the dtype of the gates. offset: (3,).
+    logits: (B, Hq, S, 3) in the dtype of the gates. offset: (3,). bias: (3 · Hq,), three a head,
+    where the logits lack it.
     """
 
     logits: Tensor
     offset: Tensor
+    bias: Tensor | None = None
 
     def gates(self) -> Tensor:
-        """sigmoid(logits) + offset, computed in float32 or better, (B, Hq, S, 3)."""
+        """sigmoid(logits + bias) + offset, computed in float32 or better, (B, Hq, S, 3)."""
         wide = torch.promote_types(self.logits.dtype, torch.float32)
-        return (self.logits.to(wide).sigmoid() + self.offset.to(wide)).to(self.logits.dtype)
+        logits = self.logits.to(wide)
+        if self.bias is not None:
+            logits = logits + self.bias.to(wide).view(-1, 1, NUM_BRANCHES)
+        return (logits.sigmoid() + self.offset.to(wide)).to(self.logits.dtype)
+
+
+def _on_kernels(x: Tensor) -> bool:
+    """Whether kernels of ours run an eager decode step of such tokens."""
+    return x.is_cuda
 
 
 class GateLinear(nn.Linear):
@@ -119,7 +129,9 @@ class Gates(nn.Module):
 
         Args:
             x: (B, S, E), the input of the attention layer.
-            as_logits: give what they are computed from, for a decode step.
+            as_logits: give what they are computed from, for a decode step. An eager one on CUDA
+                adds the bias in its kernels: the host takes two thirds of the time for a linear
+                map without one.
 
         Returns:
             (B, Hq, S, 3) in the dtype of `x`, order compressed, selected, sliding; a transposed
@@ -133,11 +145,18 @@ class Gates(nn.Module):
                 f"x has shape {tuple(x.shape)}; "
                 f"expected (batch, tokens, hidden_size={self.hidden_size})"
             )
-        logits = self.linear(x) if as_logits else self._many_logits(x)
+        bias: Tensor | None = None
+        if not as_logits:
+            logits = self._many_logits(x)
+        elif _on_kernels(x) and _is_apart(linear := self.linear):
+            held: dict[str, Any] = linear._parameters  # where nn.Module looks last, and slowly
+            logits, bias = F.linear(x, held["weight"]), held["bias"]
+        else:
+            logits = self.linear(x)
         if logits.dtype != x.dtype:
             logits = logits.to(x.dtype)
         logits = logits.view(*logits.shape[:2], self.num_query_heads, NUM_BRANCHES)
-        found = GateLogits(logits.transpose(1, 2), self.offset)  # [B, Hq, S, 3]
+        found = GateLogits(logits.transpose(1, 2), self.offset, bias)  # [B, Hq, S, 3]
         return found if as_logits else found.gates()
 
     def _many_logits(self, x: Tensor) -> Tensor:
@@ -157,3 +176,13 @@ class Gates(nn.Module):
         weight = F.pad(self.linear.weight, (0, 0, 0, missing))
         bias = F.pad(self.linear.bias, (0, missing))
         return F.linear(x, weight, bias)[..., :-missing]
+
+
+def _is_apart(linear: nn.Module) -> bool:
+    """Whether the bias of such a linear map may be added later: eager, without gradients."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and is_plain_module(linear, GateLinear)
+        and linear._parameters["bias"].is_contiguous()  # type: ignore[union-attr]
+    )

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOKS_OF_ALL = tuple(f"_global{name}" for name in _HOOKS)
+_PLAIN = {nn.Parameter, torch.Tensor}
 
 
 def is_plain_module(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -21,7 +20,9 @@ def is_plain_module(module: nn.Module, kind: type[nn.Module]) -> bool:
         type(module) is kind
         and "forward" not in module.__dict__
         and module._compiled_call_impl is None
-        and not any(getattr(module, name) for name in _HOOKS)
-        and not any(getattr(every_module, name) for name in _HOOKS_OF_ALL)
-        and all(type(each) in (nn.Parameter, torch.Tensor) for each in module._parameters.values())
+        and not (module._forward_pre_hooks or module._forward_hooks)
+        and not (module._backward_pre_hooks or module._backward_hooks)
+        and not (every_module._global_forward_pre_hooks or every_module._global_forward_hooks)
+        and not (every_module._global_backward_pre_hooks or every_module._global_backward_hooks)
+        and {type(each) for each in module._parameters.values()} <= _PLAIN
     )

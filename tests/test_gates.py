@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from nsa_flex.gates import Gates
+from nsa_flex import gates as gates_module
+from nsa_flex.gates import GateLinear, Gates
 from reference import oracle
 
 STARTS = {"paper": [0.5, 0.5, 0.5], "dense": [0.0, 1.0, 0.0]}
@@ -119,6 +120,131 @@ def test_a_compiled_linear_map_of_another_class_is_called():
     gates.linear = Zero()
     x = torch.randn(2, 5, 16)
     assert torch.equal(torch.compile(gates, backend="aot_eager")(x), gates(x))
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """Steps on the CPU are taken for ones that kernels run."""
+    monkeypatch.setattr(gates_module, "_on_kernels", lambda x: True)
+
+
+def random_gates(dtype=torch.float32):
+    gates = Gates(16, 4, init="dense", dtype=dtype)
+    torch.nn.init.normal_(gates.linear.weight)
+    torch.nn.init.normal_(gates.linear.bias)
+    return gates
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_logits_of_a_step_come_without_the_bias(dtype, on_kernels):
+    gates, x = random_gates(dtype), torch.randn(2, 3, 16, dtype=dtype)
+    found = gates(x, as_logits=True)
+    assert found.bias is gates.linear.bias
+    assert found.logits.shape == (2, 4, 3, 3)
+    got, want = found.gates(), gates.double()(x.double())
+    assert got.dtype == dtype
+    # Logits below 32 are rounded by at most 16 eps, at a slope of 1/4; then the gate is, by one.
+    # In another order their sum may be as far off.
+    assert (got - want).abs().max() <= 2 * 5 * torch.finfo(dtype).eps
+
+
+def test_on_the_cpu_logits_have_the_bias():
+    gates = random_gates()
+    with torch.no_grad():
+        found = gates(torch.randn(2, 1, 16), as_logits=True)
+    assert found.bias is None
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Adapted(GateLinear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Quantized(torch.Tensor):
+    """A weight of another class, as torchao's are."""
+
+
+def adapt(gates):
+    linear, gates.linear = gates.linear, Adapted(16, 12)
+    gates.linear.load_state_dict(linear.state_dict())
+
+
+def replace_forward(gates):
+    former = gates.linear.forward
+    gates.linear.forward = lambda x: 2 * former(x)
+
+
+def quantize(gates):
+    weight = gates.linear.weight.detach().as_subclass(Quantized)
+    gates.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def stride(gates):
+    gates.linear.bias = torch.nn.Parameter(torch.randn(24)[::2])
+
+
+CHANGES = {
+    "hook": lambda g: g.linear.register_forward_hook(lambda m, args, out: 2 * out),
+    "pre-hook": lambda g: g.linear.register_forward_pre_hook(lambda m, args: (2 * args[0],)),
+    "backward hook": lambda g: g.linear.register_full_backward_hook(lambda *_: None),
+    "forward": replace_forward,
+    "parametrization": lambda g: torch.nn.utils.parametrize.register_parametrization(
+        g.linear, "weight", Doubled()
+    ),
+    "adapter": adapt,
+    "quantized": quantize,
+    "no bias": lambda g: setattr(g.linear, "bias", None),
+    "strided bias": stride,
+    "compiled": lambda g: g.linear.compile(backend="eager"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_linear_map_that_is_no_plain_one_is_called(change, on_kernels):
+    gates, x = random_gates(), torch.randn(2, 1, 16)
+    CHANGES[change](gates)
+    found = gates(x, as_logits=True)
+    assert found.bias is None
+    want = gates.linear(x).view(2, 1, 4, 3).transpose(1, 2)
+    assert torch.equal(found.logits.as_subclass(torch.Tensor), want.as_subclass(torch.Tensor))
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_see_the_linear_map(on_kernels):
+    gates, seen = random_gates(), []
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(module)
+    )
+    try:
+        assert gates(torch.randn(2, 1, 16), as_logits=True).bias is None
+    finally:
+        hook.remove()
+    assert gates.linear in seen
+
+
+def test_with_gradients_the_linear_map_is_called(on_kernels):
+    gates = random_gates()
+    found = gates(torch.randn(2, 1, 16), as_logits=True)
+    assert found.bias is None
+    found.gates().sum().backward()
+    assert gates.linear.bias.grad is not None
+
+
+def test_compiled_logits_have_the_bias(on_kernels):
+    gates, x = random_gates(), torch.randn(2, 1, 16)
+    with torch.no_grad():
+        logits, _, bias = torch.compile(gates, backend="aot_eager", fullgraph=True)(
+            x, as_logits=True
+        )
+        assert bias is None
+        torch.testing.assert_close(logits, gates.linear(x).view(2, 1, 4, 3).transpose(1, 2))
 
 
 @pytest.mark.parametrize(

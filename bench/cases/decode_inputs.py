@@ -85,7 +85,8 @@ class Inputs:
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
         cache = (*self.cache.buffers.tensors, self.cache.lengths)
-        return *cache, self.query, self.new_key, self.new_value, *self.gates
+        gates = [x for x in self.gates if x is not None]
+        return *cache, self.query, self.new_key, self.new_value, *gates
 
     def earlier(self, num_tokens: int) -> Inputs:
         """The same buffers with so many tokens fewer."""

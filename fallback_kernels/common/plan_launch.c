@@ -156,18 +156,13 @@ static int read_address(PyObject *addresses, const Patch *patch, uint64_t *addre
   return !PyErr_Occurred();
 }
 
-/* launch(capsule, addresses of all registers: a list, stream) */
-static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t number) {
-  if (number != 3 || !PyList_Check(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "launch takes a capsule, a list and a stream");
-    return NULL;
-  }
-  const Launch *x = PyCapsule_GetPointer(args[0], NULL);
-  if (x == NULL) return NULL;
+/* Launches what a capsule holds; 0 with an exception set where it fails. */
+static int launch_one(PyObject *capsule, PyObject *addresses, CUstream stream) {
+  const Launch *x = PyCapsule_GetPointer(capsule, NULL);
+  if (x == NULL) return 0;
   CUlaunchConfig config = x->config;
-  config.hStream = (CUstream)(uintptr_t)PyLong_AsUnsignedLongLong(args[2]);
-  if (PyErr_Occurred()) return NULL;
-  if (config.gridDimX == 0 || config.gridDimY == 0 || config.gridDimZ == 0) Py_RETURN_NONE;
+  config.hStream = stream;
+  if (config.gridDimX == 0 || config.gridDimY == 0 || config.gridDimZ == 0) return 1;
 
   /* Copies on this thread's stack: several may replay one plan. */
   _Alignas(128) unsigned char bytes[MAX_BYTES];
@@ -175,22 +170,37 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t number
   memcpy(bytes, x->bytes, x->num_bytes);
   for (Py_ssize_t i = 0; i < x->num_pointers; ++i) {
     uint64_t address;
-    if (!read_address(args[1], &x->pointers[i], &address)) return NULL;
+    if (!read_address(addresses, &x->pointers[i], &address)) return 0;
     memcpy(bytes + x->pointers[i].at, &address, sizeof(address));
   }
   CUresult code = need_context(x->device);
-  if (code != CUDA_SUCCESS) return fail(code);
-  for (Py_ssize_t i = 0; i < x->num_maps; ++i) {
+  for (Py_ssize_t i = 0; code == CUDA_SUCCESS && i < x->num_maps; ++i) {
     uint64_t address;
-    if (!read_address(args[1], &x->maps[i], &address)) return NULL;
+    if (!read_address(addresses, &x->maps[i], &address)) return 0;
     code = replace_address((CUtensorMap *)(bytes + x->maps[i].at), (void *)(uintptr_t)address);
-    if (code != CUDA_SUCCESS) return fail(code);
+  }
+  if (code != CUDA_SUCCESS) {
+    fail(code);
+    return 0;
   }
   for (Py_ssize_t i = 0; i < x->num_parameters; ++i) parameters[i] = bytes + x->places[i];
   Py_BEGIN_ALLOW_THREADS;
   code = launch_kernel(&config, x->function, parameters, NULL);
   Py_END_ALLOW_THREADS;
-  if (code != CUDA_SUCCESS) return fail(code);
+  if (code != CUDA_SUCCESS) fail(code);
+  return code == CUDA_SUCCESS;
+}
+
+/* launch(capsules: a tuple, addresses of all registers: a list, stream), one after the other */
+static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t number) {
+  if (number != 3 || !PyTuple_Check(args[0]) || !PyList_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "launch takes a tuple of capsules, a list and a stream");
+    return NULL;
+  }
+  CUstream stream = (CUstream)(uintptr_t)PyLong_AsUnsignedLongLong(args[2]);
+  if (PyErr_Occurred()) return NULL;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i)
+    if (!launch_one(PyTuple_GET_ITEM(args[0], i), args[1], stream)) return NULL;
   Py_RETURN_NONE;
 }
 

@@ -15,7 +15,13 @@ from typing import Any
 import triton
 
 from nsa_flex.fallback_kernels.common.plan_native import PROBLEMS, native
-from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, operands, resolved
+from nsa_flex.fallback_kernels.common.plan_steps import (
+    OnStream,
+    Registers,
+    Step,
+    operands,
+    resolved,
+)
 
 # Versions of Triton whose kernels take their parameters as is known here.
 LAUNCHER_VERSIONS = ("3.6.", "3.7.")
@@ -101,9 +107,12 @@ class Unpacked(Exception):
 
 
 class PackedLaunch:
-    """A compiled kernel whose parameters are packed, launched by `plan_launch.c`."""
+    """Compiled kernels whose parameters are packed, launched by `plan_launch.c` in turn.
 
-    __slots__ = ("compiled", "handle", "launch", "registers")
+    As made, one kernel; `append` adds what follows it at once.
+    """
+
+    __slots__ = ("compiled", "handles", "launch", "registers")
 
     def __init__(
         self,
@@ -129,7 +138,7 @@ class PackedLaunch:
             raise Unpacked("plan_launch.c could not be compiled")
         try:
             packed = _Parameters(compiled, args, pointers, descriptors)
-            self.handle = module.prepare(
+            handle = module.prepare(
                 *(compiled.function, triton.runtime.driver.active.get_current_device()),
                 *(grid, 32 * num_warps, shared),
                 *(launcher.launch_cooperative_grid, launcher.launch_pdl),
@@ -138,11 +147,31 @@ class PackedLaunch:
         except PROBLEMS as problem:
             raise Unpacked(str(problem)) from problem
         self.launch = module.launch
-        self.compiled = compiled  # which the function that `handle` launches belongs to
+        self.handles: tuple[Any, ...] = (handle,)
+        self.compiled = [compiled]  # which the functions that `handles` launch belong to
         self.registers = {register for _, register, _ in (*pointers, *descriptors)}
 
+    def append(self, other: PackedLaunch) -> None:
+        """Launch this one's kernels too, behind its own."""
+        self.handles += other.handles
+        self.compiled += other.compiled
+        self.registers |= other.registers
+
     def __call__(self, registers: Registers) -> None:
-        self.launch(self.handle, registers.pointers, registers.stream)
+        self.launch(self.handles, registers.pointers, registers.stream)
+
+
+def join_launches(steps: list[Step]) -> list[Step]:
+    """The steps, with launches that follow one another in one step."""
+    joined: list[Step] = []
+    for step in steps:
+        if joined and isinstance(step, PackedLaunch) and isinstance(joined[-1], PackedLaunch):
+            joined[-1].append(step)
+            continue
+        if isinstance(step, OnStream):
+            step.steps = join_launches(step.steps)
+        joined.append(step)
+    return joined
 
 
 class _Parameters:

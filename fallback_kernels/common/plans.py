@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
 
+from nsa_flex.fallback_kernels.common.plan_launches import join_launches
 from nsa_flex.fallback_kernels.common.plan_lifetimes import insert_releases
 from nsa_flex.fallback_kernels.common.plan_recorder import Recorder, Unrecordable
 from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, memory, resolved
@@ -60,6 +61,7 @@ def forget_plans() -> None:
     for plans in _all_plans:
         plans.by_key.clear()
         plans.recent.clear()
+        plans.rests.clear()
 
 
 def plan_problems() -> dict[str, set[str]]:
@@ -79,12 +81,16 @@ class Call(NamedTuple):
 
 
 class _Plans:
-    """The plans of one operator, by `plan_key`; recent ones by the `rest` of their calls."""
+    """The plans of one operator, by `plan_key`; recent ones by the `rest` of their calls.
+
+    rests: that of calls by what `replay` was told of them.
+    """
 
     def __init__(self, body: Callable[..., Any]) -> None:
         self.body = body
         self.by_key: dict[Any, Any] = {}
         self.recent: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
+        self.rests: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.problems: set[str] = set()
         self.recorded = self.replayed = 0
 
@@ -94,14 +100,16 @@ class _Plans:
             return self.body(*args)
         plan = self._recent(call)
         if plan is not None:
-            return self._replay(plan, call)
+            self.replayed += 1
+            return plan(call.tensors, call.pointers)
         key = plan_key(call)
         if key is None:
             return self.body(*args)
         plan = self.by_key.get(key)
         if type(plan) is Plan:
             self._note(plan, call)
-            return self._replay(plan, call)
+            self.replayed += 1
+            return plan(call.tensors, call.pointers)
         if plan is None:
             while len(self.by_key) >= MAX_PLANS:
                 self.by_key.pop(next(iter(self.by_key)), None)
@@ -112,15 +120,42 @@ class _Plans:
             return self._record(key, args, call)
         return self.body(*args)
 
-    def replay(self, args: tuple[Any, ...]) -> Any:
-        """What `run` returns, where a recent plan has it; else None."""
-        call = read_call(args)
-        plan = None if call is None else self._recent(call)
-        return None if call is None or plan is None else self._replay(plan, call)
+    def replay(
+        self,
+        tensors: list[Tensor],
+        others: tuple[Any, ...],
+        args: Callable[[], tuple[Any, ...]],
+    ) -> Any:
+        """What `run` returns, where a recent plan has it; else None.
 
-    def _replay(self, plan: Plan, call: Call) -> Any:
-        self.replayed += 1
-        return plan(call)
+        For a caller that has looked whether somebody watches the operators, and knows in what its
+        calls differ: they are read once for each kind.
+
+        Args:
+            tensors: of the call, in the order of its arguments.
+            others: what tells, with their number, all else that the call has; hashable.
+            args: gives the arguments of the call.
+        """
+        if _has_hooks():
+            return None
+        told = (torch._C._get_deterministic_algorithms(), len(tensors), *others)
+        rest = self.rests.get(told)
+        if rest is None:
+            call = read_call(args())
+            if call is None or len(call.tensors) != len(tensors):
+                return None
+            assert all(x is y for x, y in zip(call.tensors, tensors, strict=True))
+            if len(self.rests) >= MAX_PLANS:
+                self.rests.clear()
+            self.rests[told] = rest = call.rest
+        for plan in self.recent.get(rest, ()):
+            if plan.guard(*tensors):  # which knows tensors without an address, too
+                pointers = [x.data_ptr() for x in tensors]
+                if reduce(or_, pointers) & 15:
+                    return None
+                self.replayed += 1
+                return plan(tensors, pointers)
+        return None
 
     def _recent(self, call: Call) -> Plan | None:
         for plan in self.recent.get(call.rest, ()):
@@ -152,7 +187,7 @@ class Plan:
     """Steps in order, and where the results are afterwards."""
 
     __slots__ = (
-        *("device", "guard", "offsets", "pointers"),
+        *("guard", "index", "offsets", "pointers"),
         *("results", "steps", "tensors", "workspace"),
     )
 
@@ -174,7 +209,7 @@ class Plan:
         self.tensors = [constants.get(register) for register in registers]
         self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
         self.results = results
-        self.device = device
+        self.index = device.index if device.type == "cuda" else None
         self.guard: Any = None  # of `_guard`; False where there can be none
 
     @classmethod
@@ -189,7 +224,8 @@ class Plan:
         constants = {r: x.clone() if r in returned else x for r, x in recorder.constants.items()}
         others = range(recorder.num_inputs, len(recorder.owners))
         device = recorder.owners[0].device
-        return cls(recorder.steps, others, constants, results, device, workspace)
+        steps = join_launches(recorder.steps)
+        return cls(steps, others, constants, results, device, workspace)
 
     def learn(self, call: Call) -> bool:
         """Know such calls from now on, if tensors are aligned; whether the plan does."""
@@ -204,18 +240,15 @@ class Plan:
         """
         return not reduce(or_, call.pointers) & 15 and self.guard(*call.tensors)
 
-    def __call__(self, call: Call) -> Any:
-        if self.device.type != "cuda":
-            return self._replay(call, 0)
-        index = self.device.index
-        if torch._C._cuda_getDevice() == index:
-            return self._replay(call, torch._C._cuda_getCurrentRawStream(index))
-        with torch.cuda.device(index):
-            return self._replay(call, torch._C._cuda_getCurrentRawStream(index))
-
-    def _replay(self, call: Call, stream: int) -> Any:
-        tensors, pointers = [*call.tensors, *self.tensors], call.pointers + self.pointers
-        registers = Registers(tensors, pointers, stream)
+    def __call__(self, tensors: list[Tensor], pointers: list[int]) -> Any:
+        index, stream = self.index, 0
+        if index is not None:
+            if torch._C._cuda_getDevice() != index:
+                with torch.cuda.device(index):
+                    return self(tensors, pointers)
+            stream = torch._C._cuda_getCurrentRawStream(index)
+        pointers = pointers + self.pointers
+        registers = Registers([*tensors, *self.tensors], pointers, stream)
         if self.workspace is not None:
             workspace = self.workspace()
             base = workspace.data_ptr()
@@ -296,10 +329,10 @@ def _guard(tensors: list[Tensor]) -> Any:
 def _has_hooks() -> bool:
     """Whether somebody, a profiler for one, wants to be told of launches by Triton."""
     runtime = knobs.runtime
-    return any(
-        hook is not None and getattr(hook, "calls", True)
-        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    )
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def _is_capturing(x: Tensor) -> bool:

@@ -69,7 +69,7 @@ def check_call(
     new_value: Tensor | None,
     cache: tuple[Tensor, Tensor, Tensor, Tensor],
     gates: Tensor,
-    gate_offset: Tensor | None,
+    gating: tuple[Tensor | None, Tensor | None],
     lengths: Tensor,
     phi: tuple[Sequence[Tensor], Sequence[Tensor]],
     kind: str,
@@ -77,7 +77,7 @@ def check_call(
     config: NSAConfig,
 ) -> None:
     """`check_step`, and that φ fits: `phi` has the parameters of keys and those of values."""
-    check_step(query, new_key, new_value, cache, gates, gate_offset, lengths, config, num_sets)
+    check_step(query, new_key, new_value, cache, gates, gating, lengths, config, num_sets)
     for name, parameters, compressed in zip(("key", "value"), phi, cache[2:], strict=True):
         check_phi(kind, parameters, compressed, config, name)
 
@@ -94,19 +94,20 @@ def check_step(
     new_value: Tensor | None,
     cache: tuple[Tensor, Tensor, Tensor, Tensor],
     gates: Tensor,
-    gate_offset: Tensor | None,
+    gating: tuple[Tensor | None, Tensor | None],
     lengths: Tensor,
     config: NSAConfig,
     num_sets: int,
 ) -> None:
-    """Raises ValueError unless all tensors of a step belong together and the kernels take them."""
+    """Raises ValueError unless all tensors of a step belong together and the kernels take them.
+
+    gating: offset and bias.
+    """
     key, value, compressed_key, _ = cache
     check_cache(*cache, lengths, num_sets)
     check_compressed(compressed_key, key, config)
     check_query(query, key, value, gates, config, num_sets)
-    if gate_offset is not None and (gate_offset.shape != (3,) or gate_offset.device != key.device):
-        got = f"{tuple(gate_offset.shape)} on {gate_offset.device}"
-        raise ValueError(f"gate_offset must be (3,) on {key.device}, got {got}")
+    check_gating(*gating, query, key)
     if new_key is None and new_value is None:
         return
     if new_key is None or new_value is None:
@@ -234,6 +235,18 @@ def check_query(
     reason = unsupported_reason(query, key, value, config, num_sets)
     if reason is not None or not tokens:
         raise ValueError(reason or "query has no tokens")
+
+
+def check_gating(offset: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor) -> None:
+    """Raises ValueError unless offset and bias of gates fit the query's heads."""
+    for name, x, size in (("offset", offset, 3), ("bias", bias, 3 * query.shape[1])):
+        if x is not None and (x.shape != (size,) or x.device != key.device):
+            got = f"{tuple(x.shape)} on {x.device}"
+            raise ValueError(f"gate_{name} must be ({size},) on {key.device}, got {got}")
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"gate_{name} must be contiguous, got stride {x.stride()}")
+    if bias is not None and offset is None:
+        raise ValueError("gate_bias is added to logits: give gate_offset too, zeros for none")
 
 
 def _four(tensor: Tensor, name: str) -> torch.Size:

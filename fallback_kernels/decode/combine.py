@@ -27,12 +27,17 @@ def branch_weights(row_max, row_sum, mask):
 
 
 @triton.jit
-def load_gate(gate_ptr, gate_offset_ptr, FROM_LOGITS: tl.constexpr):
+def load_gate(
+    gate_ptr, gate_offset_ptr, gate_bias_ptr, FROM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr
+):
     """One gate in float32; FROM_LOGITS computes it, rounded as it would have come."""
     gate = tl.load(gate_ptr)
     if FROM_LOGITS:
+        logit = gate.to(tl.float32)
+        if HAS_BIAS:
+            logit += tl.load(gate_bias_ptr).to(tl.float32)
         offset = tl.load(gate_offset_ptr).to(tl.float32)
-        gate = (tl.sigmoid(gate.to(tl.float32)) + offset).to(gate.dtype)
+        gate = (tl.sigmoid(logit) + offset).to(gate.dtype)
     return gate.to(tl.float32)
 
 
@@ -49,7 +54,7 @@ def load_gate(gate_ptr, gate_offset_ptr, FROM_LOGITS: tl.constexpr):
     ]
 )
 def decode_combine_kernel(
-    partial_ptr, row_max_ptr, row_sum_ptr, gate_ptr, gate_offset_ptr, lengths_ptr,
+    partial_ptr, row_max_ptr, row_sum_ptr, gate_ptr, gate_offset_ptr, gate_bias_ptr, lengths_ptr,
     out_ptr, lse_ptr,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     capacity, num_compressed, kv_heads, num_tokens, num_compressed_splits, num_splits,
@@ -58,7 +63,7 @@ def decode_combine_kernel(
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, WINDOW: tl.constexpr,
     COMPRESSED_BLOCK_N: tl.constexpr, BLOCK_N: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-    FROM_LOGITS: tl.constexpr, PDL: tl.constexpr,
+    FROM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """CTA (slice of Dv, head in group, unit): out (B, T, Hq, Dv), lse (B, Hq, T, 3)."""
     LN2: tl.constexpr = 0.6931471805599453
@@ -68,9 +73,14 @@ def decode_combine_kernel(
     head = batch_head % kv_heads * GROUP + head_in_group
     position = tl.load(lengths_ptr + batch) + token
     gate_ptr += batch * gate_stride_b + head * gate_stride_h + token * gate_stride_s
-    compressed_gate = load_gate(gate_ptr, gate_offset_ptr, FROM_LOGITS)
-    selected_gate = load_gate(gate_ptr + gate_stride_c, gate_offset_ptr + 1, FROM_LOGITS)
-    sliding_gate = load_gate(gate_ptr + 2 * gate_stride_c, gate_offset_ptr + 2, FROM_LOGITS)
+    gate_bias_ptr += head * 3
+    compressed_gate = load_gate(gate_ptr, gate_offset_ptr, gate_bias_ptr, FROM_LOGITS, HAS_BIAS)
+    selected_gate = load_gate(
+        gate_ptr + gate_stride_c, gate_offset_ptr + 1, gate_bias_ptr + 1, FROM_LOGITS, HAS_BIAS
+    )
+    sliding_gate = load_gate(
+        gate_ptr + 2 * gate_stride_c, gate_offset_ptr + 2, gate_bias_ptr + 2, FROM_LOGITS, HAS_BIAS
+    )
     pdl_wait(PDL)
     is_stored = position < capacity
     num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)

@@ -54,7 +54,7 @@ def decode_attention(
         key, value: tokens from slot 0 of each row, those of the queries included. Nothing behind
             them is read.
         lengths: int32 (B,), tokens of each row before those of the queries.
-        options: config, scale, gate_offset, num_sets and return_aux of `step`.
+        options: config, scale, gate_offset, gate_bias, num_sets and return_aux of `step`.
     """
     cache = (key, value, compressed_key, compressed_value)
     return step(query, None, None, *cache, gates, lengths, **options)
@@ -76,6 +76,7 @@ def step(
     phi: Phi | None = None,
     may_complete: bool = True,
     gate_offset: Tensor | None = None,
+    gate_bias: Tensor | None = None,
     num_sets: int = 1,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, DecodeAux]:
@@ -102,6 +103,7 @@ def step(
         may_complete: False where the caller knows that no row completes a block.
         gate_offset: (3,); `gates` are then logits, and a gate is their sigmoid plus the offset,
             rounded to their dtype.
+        gate_bias: (3 · Hq,), added to the logits in float32, three a head; with `gate_offset`.
         num_sets: 3 for keys and values of the compressed, selected and sliding branch side by side
             (H = 3 · Hkv), or 1 for all branches (H = Hkv).
         return_aux: also return `DecodeAux`.
@@ -120,12 +122,12 @@ def step(
     parameters, new = [*phi.key, *phi.value], (new_key, new_value)
     # The operator checks, but not what is compared here; and compiled code should not get there.
     is_known = len(phi.key) == len(phi.value) and checks.are_together(
-        query, *new, *cache, gates, gate_offset, lengths, *parameters
+        query, *new, *cache, gates, gate_offset, gate_bias, lengths, *parameters
     )
     if torch.compiler.is_compiling() or not is_known:
-        both = (phi.key, phi.value)
+        both, gating = (phi.key, phi.value), (gate_offset, gate_bias)
         checks.check_call(
-            query, *new, cache, gates, gate_offset, lengths, both, phi.kind, num_sets, config
+            query, *new, cache, gates, gating, lengths, both, phi.kind, num_sets, config
         )
     args = (
         query,
@@ -133,6 +135,7 @@ def step(
         *cache,
         gates,
         gate_offset,
+        gate_bias,
         lengths,
         parameters,
         phi.kind,
@@ -147,16 +150,44 @@ def step(
     return _result(result, return_aux)
 
 
-def replay(*args: Any) -> Tensor | None:
+def replay(
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    stored: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    gating: tuple[Tensor, Tensor | None, Tensor | None],
+    phi: list[Tensor],
+    options: tuple[str, bool, int, float, NSAConfig],
+) -> Tensor | None:
     """What `step` gives, where a launch plan was made for such a step; else None.
 
     Nothing but that is checked: such a step passed all checks before. Without gradients, and only
     where nobody watches operators (`is_plain`).
 
     Args:
-        args: of the operator.
+        new: keys and values. stored: the cache, and lengths. gating: gates, offset and bias.
+        phi: parameters of keys, then those of values.
+        options: kind of φ, may_complete, num_sets, scale and config.
     """
-    out = operators.output.plans.replay(args)  # type: ignore[attr-defined]
+    gates, offset, bias = gating
+    tensors = [query] if new is None else [query, *new]
+    tensors += stored[:4]
+    tensors.append(gates)
+    if offset is not None:
+        tensors.append(offset)
+    if bias is not None:
+        tensors.append(bias)
+    tensors.append(stored[4])
+    tensors += phi
+
+    def args() -> tuple[Any, ...]:
+        new_key, new_value = (None, None) if new is None else new
+        cache, lengths = stored[:4], stored[4]
+        *rest, config = options
+        return (query, new_key, new_value, *cache, *gating, lengths, phi, *rest, config.counts)
+
+    # With the number of tensors, which φ's kind goes with, they tell all but the tensors.
+    others = (new is None, offset is None, bias is None, *options)
+    out = operators.output.plans.replay(tensors, others, args)  # type: ignore[attr-defined]
     return None if out is None else out.transpose(1, 2)
 
 
@@ -175,7 +206,7 @@ def count_rows(
     int32 (B, Hkv, T, 3), compressed, selected and sliding. As many rows of values are loaded.
     """
     tensors = (key, value, compressed_key, compressed_value)
-    checks.check_step(query, None, None, tensors, gates, None, lengths, config, 1)
+    checks.check_step(query, None, None, tensors, gates, (None, None), lengths, config, 1)
     plan = DecodePlan.of(query, key, value, compressed_key, config)
     rows = torch.zeros((plan.units, plan.num_splits), dtype=torch.int32, device=query.device)
     cache = Cache(key, value, compressed_key, compressed_value, lengths)

@@ -75,10 +75,14 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Gating:
-    """gates (B, Hq, T, 3), or with `offset` (3,) what their sigmoid plus offset is."""
+    """gates (B, Hq, T, 3), or with `offset` (3,) what their sigmoid plus offset is.
+
+    bias: (3 · Hq,), added to each token's before the sigmoid, head by head.
+    """
 
     gates: Tensor
     offset: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def run(
@@ -331,6 +335,7 @@ def launch_combine(
         workspace.row_sum,
         gating.gates,
         gating.gates if gating.offset is None else gating.offset,
+        gating.gates if gating.bias is None else gating.bias,
         cache.lengths,
         out,
         lse,
@@ -360,6 +365,7 @@ def launch_combine(
         BLOCK_N=plan.block_n,
         PADDED_SPLITS=plan.padded_splits,
         FROM_LOGITS=gating.offset is not None,
+        HAS_BIAS=gating.bias is not None,
         PDL=plan.pdl,
         num_warps=1,
         **pdl_option(plan.pdl),

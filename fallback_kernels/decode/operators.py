@@ -43,6 +43,7 @@ def step(
     compressed_value: Tensor,
     gates: Tensor,
     gate_offset: Tensor | None,
+    gate_bias: Tensor | None,
     lengths: Tensor,
     phi: list[Tensor],
     kind: str,
@@ -59,7 +60,7 @@ def step(
     half, cache = len(phi) // 2, (key, value, compressed_key, compressed_value)
     mapping = Phi(kind, tuple(phi[:half]), tuple(phi[half:]))
     checks.check_call(
-        query, new_key, new_value, cache, gates, gate_offset, lengths,
+        query, new_key, new_value, cache, gates, (gate_offset, gate_bias), lengths,
         (mapping.key, mapping.value), kind, num_sets, config,
     )  # fmt: skip
     keys, values = _branches(key, num_sets), _branches(value, num_sets)
@@ -80,7 +81,7 @@ def step(
         plan,
         query,
         selected,
-        Gating(gates, gate_offset),
+        Gating(gates, gate_offset, gate_bias),
         scale,
         (sliding.key, sliding.value),
         new if waits else None,

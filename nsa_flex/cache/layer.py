@@ -103,16 +103,18 @@ class LayerCache(CacheState):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         incoming = IncomingBatch(num_tokens) if self.incoming is None else self.incoming
-        key, value = incoming.align(key_states), incoming.align(value_states)
-        start = self.known_length
+        key, value = key_states, value_states
+        if incoming.layout is not None:
+            key, value = incoming.align(key), incoming.align(value)
+        start = self.columns.known
         self._reserve(num_tokens)
         if start == 0:
             self._store_at(0, key, value)
         elif self.incoming is not None and num_tokens <= MAX_STEP:
-            self.pending = self._new(key, value)
+            self.pending = self._new(key, value, start)
             key, value = self.buffers.key, self.buffers.value
         else:
-            key, value = self._store(self._new(key, value))
+            key, value = self._store(self._new(key, value, start))
         if self.incoming is None:
             advance([self], incoming)
         else:
@@ -164,17 +166,13 @@ class LayerCache(CacheState):
         buffers.compressed_key[:, :, before:after] = new_key[:, :, : after - before]
         buffers.compressed_value[:, :, before:after] = new_value[:, :, : after - before]
 
-    def _new(self, key: Tensor, value: Tensor) -> New:
-        return New(
-            key,
-            value,
-            (self.compress_key, self.compress_value),
-            may_complete=self._may_complete(key.shape[2]),
-        )
+    def _new(self, key: Tensor, value: Tensor, start: int | None) -> New:
+        """`start` is the known length."""
+        may_complete = self._may_complete(start, key.shape[2])
+        return New(key, value, (self.compress_key, self.compress_value), may_complete)
 
-    def _may_complete(self, num_new: int) -> bool:
+    def _may_complete(self, start: int | None, num_new: int) -> bool:
         """False where the host knows that so many more tokens complete no compressed block."""
-        start = self.known_length
         if start is None or torch.compiler.is_compiling():
             return True
         if not self.columns.even:
@@ -230,20 +228,22 @@ class LayerCache(CacheState):
         incoming, num_tokens = self.incoming, query.shape[2]
         if query.dtype != self.dtype:
             query = query.to(self.dtype)
-        query = incoming.align(query)
+        moves = incoming.layout is not None
+        if moves:
+            query = incoming.align(query)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
+        pending, self.pending = self.pending, None
         if self.is_step(num_tokens, backend):
             out, aux = decode_step(
                 query,
-                self._take_pending(),
+                pending,
                 self._stored(),
-                incoming.align_gates(gates),
+                incoming.align_gates(gates) if moves else gates,
                 config=self.config,
                 scale=scale,
                 return_aux=return_aux,
             )
-            return incoming.restore(out), aux
-        pending = self._take_pending()
+            return incoming.restore(out) if moves else out, aux
         if pending is not None:
             key, value = self._store(pending)
         gates = gates.gates() if isinstance(gates, GateLogits) else gates
@@ -268,10 +268,6 @@ class LayerCache(CacheState):
         )
         out, aux = result if isinstance(result, tuple) else (result, None)
         return incoming.restore(out), aux
-
-    def _take_pending(self) -> New | None:
-        pending, self.pending = self.pending, None
-        return pending
 
     @staticmethod
     def is_step(num_tokens: int, backend: Backend) -> bool:

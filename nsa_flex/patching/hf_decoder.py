@@ -180,7 +180,9 @@ class InputHook:
     def __call__(
         self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        call = kwargs
+        if args:
+            call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         hidden_states = call["hidden_states" if "hidden_states" in call else self.arguments[0]]
         got = LayerInput(hidden_states, call.get("attention_mask"))
         return args, {**kwargs, "nsa_input": got}

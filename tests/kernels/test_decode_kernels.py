@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa_flex import decoding
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
+from nsa_flex.gates import GateLogits
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
 from reference.interpreter import (
@@ -457,8 +458,9 @@ def test_told_that_none_completes_it_compresses_none() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
-def test_gates_from_logits(dtype: torch.dtype) -> None:
+def test_gates_from_logits(dtype: torch.dtype, has_bias: bool) -> None:
     """Those of the caller, in float64 and rounded to his dtype.
 
     The result is a sum of branches that partly cancel, so an error counts against its norm.
@@ -468,10 +470,28 @@ def test_gates_from_logits(dtype: torch.dtype) -> None:
     problem.store()
     offset = torch.tensor([-0.5, 0.5, 0.25]).to(DEVICE, dtype)
     logits = torch.randn_like(problem.gates).transpose(1, 2).contiguous().transpose(1, 2)
+    bias = torch.randn(3 * logits.shape[1]).to(DEVICE, dtype) if has_bias else None
     problem.gates = logits
-    out, aux = problem.attend(gate_offset=offset)
-    problem.gates = (logits.double().sigmoid() + offset.double()).to(dtype)
+    out, aux = problem.attend(gate_offset=offset, gate_bias=bias)
+    exact = GateLogits(logits.double(), offset, bias).gates()
+    problem.gates = exact.to(dtype)
     check(problem, out, aux)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float16])
+def test_a_bias_is_added_in_float32(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    """To the bit as if logits with it had come in float32; rows and tokens have the same."""
+    problem = Problem(Case(past=(150, 9), kv_heads=2, tokens=2, dtype=dtype))
+    problem.store()
+    offset = torch.tensor([-0.5, 0.5, 0.25]).to(DEVICE, bias_dtype)
+    bias = torch.randn(3 * problem.query.shape[1]).to(DEVICE, bias_dtype)
+    problem.gates = torch.randn_like(problem.gates).to(dtype).float()
+    found, _ = problem.attend(gate_offset=offset, gate_bias=bias)
+    problem.gates = problem.gates + bias.float().view(-1, 1, 3)
+    expected, _ = problem.attend(gate_offset=offset)
+    assert torch.equal(found, expected)
 
 
 @kernels
@@ -501,8 +521,11 @@ def test_token_by_token_from_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @kernels
-@pytest.mark.parametrize("kind", ["mean", "mlp"])
-def test_steps_by_recent_plans(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "gating"),
+    [("mean", "gates"), ("mlp", "gates"), ("mean", "logits"), ("mean", "bias apart")],
+)
+def test_steps_by_recent_plans(kind: Any, gating: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They store and attend as the operator does, with the parameters that φ has by then."""
 
     def is_plain(x: Tensor) -> bool:  # also on the CPU
@@ -515,6 +538,13 @@ def test_steps_by_recent_plans(kind: Any, monkeypatch: pytest.MonkeyPatch) -> No
     config = NSAConfig(4, 2, 4, 3, window_size=6)
     problem = Problem(Case(config, past=(0,), capacity=14, group=1))
     maps = random_phi(kind, config, 1, (16, 16), torch.float32)
+    offset, bias = torch.rand(3, device=DEVICE), torch.rand(3, device=DEVICE)
+    gates: Any = problem.gates
+    options: dict[str, Any] = {}
+    if gating != "gates":
+        options["gate_offset"] = offset
+        options["gate_bias"] = bias if gating == "bias apart" else None
+        gates = GateLogits(problem.gates, *options.values())
     kept = operators.output.plans  # type: ignore[attr-defined]
     replayed, ran = kept.replayed, decode.step
     steps = []
@@ -532,13 +562,13 @@ def test_steps_by_recent_plans(kind: Any, monkeypatch: pytest.MonkeyPatch) -> No
                 query,
                 decoding.New(*new, maps),
                 decoding.Stored(*problem.cache, problem.lengths),
-                problem.gates,
+                gates,
                 config=config,
                 scale=0.25,
             )
+            options |= {"config": config, "scale": 0.25, "phi": phi_of(*maps)}
             expected, _ = ran(
-                *(query, *new, *twins, problem.gates, problem.lengths),
-                **{"config": config, "scale": 0.25, "phi": phi_of(*maps), "return_aux": True},
+                *(query, *new, *twins, problem.gates, problem.lengths), **options, return_aux=True
             )
         assert aux is None
         assert torch.equal(out, expected)
@@ -649,8 +679,11 @@ def test_operators_obey_the_library_rules() -> None:
     cache = [x.nan_to_num_(0.0) for x in problem.cache]
     maps = random_phi("mlp", SMALL, 1, (16, 16), torch.float32)
     phi = [x for each in maps for x in each.parameters()]
-    rest = (problem.gates, None, problem.lengths)
+    rest = (problem.gates, None, None, problem.lengths)
+    offset, bias = (torch.rand(size, device=DEVICE) for size in (3, 3 * problem.query.shape[1]))
+    logits = (problem.gates, offset, bias, problem.lengths)
     calls: list[tuple[Any, ...]] = [
+        (problem.query, *new, *cache, *logits, [], "mean", True, 1, 0.25, SMALL.counts),
         (problem.query, None, None, *cache, *rest, [], "mean", True, 1, 0.25, SMALL.counts),
         (problem.query, *new, *cache, *rest, [], "mean", True, 1, 0.25, SMALL.counts),
         (problem.query, *new, *cache, *rest, phi, "mlp", True, 1, 0.25, SMALL.counts),
@@ -777,6 +810,13 @@ def test_refused_options() -> None:
         problem.attend(num_sets=3)
     with pytest.raises(ValueError, match=r"gate_offset must be \(3,\) on .*, got \(2,\)"):
         problem.attend(gate_offset=torch.zeros(2, device=DEVICE))
+    offset, bias = (torch.zeros(size, device=DEVICE) for size in (3, 3 * problem.query.shape[1]))
+    with pytest.raises(ValueError, match=r"gate_bias must be \(\d+,\) on .*, got \(3,\)"):
+        problem.attend(gate_offset=offset, gate_bias=offset)
+    with pytest.raises(ValueError, match=r"gate_bias must be contiguous, got stride \(2,\)"):
+        problem.attend(gate_offset=offset, gate_bias=bias.repeat(2)[::2])
+    with pytest.raises(ValueError, match="gate_bias is added to logits: give gate_offset too"):
+        problem.attend(gate_bias=bias)
     logits = torch.zeros(1, 8, device=DEVICE)
     for phi, message in (
         (decode.Phi("weighted", (logits,)), r"φ of value has parameters \(\); weighted has"),

@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from nsa_flex.fallback_kernels.common import plan_launches, plans  # noqa: E402
+from nsa_flex.fallback_kernels.common import plan_launches, plan_steps, plans  # noqa: E402
 from nsa_flex.fallback_kernels.common.plans import forget_plans, planned  # noqa: E402
 from nsa_flex.fallback_kernels.common.streams import round_robin  # noqa: E402
 
@@ -317,19 +317,81 @@ def test_a_recent_plan_is_replayed_alone() -> None:
     operator = Counted(torch.add)
     kept = operator.operator.plans
     x, y = numbers(3, 20), numbers(3, 20)
+
+    def replay(*args: Any) -> Any:
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        others = tuple([each for each in args if not isinstance(each, Tensor)])
+        return kept.replay(tensors, others, lambda: args)
+
     for _ in range(2):
         operator(x, y)
-        assert kept.replay((x, y)) is None
+        assert replay(x, y) is None
     operator(x, y)
-    assert torch.equal(kept.replay((y, x)), x + y)
+    assert torch.equal(replay(y, x), x + y)
     for other in [(x, x), (x, y.double()), (x, y[:2]), (x, _misaligned(y)), (x, _strided(y)),
-                  (x, y.to("meta")), (x, 1.0), (x, torch.nn.Parameter(y))]:  # fmt: skip
-        assert kept.replay(other) is None
-    with Watcher():
-        assert kept.replay((x, y)) is None
+                  (x, y.to("meta")), (x, 1.0), (x, torch.nn.Parameter(y)), (x, y, y[:0]),
+                  (x, object())]:  # fmt: skip
+        assert replay(*other) is None
     with torch.inference_mode():
         assert torch.equal(operator(x, y), x + y)
     assert operator.ran == 2
+
+
+@kernels
+def test_what_else_a_replay_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, deterministic algorithms and hooks, asked at each call; no call is read twice."""
+    operator = Counted(blend)
+    kept = operator.operator.plans
+    x, y = numbers(3, 20), numbers(3, 20)
+    read = []
+    monkeypatch.setattr(plans, "read_call", lambda a, of=plans.read_call: read.append(a) or of(a))
+
+    def replay(factor: float) -> Any:
+        return kept.replay([x, y], (factor,), lambda: (x, y, factor))
+
+    for _ in range(3):
+        operator(x, y, 0.5)
+    read.clear()
+    for _ in range(4):
+        assert torch.equal(replay(0.5)[0], blend(x, y, 0.5)[0])
+    assert len(read) == 1
+    assert replay(0.25) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert replay(0.5) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(_ignore)
+    try:
+        assert replay(0.5) is None
+    finally:
+        hook.remove(_ignore)
+    assert replay(0.5) is not None
+    assert operator.ran == 2
+
+
+def test_launches_in_a_row_are_one_step() -> None:
+    """On other streams too; what lies between keeps its place."""
+    other, done = plan_steps.Release((0,)), []
+
+    def launch(name: str) -> Any:
+        step = object.__new__(plan_launches.PackedLaunch)
+        step.handles, step.compiled, step.registers = (name,), [name], {ord(name)}
+        step.launch = lambda handles, pointers, stream: done.extend(handles)
+        return step
+
+    beside = plan_steps.OnStream(SimpleNamespace(), [launch("c"), launch("d")])  # type: ignore[arg-type]
+    steps = [launch("a"), launch("b"), other, launch("e"), beside, launch("f")]
+    joined = plan_launches.join_launches(steps)
+    assert [getattr(step, "handles", None) for step in joined] == [
+        *(("a", "b"), None, ("e",), None, ("f",))
+    ]
+    assert joined[0].registers == {ord("a"), ord("b")}
+    assert joined[0].compiled == ["a", "b"]
+    assert [step.handles for step in beside.steps] == [("c", "d")]
+    joined[0](plan_steps.Registers([], [], 0))
+    assert done == ["a", "b"]
 
 
 @pytest.mark.gpu  # the interpreter runs one kernel at a time
