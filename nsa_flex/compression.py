@@ -56,6 +56,18 @@ def _whole_segments(x: Tensor, config: NSAConfig) -> Tensor:
     return x[:, :, : num_segments * stride]
 
 
+def branched(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` (B, H, S, D) twice, for the attention and for φ.
+
+    Compiled, gradients of the two are added in the order (B, S, H, D), that of a projection's
+    memory: in the order of `x` Inductor writes the sum, and then a copy for the product to read.
+    """
+    if not torch.compiler.is_compiling():
+        return x, x
+    rows = x.transpose(1, 2)
+    return rows.transpose(1, 2), rows.transpose(1, 2)
+
+
 def add_shifted(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over j of `parts[..., i + j, j, :]`: what each of its l/d segments gives to block i.
 
@@ -367,17 +379,29 @@ def _hidden(
     segments: Tensor, config: NSAConfig, position: Tensor, hidden_weight: Tensor
 ) -> Tensor:
     """z A₁ and z (A₁ - A₂) side by side, (*sets, B, Hkv, N, 2·D), in the accumulation dtype."""
-    first, second = hidden_weight.unbind(-4)
-    pair = _joined((first, first - second), -1, segments.dtype)  # [*sets, l, D, 2·D]
-    weight = pair.unflatten(-3, (-1, config.compress_stride))
-    weight = weight.movedim(-4, -2).flatten(-2).flatten(-3, -2)  # [*sets, d·D, (l/d)·2·D]
-    parts = _times(segments.flatten(-2), weight).unflatten(-1, (-1, pair.shape[-1]))
+    block, stride = config.compress_block_size, config.compress_stride
+    num_shifts = block // stride
     dtype = _accumulation_dtype(segments.dtype)
-    # The position embedding enters as position A, one row, not as l/d copies of the input.
-    # A row, not a vector: vector @ matrix squeezes its product in place, which selective
-    # checkpointing takes for a change of the mm result that it saved.
-    row = position.to(pair.dtype).flatten(-2)[..., None, :] @ pair.flatten(-3, -2)
-    return add_shifted(parts, dtype) + row.to(dtype)[..., None, None, :, :]
+    # Each token of a segment by its turn, so that joining is the copy that the layout needs.
+    first, second = (
+        x.unflatten(-3, (num_shifts, stride)).movedim(-4, -2) for x in hidden_weight.unbind(-4)
+    )
+    pair = _joined((first, first - second), -1, segments.dtype)  # [*sets, d, D, l/d, 2·D]
+    weight = pair.flatten(-2).flatten(-3, -2)  # [*sets, d·D, (l/d)·2·D]
+    tokens = segments.flatten(-2).flatten(-4, -2)  # [*sets, B·H·segments, d·D]
+    # The position embedding enters as position A, not as l/d copies of the input: as segments of
+    # its own, of which the j-th counts where it is the j-th of a block.
+    own = position.to(segments.dtype).unflatten(-2, (num_shifts, stride)).flatten(-2)
+    if torch.compiler.is_compiling():  # the copy of the tokens is a launch anyway: one product
+        product = torch.cat((tokens, own), -2) @ weight
+        of_tokens = product[..., : tokens.shape[-2], :]
+        of_position = product[..., tokens.shape[-2] :, :]
+    else:
+        of_tokens, of_position = tokens @ weight, own @ weight
+    parts, of_position = (x.unflatten(-1, (num_shifts, -1)) for x in (of_tokens, of_position))
+    row = add_shifted(of_position, dtype)  # [*sets, 1, 2·D]
+    hidden = add_shifted(parts.unflatten(-3, segments.shape[-5:-2]), dtype)
+    return hidden + row[..., None, None, :, :]
 
 
 def _joined(tensors: tuple[Tensor, Tensor], dim: int, dtype: torch.dtype) -> Tensor:

@@ -164,18 +164,16 @@ class Gates(nn.Module):
 
         Compiled, columns of zeros fill W up to a multiple of 8, and are cut off again: cuBLAS has
         slow kernels alone for rows that are not aligned to 16 bytes, forward and backward. The
-        filling fuses with the cast of the weight, and the cut with the sigmoid.
+        filling fuses with the cast of the weight, and the cut with the sigmoid. So does the bias,
+        in its own dtype: inside of the product it is cast before and its gradient behind, by a
+        kernel each.
         """
-        missing = -NUM_BRANCHES * self.num_query_heads % ALIGNED_COLUMNS
-        if (
-            not missing
-            or not torch.compiler.is_compiling()
-            or not is_plain_module(self.linear, GateLinear)
-        ):
+        if not torch.compiler.is_compiling() or not is_plain_module(self.linear, GateLinear):
             return self.linear(x)
-        weight = F.pad(self.linear.weight, (0, 0, 0, missing))
-        bias = F.pad(self.linear.bias, (0, missing))
-        return F.linear(x, weight, bias)[..., :-missing]
+        columns, weight = NUM_BRANCHES * self.num_query_heads, self.linear.weight
+        if columns % ALIGNED_COLUMNS:
+            weight = F.pad(weight, (0, 0, 0, -columns % ALIGNED_COLUMNS))
+        return F.linear(x, weight)[..., :columns] + self.linear.bias
 
 
 def _is_apart(linear: nn.Module) -> bool:

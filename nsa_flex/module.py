@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nsa_flex.attention import BranchLSE, NSAAux, nsa_attention
 from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import LayerCache, advance
-from nsa_flex.compression import Compression, compress_both
+from nsa_flex.compression import Compression, branched, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded
@@ -282,7 +282,10 @@ class NSAAttention(nn.Module):
 
     def _branches(self, x: Tensor) -> tuple[Tensor, ...]:
         """Keys or values of the compressed, the selected and the sliding branch."""
-        return x.chunk(3, dim=1) if self.separate_branch_kv else (x, x, x)
+        if self.separate_branch_kv:
+            return x.chunk(3, dim=1)
+        shared, compressed = branched(x)
+        return compressed, shared, shared
 
     def _layout(
         self,

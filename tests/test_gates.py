@@ -111,6 +111,20 @@ def test_compiled_columns_fill_up_16_bytes(num_heads, columns):
     assert all(f"(16, {columns})" in code or f"({columns}, 16)" in code for code in codes)
 
 
+def test_a_compiled_bias_is_not_rounded():
+    gates = Gates(16, 12)
+    torch.nn.init.constant_(gates.linear.bias, 1 + 2**-12)
+    run = torch.compile(gates, fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(torch.zeros(1, 3, 16))
+    want = (gates.linear.bias[0]).sigmoid().expand_as(found)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=0)
+    found.sum().backward()
+    assert gates.linear.bias.grad.dtype == torch.float32
+    exact = 3 * want[0, 0, 0, 0] * (1 - want[0, 0, 0, 0])
+    torch.testing.assert_close(gates.linear.bias.grad, exact.expand(36), rtol=1e-5, atol=0)
+
+
 def test_a_compiled_linear_map_of_another_class_is_called():
     class Zero(torch.nn.Module):
         def forward(self, x):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nsa_flex.attention import nsa_attention
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
-from nsa_flex.compression import Compression, compress_both
+from nsa_flex.compression import Compression, branched, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates
@@ -143,11 +143,12 @@ class NSALayer(nn.Module):
             key, value = rows.keys.align(key), rows.keys.align(value)
         if rows.queries is not None:
             query, gates = rows.queries.align(query), rows.queries.align(gates)
+        (key, source_key), (value, source_value) = branched(key), branched(value)
         output = nsa_attention(
             query,
             key,
             value,
-            *compress_both(self.compress_key, self.compress_value, key, value),
+            *compress_both(self.compress_key, self.compress_value, source_key, source_value),
             gates,
             config=self.config,
             scale=scale,
