@@ -411,7 +411,7 @@ def test_a_chunk_on_cuda_takes_the_kernel(kind: Any) -> None:
     with torch.no_grad():
         cache.update(x[:, :, :1024], x[:, :, :1024])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            cache._store(cache._new(x[:, :, 1024:3000], x[:, :, 1024:3000]))
+            cache._store(cache._new(x[:, :, 1024:3000], x[:, :, 1024:3000], 1024))
             torch.cuda.synchronize()
         rows = [phi[0](x)[:, :, :186], phi[1](x)[:, :, :186]]
     names = {each.key: each.count for each in seen.key_averages() if each.self_device_time_total}
