@@ -270,6 +270,9 @@ def test_int8_activations_want_more_rows_than_a_small_batch_has(
     assert ratios([row]) == []
 
 
+@inductor_config.patch(
+    coordinate_descent_tuning=False, coordinate_descent_check_all_directions=False
+)
 def test_quantized_weights_leave_inductors_settings_to_their_own_rows(pair: Pair) -> None:
     """torchao would change them for the rows that are not quantized too."""
     pytest.importorskip("torchao")
