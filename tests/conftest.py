@@ -135,15 +135,11 @@ def forget_plans() -> Iterator[Callable[[], None]]:
 
     No plan comes from another test or goes to the next; the call forgets those made since.
     """
-    from nsa_flex.fallback_kernels.selected import config as selected_plan
+    from nsa_flex.fallback_kernels.selected.config import forget_kept
 
-    def forget() -> None:
-        selected_plan._kept.cache_clear()
-        selected_plan._chunks.cache_clear()
-
-    forget()
-    yield forget
-    forget()
+    forget_kept()
+    yield forget_kept
+    forget_kept()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -10,7 +10,6 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -36,12 +35,7 @@ class HostCosts:
         gc.callbacks.append(self._collects)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         gc.callbacks.remove(self._collects)
 
     @contextlib.contextmanager

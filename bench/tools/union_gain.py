@@ -23,6 +23,7 @@ from triton.testing import do_bench
 from nsa_flex import NSAConfig, selected_attention
 from nsa_flex.bench.cases.patterns import neighbour_overlap
 from nsa_flex.bench.measure import machine
+from nsa_flex.bench.report.rows import write_rows
 from nsa_flex.fallback_kernels.common.plans import forget_plans
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
@@ -33,8 +34,7 @@ NUM_QUERY_HEADS = 48  # a multiple of each G
 
 def forget() -> None:
     """Plans of launches and of sizes: both hold the limit of unions."""
-    selected_plan._kept.cache_clear()
-    selected_plan._chunks.cache_clear()
+    selected_plan.forget_kept()
     forget_plans()
 
 
@@ -109,7 +109,7 @@ def main() -> None:
             rows.append({**row, "choices": given.choices.name, **machine.describe(device)})
             print(json.dumps(row), flush=True)
     if given.out is not None:
-        given.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+        write_rows(given.out, rows)
 
 
 if __name__ == "__main__":
