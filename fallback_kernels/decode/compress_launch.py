@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
@@ -17,7 +16,13 @@ from nsa_flex.fallback_kernels.decode.compress_blocks import (
     decode_write_blocks_kernel,
 )
 from nsa_flex.fallback_kernels.decode.config import in_one_allocation
-from nsa_flex.fallback_kernels.decode.launch import Cache, NewTokens, Phi, pdl_option
+from nsa_flex.fallback_kernels.decode.launch import (
+    Cache,
+    NewTokens,
+    Phi,
+    Products,
+    pdl_option,
+)
 
 MAX_ROWS = 64  # of a tile of the products: more of them share a read of the weights
 MAX_SPLITS = 8
@@ -81,47 +86,35 @@ class ProductPlan(NamedTuple):
             max(1, min(most_stages, tokens_per_split, room // stage_bytes)),
         )
 
+    def partial(self, source: Cache) -> Products:
+        """New memory; nothing in it is read before it is written."""
+        batch, heads, _, head_dim = source.key.shape
+        shape = (self.splits, batch * heads * self.blocks, self.parts)
+        dims = (head_dim, source.value.shape[3])
+        return Products(*in_one_allocation(source.key.device, *((*shape, dim) for dim in dims)))
+
 
 def launch_compress(
-    source: Cache,
-    num_new: int,
-    new: NewTokens | None,
-    phi: Phi,
-    config: NSAConfig,
-    *,
-    pdl: bool,
+    source: Cache, num_new: int, phi: Phi, config: NSAConfig, *, pdl: bool
 ) -> None:
-    """Writes the compressed rows of the blocks that `num_new` tokens complete.
+    """Writes the compressed rows of the blocks that the last `num_new` tokens complete.
 
     Args:
-        source: the compressed branch's keys and values.
-        new: the tokens, where they are still to be stored; None where they are in the cache.
+        source: the compressed branch's keys and values, which have these tokens; lengths do not.
         phi: of the kind linear or mlp.
     """
-    batch, heads, capacity, head_dim = source.key.shape
-    value_dim = source.value.shape[3]
+    batch, heads, _, head_dim = source.key.shape
     plan = ProductPlan.of(source, num_new, phi, config)
-    shape = (plan.splits, batch * heads * plan.blocks, plan.parts)
-    partial = in_one_allocation(source.key.device, (*shape, head_dim), (*shape, value_dim))
-    constants: dict[str, Any] = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": tile_width(head_dim),
-        "VALUE_DIM": value_dim,
-        "BLOCK_DV": tile_width(value_dim),
-        "COMPRESS": config.compress_block_size,
-        "STRIDE": config.compress_stride,
-        "COUNT": plan.blocks,
-        "MLP": phi.kind == "mlp",
-        "PRECISION": "ieee" if source.key.element_size() == 4 else "tf32",
-        "PDL": pdl,
-    }
-    sizes = (num_new, capacity, source.compressed_key.shape[2], batch, heads)
+    partial = plan.partial(source)
+    constants = _constants(source, plan, phi, config, pdl=pdl)
+    sizes = _sizes(source, num_new)
     with torch.cuda.device_of(source.key):
-        _project(source, new, phi, plan, partial, sizes, constants)
-        columns = cdiv(max(head_dim, value_dim), WRITTEN_COLUMNS)
+        _project(source, None, phi, plan, partial, sizes, constants)
+        columns = cdiv(max(head_dim, source.value.shape[3]), WRITTEN_COLUMNS)
         rows = cdiv(batch * heads * plan.blocks, WRITTEN_ROWS)
         decode_write_blocks_kernel[(columns, rows, 2)](
-            *partial,
+            partial.key,
+            partial.value,
             phi.key[-1],
             phi.value[-1],
             source.compressed_key,
@@ -139,12 +132,50 @@ def launch_compress(
         )
 
 
+def launch_products(
+    source: Cache, new: NewTokens, phi: Phi, config: NSAConfig, *, pdl: bool
+) -> Products:
+    """Partial outputs of the blocks that one new token a row completes, which is still to be
+    stored; `launch.run` writes them. See `launch_compress`.
+    """
+    plan = ProductPlan.of(source, 1, phi, config)
+    partial = plan.partial(source)
+    constants = _constants(source, plan, phi, config, pdl=pdl)
+    with torch.cuda.device_of(source.key):
+        _project(source, new, phi, plan, partial, _sizes(source, 1), constants)
+    return partial
+
+
+def _sizes(source: Cache, num_new: int) -> tuple[int, ...]:
+    batch, heads, capacity, _ = source.key.shape
+    return num_new, capacity, source.compressed_key.shape[2], batch, heads
+
+
+def _constants(
+    source: Cache, plan: ProductPlan, phi: Phi, config: NSAConfig, *, pdl: bool
+) -> dict[str, Any]:
+    """Compile-time arguments of both kernels."""
+    head_dim, value_dim = source.key.shape[3], source.value.shape[3]
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": tile_width(head_dim),
+        "VALUE_DIM": value_dim,
+        "BLOCK_DV": tile_width(value_dim),
+        "COMPRESS": config.compress_block_size,
+        "STRIDE": config.compress_stride,
+        "COUNT": plan.blocks,
+        "MLP": phi.kind == "mlp",
+        "PRECISION": "ieee" if source.key.element_size() == 4 else "tf32",
+        "PDL": pdl,
+    }
+
+
 def _project(
     source: Cache,
     new: NewTokens | None,
     phi: Phi,
     plan: ProductPlan,
-    partial: tuple[Tensor, ...],
+    partial: Products,
     sizes: tuple[int, ...],
     constants: dict[str, Any],
 ) -> None:
@@ -159,7 +190,8 @@ def _project(
         phi.value[1] if is_mlp else phi.value[0],
         phi.key[0],
         phi.value[0],
-        *partial,
+        partial.key,
+        partial.value,
         source.lengths,
         *strides(source.key),
         *strides(source.value),
@@ -172,6 +204,7 @@ def _project(
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         READ_NEW=new is not None,
+        LAUNCH_AFTER_WAIT=new is not None,  # attention is next
         STAGES=plan.stages,
         num_warps=4,
         **pdl_option(constants["PDL"]),
