@@ -968,6 +968,38 @@ def test_one_cuda_graph_serves_all_lengths() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_captured_step_attends_the_block_of_its_own_token(kind: Any) -> None:
+    """Products and attention overlap; with other tokens and a row of NaN, each replay shows it."""
+    past = (8191, 4095, 8190)  # the last row completes none
+    problem = Problem(Case(PAPER, past, 1, 8192, 4, 16, 128, 128, BF16))
+    maps = random_phi(kind, PAPER, 4, (128, 128), BF16)
+    problem.step(phi=phi_of(*maps))  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = problem.step(phi=phi_of(*maps))
+    size = PAPER.compress_block_size
+    blocks = [PAPER.num_compressed_blocks(start + 1) - 1 for start in past[:2]]
+    for replay in range(200):
+        for x in (problem.query, problem.new_key, problem.new_value):
+            x.copy_(torch.randn_like(x))
+        for row, block in enumerate(blocks):
+            for _, compressed in problem.pairs():
+                compressed[row, :, block] = float("nan")
+        graph.replay()
+        attended, _ = problem.attend()
+        assert torch.equal(captured, attended)
+        if replay % 50:
+            continue
+        for phi, (x, compressed) in zip(maps, problem.pairs(), strict=True):
+            for row, block in enumerate(blocks):
+                tokens = x[row : row + 1, :, past[row] + 1 - size : past[row] + 1]
+                exact, eager = by_definition(phi, tokens.cpu()), phi(tokens)[0, :, 0]
+                found = compressed[row, :, block]
+                assert_close("compressed", found, exact[0, :, 0], eager, BF16)
+
+
+@pytest.mark.gpu
 def test_ten_thousand_steps_change_nothing() -> None:
     """No memory, no kernel and no wait for the device is added on the way."""
     problem = Problem(Case(PAPER, (0, 3), 1, 10_010, 1, 4, 64, 64, BF16))
