@@ -59,5 +59,10 @@ def online_softmax_update(
 @triton.jit
 def load_lse_log2(lse_ptr, row, mask):
     """Base-2 log-sum-exp of rows; +inf for masked rows and rows without keys: p is 0 then."""
-    lse = tl.load(lse_ptr + row, mask=mask, other=float("-inf"))
+    return lse_in_base2(tl.load(lse_ptr + row, mask=mask, other=float("-inf")))
+
+
+@triton.jit
+def lse_in_base2(lse):
+    """Of a natural log-sum-exp; +inf for -inf, a row without keys."""
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)

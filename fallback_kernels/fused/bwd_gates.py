@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.softmax import lse_in_base2
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
 
@@ -31,14 +32,12 @@ class SumGradients(NamedTuple):
     stats: Tensor  # float32 (4 or 6, B, S, H): what follows
 
     @property
-    def selected_lse(self) -> Tensor:
-        """Less ln|gate|."""
-        return self.stats[0]
+    def selected(self) -> Tensor:
+        """(B, S, H, 2), laid out as `softmax_stats` does it.
 
-    @property
-    def signed_delta(self) -> Tensor:
-        """`delta_selected` times the sign of its gate."""
-        return self.stats[1]
+        Log-sum-exp less ln|gate|, in base 2, and `delta_selected` times the sign of its gate.
+        """
+        return self.stats[:2].view(*self.stats.shape[1:], 2)
 
     @property
     def delta_selected(self) -> Tensor:
@@ -51,12 +50,12 @@ class SumGradients(NamedTuple):
 
     @property
     def compressed_lse(self) -> Tensor:
-        """As `selected_lse`, if it was asked for, as the next."""
+        """Less ln|gate|, if it was asked for, as the next."""
         return self.stats[4]
 
     @property
     def compressed_delta(self) -> Tensor:
-        """As `signed_delta`."""
+        """Times the sign of the gate."""
         return self.stats[5]
 
 
@@ -103,7 +102,9 @@ def gated_sum_gradients(
         gates,
         signed,
         grad_gates,
-        *stats[:4].unbind(),
+        stats[:2],
+        stats[2],
+        stats[3],
         compressed_lse,
         *of_compressed,
         *gates.stride(),
@@ -190,8 +191,7 @@ def split_row(row, num_rows, num_tokens, heads):
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def fused_bwd_gates_kernel(
     grad_ptr, compressed_ptr, selected_ptr, sliding_ptr, selected_lse_ptr, gate_ptr,
-    signed_ptr, grad_gate_ptr, gated_lse_ptr, signed_delta_ptr,
-    delta_selected_ptr, delta_sliding_ptr,
+    signed_ptr, grad_gate_ptr, selected_stats_ptr, delta_selected_ptr, delta_sliding_ptr,
     compressed_lse_ptr, gated_compressed_lse_ptr, compressed_delta_ptr,
     stride_b, stride_h, stride_s, stride_c, lse_stride_b, lse_stride_h, lse_stride_s,
     num_rows, num_tokens, heads,
@@ -222,12 +222,10 @@ def fused_bwd_gates_kernel(
     tl.store(grad_gate_ptr + row * 3, delta_compressed.to(gate_type), mask=row_mask)
     tl.store(grad_gate_ptr + row * 3 + 1, delta_selected.to(gate_type), mask=row_mask)
     tl.store(grad_gate_ptr + row * 3 + 2, delta_sliding.to(gate_type), mask=row_mask)
-    tl.store(gated_lse_ptr + row, lse - log_abs(selected_gate), mask=row_mask)
-    tl.store(
-        signed_delta_ptr + row,
-        tl.where(selected_gate < 0, -delta_selected, delta_selected),
-        mask=row_mask,
-    )
+    lse_log2 = lse_in_base2(lse - log_abs(selected_gate))
+    tl.store(selected_stats_ptr + row * 2, lse_log2, mask=row_mask)
+    signed_delta = tl.where(selected_gate < 0, -delta_selected, delta_selected)
+    tl.store(selected_stats_ptr + row * 2 + 1, signed_delta, mask=row_mask)
     tl.store(delta_selected_ptr + row, delta_selected, mask=row_mask)
     tl.store(delta_sliding_ptr + row, delta_sliding, mask=row_mask)
     if compressed_lse_ptr is not None:

@@ -45,15 +45,12 @@ class _Backward:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        stats: Tensor,
         grad_out: Tensor,
         scale: float,
         deterministic: bool,
         offsets: Tensor | None,
     ) -> None:
-        assert is_bsh(lse)
-        assert is_bsh(delta)
         # Without float atomics a CSR row is one CTA's, initial blocks are indexed as well, and
         # query chunks add to the same gradients one after the other.
         if deterministic:
@@ -62,10 +59,9 @@ class _Backward:
         self.work_tile_tokens = plan.chunk_tokens if deterministic else plan.work_tile_tokens
         self.deterministic = deterministic
         self.query, self.key, self.value, self.grad_out = query, key, value, grad_out
-        self.lse, self.delta = lse, delta
+        self.stats = stats
         self.scale = scale
         self.offsets = offsets
-        self.stats = softmax_stats(lse, delta)
         # Whole blocks, so that no CTA needs a mask where it adds its block's gradient.
         tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
         options: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
@@ -170,8 +166,7 @@ class _Backward:
         grid = (plan.chunk_tokens // plan.combine_tokens, chunk.num_heads)
         selected_bwd_dq_kernel[grid](
             *self.inputs(),
-            self.lse,
-            self.delta,
+            self.stats,
             partial,
             bitmask,
             self.offsets,
@@ -270,9 +265,10 @@ def backward(
         index: what the forward wrote into `storage`; None builds it anew.
         offsets: as in the forward.
     """
-    launches = _Backward(
-        plan, query, key, value, lse, delta, grad_out, scale, deterministic, offsets
-    )
+    assert is_bsh(lse)
+    assert is_bsh(delta)
+    stats = softmax_stats(lse, delta)
+    launches = _Backward(plan, query, key, value, stats, grad_out, scale, deterministic, offsets)
     grad_query = empty_bshd(query, plan.query_heads, plan.num_queries, plan.head_dim, query.dtype)
     launches.run(blocks, index, grad_query, initial_local=True, added=False)
     grad_key = launches.grad_key[:, : key.shape[2]].to(key.dtype).contiguous()
@@ -286,8 +282,7 @@ def add_gradients(
     key: Tensor,
     value: Tensor,
     blocks: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    stats: Tensor,
     grad_out: Tensor,
     scale: float,
     *,
@@ -299,9 +294,10 @@ def add_gradients(
     """`backward` whose dQ is added to `grad_query`, and whose dK and dV stay in float32.
 
     Without `initial_local`, dK and dV lack the local blocks, dQ these and the initial ones.
+    `stats` is what `softmax_stats` returns.
 
     Returns dK and dV (B, tokens, Hkv, D), contiguous, tokens in whole blocks.
     """
-    launches = _Backward(plan, query, key, value, lse, delta, grad_out, scale, deterministic, None)
+    launches = _Backward(plan, query, key, value, stats, grad_out, scale, deterministic, None)
     launches.run(blocks, index, grad_query, initial_local=initial_local, added=True)
     return launches.grad_key, launches.grad_value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.common.softmax import load_lse_log2
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
 from nsa_flex.fallback_kernels.selected.fwd_combine import combine_tile_rows, load_initial_or_local
 from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
@@ -14,7 +13,7 @@ from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
 @triton.jit
 def initial_local_dq(
     grad, bitmask, position, own, query_row, row_mask, query_ptr, key_ptr, value_ptr, grad_out_ptr,
-    lse_ptr, delta_ptr, key_stride_s, value_stride_s, num_keys, scale_log2,
+    stats_ptr, key_stride_s, value_stride_s, num_keys, scale_log2,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -28,8 +27,9 @@ def initial_local_dq(
     grad_out = load_masked_rows(
         grad_out_ptr, query_row, row_mask, INT64_OFFSETS, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
-    lse_log2 = load_lse_log2(lse_ptr, query_row, row_mask)  # [BLOCK_M]
-    delta = tl.load(delta_ptr + query_row, mask=row_mask, other=0.0)  # [BLOCK_M]
+    stats_ptr += query_row * 2
+    lse_log2 = tl.load(stats_ptr, mask=row_mask, other=float("inf"))  # [BLOCK_M]
+    delta = tl.load(stats_ptr + 1, mask=row_mask, other=0.0)  # [BLOCK_M]
     for bit in range(LOCAL + INITIAL):
         selected = ((bitmask >> bit) & 1) != 0
         if tl.max(selected.to(tl.int32), 0) > 0:
@@ -50,7 +50,7 @@ def initial_local_dq(
 
 @triton.jit(do_not_specialize=["first_head", "chunk_start"])
 def selected_bwd_dq_kernel(
-    query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr, partial_ptr, bitmask_ptr,
+    query_ptr, key_ptr, value_ptr, grad_out_ptr, stats_ptr, partial_ptr, bitmask_ptr,
     offsets_ptr, grad_query_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
@@ -66,6 +66,7 @@ def selected_bwd_dq_kernel(
 ):  # fmt: skip
     """dQ: initial and local blocks recomputed, partial results of the top-k blocks added.
 
+    `stats_ptr`: as in the kernel of dK and dV.
     INITIAL_LOCAL: with the initial and local blocks. ADDED: to what is in `grad_query_ptr`.
     """
     query_offset, chunk_start = row_offset(
@@ -92,8 +93,7 @@ def selected_bwd_dq_kernel(
             key_ptr + b * key_stride_b + h * key_stride_h,
             value_ptr + b * value_stride_b + h * value_stride_h,
             group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM),
-            group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1),
-            group_rows(delta_ptr, b, h, num_queries, kv_heads, GROUP, 1),
+            group_rows(stats_ptr, b, h, num_queries, kv_heads, GROUP, 2),
             key_stride_s, value_stride_s, num_keys, scale_log2,
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
             PRECISION, INT64_OFFSETS, INITIAL, LOCAL,

@@ -21,6 +21,7 @@ from reference.played_cudnn import causal, causal_gradients
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common import direct, plans
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
+from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
 from nsa_flex.fallback_kernels.compressed.fold import fold_of, range_rows_view
 from nsa_flex.fallback_kernels.fused import compressed_branch
@@ -159,6 +160,63 @@ def test_one_kernel_ends_the_forward_without_gradients(
     apart = core_attention(q, k, v, ck, cv, k.clone(), v, gates, config=WINDOWED, scale=0.3)
     assert watched.call_count == 1, "keys of its own for the window need the window's own scores"
     assert_close("apart", apart.out, want.out, None, torch.float32)
+
+
+FORWARD = [
+    "ranges_fwd",
+    "topk_scores",
+    "topk_select",
+    "block_union",
+    "index_count",
+    "index_starts",
+    "index_scatter",
+    "index_work_tiles",
+    "selected_fwd_partial",
+    "selected_fwd_combine",
+    "selected_fwd_union",
+    "fused_sliding_epilogue",
+]
+BACKWARD = [
+    "fused_bwd_gates",
+    "ranges_bwd_dq",
+    "ranges_bwd_dkdv",
+    "add_splits",
+    "fused_bwd_dq",
+    "switch_gate_sign",
+    "selected_bwd_dkdv_initial_local",
+    "selected_bwd_dkdv",
+    "selected_bwd_dq",
+    "fused_softmax_stats",
+    "fused_bwd_dkdv",
+    "add_splits",
+]
+
+
+@kernels
+@pytest.mark.skipif(not INTERPRETED, reason="counts what this thread launches")
+def test_launches_of_a_step_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes some microseconds of a step that has hundreds."""
+    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 133)
+    blocks = WINDOWED.num_compressed_blocks(133)
+    sizes = [(4, 133, 16), *[(2, 133, 16)] * 2, *[(2, blocks, 16)] * 2, (4, 133, 3)]
+    query, key, value, *compressed, gates = (
+        leaf((1, *size), torch.float32, "cpu") for size in sizes
+    )
+    inputs = [query, key, value, *compressed, gates]
+    seen: list[str] = []
+
+    def note(jitted: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.append(jitted.fn.__name__.removesuffix("_kernel"))
+        return jitted.run(*args, grid=grid, warmup=False, **kwargs)
+
+    with intercepting_launches(note):
+        out = core_attention(
+            *(query, key, value, *compressed, key, value, gates), config=WINDOWED, scale=0.3
+        ).out
+        forward = seen.copy()
+        seen.clear()
+        torch.autograd.grad(out, inputs, torch.randn_like(out))
+    assert (forward, seen) == (FORWARD, BACKWARD)
 
 
 @kernels

@@ -24,6 +24,7 @@ from reference.interpreter import (
 )
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.common.bwd_preprocess import softmax_stats
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected import interface as selected
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
@@ -784,8 +785,7 @@ def test_gradients_added_to_others(deterministic: bool) -> None:
         k,
         v,
         on_device,
-        lse,
-        delta,
+        softmax_stats(lse, delta),
         grad_out,
         case.scale,
         deterministic=deterministic,
