@@ -16,18 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import add_splits
-from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
+from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, first_local_key
-from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
-from nsa_flex.fallback_kernels.sliding.config import (
-    SlidingPlan,
-    empty_stats,
-    last_queries,
-    stats_descriptor,
-)
+from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, last_queries, stats_descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
     is_visible,
@@ -35,19 +28,16 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     load_key_value,
     load_rows_at,
     load_stats,
-    row_offsets,
     store_rows_at,
 )
-
-STATS_TOKENS = 64
 
 
 def key_gradients(
     rows: QueryRows,
+    stats: Tensor,
     selected_sums: tuple[Tensor, Tensor] | None,
     key: Tensor,
     value: Tensor,
-    gates: Tensor,
     document_start: Tensor | None,
     initial_local: InitialLocal,
     window_size: int,
@@ -56,10 +46,10 @@ def key_gradients(
     """dK and dV of the sliding branch and the local blocks, plus `selected_sums`, (B, S, Hkv, D).
 
     Args:
+        stats: of `query_gradients`.
         selected_sums: float32 (B, tokens, Hkv, D) and (B, tokens, Hkv, Dv), contiguous; S tokens
             or more.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        gates: (B, Hq, S, 3), any strides, any real numbers.
         document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
     """
@@ -72,7 +62,6 @@ def key_gradients(
     shape = (splits, plan.batch, plan.tokens, plan.kv_heads)
     grad_key = key.new_empty((*shape, plan.head_dim), dtype=dtype)
     grad_value = value.new_empty((*shape, plan.value_dim), dtype=dtype)
-    stats = _gated_stats(rows, gates)
     local_block_m = max(16, tiles.block_m // 2)
     fused_bwd_dkdv_kernel[(plan.key_ctas(tiles) * splits,)](
         query,
@@ -115,73 +104,8 @@ def key_gradients(
     return add_splits(grad_key, grad_value, key.dtype)
 
 
-def _gated_stats(rows: QueryRows, gates: Tensor) -> Tensor:
-    """Gated log-sum-exp and delta of the sliding and then of the selected branch.
-
-    Float32 (B, 4 * Hq, S), contiguous along the tokens, rows on boundaries of 16 bytes. The
-    log-sum-exp is `lse - ln|gate|` in base 2, its last bit the sign of the gate.
-    """
-    batch, tokens, heads = rows.sliding_lse.shape
-    stats = empty_stats(batch, 4 * heads, tokens, gates.device)
-    fused_softmax_stats_kernel[(cdiv(tokens, STATS_TOKENS), batch)](
-        rows.sliding_lse,
-        rows.delta_sliding,
-        rows.selected_lse,
-        rows.delta_selected,
-        gates,
-        stats,
-        *gates.stride(),
-        stats.stride(1),
-        tokens,
-        heads,
-        BLOCK_TOKENS=STATS_TOKENS,
-        HEADS=min(32, tile_width(heads)),
-    )
-    return stats
-
-
-@triton.jit
-def signed_lse(lse, gate):
-    """Base-2 `lse - ln|gate|` with the sign of the gate for its last bit."""
-    lse = (lse - log_abs(gate)) * LOG2E
-    # Infinity has no bit to spare; from 1e30 on the probability is 0 as well.
-    bits = tl.where(lse > 1.0e30, 1.0e30, lse).to(tl.int32, bitcast=True)
-    return ((bits & -2) | (gate < 0).to(tl.int32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def fused_softmax_stats_kernel(
-    sliding_lse_ptr, delta_sliding_ptr, selected_lse_ptr, delta_selected_ptr, gate_ptr, stats_ptr,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, stats_stride_h,
-    num_tokens, query_heads,
-    BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """CTA (tile of tokens, batch row): what `_gated_stats` describes."""
-    b = tl.program_id(1).to(tl.int64)
-    token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None]
-    for first in range(0, query_heads, HEADS):
-        head = (first + tl.arange(0, HEADS))[None, :]
-        mask = (token < num_tokens) & (head < query_heads)  # [BLOCK_TOKENS, HEADS], as all below
-        row = (b * num_tokens + token) * query_heads + head
-        gate = (
-            gate_ptr + b * gate_stride_b + row_offsets(token, head, gate_stride_h, gate_stride_s)
-        )
-        sliding_gate = tl.load(gate + 2 * gate_stride_c, mask=mask, other=0.0).to(tl.float32)
-        selected_gate = tl.load(gate + gate_stride_c, mask=mask, other=0.0).to(tl.float32)
-        out = stats_ptr + row_offsets(token, b * 4 * query_heads + head, stats_stride_h, 1)
-        step = query_heads * stats_stride_h
-        lse = tl.load(sliding_lse_ptr + row, mask=mask, other=0.0)
-        tl.store(out, signed_lse(lse, sliding_gate), mask=mask)
-        delta = tl.load(delta_sliding_ptr + row, mask=mask, other=0.0)
-        tl.store(out + step, delta, mask=mask)
-        lse = tl.load(selected_lse_ptr + row, mask=mask, other=0.0)
-        tl.store(out + 2 * step, signed_lse(lse, selected_gate), mask=mask)
-        delta = tl.load(delta_selected_ptr + row, mask=mask, other=0.0)
-        tl.store(out + 3 * step, delta, mask=mask)
-
-
 class GatedStats(NamedTuple):
-    """What `_gated_stats` writes, of one batch row, inside a kernel."""
+    """`stats` of `query_gradients`, of one batch row, inside a kernel."""
 
     desc: Any  # a tensor descriptor for TMA, or None to load by `ptr`
     ptr: Any

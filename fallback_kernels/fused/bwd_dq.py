@@ -9,6 +9,7 @@ of the fold after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
-from nsa_flex.fallback_kernels.sliding.config import SlidingPlan
+from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, empty_stats
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
     load_document_start,
@@ -73,6 +74,16 @@ class QueryRows:
         )
 
 
+class QueryGradients(NamedTuple):
+    """What `query_gradients` returns."""
+
+    query: Tensor  # (B, S, Hq, D)
+    # Float32 (B, 4 * Hq, S), contiguous along the tokens, rows on boundaries of 16 bytes: gated
+    # log-sum-exp and delta of the sliding branch, then of the selected one if there are local
+    # blocks. The log-sum-exp is `lse - ln|gate|` in base 2, its last bit the sign of the gate.
+    stats: Tensor
+
+
 def query_gradients(
     rows: QueryRows,
     compressed_parts: list[Tensor],
@@ -84,8 +95,8 @@ def query_gradients(
     initial_local: InitialLocal,
     window_size: int,
     scale: float,
-) -> Tensor:
-    """dQ of the compressed branch, the sliding branch, initial and local blocks, (B, S, Hq, D).
+) -> QueryGradients:
+    """dQ of the compressed branch, the sliding branch, initial and local blocks.
 
     Args:
         compressed_parts: dQ of the compressed branch, by the parts of its fold.
@@ -98,6 +109,7 @@ def query_gradients(
     plan = SlidingPlan.of(rows.query.transpose(1, 2), key, value)
     tiles = plan.dq_tiles()
     grad_query = torch.empty_like(rows.query)
+    stats = empty_stats(plan.batch, 4 * plan.query_heads, plan.tokens, rows.query.device)
     fused_bwd_dq_kernel[(plan.query_ctas(tiles),)](
         *rows.all(),
         gates,
@@ -108,9 +120,11 @@ def query_gradients(
         document_start,
         *compressed_parts,
         grad_query,
+        stats,
         *strides(key),
         *strides(value),
         *gates.stride(),
+        stats.stride(1),
         plan.tokens,
         plan.clamped_window(window_size),
         plan.kv_heads,
@@ -124,7 +138,16 @@ def query_gradients(
         LOCAL=initial_local.num_local,
         **plan.query_tile_constants(tiles),
     )
-    return grad_query
+    return QueryGradients(grad_query, stats)
+
+
+@triton.jit
+def signed_lse(lse, gate):
+    """Base-2 `lse - ln|gate|` with the sign of the gate for its last bit."""
+    lse = (lse - log_abs(gate)) * LOG2E
+    # Infinity has no bit to spare; from 1e30 on the probability is 0 as well.
+    bits = tl.where(lse > 1.0e30, 1.0e30, lse).to(tl.int32, bitcast=True)
+    return ((bits & -2) | (gate < 0).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -181,10 +204,10 @@ def fused_bwd_dq_kernel(
     query_ptr, grad_out_ptr,
     selected_lse_ptr, delta_selected_ptr, sliding_lse_ptr, delta_sliding_ptr, gate_ptr,
     key_ptr, value_ptr, key_desc, value_desc, document_start_ptr,
-    part0, part1, part2, part3, grad_query_ptr,
+    part0, part1, part2, part3, grad_query_ptr, stats_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, stats_stride_h,
     num_tokens, window, kv_heads, scale, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
@@ -194,7 +217,10 @@ def fused_bwd_dq_kernel(
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches."""
+    """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches.
+
+    Besides, the statistics of its rows as the kernel of dK and dV reads them.
+    """
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
@@ -213,18 +239,28 @@ def fused_bwd_dq_kernel(
     gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
     negative = gate < 0.0  # [BLOCK_M], as all stats below
     grad_out = tl.where(negative[:, None], -grad_out, grad_out)
+    stats_ptr += batch * 4 * query_heads * stats_stride_h
+    stats_ptr += row_offsets(token, h * GROUP + head_in_group, stats_stride_h, 1)
+    stats_step = query_heads.to(tl.int64) * stats_stride_h
     sliding_lse = tl.load(sliding_lse_ptr + row, mask=row_mask, other=float("inf"))
+    tl.store(stats_ptr, signed_lse(sliding_lse, gate), mask=row_mask)
     sliding_lse = (sliding_lse - log_abs(gate)) * LOG2E
     sliding_delta = tl.load(delta_sliding_ptr + row, mask=row_mask, other=0.0)
+    tl.store(stats_ptr + stats_step, sliding_delta, mask=row_mask)
     sliding_delta = tl.where(negative, -sliding_delta, sliding_delta)
     selected_lse = sliding_lse
     selected_delta = sliding_delta
     selected_gate = gate
     if LOCAL > 0:
-        selected_lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=float("inf")) * LOG2E
-        selected_delta = tl.load(delta_selected_ptr + row, mask=row_mask, other=0.0)
-        selected_delta = tl.where(negative, -selected_delta, selected_delta)
+        selected_lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=float("inf"))
         selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+        tl.store(
+            stats_ptr + 2 * stats_step, signed_lse(selected_lse, selected_gate), mask=row_mask
+        )
+        selected_lse *= LOG2E
+        selected_delta = tl.load(delta_selected_ptr + row, mask=row_mask, other=0.0)
+        tl.store(stats_ptr + 3 * stats_step, selected_delta, mask=row_mask)
+        selected_delta = tl.where(negative, -selected_delta, selected_delta)
         selected_gate = tl.where(negative, -selected_gate, selected_gate)
 
     keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)

@@ -225,15 +225,9 @@ def run_branches_backward(
         kept.sliding_lse,
         sums.delta_sliding,
     )
-    of_window = (
-        *(own or (key, value)),
-        gates,
-        document_start,
-        taken_over,
-        config.window_size,
-        scale,
-    )
-    grad_rows = query_gradients(of_rows, parts, fold, *of_window)
+    window_keys = own or (key, value)
+    of_window = (document_start, taken_over, config.window_size, scale)
+    grad_rows, stats = query_gradients(of_rows, parts, fold, *window_keys, gates, *of_window)
     del parts  # their memory is large, and the next stage allocates
 
     switch_gate_sign(signed, to_selected)
@@ -258,9 +252,9 @@ def run_branches_backward(
             x_sum[:, : key.shape[2]].to(x.dtype).contiguous()
             for x_sum, x in zip(selected_sums, (key, value), strict=True)
         )
-        grads_of_own = key_gradients(of_rows, None, *of_window)
+        grads_of_own = key_gradients(of_rows, stats, None, *own, *of_window)
     else:
-        grad_key, grad_value = key_gradients(of_rows, selected_sums, *of_window)
+        grad_key, grad_value = key_gradients(of_rows, stats, selected_sums, key, value, *of_window)
         grads_of_own = (signed.new_empty(0), signed.new_empty(0))
     return (
         grad_rows,

@@ -186,7 +186,6 @@ BACKWARD = [
     "selected_bwd_dkdv_initial_local",
     "selected_bwd_dkdv",
     "selected_bwd_dq",
-    "fused_softmax_stats",
     "fused_bwd_dkdv",
     "add_splits",
 ]
