@@ -86,6 +86,7 @@ class QueryGradients(NamedTuple):
 
 def query_gradients(
     rows: QueryRows,
+    signed: Tensor,
     compressed_parts: list[Tensor],
     fold: Fold,
     key: Tensor,
@@ -99,6 +100,8 @@ def query_gradients(
     """dQ of the compressed branch, the sliding branch, initial and local blocks.
 
     Args:
+        signed: `rows.grad` with any signs by row, or that tensor itself: gets the sign of the
+            selected branch's gate.
         compressed_parts: dQ of the compressed branch, by the parts of its fold.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
         gates: (B, Hq, S, 3), any strides, any real numbers.
@@ -112,6 +115,7 @@ def query_gradients(
     stats = empty_stats(plan.batch, 4 * plan.query_heads, plan.tokens, rows.query.device)
     fused_bwd_dq_kernel[(plan.query_ctas(tiles),)](
         *rows.all(),
+        signed,
         gates,
         key,
         value,
@@ -202,7 +206,7 @@ def add_dq_tile(
 )
 def fused_bwd_dq_kernel(
     query_ptr, grad_out_ptr,
-    selected_lse_ptr, delta_selected_ptr, sliding_lse_ptr, delta_sliding_ptr, gate_ptr,
+    selected_lse_ptr, delta_selected_ptr, sliding_lse_ptr, delta_sliding_ptr, signed_ptr, gate_ptr,
     key_ptr, value_ptr, key_desc, value_desc, document_start_ptr,
     part0, part1, part2, part3, grad_query_ptr, stats_ptr,
     key_stride_b, key_stride_h, key_stride_s,
@@ -219,7 +223,8 @@ def fused_bwd_dq_kernel(
 ):  # fmt: skip
     """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches.
 
-    Besides, the statistics of its rows as the kernel of dK and dV reads them.
+    Besides, the statistics of its rows as the kernel of dK and dV reads them, and dO with the sign
+    of the selected gate where that may not be the sign it has.
     """
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
@@ -235,6 +240,12 @@ def fused_bwd_dq_kernel(
     )  # [BLOCK_M, BLOCK_DV]
     gate_ptr += batch * gate_stride_b + head * gate_stride_h
     gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
+    compressed_gate = tl.load(gate_ptr, mask=row_mask, other=0.0)  # [BLOCK_M]
+    selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    store_rows_at(
+        signed_ptr, row * VALUE_DIM, row_mask & ((compressed_gate < 0.0) | (selected_gate < 0.0)),
+        tl.where((selected_gate < 0.0)[:, None], -grad_out, grad_out), VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip
     # The window's gate: its size goes into the log-sum-exp, its sign into dO and the deltas.
     gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
     negative = gate < 0.0  # [BLOCK_M], as all stats below
@@ -250,10 +261,8 @@ def fused_bwd_dq_kernel(
     sliding_delta = tl.where(negative, -sliding_delta, sliding_delta)
     selected_lse = sliding_lse
     selected_delta = sliding_delta
-    selected_gate = gate
     if LOCAL > 0:
         selected_lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=float("inf"))
-        selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
         tl.store(
             stats_ptr + 2 * stats_step, signed_lse(selected_lse, selected_gate), mask=row_mask
         )

@@ -227,10 +227,11 @@ def run_branches_backward(
     )
     window_keys = own or (key, value)
     of_window = (document_start, taken_over, config.window_size, scale)
-    grad_rows, stats = query_gradients(of_rows, parts, fold, *window_keys, gates, *of_window)
+    grad_rows, stats = query_gradients(
+        of_rows, signed, parts, fold, *window_keys, gates, *of_window
+    )
     del parts  # their memory is large, and the next stage allocates
 
-    switch_gate_sign(signed, to_selected)
     selected_sums = selected_backward.add_gradients(
         plan,
         rows.transpose(1, 2),

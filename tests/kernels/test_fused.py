@@ -182,7 +182,6 @@ BACKWARD = [
     "ranges_bwd_dkdv",
     "add_splits",
     "fused_bwd_dq",
-    "switch_gate_sign",
     "selected_bwd_dkdv_initial_local",
     "selected_bwd_dkdv",
     "selected_bwd_dq",
