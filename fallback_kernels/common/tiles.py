@@ -32,6 +32,17 @@ def tile_width(size: int) -> int:
 
 
 @triton.jit
+def store_zeros(ptr, size, BLOCK: tl.constexpr):
+    """Sets a share of `size` numbers to 0, of which CTAs along the first axis have one each."""
+    ctas = tl.num_programs(0)
+    tiles = (size + BLOCK - 1) // BLOCK
+    for turn in range((tiles + ctas - 1) // ctas):
+        tile = (turn * ctas + tl.program_id(0)).to(tl.int64)
+        offset = tile * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        tl.store(ptr + offset, tl.zeros([BLOCK], ptr.dtype.element_ty), mask=offset < size)
+
+
+@triton.jit
 def group_rows(
     base_ptr, batch, head, num_queries, kv_heads, GROUP: tl.constexpr, DIM: tl.constexpr
 ):

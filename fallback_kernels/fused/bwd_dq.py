@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import store_zeros
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
@@ -33,6 +34,8 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     row_offsets,
     store_rows_at,
 )
+
+ZEROS = 1024  # numbers that one CTA sets to zero at a time
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def query_gradients(
     initial_local: InitialLocal,
     window_size: int,
     scale: float,
+    zeroed: tuple[Tensor, ...] | None = None,
 ) -> QueryGradients:
     """dQ of the compressed branch, the sliding branch, initial and local blocks.
 
@@ -107,7 +111,9 @@ def query_gradients(
         gates: (B, Hq, S, 3), any strides, any real numbers.
         document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
+        zeroed: one tensor or two, contiguous, that are set to 0.
     """
+    first, second, *_ = (*(zeroed or ()), None, None)
     key, value = (rows_contiguous(x) for x in (key, value))
     plan = SlidingPlan.of(rows.query.transpose(1, 2), key, value)
     tiles = plan.dq_tiles()
@@ -125,11 +131,14 @@ def query_gradients(
         *compressed_parts,
         grad_query,
         stats,
+        first,
+        second,
         *strides(key),
         *strides(value),
         *gates.stride(),
         stats.stride(1),
         plan.tokens,
+        *(0 if x is None else x.numel() for x in (first, second)),
         plan.clamped_window(window_size),
         plan.kv_heads,
         scale,
@@ -137,6 +146,7 @@ def query_gradients(
         *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
+        ZEROS=ZEROS,
         BLOCK_SIZE=initial_local.block_size,
         INITIAL=initial_local.num_initial,
         LOCAL=initial_local.num_local,
@@ -209,11 +219,13 @@ def fused_bwd_dq_kernel(
     selected_lse_ptr, delta_selected_ptr, sliding_lse_ptr, delta_sliding_ptr, signed_ptr, gate_ptr,
     key_ptr, value_ptr, key_desc, value_desc, document_start_ptr,
     part0, part1, part2, part3, grad_query_ptr, stats_ptr,
+    first_zeros_ptr, second_zeros_ptr,
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, stats_stride_h,
-    num_tokens, window, kv_heads, scale, scale_log2, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr,
+    num_tokens, first_zeros, second_zeros, window, kv_heads, scale, scale_log2,
+    rows, first1, first2, first3, reach,
+    STRIDE: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
@@ -224,7 +236,8 @@ def fused_bwd_dq_kernel(
     """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches.
 
     Besides, the statistics of its rows as the kernel of dK and dV reads them, and dO with the sign
-    of the selected gate where that may not be the sign it has.
+    of the selected gate where that may not be the sign it has; and a share of zeros for the sums
+    that start there.
     """
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
@@ -246,6 +259,10 @@ def fused_bwd_dq_kernel(
         signed_ptr, row * VALUE_DIM, row_mask & ((compressed_gate < 0.0) | (selected_gate < 0.0)),
         tl.where((selected_gate < 0.0)[:, None], -grad_out, grad_out), VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
+    if first_zeros_ptr is not None:
+        store_zeros(first_zeros_ptr, first_zeros, ZEROS)
+    if second_zeros_ptr is not None:
+        store_zeros(second_zeros_ptr, second_zeros, ZEROS)
     # The window's gate: its size goes into the log-sum-exp, its sign into dO and the deltas.
     gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
     negative = gate < 0.0  # [BLOCK_M], as all stats below

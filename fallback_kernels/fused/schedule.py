@@ -227,8 +227,10 @@ def run_branches_backward(
     )
     window_keys = own or (key, value)
     of_window = (document_start, taken_over, config.window_size, scale)
+    stores_local = taken_over.num_local == 0  # its dK and dV, by the selected branch's kernels
+    zeros = None if stores_local else selected_backward.empty_sums(plan, key)
     grad_rows, stats = query_gradients(
-        of_rows, signed, parts, fold, *window_keys, gates, *of_window
+        of_rows, signed, parts, fold, *window_keys, gates, *of_window, zeros
     )
     del parts  # their memory is large, and the next stage allocates
 
@@ -244,7 +246,8 @@ def run_branches_backward(
         deterministic=deterministic,
         index=kept.index,
         grad_query=grad_rows.transpose(1, 2),
-        initial_local=taken_over.num_local == 0,
+        initial_local=stores_local,
+        zeros=zeros,
     )
     if in_place:
         switch_gate_sign(signed, to_selected)

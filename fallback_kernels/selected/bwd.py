@@ -10,7 +10,6 @@ that follow an initial block. Their share of dQ is recomputed in the dQ kernel.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +35,22 @@ from nsa_flex.fallback_kernels.selected.inverted_index import (
 )
 
 
+def empty_sums(plan: SelectedPlan, key: Tensor) -> tuple[Tensor, ...]:
+    """Memory for dK and dV, float32 (2, B, tokens, Hkv, D), or (1, ...) for each; contiguous.
+
+    key: (B, Hkv, Sk, D). Tokens are whole blocks, so that no CTA needs a mask where it adds its
+    block's gradient.
+    """
+    tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
+    # In one tensor, one operator sets them to zero; but in float32 they may be what is
+    # returned, and results must not share memory.
+    if plan.head_dim == plan.value_dim and key.dtype != torch.float32:
+        shapes = [(2, *tokens, plan.head_dim)]
+    else:
+        shapes = [(1, *tokens, width) for width in (plan.head_dim, plan.value_dim)]
+    return tuple(torch.empty(x, dtype=torch.float32, device=key.device) for x in shapes)
+
+
 class _Backward:
     """One backward pass: its inputs by name, its buffers, its launches."""
 
@@ -50,6 +65,7 @@ class _Backward:
         scale: float,
         deterministic: bool,
         offsets: Tensor | None,
+        zeros: tuple[Tensor, ...] | None = None,
     ) -> None:
         # Without float atomics a CSR row is one CTA's, initial blocks are indexed as well, and
         # query chunks add to the same gradients one after the other.
@@ -62,34 +78,23 @@ class _Backward:
         self.stats = stats
         self.scale = scale
         self.offsets = offsets
-        # Whole blocks, so that no CTA needs a mask where it adds its block's gradient.
-        tokens = (plan.batch, round_up(key.shape[2], plan.block_size), plan.kv_heads)
-        options: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-        # In one tensor, one operator sets them to zero; but in float32 they may be what is
-        # returned, and results must not share memory.
-        if plan.head_dim == plan.value_dim and query.dtype != torch.float32:
-            both = torch.empty((2, *tokens, plan.head_dim), **options)
-            self.sums: tuple[Tensor, ...] = (both,)
-            self.grad_key, self.grad_value = both.unbind()
-        else:
-            self.sums = tuple(
-                torch.empty((1, *tokens, width), **options)
-                for width in (plan.head_dim, plan.value_dim)
-            )
-            self.grad_key, self.grad_value = (x[0] for x in self.sums)
+        self.are_zero = zeros is not None
+        self.sums = empty_sums(plan, key) if zeros is None else zeros
+        self.grad_key, self.grad_value = (x for both in self.sums for x in both.unbind())
 
     def inputs(self) -> tuple[Tensor, ...]:
         return self.query, self.key, self.value, self.grad_out
 
     def launch_initial_local(self, bitmask: Tensor, *, local: bool) -> None:
-        """Local and initial blocks; without `local`, gradients are set to zero before."""
+        """Local and initial blocks; where it adds, gradients are set to zero before."""
         plan = self.plan
         tokens = self.grad_key.shape[1]
         segment_tokens = SEGMENT_TOKENS if local else plan.segment_tokens(tokens)
         local_per_segment = segment_tokens // plan.block_size if local else 0
         segments = cdiv(tokens, segment_tokens)
-        for sums in self.sums:
-            (sums[:, :, : plan.num_initial * plan.block_size] if local else sums).zero_()
+        if not self.are_zero:
+            for sums in self.sums:
+                (sums[:, :, : plan.num_initial * plan.block_size] if local else sums).zero_()
         num_ctas = segments * (local_per_segment + plan.num_initial)
         if num_ctas == 0:
             return
@@ -290,14 +295,18 @@ def add_gradients(
     index: Tensor | None,
     grad_query: Tensor,
     initial_local: bool,
+    zeros: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`backward` whose dQ is added to `grad_query`, and whose dK and dV stay in float32.
 
     Without `initial_local`, dK and dV lack the local blocks, dQ these and the initial ones.
-    `stats` is what `softmax_stats` returns.
+    `stats` is what `softmax_stats` returns, `zeros` what `empty_sums` does, set to zero: then dK
+    and dV are added there.
 
     Returns dK and dV (B, tokens, Hkv, D), contiguous, tokens in whole blocks.
     """
-    launches = _Backward(plan, query, key, value, stats, grad_out, scale, deterministic, None)
+    launches = _Backward(
+        plan, query, key, value, stats, grad_out, scale, deterministic, None, zeros
+    )
     launches.run(blocks, index, grad_query, initial_local=initial_local, added=True)
     return launches.grad_key, launches.grad_value
