@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, store_zeros, tile_width
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 
 # Tiles of so few queries at most sort their blocks. Longer ones search one block after the other,
 # which takes no longer than the union is, if a first test finds their queries alike.
 SORTED_TOKENS = 4
+ZEROS = 128  # numbers that one CTA sets to zero at a time
 
 
 class BlockUnions(NamedTuple):
@@ -116,19 +117,23 @@ def searched_union(
     return tl.where(least < 0, size, -1)
 
 
-@triton.jit(do_not_specialize=["num_queries", "query_offset", "base"])
+@triton.jit(do_not_specialize=["num_queries", "query_offset", "base", "num_counters"])
 def block_union_kernel(
-    blocks_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr, num_queries, query_offset, base,
+    blocks_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr, counts_ptr,
+    num_queries, query_offset, base, num_counters,
     NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPACITY: tl.constexpr,
-    WORDS: tl.constexpr, LIMIT: tl.constexpr, SORTED: tl.constexpr,
+    WORDS: tl.constexpr, LIMIT: tl.constexpr, SORTED: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """The union of a tile's blocks, if attending it is worth it.
 
     That is where it has, initial and local blocks apart, at most LIMIT / 4 blocks for each top-k
-    block of a query; with LIMIT 0 it never is.
+    block of a query; with LIMIT 0 it never is. Besides, the zeros that the inverted index counts
+    from.
     """
     batch_head = tl.program_id(1)
+    if counts_ptr is not None:
+        store_zeros(counts_ptr, tl.where(batch_head == 0, num_counters, 0), ZEROS)
     query_offset, base = row_offset(offsets_ptr, batch_head, query_offset, base, BLOCK_SIZE)
     tile = batch_head * tl.num_programs(0) + tl.program_id(0)
     token = tl.arange(0, BLOCK_TOKENS)
@@ -177,11 +182,14 @@ def block_union_kernel(
 
 
 def build_block_unions(
-    plan: SelectedPlan, blocks: Tensor, offsets: Tensor | None = None
+    plan: SelectedPlan,
+    blocks: Tensor,
+    offsets: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> BlockUnions:
     """Unions of all tiles of `blocks` (B, Hkv, Sq, n), int32, contiguous.
 
-    offsets: int32 (B, Hkv), of a plan with `offset_tensor`.
+    offsets: int32 (B, Hkv), of a plan with `offset_tensor`. counts: contiguous, set to 0.
     """
     tiles, words = plan.span // plan.combine_tokens, cdiv(plan.combine_tokens, 32)
     number = tiles * plan.batch * plan.kv_heads
@@ -203,15 +211,18 @@ def build_block_unions(
         blocks,
         offsets,
         *unions,
+        counts,
         plan.num_queries,
         plan.query_offset,
         plan.base,
+        0 if counts is None else counts.numel(),
         **plan.index_constants(),
         BLOCK_TOKENS=plan.combine_tokens,
         CAPACITY=plan.union_capacity,
         WORDS=words,
         LIMIT=plan.union_limit,
         SORTED=by_sort,
+        ZEROS=ZEROS,
         num_warps=max(1, min(4, plan.combine_tokens * tile_width(plan.num_slots) // 1024)),
     )
     return unions

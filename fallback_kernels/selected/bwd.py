@@ -31,6 +31,7 @@ from nsa_flex.fallback_kernels.selected.config import SEGMENT_TOKENS, QueryChunk
 from nsa_flex.fallback_kernels.selected.inverted_index import (
     SelectedIndex,
     build_index,
+    empty_counts,
     index_views,
 )
 
@@ -217,10 +218,10 @@ class _Backward:
         if self.deterministic:
             csr = build_index(plan, blocks, self.work_tile_tokens, offsets=self.offsets)
         elif index is None:
-            unions = build_block_unions(plan, blocks, self.offsets)
-            csr = build_index(
-                plan, blocks, self.work_tile_tokens, offsets=self.offsets, unions=unions
-            )
+            counts = empty_counts(plan, blocks.device)
+            unions = build_block_unions(plan, blocks, self.offsets, counts)
+            of_tiles = {"offsets": self.offsets, "unions": unions, "counts": counts}
+            csr = build_index(plan, blocks, self.work_tile_tokens, **of_tiles)
         else:
             csr = index_views(plan, self.work_tile_tokens, index, blocks)
         workspaces = [

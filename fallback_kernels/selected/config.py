@@ -278,6 +278,11 @@ class SelectedPlan:
         return 1 << max(0, affordable.bit_length() - 1)
 
     @cached_property
+    def num_counters(self) -> int:
+        """Of the inverted index: (CSR row, whether the tile has a union, phase)."""
+        return 2 * self.num_csr_rows * self.phases
+
+    @cached_property
     def partial_rows(self) -> int:
         """Rows of the partial buffer: (KV head, token, top-k slot, query head)."""
         return self.chunk_heads * self.chunk_tokens * self.num_slots * self.group

@@ -396,6 +396,11 @@ def index_views(
     return SelectedIndex(*(x.view(shape) for x, shape in zip(pieces, shapes, strict=True)))
 
 
+def empty_counts(plan: SelectedPlan, device: torch.device) -> Tensor:
+    """Memory for the counters of an index: int32."""
+    return torch.empty(plan.num_counters, dtype=torch.int32, device=device)
+
+
 def build_index(
     plan: SelectedPlan,
     blocks: Tensor,
@@ -403,6 +408,7 @@ def build_index(
     *,
     offsets: Tensor | None = None,
     unions: BlockUnions | None = None,
+    counts: Tensor | None = None,
     all_entries: bool = True,
     storage: Tensor | None = None,
 ) -> SelectedIndex:
@@ -415,11 +421,11 @@ def build_index(
         offsets: int32 (B, Hkv), of a plan with `offset_tensor`.
         unions: of the tiles. None: CSR rows ascend by query, the same in every run, which costs a
             sort of all entries; no tile counts as having a union.
+        counts: of `empty_counts`, zeros; where `unions` are given.
         all_entries: index the entries of tiles with a union as well, which only a backward needs.
         storage: memory for the index, see `index_views`.
     """
     index = index_views(plan, work_tile_tokens, storage, blocks)
-    num_counters = 2 * plan.num_csr_rows * plan.phases
     batch_heads = plan.batch * plan.kv_heads
     grid = (cdiv(plan.num_queries, INDEX_TOKENS) * batch_heads,)
     sizes = (
@@ -442,17 +448,18 @@ def build_index(
         "ALL_ENTRIES": all_entries,
     }
     if unions is None:
+        num_counters = plan.num_counters
         counters = torch.full_like(blocks, num_counters)
         ordered = (blocks, offsets, counters, counters, index.bitmask, counters)
         index_count_kernel[grid](*ordered, *sizes, **constants, ORDERED=True)
         starts = _sort_entries(plan, counters, num_counters, index.entries)
         work_tile_starts = _work_tile_starts(plan, starts, work_tile_tokens)
     else:
-        counts = torch.zeros(num_counters, dtype=torch.int32, device=blocks.device)
+        assert counts is not None
         ranks = torch.empty_like(blocks)
         counted = (blocks, offsets, counts, ranks, index.bitmask, unions.sizes)
         index_count_kernel[grid](*counted, *sizes, **constants, ORDERED=False)
-        if num_counters <= MANY_COUNTERS:
+        if plan.num_counters <= MANY_COUNTERS:
             starts, work_tile_starts = _starts_of_counts(plan, counts, work_tile_tokens)
         else:
             starts = _starts(counts)

@@ -8,7 +8,11 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions, build_block_unions
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
-from nsa_flex.fallback_kernels.selected.inverted_index import SelectedIndex, build_index
+from nsa_flex.fallback_kernels.selected.inverted_index import (
+    SelectedIndex,
+    build_index,
+    empty_counts,
+)
 
 
 class Selection(NamedTuple):
@@ -36,7 +40,8 @@ def prepare(
     offsets: Tensor | None = None,
 ) -> Selection:
     """Inverted index and unions of the query tiles; arguments as of `forward`."""
-    unions = build_block_unions(plan, blocks, offsets)
+    counts = empty_counts(plan, blocks.device)
+    unions = build_block_unions(plan, blocks, offsets, counts)
     all_entries = storage is not None
     csr = build_index(
         plan,
@@ -44,6 +49,7 @@ def prepare(
         plan.work_tile_tokens,
         offsets=offsets,
         unions=unions,
+        counts=counts,
         all_entries=all_entries,
         storage=storage,
     )

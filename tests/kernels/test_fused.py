@@ -211,6 +211,7 @@ def test_launches_of_a_step_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> No
         pytest.fail("a launch of its own for zeros")
 
     monkeypatch.setattr(Tensor, "zero_", forbid)
+    monkeypatch.setattr(torch, "zeros", forbid)
     with intercepting_launches(note):
         out = core_attention(
             *(query, key, value, *compressed, key, value, gates), config=WINDOWED, scale=0.3
