@@ -33,6 +33,7 @@ LENGTHS = (
     *("num_queries", "query_offset", "base", "span", "chunk_tokens", "chunk_heads"),
     *("chunks_per_head", "phases", "phase_tokens", "num_blocks"),
 )
+WORK_TILE_LENGTHS = ("bound", "csr_rows_per_chunk", "steps")
 
 
 class SelectedIndex(NamedTuple):
@@ -149,7 +150,39 @@ def index_count_kernel(
             tl.store(ranks_ptr + offset, rank, mask=is_topk)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit
+def write_work_tiles(
+    starts_ptr, work_tile_starts_ptr, work_tiles_ptr, cta, chunk, bound, csr_rows_per_chunk,
+    work_tile_tokens, steps, phases, TILES_PER_CTA: tl.constexpr,
+):  # fmt: skip
+    """Cut the CSR rows of a query chunk into work tiles; records after the last one are empty."""
+    index = cta * TILES_PER_CTA + tl.arange(0, TILES_PER_CTA)
+    first = chunk * csr_rows_per_chunk
+    work_tile = tl.load(work_tile_starts_ptr + first) + index
+    some = work_tile < tl.load(work_tile_starts_ptr + first + csr_rows_per_chunk)
+    # The last CSR row that starts at or before the work tile: a binary search.
+    low = tl.zeros([TILES_PER_CTA], tl.int32) + first  # [TILES_PER_CTA]
+    high = low + csr_rows_per_chunk
+    for _ in range(steps):
+        middle = (low + high) // 2
+        below = tl.load(work_tile_starts_ptr + middle) <= work_tile
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    counter_ptr = starts_ptr + low * (2 * phases)  # [TILES_PER_CTA]
+    start = tl.load(counter_ptr)
+    union_start = tl.load(counter_ptr + phases)
+    stop = tl.load(counter_ptr + 2 * phases)
+    start += (work_tile - tl.load(work_tile_starts_ptr + low)) * work_tile_tokens
+    stop = tl.minimum(start + work_tile_tokens, stop)
+    record = work_tiles_ptr + (chunk * bound + index) * 4
+    inside = index < bound
+    tl.store(record, tl.where(some, low, 0), mask=inside)
+    tl.store(record + 1, tl.where(some, start, 0), mask=inside)
+    tl.store(record + 2, tl.where(some, stop, 0), mask=inside)
+    tl.store(record + 3, tl.where(some, union_start, 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, *WORK_TILE_LENGTHS, "work_tile_ctas"])
 def index_scatter_kernel(
     blocks_ptr,
     offsets_ptr,
@@ -157,6 +190,13 @@ def index_scatter_kernel(
     ranks_ptr,
     entries_ptr,
     sizes_ptr,
+    work_tile_starts_ptr,
+    work_tiles_ptr,
+    bound,
+    csr_rows_per_chunk,
+    work_tile_tokens,
+    steps,
+    work_tile_ctas,
     batch_heads,
     num_queries,
     query_offset,
@@ -176,11 +216,26 @@ def index_scatter_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     ALL_ENTRIES: tl.constexpr,
+    TILES_PER_CTA: tl.constexpr,
 ):
-    """Write each entry at the start of its counter's entries plus its rank."""
-    batch_head = tl.program_id(0) % batch_heads
+    """Write each entry at the start of its counter's entries plus its rank.
+
+    The first CTAs, `work_tile_ctas` for each query chunk, cut its CSR rows into work tiles.
+    """
+    cta = tl.program_id(0)
+    scatter_ctas = tl.cdiv(num_queries, BLOCK_TOKENS) * batch_heads
+    cut_ctas = tl.num_programs(0) - scatter_ctas
+    if cta < cut_ctas:
+        write_work_tiles(
+            starts_ptr, work_tile_starts_ptr, work_tiles_ptr,
+            cta % work_tile_ctas, cta // work_tile_ctas, bound, csr_rows_per_chunk,
+            work_tile_tokens, steps, phases, TILES_PER_CTA,
+        )  # fmt: skip
+        return
+    cta -= cut_ctas
+    batch_head = cta % batch_heads
     query_offset, base = row_offset(offsets_ptr, batch_head, query_offset, base, BLOCK_SIZE)
-    index = tl.program_id(0) // batch_heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    index = cta // batch_heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row_mask = index < num_queries  # [BLOCK_TOKENS]
     row = batch_head * num_queries + index
     position = index + query_offset
@@ -212,7 +267,7 @@ def index_scatter_kernel(
         tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=is_topk)
 
 
-@triton.jit(do_not_specialize=["phases", "bound", "csr_rows_per_chunk", "steps"])
+@triton.jit(do_not_specialize=["phases", *WORK_TILE_LENGTHS])
 def index_work_tiles_kernel(
     starts_ptr,
     work_tile_starts_ptr,
@@ -225,31 +280,10 @@ def index_work_tiles_kernel(
     TILES_PER_CTA: tl.constexpr,
 ):
     """Cut the CSR rows of a query chunk into work tiles; records after the last one are empty."""
-    chunk = tl.program_id(1)
-    index = tl.program_id(0) * TILES_PER_CTA + tl.arange(0, TILES_PER_CTA)
-    first = chunk * csr_rows_per_chunk
-    work_tile = tl.load(work_tile_starts_ptr + first) + index
-    some = work_tile < tl.load(work_tile_starts_ptr + first + csr_rows_per_chunk)
-    # The last CSR row that starts at or before the work tile: a binary search.
-    low = tl.zeros([TILES_PER_CTA], tl.int32) + first  # [TILES_PER_CTA]
-    high = low + csr_rows_per_chunk
-    for _ in range(steps):
-        middle = (low + high) // 2
-        below = tl.load(work_tile_starts_ptr + middle) <= work_tile
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-    counter_ptr = starts_ptr + low * (2 * phases)  # [TILES_PER_CTA]
-    start = tl.load(counter_ptr)
-    union_start = tl.load(counter_ptr + phases)
-    stop = tl.load(counter_ptr + 2 * phases)
-    start += (work_tile - tl.load(work_tile_starts_ptr + low)) * work_tile_tokens
-    stop = tl.minimum(start + work_tile_tokens, stop)
-    record = work_tiles_ptr + (chunk * bound + index) * 4
-    inside = index < bound
-    tl.store(record, tl.where(some, low, 0), mask=inside)
-    tl.store(record + 1, tl.where(some, start, 0), mask=inside)
-    tl.store(record + 2, tl.where(some, stop, 0), mask=inside)
-    tl.store(record + 3, tl.where(some, union_start, 0), mask=inside)
+    write_work_tiles(
+        starts_ptr, work_tile_starts_ptr, work_tiles_ptr, tl.program_id(0), tl.program_id(1),
+        bound, csr_rows_per_chunk, work_tile_tokens, steps, phases, TILES_PER_CTA,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -454,6 +488,7 @@ def build_index(
         index_count_kernel[grid](*ordered, *sizes, **constants, ORDERED=True)
         starts = _sort_entries(plan, counters, num_counters, index.entries)
         work_tile_starts = _work_tile_starts(plan, starts, work_tile_tokens)
+        _cut_csr_rows(plan, starts, work_tile_starts, work_tile_tokens, index.work_tiles)
     else:
         assert counts is not None
         ranks = torch.empty_like(blocks)
@@ -465,9 +500,25 @@ def build_index(
             starts = _starts(counts)
             work_tile_starts = _work_tile_starts(plan, starts, work_tile_tokens)
         scattered = (blocks, offsets, starts, ranks, index.entries, unions.sizes)
-        index_scatter_kernel[grid](*scattered, *sizes, **constants)
-    _cut_csr_rows(plan, starts, work_tile_starts, work_tile_tokens, index.work_tiles)
+        work_tile_ctas = cdiv(index.work_tiles.shape[1], TILES_PER_CTA)
+        index_scatter_kernel[(grid[0] + work_tile_ctas * plan.num_chunks,)](
+            *scattered,
+            work_tile_starts,
+            *_work_tile_sizes(plan, index.work_tiles, work_tile_tokens),
+            work_tile_ctas,
+            *sizes,
+            **constants,
+            TILES_PER_CTA=TILES_PER_CTA,
+        )
     return index
+
+
+def _work_tile_sizes(
+    plan: SelectedPlan, work_tiles: Tensor, work_tile_tokens: int
+) -> tuple[Tensor, int, int, int, int]:
+    """`work_tiles` and what `write_work_tiles` takes with them."""
+    rows = plan.csr_rows_per_chunk
+    return work_tiles, work_tiles.shape[1], rows, work_tile_tokens, rows.bit_length()
 
 
 def _cut_csr_rows(
@@ -482,11 +533,7 @@ def _cut_csr_rows(
     index_work_tiles_kernel[(cdiv(bound, TILES_PER_CTA), plan.num_chunks)](
         starts,
         work_tile_starts,
-        work_tiles,
-        bound,
-        plan.csr_rows_per_chunk,
-        work_tile_tokens,
-        plan.csr_rows_per_chunk.bit_length(),
+        *_work_tile_sizes(plan, work_tiles, work_tile_tokens),
         plan.phases,
         TILES_PER_CTA=TILES_PER_CTA,
     )

@@ -170,7 +170,6 @@ FORWARD = [
     "index_count",
     "index_starts",
     "index_scatter",
-    "index_work_tiles",
     "selected_fwd_partial",
     "selected_fwd_combine",
     "selected_fwd_union",
