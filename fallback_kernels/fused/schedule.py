@@ -225,12 +225,12 @@ def run_branches_backward(
         kept.sliding_lse,
         sums.delta_sliding,
     )
-    window_keys = own or (key, value)
+    window_key, window_value = own or (key, value)
     of_window = (document_start, taken_over, config.window_size, scale)
     stores_local = taken_over.num_local == 0  # its dK and dV, by the selected branch's kernels
     zeros = None if stores_local else selected_backward.empty_sums(plan, key)
     grad_rows, stats = query_gradients(
-        of_rows, signed, parts, fold, *window_keys, gates, *of_window, zeros
+        of_rows, signed, parts, fold, window_key, window_value, gates, *of_window, zeros
     )
     del parts  # their memory is large, and the next stage allocates
 
@@ -256,7 +256,7 @@ def run_branches_backward(
             x_sum[:, : key.shape[2]].to(x.dtype).contiguous()
             for x_sum, x in zip(selected_sums, (key, value), strict=True)
         )
-        grads_of_own = key_gradients(of_rows, stats, None, *own, *of_window)
+        grads_of_own = key_gradients(of_rows, stats, None, window_key, window_value, *of_window)
     else:
         grad_key, grad_value = key_gradients(of_rows, stats, selected_sums, key, value, *of_window)
         grads_of_own = (signed.new_empty(0), signed.new_empty(0))

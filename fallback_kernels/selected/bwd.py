@@ -220,8 +220,14 @@ class _Backward:
         elif index is None:
             counts = empty_counts(plan, blocks.device)
             unions = build_block_unions(plan, blocks, self.offsets, counts)
-            of_tiles = {"offsets": self.offsets, "unions": unions, "counts": counts}
-            csr = build_index(plan, blocks, self.work_tile_tokens, **of_tiles)
+            csr = build_index(
+                plan,
+                blocks,
+                self.work_tile_tokens,
+                offsets=self.offsets,
+                unions=unions,
+                counts=counts,
+            )
         else:
             csr = index_views(plan, self.work_tile_tokens, index, blocks)
         workspaces = [
