@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.add_splits import add_splits
+from nsa_flex.fallback_kernels.common.add_splits import Splits
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tma import descriptor
@@ -42,8 +42,10 @@ def key_gradients(
     initial_local: InitialLocal,
     window_size: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """dK and dV of the sliding branch and the local blocks, plus `selected_sums`, (B, S, Hkv, D).
+) -> Splits:
+    """dK and dV of the sliding branch and the local blocks, plus `selected_sums`, by splits.
+
+    Each (splits, B, S, Hkv, D), to be added.
 
     Args:
         stats: of `query_gradients`.
@@ -99,9 +101,7 @@ def key_gradients(
         SPLITS=splits,
         **plan.constants(tiles),
     )
-    if splits == 1:
-        return grad_key[0], grad_value[0]
-    return add_splits(grad_key, grad_value, key.dtype)
+    return Splits(grad_key, grad_value)
 
 
 class GatedStats(NamedTuple):

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous
 from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradients
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, fold_gated_lse
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import unfold_lse
 from nsa_flex.fallback_kernels.ranges.bounds import launch as launch_bounds
-from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
+from nsa_flex.fallback_kernels.ranges.bwd import ranges_split_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
 
 NUM_PARTS = 4  # of any fold
@@ -42,8 +43,7 @@ class CompressedGradients(NamedTuple):
 
     query_parts: list[Tensor]  # dQ, by the parts of the fold
     fold: Fold
-    key: Tensor  # (B, N, Hkv, D), contiguous
-    value: Tensor
+    keys: Splits  # (splits, B, N, Hkv, D), to be added
 
 
 def attend_compressed(
@@ -100,7 +100,7 @@ def compressed_gradients(
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
     if is_ranged(rows.shape[0] * rows.shape[1], document_start):
-        grads = ranges_gradients(
+        grad_query, splits = ranges_split_gradients(
             rows.transpose(1, 2),
             *keys,
             *_bounds(rows, document_start, key, config),
@@ -109,12 +109,13 @@ def compressed_gradients(
             sums.signed.transpose(1, 2),
             scale,
         )
-        grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in grads)
-        fold = fold_of(tokens, 1, 1)
-        return CompressedGradients([grad_query] * NUM_PARTS, fold, grad_key, grad_value)
+        if not is_host_bound(rows.shape[0] * rows.shape[1]):  # memory counts, not a launch
+            splits = Splits(*(x[None] for x in add_splits(splits, key.dtype)))
+        parts = [grad_query.transpose(1, 2)] * NUM_PARTS
+        return CompressedGradients(parts, fold_of(tokens, 1, 1), splits)
     assert out is not None
     fold = _fold(tokens, config)
-    parts = [
+    gradients = [
         range_gradients(
             sums.signed, rows, *keys, out, part_lse, part, scale, fold.reach, fold.stride
         )
@@ -125,11 +126,12 @@ def compressed_gradients(
     grad_key, grad_value = (
         _sum_over_parts(shares, like)
         for shares, like in (
-            ([part.key for part in parts], key),
-            ([part.value for part in parts], value),
+            ([part.key for part in gradients], key),
+            ([part.value for part in gradients], value),
         )
     )
-    return CompressedGradients([part.query for part in parts], fold, grad_key, grad_value)
+    splits = Splits(grad_key[None], grad_value[None])
+    return CompressedGradients([part.query for part in gradients], fold, splits)
 
 
 def is_ranged(num_tokens: int, document_start: Tensor | None) -> bool:

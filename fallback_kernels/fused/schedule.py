@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.add_splits import add_splits
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
@@ -192,7 +193,7 @@ def run_branches_backward(
     query, key, value, compressed_key, compressed_value, gates, *own = inputs
     signed = sums.signed
     rows = query.transpose(1, 2).contiguous()
-    parts, fold, grad_compressed_key, grad_compressed_value = compressed_gradients(
+    parts, fold, of_compressed = compressed_gradients(
         sums,
         rows,
         compressed_key,
@@ -256,18 +257,13 @@ def run_branches_backward(
             x_sum[:, : key.shape[2]].to(x.dtype).contiguous()
             for x_sum, x in zip(selected_sums, (key, value), strict=True)
         )
-        grads_of_own = key_gradients(of_rows, stats, None, window_key, window_value, *of_window)
+        of_own = key_gradients(of_rows, stats, None, window_key, window_value, *of_window)
+        *compressed, own_key, own_value = add_splits(of_compressed, key.dtype, of_own)
     else:
-        grad_key, grad_value = key_gradients(of_rows, stats, selected_sums, key, value, *of_window)
-        grads_of_own = (signed.new_empty(0), signed.new_empty(0))
-    return (
-        grad_rows,
-        grad_key,
-        grad_value,
-        grad_compressed_key,
-        grad_compressed_value,
-        *grads_of_own,
-    )
+        of_keys = key_gradients(of_rows, stats, selected_sums, key, value, *of_window)
+        *compressed, grad_key, grad_value = add_splits(of_compressed, key.dtype, of_keys)
+        own_key, own_value = signed.new_empty(0), signed.new_empty(0)
+    return grad_rows, grad_key, grad_value, compressed[0], compressed[1], own_key, own_value
 
 
 def _taken_over(plan: SelectedPlan, config: NSAConfig, deterministic: bool) -> InitialLocal:

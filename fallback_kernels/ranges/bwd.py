@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.add_splits import add_splits
+from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -180,7 +180,28 @@ def ranges_gradients(
     grad_out: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV with memory (B, S, H, D); lse and delta (B, H, S) with memory (B, S, H)."""
+    """dQ, dK and dV with memory (B, S, H, D); arguments as of `ranges_split_gradients`."""
+    of_call = (query, key, value, first_key, end_key, lse, delta, grad_out, scale)
+    grad_query, splits = ranges_split_gradients(*of_call)
+    grad_key, grad_value = add_splits(splits, query.dtype)
+    return grad_query, grad_key.transpose(1, 2), grad_value.transpose(1, 2)
+
+
+def ranges_split_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first_key: Tensor,
+    end_key: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    grad_out: Tensor,
+    scale: float,
+) -> tuple[Tensor, Splits]:
+    """dQ with memory (B, S, H, D), and dK and dV (B, S, H, D) by splits, which are to be added.
+
+    lse, delta: (B, H, S) with memory (B, S, H).
+    """
     plan = RangesPlan.of(query, key, value)
     q, k, v, grad = (rows_contiguous(x) for x in (query, key, value, grad_out))
     batch, heads, num_queries, head_dim = q.shape
@@ -210,5 +231,4 @@ def ranges_gradients(
         plan.query_splits, *scales,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
-    dk, dv = (grad_k[0], grad_v[0]) if splits == 1 else add_splits(grad_k, grad_v, q.dtype)
-    return grad_q.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return grad_q.transpose(1, 2), Splits(grad_k, grad_v)

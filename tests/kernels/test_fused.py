@@ -179,7 +179,6 @@ BACKWARD = [
     "fused_bwd_gates",
     "ranges_bwd_dq",
     "ranges_bwd_dkdv",
-    "add_splits",
     "fused_bwd_dq",
     "selected_bwd_dkdv_initial_local",
     "selected_bwd_dkdv",
