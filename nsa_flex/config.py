@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 CompressionKind = Literal["mean", "weighted", "linear", "mlp"]
+PRODUCTS: tuple[CompressionKind, ...] = ("linear", "mlp")  # matrix products with the weights
 
 
 @dataclass(frozen=True)

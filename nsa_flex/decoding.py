@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa_flex.attention import BranchLSE, NSAAux, gated_sum
 from nsa_flex.backends.dense import masked_attention
 from nsa_flex.compression import Compression
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import PRODUCTS, NSAConfig
 from nsa_flex.fallback_kernels.common.direct import is_plain
 from nsa_flex.gates import GateLogits
 from nsa_flex.installed import HAS_TRITON
@@ -95,7 +95,7 @@ def decode_step(
         (B, Hq, T, Dv) in the query's dtype, and an `NSAAux` if asked.
     """
     parameters: tuple[list[Tensor], ...] = ([], [])
-    if new is not None:
+    if new is not None and (new.may_complete or new.phi[0].kind not in PRODUCTS):
         parameters = _parameters(new.phi)
     if torch.compiler.is_compiling():
         config.specialize()
@@ -225,9 +225,9 @@ def _replayed(
             return None
     gating = gates if isinstance(gates, GateLogits) else (gates, None, None)
     both = parameters[0] + parameters[1]
-    options = (kind, may_complete, stored.num_sets, scale, config)
+    options = (kind, may_complete, stored.num_sets, scale)
     tokens = None if new is None else new[:2]
-    return _kernels().replay(query, tokens, stored, gating, both, options)
+    return _kernels().replay(query, tokens, stored, gating, both, options, config)
 
 
 @functools.cache

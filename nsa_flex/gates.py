@@ -145,19 +145,28 @@ class Gates(nn.Module):
                 f"x has shape {tuple(x.shape)}; "
                 f"expected (batch, tokens, hidden_size={self.hidden_size})"
             )
-        bias: Tensor | None = None
-        if not as_logits:
-            logits = self._many_logits(x)
-        elif _on_kernels(x) and _is_apart(linear := self.linear):
-            held: dict[str, Any] = linear._parameters  # where nn.Module looks last, and slowly
-            logits, bias = F.linear(x, held["weight"]), held["bias"]
-        else:
-            logits = self.linear(x)
+        if as_logits and _on_kernels(x):
+            # From where nn.Module looks last, and slowly.
+            linear, offset = self._modules.get("linear"), self._buffers.get("offset")
+            if linear is not None and offset is not None and _is_apart(linear):
+                return self._logits_apart(x, linear._parameters, offset)
+        logits = self.linear(x) if as_logits else self._many_logits(x)
         if logits.dtype != x.dtype:
             logits = logits.to(x.dtype)
         logits = logits.view(*logits.shape[:2], self.num_query_heads, NUM_BRANCHES)
-        found = GateLogits(logits.transpose(1, 2), self.offset, bias)  # [B, Hq, S, 3]
+        found = GateLogits(logits.transpose(1, 2), self.offset)  # [B, Hq, S, 3]
         return found if as_logits else found.gates()
+
+    def _logits_apart(self, x: Tensor, parameters: dict[str, Any], offset: Tensor) -> GateLogits:
+        """Logits without the bias, and the bias."""
+        logits = F.linear(x, parameters["weight"]).contiguous()  # [B, S, 3·Hq]
+        if logits.dtype != x.dtype:
+            logits = logits.to(x.dtype)
+        batch, tokens, columns = logits.shape
+        # One view for the two of `forward`.
+        shape = (batch, self.num_query_heads, tokens, NUM_BRANCHES)
+        strides = (tokens * columns, NUM_BRANCHES, columns, 1)
+        return GateLogits(logits.as_strided(shape, strides), offset, parameters["bias"])
 
     def _many_logits(self, x: Tensor) -> Tensor:
         """x W + b of many tokens, (B, S, 3·Hq).

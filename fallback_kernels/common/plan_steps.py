@@ -181,10 +181,11 @@ def memory(
 class Allocation:
     """New memory, zeros or nothing in it."""
 
-    __slots__ = ("make", "register", "zeros")
+    __slots__ = ("device", "dtype", "make", "numel", "register", "zeros")
 
     def __init__(self, register: int, like: Tensor, *, zeros: bool) -> None:
         assert like.is_contiguous()
+        self.dtype, self.device, self.numel = like.dtype, like.device, like.numel()
         self.register = register
         self.zeros = zeros
         self.make = memory(tuple(like.shape), like.stride(), like.dtype, like.device)
@@ -195,6 +196,21 @@ class Allocation:
             x.zero_()
         registers.tensors[self.register] = x
         registers.pointers[self.register] = x.data_ptr()
+
+    def make_as(self, reference: Any) -> Callable[[], Tensor] | None:
+        """What makes the same memory as the tensor or view that is referred to.
+
+        None where that is of another register, or does not begin and end where the memory does.
+        """
+        if reference == Whole(self.register):
+            return self.make
+        if not isinstance(reference, View) or reference.register != self.register:
+            return None
+        _, size, stride, offset = reference
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if 0 in size or offset or last + 1 != self.numel:
+            return None
+        return memory(size, stride, self.dtype, self.device)
 
 
 @dataclass(slots=True)

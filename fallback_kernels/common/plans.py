@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
 
-from nsa_flex.fallback_kernels.common.plan_launches import join_launches
+from nsa_flex.fallback_kernels.common.plan_launches import Brief, join_launches
 from nsa_flex.fallback_kernels.common.plan_lifetimes import insert_releases
 from nsa_flex.fallback_kernels.common.plan_recorder import Recorder, Unrecordable
 from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, memory, resolved
@@ -61,7 +61,7 @@ def forget_plans() -> None:
     for plans in _all_plans:
         plans.by_key.clear()
         plans.recent.clear()
-        plans.rests.clear()
+        plans.told.clear()
 
 
 def plan_problems() -> dict[str, set[str]]:
@@ -83,14 +83,14 @@ class Call(NamedTuple):
 class _Plans:
     """The plans of one operator, by `plan_key`; recent ones by the `rest` of their calls.
 
-    rests: that of calls by what `replay` was told of them.
+    told: these by what `replay` was told of calls, and what keeps that unique.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
         self.body = body
         self.by_key: dict[Any, Any] = {}
-        self.recent: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
-        self.rests: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.recent: dict[tuple[Any, ...], list[Plan]] = {}
+        self.told: dict[tuple[Any, ...], tuple[list[Plan], Any]] = {}
         self.problems: set[str] = set()
         self.recorded = self.replayed = 0
 
@@ -114,6 +114,7 @@ class _Plans:
             while len(self.by_key) >= MAX_PLANS:
                 self.by_key.pop(next(iter(self.by_key)), None)
                 self.recent.clear()
+                self.told.clear()
             self.by_key[key] = _SEEN
             return self.body(*args)
         if plan is _SEEN and not _is_capturing(call.tensors[0]):
@@ -125,6 +126,7 @@ class _Plans:
         tensors: list[Tensor],
         others: tuple[Any, ...],
         args: Callable[[], tuple[Any, ...]],
+        kept: Any = None,
     ) -> Any:
         """What `run` returns, where a recent plan has it; else None.
 
@@ -135,26 +137,29 @@ class _Plans:
             tensors: of the call, in the order of its arguments.
             others: what tells, with their number, all else that the call has; hashable.
             args: gives the arguments of the call.
+            kept: is not to be freed while `others` is known, which has its `id`.
         """
         if _has_hooks():
             return None
         told = (torch._C._get_deterministic_algorithms(), len(tensors), *others)
-        rest = self.rests.get(told)
-        if rest is None:
+        known = self.told.get(told)
+        if known is None:
             call = read_call(args())
             if call is None or len(call.tensors) != len(tensors):
                 return None
             assert all(x is y for x, y in zip(call.tensors, tensors, strict=True))
-            if len(self.rests) >= MAX_PLANS:
-                self.rests.clear()
-            self.rests[told] = rest = call.rest
-        for plan in self.recent.get(rest, ()):
+            if len(self.told) >= MAX_PLANS:
+                self.told.clear()
+                self.recent.clear()
+            self.told[told] = known = (self.recent.setdefault(call.rest, []), kept)
+        recent = known[0]
+        for i, plan in enumerate(recent):
             if plan.guard(*tensors):  # which knows tensors without an address, too
-                pointers = [x.data_ptr() for x in tensors]
-                if reduce(or_, pointers) & 15:
-                    return None
-                self.replayed += 1
-                return plan(tensors, pointers)
+                if i:  # the next call is likely to be such a one, too
+                    recent[0], recent[i] = plan, recent[0]
+                out = plan.unless_unaligned(tensors)
+                self.replayed += out is not None
+                return out
         return None
 
     def _recent(self, call: Call) -> Plan | None:
@@ -164,9 +169,10 @@ class _Plans:
         return None
 
     def _note(self, plan: Plan, call: Call) -> None:
-        others = self.recent.get(call.rest, ())
-        if plan not in others and plan.learn(call):
-            self.recent[call.rest] = (plan, *others[: MAX_RECENT - 1])
+        recent = self.recent.setdefault(call.rest, [])
+        if plan not in recent and plan.learn(call):
+            recent.insert(0, plan)
+            del recent[MAX_RECENT:]
 
     def _record(self, key: Any, args: tuple[Any, ...], call: Call) -> Any:
         self.by_key[key] = False  # no plan, unless this one comes to its end
@@ -187,7 +193,7 @@ class Plan:
     """Steps in order, and where the results are afterwards."""
 
     __slots__ = (
-        *("guard", "index", "offsets", "pointers"),
+        *("brief", "guard", "index", "offsets", "pointers"),
         *("results", "steps", "tensors", "workspace"),
     )
 
@@ -210,6 +216,7 @@ class Plan:
         self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
         self.results = results
         self.index = device.index if device.type == "cuda" else None
+        self.brief = None if constants else Brief.of(steps, results, registers, workspace.offsets)
         self.guard: Any = None  # of `_guard`; False where there can be none
 
     @classmethod
@@ -239,6 +246,21 @@ class Plan:
         One function in C++, stricter than a key: it also tells types, devices and modes apart.
         """
         return not reduce(or_, call.pointers) & 15 and self.guard(*call.tensors)
+
+    def unless_unaligned(self, tensors: list[Tensor]) -> Any:
+        """`__call__`; None, and nothing done, where a tensor is not aligned."""
+        brief, index = self.brief, self.index
+        if brief is None:
+            pointers = [x.data_ptr() for x in tensors]
+            return None if reduce(or_, pointers) & 15 else self(tensors, pointers)
+        stream = 0
+        if index is not None:
+            if torch._C._cuda_getDevice() != index:
+                with torch.cuda.device(index):
+                    return self.unless_unaligned(tensors)
+            stream = torch._C._cuda_getCurrentRawStream(index)
+        workspace = None if self.workspace is None else self.workspace()
+        return brief(tensors, workspace, stream)
 
     def __call__(self, tensors: list[Tensor], pointers: list[int]) -> Any:
         index, stream = self.index, 0

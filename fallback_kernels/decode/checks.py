@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import PRODUCTS, NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -73,11 +73,17 @@ def check_call(
     lengths: Tensor,
     phi: tuple[Sequence[Tensor], Sequence[Tensor]],
     kind: str,
+    may_complete: bool,
     num_sets: int,
     config: NSAConfig,
 ) -> None:
-    """`check_step`, and that φ fits: `phi` has the parameters of keys and those of values."""
+    """`check_step`, and that φ fits: `phi` has the parameters of keys and those of values.
+
+    Products (linear, mlp) go without any where no block is completed.
+    """
     check_step(query, new_key, new_value, cache, gates, gating, lengths, config, num_sets)
+    if kind in PRODUCTS and not may_complete and not (phi[0] or phi[1]):
+        return
     for name, parameters, compressed in zip(("key", "value"), phi, cache[2:], strict=True):
         check_phi(kind, parameters, compressed, config, name)
 

@@ -100,7 +100,8 @@ def step(
         lengths: int32 (B,), tokens of each row before the T new ones.
         scale: factor of the logits, 1/sqrt(D) unless given.
         phi: mean unless given.
-        may_complete: False where the caller knows that no row completes a block.
+        may_complete: False where the caller knows that no row completes a block; φ linear and mlp
+            then need no parameters.
         gate_offset: (3,); `gates` are then logits, and a gate is their sigmoid plus the offset,
             rounded to their dtype.
         gate_bias: (3 · Hq,), added to the logits in float32, three a head; with `gate_offset`.
@@ -127,7 +128,8 @@ def step(
     if torch.compiler.is_compiling() or not is_known:
         both, gating = (phi.key, phi.value), (gate_offset, gate_bias)
         checks.check_call(
-            query, *new, cache, gates, gating, lengths, both, phi.kind, num_sets, config
+            *(query, *new, cache, gates, gating, lengths, both, phi.kind),
+            *(may_complete, num_sets, config),
         )
     args = (
         query,
@@ -145,7 +147,7 @@ def step(
         config.counts,
     )
     if not return_aux and is_plain(query) and not torch.is_grad_enabled():
-        return operators.output(*args).transpose(1, 2)
+        return operators.output(*args)
     result = _step(*args)
     return _result(result, return_aux)
 
@@ -156,7 +158,8 @@ def replay(
     stored: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     gating: tuple[Tensor, Tensor | None, Tensor | None],
     phi: list[Tensor],
-    options: tuple[str, bool, int, float, NSAConfig],
+    options: tuple[str, bool, int, float],
+    config: NSAConfig,
 ) -> Tensor | None:
     """What `step` gives, where a launch plan was made for such a step; else None.
 
@@ -166,29 +169,24 @@ def replay(
     Args:
         new: keys and values. stored: the cache, and lengths. gating: gates, offset and bias.
         phi: parameters of keys, then those of values.
-        options: kind of φ, may_complete, num_sets, scale and config.
+        options: kind of φ, may_complete, num_sets and scale.
     """
     gates, offset, bias = gating
-    tensors = [query] if new is None else [query, *new]
-    tensors += stored[:4]
-    tensors.append(gates)
-    if offset is not None:
-        tensors.append(offset)
-    if bias is not None:
-        tensors.append(bias)
-    tensors.append(stored[4])
-    tensors += phi
+    if new is not None and bias is not None and offset is not None:
+        tensors = [query, *new, *stored[:4], gates, offset, bias, stored[4], *phi]
+    else:
+        given = (query, *(new or ()), *stored[:4], *gating, stored[4], *phi)
+        tensors = [x for x in given if x is not None]
 
     def args() -> tuple[Any, ...]:
         new_key, new_value = (None, None) if new is None else new
         cache, lengths = stored[:4], stored[4]
-        *rest, config = options
-        return (query, new_key, new_value, *cache, *gating, lengths, phi, *rest, config.counts)
+        return (query, new_key, new_value, *cache, *gating, lengths, phi, *options, config.counts)
 
-    # With the number of tensors, which φ's kind goes with, they tell all but the tensors.
-    others = (new is None, offset is None, bias is None, *options)
-    out = operators.output.plans.replay(tensors, others, args)  # type: ignore[attr-defined]
-    return None if out is None else out.transpose(1, 2)
+    # With the number of tensors, which tells those of φ, they tell all but the tensors. The config
+    # by its address: a hash of all that it has takes longer.
+    others = (new is None, offset is None, bias is None, id(config), *options)
+    return operators.output.plans.replay(tensors, others, args, config)  # type: ignore[attr-defined]
 
 
 def count_rows(

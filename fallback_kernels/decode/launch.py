@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import PRODUCTS, NSAConfig
 from nsa_flex.fallback_kernels.common.arch import INTERPRETED
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
@@ -62,7 +62,7 @@ class Phi:
     @property
     def is_product(self) -> bool:
         """Whether kernels of their own compress, for the bytes of the weights."""
-        return self.kind in ("linear", "mlp")
+        return self.kind in PRODUCTS
 
 
 @dataclass(frozen=True)

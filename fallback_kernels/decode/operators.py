@@ -54,14 +54,15 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Under `interface.step`.
 
-    phi: parameters of keys, then those of values. counts: those of an `NSAConfig`.
+    phi: parameters of keys, then those of values; none of a product that is not computed.
+    counts: those of an `NSAConfig`.
     """
     config = NSAConfig.of_counts(counts)
     half, cache = len(phi) // 2, (key, value, compressed_key, compressed_value)
     mapping = Phi(kind, tuple(phi[:half]), tuple(phi[half:]))
     checks.check_call(
         query, new_key, new_value, cache, gates, (gate_offset, gate_bias), lengths,
-        (mapping.key, mapping.value), kind, num_sets, config,
+        (mapping.key, mapping.value), kind, may_complete, num_sets, config,
     )  # fmt: skip
     keys, values = _branches(key, num_sets), _branches(value, num_sets)
     rest = (compressed_key, compressed_value, lengths)
@@ -94,8 +95,9 @@ def step(
 
 @planned
 def output(*args: Any) -> Tensor:
-    """The first result of `step` alone: the others need no memory of their own."""
-    return step._init_fn.__wrapped__(*args)[0]  # type: ignore[attr-defined]
+    """The first result of `step` alone, (B, Hq, T, Dv): the others need no memory of their own."""
+    out: Tensor = step._init_fn.__wrapped__(*args)[0]  # type: ignore[attr-defined]
+    return out.transpose(1, 2)
 
 
 def _branches(x: Tensor, num_sets: int) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ class Columns:
     @property
     def known(self) -> int | None:
         """The number as the host knows it; None inside compiled code and after it."""
-        return None if self._hidden() else self._on_host
+        return self._on_host if self.limit is None or not self._hidden() else None
 
     def number(self) -> int:
         """The number. Waits for the device after compiled steps, once."""
@@ -47,7 +47,7 @@ class Columns:
 
     def agree(self, other: Columns) -> None:
         """Take the number from the columns of another layer, where the host knows that one's."""
-        if other.known is not None:
+        if self.limit is not None and other.known is not None:  # one that grows never loses it
             self._on_host = other.known
 
     def number_or_tensor(self) -> int | Tensor:

@@ -13,14 +13,23 @@ from nsa_flex.sharded import is_sharded
 def misfit(cache: Any, key: Tensor, value: Tensor) -> str | None:
     """Why a `LayerCache` cannot store such keys and values, or None. Looks at no values."""
     key_shape, value_shape = key.shape, value.shape
+    heads, key_dim, value_dim = cache.sizes
+    if (
+        cache.is_initialized
+        and len(key_shape) == 4
+        and key_shape == (cache.batch_size, heads, tokens := key_shape[2], key_dim)
+        and value_shape == (cache.batch_size, heads, tokens, value_dim)
+        and value.dtype == cache.dtype
+        and value.device == cache.device
+        and not torch.is_grad_enabled()
+    ):
+        return None
     if len(key_shape) != 4 or len(value_shape) != 4 or key_shape[:3] != value_shape[:3]:
         return f"{_shapes(key, value)} must be (batch, heads, tokens, dim), alike but for dim"
-    heads = cache.num_sets * cache.compress_key.num_kv_heads
-    dims = (cache.compress_key.head_dim, cache.compress_value.head_dim)
-    if (key_shape[1], key_shape[3], value_shape[3]) != (heads, *dims):
+    if (key_shape[1], key_shape[3], value_shape[3]) != cache.sizes:
         return (
             f"{_shapes(key, value)} are not those of this cache's layer: {heads} heads of "
-            f"{dims[0]} and {dims[1]}"
+            f"{key_dim} and {value_dim}"
         )
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         return "NSA's cache carries no gradients: call under torch.no_grad(), or without a cache"

@@ -52,6 +52,8 @@ class LayerCache(CacheState):
         super().__init__(compress_key.config, max_length, num_sets)
         self.compress_key = compress_key
         self.compress_value = compress_value
+        heads = num_sets * compress_key.num_kv_heads
+        self.sizes = (heads, compress_key.head_dim, compress_value.head_dim)
 
     def expect(self, incoming: IncomingBatch) -> None:
         """Say what the next `update` brings; `advance` must follow once it has been attended.
@@ -62,9 +64,12 @@ class LayerCache(CacheState):
         self.columns.check_room(incoming.num_tokens)
         self.begin(incoming)
 
-    def begin(self, incoming: IncomingBatch) -> None:
-        """`expect`, where the room has been checked."""
-        self.incoming = incoming
+    def begin(self, incoming: IncomingBatch, may_complete: bool | None = None) -> None:
+        """`expect`, where the room has been checked.
+
+        may_complete: what this layer's own would be, if it is known.
+        """
+        self.incoming, self.expects_blocks = incoming, may_complete
         self.handed_out = self.pending = None
 
     def update(
@@ -168,10 +173,15 @@ class LayerCache(CacheState):
 
     def _new(self, key: Tensor, value: Tensor, start: int | None) -> New:
         """`start` is the known length."""
-        may_complete = self._may_complete(start, key.shape[2])
+        may_complete: bool | None = None
+        # Compiled code must not read what changes from step to step.
+        if self.incoming is not None and not torch.compiler.is_compiling():
+            may_complete = self.expects_blocks
+        if may_complete is None:
+            may_complete = self.may_complete(start, key.shape[2])
         return New(key, value, (self.compress_key, self.compress_value), may_complete)
 
-    def _may_complete(self, start: int | None, num_new: int) -> bool:
+    def may_complete(self, start: int | None, num_new: int) -> bool:
         """False where the host knows that so many more tokens complete no compressed block."""
         if start is None or torch.compiler.is_compiling():
             return True

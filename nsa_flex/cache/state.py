@@ -28,6 +28,8 @@ class CacheState:
         lengths: int32 (B,), real tokens of each row; likewise.
         columns: the number of columns of the batch that came in, padding included.
         incoming: what comes in, between `expect` and `advance`.
+        expects_blocks: whether that may complete a compressed block; None where `begin` was not
+            told.
         pending: what `update` got for `attend` to store.
         handed_out: keys and values that `update` returned since `expect`; empty once
             `check_handed_back` has seen them, None before `update`.
@@ -49,6 +51,7 @@ class CacheState:
         self.num_sets = num_sets
         self.is_initialized = False
         self.incoming: IncomingBatch | None = None
+        self.expects_blocks: bool | None = None
         self.pending: New | None = None
         self.handed_out: tuple[Tensor, ...] | None = None
 
@@ -130,7 +133,7 @@ class CacheState:
     def _reserve(self, num_tokens: int) -> None:
         if self.max_length is None:
             needed = self.columns.number() + num_tokens
-            if needed > self.capacity:
+            if needed > self.buffers.key.shape[2]:
                 self.buffers = self.buffers.grown(roomy(needed), self.config)
 
     def _mark_static(self) -> None:

@@ -48,11 +48,12 @@ class CallHook:
     def __call__(
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        if decoder.config._attn_implementation not in IMPLEMENTATIONS:
+        call = {**dict(zip(self.arguments, args, strict=False)), **kwargs} if args else {**kwargs}
+        config = decoder.config
+        if config._attn_implementation not in IMPLEMENTATIONS:
             self._refuse_nsa_cache(call)
             return args, kwargs  # switched by set_attn_implementation, for a while
-        if call.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+        if call.get("output_attentions") or getattr(config, "output_attentions", False):
             raise ValueError(
                 "output_attentions=True is not supported: NSA never forms attention weights; "
                 "unpatch the model to look at them"

@@ -35,9 +35,23 @@ def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> Non
         incoming = incoming_batch(_new_tokens(mask, first, num_tokens).expand(batch, num_tokens))
         if first.is_initialized and not torch.compiler.is_compiling():
             _assert_same_past(mask, first, num_tokens)
+    may_complete = None
+    if first.is_initialized and not torch.compiler.is_compiling():
+        may_complete = first.may_complete(first.known_length, num_tokens)
     for cache in caches:
         cache.columns.agree(first.columns)  # where compiled steps ran, the first asked the device
-        cache.begin(incoming)
+        known = may_complete is not None and _completes_alike(cache, first)
+        cache.begin(incoming, may_complete if known else None)
+
+
+def _completes_alike(cache: LayerCache, first: LayerCache) -> bool:
+    """Whether both complete their blocks with the same tokens, as far as the host can tell."""
+    columns, others = cache.columns, first.columns
+    return (
+        cache.config is first.config
+        and columns.even == others.even
+        and columns.known == others.known
+    )
 
 
 def real_past(mask: Tensor | None, num_cached: int) -> Tensor | None:

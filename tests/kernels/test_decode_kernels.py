@@ -475,6 +475,22 @@ def test_told_that_none_completes_it_compresses_none() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_products_that_nobody_computes_need_no_parameters(kind: Any) -> None:
+    problem = Problem(Case(past=(149,)))
+    maps = random_phi(kind, SMALL, 1, (16, 16), torch.float32)
+    expected, _ = problem.step(phi=phi_of(*maps), may_complete=False)
+    found, _ = problem.step(phi=decode.Phi(kind), may_complete=False)
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match=rf"φ of key has parameters \(\); {kind} has"):
+        problem.step(phi=decode.Phi(kind))
+    with pytest.raises(ValueError, match=rf"φ of value has parameters \(\); {kind} has"):
+        problem.step(phi=decode.Phi(kind, phi_of(*maps).key), may_complete=False)
+    with pytest.raises(ValueError, match=r"φ of key has parameters \(\); weighted has"):
+        problem.step(phi=decode.Phi("weighted"), may_complete=False)
+
+
+@kernels
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
 def test_gates_from_logits(dtype: torch.dtype, has_bias: bool) -> None:

@@ -394,6 +394,100 @@ def test_launches_in_a_row_are_one_step() -> None:
     assert done == ["a", "b"]
 
 
+def add_twice(x: Tensor, y: Tensor) -> Tensor:
+    """x + 2 y, transposed, by memory that nobody sees."""
+    between, out = torch.empty_like(x), torch.empty_like(x)
+    launch_add(x, y, between, 1.0)
+    launch_add(between, y, out, 1.0)
+    return out.t()
+
+
+@kernels
+def test_a_plan_of_launches_alone_by_recent_plans() -> None:
+    """On CUDA C does all of it at once; unaligned tensors, streams and graphs as ever."""
+    operator = Counted(add_twice)
+    kept = operator.operator.plans
+
+    def replay(*args: Tensor) -> Any:
+        return kept.replay([*args], (), lambda: args)
+
+    x, y = numbers(4, 12), numbers(4, 12)
+    for _ in range(3):
+        expected = operator(x, y)
+    (plan,) = kept.by_key.values()
+    assert (plan.brief is not None) == (DEVICE == "cuda" and plan_launches.native() is not None)
+    found = replay(x, y)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, (x + 2 * y).t())
+    torch.testing.assert_close(replay(y, x), (y + 2 * x).t())
+    torch.testing.assert_close(found, (x + 2 * y).t())  # memory of its own
+    assert replay(x, numbers(49)[1:].view(4, 12)) is None
+    if DEVICE == "cuda":
+        other = torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            found = replay(x, y * 3)
+        torch.cuda.current_stream().wait_stream(other)
+        torch.testing.assert_close(found, (x + 6 * y).t())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = replay(x, y)
+        x.mul_(3)
+        graph.replay()
+        torch.testing.assert_close(found, (x + 2 * y).t())
+    assert operator.ran == 2
+
+
+def test_what_c_is_told_of_a_plan() -> None:
+    """Where each register is: an input, the result, the workspace, or nowhere."""
+    told: list[Any] = []
+    launch = object.__new__(plan_launches.PackedLaunch)
+    launch.handles, launch.registers = ("a",), {0, 2, 3}
+    launch.module = SimpleNamespace(launch_with=lambda *args: told.append(args) or len(told) < 2)
+    allocation = plan_steps.Allocation(2, torch.empty(3, 4), zeros=False)
+    result, steps = plan_steps.View(2, (4, 3), (1, 4), 0), [allocation, launch]
+
+    def brief(steps: Any, result: Any, offsets: Any) -> Any:
+        return plan_launches.Brief.of(steps, result, range(2, 5), offsets)
+
+    made, inputs, workspace = brief(steps, result, {3: 512}), [torch.ones(2)] * 2, torch.empty(600)
+    found = made(inputs, workspace, 7)
+    assert found.shape == (4, 3)
+    assert found.stride() == (1, 4)
+    places = struct.pack("3q", plan_launches.RESULT, 512, plan_launches.NOTHING)
+    assert told == [(("a",), inputs, found, workspace.data_ptr(), places, 7)]
+    assert made(inputs, None, 7) is None
+    assert brief(steps, plan_steps.Whole(2), {3: 0})(inputs, None, 7) is None
+    assert told[-1][2].shape == (3, 4)
+    zeros = plan_steps.Allocation(2, torch.empty(3, 4), zeros=True)
+    for others in (
+        ([zeros, launch], result, {3: 0}),
+        ([allocation, launch, launch], result, {3: 0}),
+        ([launch, allocation], result, {3: 0}),
+        (steps, result, {}),  # nobody knows where 3 is
+        (steps, plan_steps.Whole(0), {3: 0}),
+        (steps, plan_steps.View(2, (2, 4), (4, 1), 0), {3: 0}),  # less than the memory
+        (steps, plan_steps.View(2, (2, 4), (4, 1), 4), {3: 0}),
+        (steps, (result, result), {3: 0}),
+    ):
+        assert brief(*others) is None
+
+
+@kernels
+def test_the_plan_of_the_last_call_is_asked_first() -> None:
+    operator = Counted(torch.add)
+    kept = operator.operator.plans
+    pairs = [(numbers(3, n), numbers(3, n)) for n in (4, 8, 12)]
+    for x, y in pairs * 3:
+        operator(x, y)
+    for x, y in (*pairs, *pairs):
+        found = kept.replay([x, y], (), lambda x=x, y=y: (x, y))  # type: ignore[misc]
+        assert torch.equal(found, x + y)
+        (recent,) = kept.recent.values()
+        assert len(recent) == 3
+        assert recent[0].guard(x, y)
+
+
 @pytest.mark.gpu  # the interpreter runs one kernel at a time
 def test_threads_replay_side_by_side() -> None:
     operator = Counted(blend)

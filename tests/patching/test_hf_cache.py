@@ -127,3 +127,31 @@ def test_tokens_stay_where_they_were_when_memory_runs_out(
         assert isinstance(layer, LayerCache)
         assert torch.equal(layer.keys[:, :, :40], key[:, :, :40])
         assert layer.lengths.tolist() == [41]
+
+
+def test_layers_are_asked_together_whether_a_block_is_completed(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a call; a layer that could complete others is asked by itself."""
+    asked: list[LayerCache] = []
+    ask = LayerCache.may_complete
+
+    def watched(cache: LayerCache, *args: Any) -> bool:
+        asked.append(cache)
+        return ask(cache, *args)
+
+    monkeypatch.setattr(LayerCache, "may_complete", watched)
+    cache, ids = cache_of(model, "dynamic"), tokens(1, 40)
+    step(model, ids[:, :20], cache)
+    first, second = cache.layers
+    asked.clear()
+    for position in range(20, 30):
+        step(model, ids[:, position : position + 1], cache)
+        assert asked == [first]
+        asked.clear()
+    second.columns.even = False
+    step(model, ids[:, 30:31], cache)
+    assert asked == [first, second]
+    torch.testing.assert_close(
+        step(model, ids[:, 31:32], cache)[:, -1], model(ids[:, :32]).logits[:, -1]
+    )
