@@ -2,8 +2,8 @@
 
 Both multiply each of a block's l tokens by weights of its own, l·D·D of them, most of the bytes.
 They are read only if some row completes a block; that the kernels see from the lengths. The first
-kernel multiplies, split over the tokens of a block. The second adds the splits up and writes the
-compressed rows; where each row has one new token, attention's first kernel does it.
+kernel multiplies, split over the tokens of a block; the second adds the splits up and writes the
+compressed rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.decode.append_kv import store_row
 from nsa_flex.fallback_kernels.decode.tiles import pdl_launch_dependents, pdl_wait
 
 
@@ -182,7 +181,7 @@ def decode_project_kernel(
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COUNT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, MLP: tl.constexpr, READ_NEW: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, LAUNCH_AFTER_WAIT: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """CTA (split of a block's tokens and tile of columns, rows, key or value): its product.
 
@@ -191,12 +190,11 @@ def decode_project_kernel(
     with the second, and the sum of the tokens with their position embeddings. linear: weights
     (Hkv, l, D, D), so that a row is a (batch row, block) and each head has tiles of its own;
     (splits, B, Hkv, COUNT, 1, D).
-
-    LAUNCH_AFTER_WAIT: the next kernel reads what is from before the step without waiting for it.
     """
-    pdl_launch_dependents(PDL and not LAUNCH_AFTER_WAIT)
+    # In this order: the kernels behind this one wait before they read anything, and attention's
+    # first launches others only once it has waited.
+    pdl_launch_dependents(PDL)
     pdl_wait(PDL)
-    pdl_launch_dependents(PDL and LAUNCH_AFTER_WAIT)
     if tl.program_id(2) == 0:
         project_blocks(
             key_ptr, new_key_ptr, key_weight_ptr, key_position_ptr, partial_key_ptr, lengths_ptr,
@@ -235,58 +233,6 @@ def add_splits(
 def gelu(x):
     """x Φ(x), with the normal distribution's Φ as it is."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
-def add_splits_of_row(
-    partial_ptr, stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """Sum over splits of one row, in the order of `add_splits`: [BLOCK_D]."""
-    dim = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(partial_ptr + split * stride + dim, mask=dim < DIM, other=0.0)
-    return total
-
-
-@triton.jit
-def write_row(
-    partial_ptr, output_weight_ptr, compressed_ptr, row, num_rows,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPRESS: tl.constexpr, SPLITS: tl.constexpr,
-    MLP: tl.constexpr,
-):  # fmt: skip
-    """Row `row` of `num_rows` of partial outputs becomes the compressed row at `compressed_ptr`.
-
-    `write_blocks` does this for many rows at once, by tensor cores.
-    """
-    PARTS: tl.constexpr = 3 if MLP else 1
-    dtype = compressed_ptr.dtype.element_ty
-    partial_ptr += row.to(tl.int64) * (PARTS * DIM)
-    stride = num_rows.to(tl.int64) * (PARTS * DIM)
-    total = add_splits_of_row(
-        partial_ptr + (PARTS - 1) * DIM, stride, DIM, BLOCK_D, SPLITS
-    )  # fmt: skip  # [BLOCK_D]
-    if MLP:
-        # Of a tile of both output weights: 64 elements in each of 128 threads.
-        BLOCK_N: tl.constexpr = min(BLOCK_D, 4096 // BLOCK_D)
-        hidden = add_splits_of_row(partial_ptr, stride, DIM, BLOCK_D, SPLITS)  # [BLOCK_D]
-        change = add_splits_of_row(partial_ptr + DIM, stride, DIM, BLOCK_D, SPLITS)
-        second = gelu(hidden - change)  # [BLOCK_D]
-        difference = (gelu(hidden) - second).to(dtype).to(tl.float32)  # [BLOCK_D]
-        second = second.to(dtype).to(tl.float32)
-        column = tl.arange(0, BLOCK_D)
-        products = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        for first in tl.range(0, DIM, BLOCK_N, num_stages=3):
-            dim = first + tl.arange(0, BLOCK_N)
-            pointers = output_weight_ptr + dim[:, None] * DIM + column[None, :]
-            mask = (dim < DIM)[:, None] & (column < DIM)[None, :]
-            w = tl.load(pointers, mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-            other = tl.load(pointers + DIM * DIM, mask=mask, other=0.0)
-            less = (w.to(tl.float32) - other.to(tl.float32)).to(dtype).to(tl.float32)
-            products += tl.gather(difference, dim, 0)[:, None] * w.to(dtype).to(tl.float32)
-            products += tl.gather(second, dim, 0)[:, None] * less
-        total = total / COMPRESS + tl.sum(products, 0)
-    store_row(compressed_ptr, total, DIM, BLOCK_D)
 
 
 @triton.jit
@@ -364,8 +310,7 @@ def decode_write_blocks_kernel(
 
     mlp: mean + (gelu(h1) - gelu(h2)) C1 + gelu(h2) (C1 - C2), with output weights (2, D, D).
     """
-    # In this order: attention's first kernel waits, and only then launches others.
-    pdl_launch_dependents(PDL)
+    pdl_launch_dependents(PDL)  # in this order, as above
     pdl_wait(PDL)
     if tl.program_id(2) == 0:
         write_blocks(

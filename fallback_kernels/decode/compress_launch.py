@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
@@ -16,13 +17,7 @@ from nsa_flex.fallback_kernels.decode.compress_blocks import (
     decode_write_blocks_kernel,
 )
 from nsa_flex.fallback_kernels.decode.config import in_one_allocation
-from nsa_flex.fallback_kernels.decode.launch import (
-    Cache,
-    NewTokens,
-    Phi,
-    Products,
-    pdl_option,
-)
+from nsa_flex.fallback_kernels.decode.launch import Cache, NewTokens, Phi, pdl_option
 
 MAX_ROWS = 64  # of a tile of the products: more of them share a read of the weights
 MAX_SPLITS = 8
@@ -86,35 +81,47 @@ class ProductPlan(NamedTuple):
             max(1, min(most_stages, tokens_per_split, room // stage_bytes)),
         )
 
-    def partial(self, source: Cache) -> Products:
-        """New memory; nothing in it is read before it is written."""
-        batch, heads, _, head_dim = source.key.shape
-        shape = (self.splits, batch * heads * self.blocks, self.parts)
-        dims = (head_dim, source.value.shape[3])
-        return Products(*in_one_allocation(source.key.device, *((*shape, dim) for dim in dims)))
-
 
 def launch_compress(
-    source: Cache, num_new: int, phi: Phi, config: NSAConfig, *, pdl: bool
+    source: Cache,
+    num_new: int,
+    new: NewTokens | None,
+    phi: Phi,
+    config: NSAConfig,
+    *,
+    pdl: bool,
 ) -> None:
-    """Writes the compressed rows of the blocks that the last `num_new` tokens complete.
+    """Writes the compressed rows of the blocks that `num_new` tokens complete.
 
     Args:
-        source: the compressed branch's keys and values, which have these tokens; lengths do not.
+        source: the compressed branch's keys and values.
+        new: the tokens, where they are still to be stored; None where they are in the cache.
         phi: of the kind linear or mlp.
     """
-    batch, heads, _, head_dim = source.key.shape
+    batch, heads, capacity, head_dim = source.key.shape
+    value_dim = source.value.shape[3]
     plan = ProductPlan.of(source, num_new, phi, config)
-    partial = plan.partial(source)
-    constants = _constants(source, plan, phi, config, pdl=pdl)
-    sizes = _sizes(source, num_new)
+    shape = (plan.splits, batch * heads * plan.blocks, plan.parts)
+    partial = in_one_allocation(source.key.device, (*shape, head_dim), (*shape, value_dim))
+    constants: dict[str, Any] = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": tile_width(head_dim),
+        "VALUE_DIM": value_dim,
+        "BLOCK_DV": tile_width(value_dim),
+        "COMPRESS": config.compress_block_size,
+        "STRIDE": config.compress_stride,
+        "COUNT": plan.blocks,
+        "MLP": phi.kind == "mlp",
+        "PRECISION": "ieee" if source.key.element_size() == 4 else "tf32",
+        "PDL": pdl,
+    }
+    sizes = (num_new, capacity, source.compressed_key.shape[2], batch, heads)
     with torch.cuda.device_of(source.key):
-        _project(source, None, phi, plan, partial, sizes, constants)
-        columns = cdiv(max(head_dim, source.value.shape[3]), WRITTEN_COLUMNS)
+        _project(source, new, phi, plan, partial, sizes, constants)
+        columns = cdiv(max(head_dim, value_dim), WRITTEN_COLUMNS)
         rows = cdiv(batch * heads * plan.blocks, WRITTEN_ROWS)
         decode_write_blocks_kernel[(columns, rows, 2)](
-            partial.key,
-            partial.value,
+            *partial,
             phi.key[-1],
             phi.value[-1],
             source.compressed_key,
@@ -132,50 +139,12 @@ def launch_compress(
         )
 
 
-def launch_products(
-    source: Cache, new: NewTokens, phi: Phi, config: NSAConfig, *, pdl: bool
-) -> Products:
-    """Partial outputs of the blocks that one new token a row completes, which is still to be
-    stored; `launch.run` writes them. See `launch_compress`.
-    """
-    plan = ProductPlan.of(source, 1, phi, config)
-    partial = plan.partial(source)
-    constants = _constants(source, plan, phi, config, pdl=pdl)
-    with torch.cuda.device_of(source.key):
-        _project(source, new, phi, plan, partial, _sizes(source, 1), constants)
-    return partial
-
-
-def _sizes(source: Cache, num_new: int) -> tuple[int, ...]:
-    batch, heads, capacity, _ = source.key.shape
-    return num_new, capacity, source.compressed_key.shape[2], batch, heads
-
-
-def _constants(
-    source: Cache, plan: ProductPlan, phi: Phi, config: NSAConfig, *, pdl: bool
-) -> dict[str, Any]:
-    """Compile-time arguments of both kernels."""
-    head_dim, value_dim = source.key.shape[3], source.value.shape[3]
-    return {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": tile_width(head_dim),
-        "VALUE_DIM": value_dim,
-        "BLOCK_DV": tile_width(value_dim),
-        "COMPRESS": config.compress_block_size,
-        "STRIDE": config.compress_stride,
-        "COUNT": plan.blocks,
-        "MLP": phi.kind == "mlp",
-        "PRECISION": "ieee" if source.key.element_size() == 4 else "tf32",
-        "PDL": pdl,
-    }
-
-
 def _project(
     source: Cache,
     new: NewTokens | None,
     phi: Phi,
     plan: ProductPlan,
-    partial: Products,
+    partial: tuple[Tensor, ...],
     sizes: tuple[int, ...],
     constants: dict[str, Any],
 ) -> None:
@@ -190,8 +159,7 @@ def _project(
         phi.value[1] if is_mlp else phi.value[0],
         phi.key[0],
         phi.value[0],
-        partial.key,
-        partial.value,
+        *partial,
         source.lengths,
         *strides(source.key),
         *strides(source.value),
@@ -204,7 +172,6 @@ def _project(
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         READ_NEW=new is not None,
-        LAUNCH_AFTER_WAIT=new is not None,  # attention is next
         STAGES=plan.stages,
         num_warps=4,
         **pdl_option(constants["PDL"]),

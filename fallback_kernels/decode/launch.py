@@ -74,26 +74,6 @@ class NewTokens:
 
 
 @dataclass(frozen=True)
-class Products:
-    """Partial outputs of φ, linear or mlp, for the block that each row's one new token completes.
-
-    key, value: float32 (splits, B · Hkv, parts, ·), a block of memory each.
-    """
-
-    key: Tensor
-    value: Tensor
-
-    def constants(self, phi: Phi) -> dict[str, Any]:
-        """Arguments of the kernel that adds them up."""
-        return {
-            "PRODUCT_SPLITS": self.key.shape[0],
-            "MLP": phi.kind == "mlp",
-            "product_key_ptr": self.key,
-            "product_value_ptr": self.value,
-        }
-
-
-@dataclass(frozen=True)
 class Gating:
     """gates (B, Hq, T, 3), or with `offset` (3,) what their sigmoid plus offset is.
 
@@ -115,12 +95,11 @@ def run(
     new: NewTokens | None = None,
     phi: Phi | None = None,
     rows_read: Tensor | None = None,
-    products: Products | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attends: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the order of their slots, lse.
 
     `new`, the one token of each row that the first kernel stores, with the block that it completes
-    if `phi`: one that is no product, or has its `products`.
+    if `phi`.
     """
     shape = (plan.batch, plan.tokens, plan.query_heads, plan.value_dim)
     out = torch.empty(shape, dtype=query.dtype, device=query.device)
@@ -131,7 +110,7 @@ def run(
     sliding = (cache.key, cache.value) if sliding is None else sliding
     workspace = plan.workspace(query.device)
     with torch.cuda.device_of(query):
-        launch_compressed(plan, query, cache, workspace, scale, new, phi, rows_read, products)
+        launch_compressed(plan, query, cache, workspace, scale, new, phi, rows_read)
         launch_topk(plan, cache, workspace)
         launch_selected_sliding(plan, query, cache, sliding, workspace, scale, new, rows_read)
         launch_combine(plan, cache, workspace, gating, out, lse)
@@ -187,11 +166,9 @@ def launch_compressed(
     new: NewTokens | None = None,
     phi: Phi | None = None,
     rows_read: Tensor | None = None,
-    products: Products | None = None,
 ) -> None:
     """Compressed branch; stores the one new token of each row first if `new`, see `run`."""
-    is_weighted = phi is not None and phi.kind == "weighted"
-    weights = () if phi is None else phi.key[-1:] + phi.value[-1:]
+    weights = phi.key + phi.value if phi is not None and phi.kind == "weighted" else ()
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
     decode_compressed_kernel[(plan.compressed_splits, plan.tokens, plan.batch * plan.kv_heads)](
         query,
@@ -227,13 +204,12 @@ def launch_compressed(
         PADDED_COMPRESS=next_power_of_2(plan.config.compress_block_size),
         STAGES=plan.stages,
         HAS_NEW_TOKEN=new is not None,
-        WRITE_COMPRESSED=phi is not None and products is None,
-        WEIGHTED=is_weighted,
+        WRITE_COMPRESSED=phi is not None,
+        WEIGHTED=bool(weights),
         COMPILED=not INTERPRETED,
         COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,
         **cache.pages(cache.compressed_key),
-        **({} if phi is None or products is None else products.constants(phi)),
         **pdl_option(plan.pdl),
     )
 

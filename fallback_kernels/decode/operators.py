@@ -17,7 +17,7 @@ from nsa_flex.fallback_kernels.common.arch import supports_pdl
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.decode import checks
-from nsa_flex.fallback_kernels.decode.compress_launch import launch_compress, launch_products
+from nsa_flex.fallback_kernels.decode.compress_launch import launch_compress
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import (
     Cache,
@@ -72,13 +72,11 @@ def step(
         new = NewTokens(*(rows_contiguous(x.to(key.dtype)) for x in (new_key, new_value)))
     # One token of one set is left to the first kernel of attention.
     waits = new is not None and num_sets == 1 and query.shape[2] == 1
-    compresses = may_complete or not mapping.is_product
-    products = None
-    if new is not None and not waits:
-        _store(new, Cache(key, value, *rest), compressed, mapping, config, may_complete)
-    elif new is not None and mapping.is_product and may_complete:
-        pdl = supports_pdl(query.device)
-        products = launch_products(compressed, new, mapping, config, pdl=pdl)
+    if new is not None:
+        whole = Cache(key, value, *rest)
+        _store(
+            new, whole, compressed, mapping, config, appends=not waits, may_compress=may_complete
+        )
     plan = DecodePlan.of(query, selected.key, selected.value, compressed_key, config)
     return run(
         plan,
@@ -88,8 +86,7 @@ def step(
         scale,
         (sliding.key, sliding.value),
         new if waits else None,
-        mapping if waits and compresses else None,
-        products=products,
+        None if mapping.is_product or not waits else mapping,
     )
 
 
@@ -111,14 +108,23 @@ def _store(
     compressed: Cache,
     phi: Phi,
     config: NSAConfig,
-    may_complete: bool,
+    *,
+    appends: bool,
+    may_compress: bool,
 ) -> None:
-    """Stores several tokens a row or those of several sets, and the blocks that they complete."""
+    """What is stored before attention.
+
+    Args:
+        whole: heads of all branches; compressed: those of the compressed one.
+        appends: whether the tokens are, or are left to attention, with φ that is no product.
+        may_compress: False tells that no block is completed.
+    """
     heads = compressed.key.shape[1]
-    launch_append(new, whole, heads, None if phi.is_product else phi, config)
-    if phi.is_product and may_complete:
+    if appends:
+        launch_append(new, whole, heads, None if phi.is_product else phi, config)
+    if phi.is_product and may_compress:
         tokens, pdl = new.key.shape[2], supports_pdl(new.key.device)
-        launch_compress(compressed, tokens, phi, config, pdl=pdl)
+        launch_compress(compressed, tokens, None if appends else new, phi, config, pdl=pdl)
 
 
 @step.register_fake

@@ -10,12 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.decode.append_kv import (
-    append_token,
-    completed_block,
-    store_completed_block,
-)
-from nsa_flex.fallback_kernels.decode.compress_blocks import write_row
+from nsa_flex.fallback_kernels.decode.append_kv import append_token, store_completed_block
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_visible_blocks,
     load_query_group,
@@ -86,8 +81,6 @@ def decode_compressed_kernel(
     HAS_NEW_TOKEN: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
     COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
     PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
-    PRODUCT_SPLITS: tl.constexpr = 0, MLP: tl.constexpr = False,
-    product_key_ptr=None, product_value_ptr=None,
 ):  # fmt: skip
     """CTA (split, new token, KV head of a batch row).
 
@@ -96,19 +89,14 @@ def decode_compressed_kernel(
     COMPRESS / STRIDE - 1 rows of a request's first page are of no block. HAS_NEW_TOKEN is False.
 
     HAS_NEW_TOKEN also stores the one new token of each row, and with WRITE_COMPRESSED the block
-    that it completes. With PRODUCT_SPLITS that block comes from so many partial outputs of
-    `decode_project_kernel`, and from the output weights in place of those of a sum.
+    that it completes.
     """
     PER_BLOCK: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     TILE_BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
     SCORE_STRIDE: tl.constexpr = PADDED_BLOCKS + PADDED_BLOCKS // TILE_BLOCKS
-    # The kernel of the products is launched once all work from before this step is done, and this
-    # one by it: only who reads the products waits for them here. All do so before they end, so
-    # that a later kernel that waits for this one finds them done.
-    WAIT_LATE: tl.constexpr = PDL and PRODUCT_SPLITS > 0
     # In this order: no kernel launched early finds work from before this step unfinished.
-    pdl_wait(PDL and not WAIT_LATE)
+    pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     split, token, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
@@ -120,13 +108,11 @@ def decode_compressed_kernel(
     length = tl.load(lengths_ptr + batch)
     position = length + token
     if position >= capacity:
-        pdl_wait(WAIT_LATE)
         return
     num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)
     tiles_per_split, num_used = tiles_of_split(num_visible, num_compressed_splits, BLOCK_N)
     num_ctas = tl.maximum(num_used, 1)  # the last one stores the new token
     if split >= num_ctas:
-        pdl_wait(WAIT_LATE)
         return
     key_ptr += head * key_stride_h
     value_ptr += head * value_stride_h
@@ -157,21 +143,6 @@ def decode_compressed_kernel(
                     COMPRESS, STRIDE, PADDED_COMPRESS, WEIGHTED,
                 )  # fmt: skip
                 tl.debug_barrier()  # the loop below reads what other threads wrote here
-            if PRODUCT_SPLITS:
-                block = completed_block(position, COMPRESS, STRIDE)
-                if (block >= 0) & (block < num_compressed):
-                    pdl_wait(PDL)
-                    write_row(
-                        product_key_ptr, key_weight_ptr,
-                        key_ptr + block.to(tl.int64) * key_stride_s, batch_head,
-                        tl.num_programs(2), HEAD_DIM, BLOCK_D, COMPRESS, PRODUCT_SPLITS, MLP,
-                    )  # fmt: skip
-                    write_row(
-                        product_value_ptr, value_weight_ptr,
-                        value_ptr + block.to(tl.int64) * value_stride_s, batch_head,
-                        tl.num_programs(2), VALUE_DIM, BLOCK_DV, COMPRESS, PRODUCT_SPLITS, MLP,
-                    )  # fmt: skip
-                    tl.debug_barrier()  # as above
 
     head_in_group, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_POOL)
     score_ptr += unit.to(tl.int64) * (GROUP * SCORE_STRIDE)
@@ -221,4 +192,3 @@ def decode_compressed_kernel(
         )  # fmt: skip
     if COUNT_ROWS:
         tl.store(rows_read_ptr + unit * num_splits + split, rows_read)
-    pdl_wait(WAIT_LATE)

