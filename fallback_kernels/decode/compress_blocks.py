@@ -191,10 +191,8 @@ def decode_project_kernel(
     (Hkv, l, D, D), so that a row is a (batch row, block) and each head has tiles of its own;
     (splits, B, Hkv, COUNT, 1, D).
     """
-    # In this order: the kernels behind this one wait before they read anything, and attention's
-    # first launches others only once it has waited.
-    pdl_launch_dependents(PDL)
     pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     if tl.program_id(2) == 0:
         project_blocks(
             key_ptr, new_key_ptr, key_weight_ptr, key_position_ptr, partial_key_ptr, lengths_ptr,
@@ -310,8 +308,8 @@ def decode_write_blocks_kernel(
 
     mlp: mean + (gelu(h1) - gelu(h2)) C1 + gelu(h2) (C1 - C2), with output weights (2, D, D).
     """
-    pdl_launch_dependents(PDL)  # in this order, as above
     pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     if tl.program_id(2) == 0:
         write_blocks(
             partial_key_ptr, key_weight_ptr, compressed_key_ptr, lengths_ptr,
