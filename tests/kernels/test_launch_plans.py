@@ -415,7 +415,8 @@ def test_a_plan_of_launches_alone_by_recent_plans() -> None:
     for _ in range(3):
         expected = operator(x, y)
     (plan,) = kept.by_key.values()
-    assert (plan.brief is not None) == (DEVICE == "cuda" and plan_launches.native() is not None)
+    packed = [plan_steps.Allocation, plan_launches.PackedLaunch]
+    assert (plan.brief is not None) == ([type(step) for step in plan.steps] == packed)
     found = replay(x, y)
     assert found.stride() == expected.stride()
     torch.testing.assert_close(found, (x + 2 * y).t())
