@@ -142,6 +142,13 @@ def forget_plans() -> Iterator[Callable[[], None]]:
     forget_kept()
 
 
+@pytest.fixture(params=["filled", "as it is"])
+def new_memory(request: pytest.FixtureRequest) -> Iterator[str]:
+    """With memory filled, which adds operations to launch plans, and as users have it."""
+    with poisoned_memory.lifted() if request.param == "as it is" else contextlib.nullcontext():
+        yield request.param
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Runs the test on the CPU and, where there is one, on the CUDA device."""

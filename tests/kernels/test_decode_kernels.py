@@ -541,7 +541,9 @@ def test_token_by_token_from_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch)
     ("kind", "gating"),
     [("mean", "gates"), ("mlp", "gates"), ("mean", "logits"), ("mean", "bias apart")],
 )
-def test_steps_by_recent_plans(kind: Any, gating: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_by_recent_plans(
+    kind: Any, gating: str, new_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They store and attend as the operator does, with the parameters that φ has by then."""
 
     def is_plain(x: Tensor) -> bool:  # also on the CPU
@@ -593,6 +595,8 @@ def test_steps_by_recent_plans(kind: Any, gating: str, monkeypatch: pytest.Monke
     assert kept.replayed - replayed == 12
     assert len(steps) == 3  # one to see, one to record, one to know it again
     assert not kept.problems
+    in_c = [plan.brief is not None for plan in kept.by_key.values()]
+    assert any(in_c) == (DEVICE == "cuda" and new_memory == "as it is")
     with torch.no_grad(), pytest.raises(ValueError, match="gates has shape"):
         decoding.decode_step(
             query,

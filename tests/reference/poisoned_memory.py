@@ -7,6 +7,8 @@ the bodies of custom operators and kernel launchers run eagerly inside compiled 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +54,21 @@ def install() -> None:
     # torch looks these functions up by name once, on first use: let it find its own.
     torch.utils._device._device_constructors()
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    _put(empty, empty_like, empty_strided, new_empty)
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Torch's own functions, for tests of what a fill would keep from being used."""
+    before = torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty
+    _put(_empty, _empty_like, _empty_strided, _new_empty)
+    try:
+        yield
+    finally:
+        _put(*before)
+
+
+def _put(empty: Any, empty_like: Any, empty_strided: Any, new_empty: Any) -> None:
     torch.empty = empty
     torch.empty_like = empty_like
     torch.empty_strided = empty_strided
