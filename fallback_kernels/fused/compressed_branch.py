@@ -22,7 +22,7 @@ from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residue
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, fold_gated_lse
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import unfold_lse
 from nsa_flex.fallback_kernels.ranges.bounds import launch as launch_bounds
-from nsa_flex.fallback_kernels.ranges.bwd import ranges_split_gradients
+from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
 
 NUM_PARTS = 4  # of any fold
@@ -100,7 +100,7 @@ def compressed_gradients(
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
     if is_ranged(rows.shape[0] * rows.shape[1], document_start):
-        grad_query, splits = ranges_split_gradients(
+        grad_query, splits = ranges_gradients(
             rows.transpose(1, 2),
             *keys,
             *_bounds(rows, document_start, key, config),

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
+from nsa_flex.fallback_kernels.common.add_splits import Splits
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -170,24 +170,6 @@ def seeing_queries(first_key: Tensor, end_key: Tensor, num_keys: int, block_n: i
 
 
 def ranges_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first_key: Tensor,
-    end_key: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    grad_out: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV with memory (B, S, H, D); arguments as of `ranges_split_gradients`."""
-    of_call = (query, key, value, first_key, end_key, lse, delta, grad_out, scale)
-    grad_query, splits = ranges_split_gradients(*of_call)
-    grad_key, grad_value = add_splits(splits, query.dtype)
-    return grad_query, grad_key.transpose(1, 2), grad_value.transpose(1, 2)
-
-
-def ranges_split_gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,

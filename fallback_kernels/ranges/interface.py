@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.add_splits import add_splits
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
 from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
 from nsa_flex.fallback_kernels.common.direct import directly
@@ -95,7 +96,10 @@ def backward(
         out, grad_out, lse = to_bshd(out), to_bshd(grad_out), to_bshd(lse)
         delta = row_deltas(out, grad_out, grad_lse, int64_offsets=out[0].numel() >= 2**31)
         bounds = _bounds(first_key, end_key)
-        return ranges_gradients(query, key, value, *bounds, lse, delta, grad_out, scale)
+        of_call = (query, key, value, *bounds, lse, delta, grad_out, scale)
+        grad_query, splits = ranges_gradients(*of_call)
+        grad_key, grad_value = add_splits(splits, query.dtype)
+        return grad_query, grad_key.transpose(1, 2), grad_value.transpose(1, 2)
 
 
 @backward.register_fake
