@@ -11,7 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.decode.tiles import pdl_launch_dependents, pdl_wait
+from nsa_flex.fallback_kernels.decode.tiles import (
+    completes_any,
+    pdl_launch_dependents,
+    pdl_wait,
+)
 
 
 @triton.jit
@@ -181,7 +185,7 @@ def decode_project_kernel(
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COUNT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, MLP: tl.constexpr, READ_NEW: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, PADDED_BATCH: tl.constexpr,
 ):  # fmt: skip
     """CTA (split of a block's tokens and tile of columns, rows, key or value): its product.
 
@@ -191,8 +195,15 @@ def decode_project_kernel(
     (Hkv, l, D, D), so that a row is a (batch row, block) and each head has tiles of its own;
     (splits, B, Hkv, COUNT, 1, D).
     """
+    # In this order: no kernel of the step finds work from before it unfinished.
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
+    if PADDED_BATCH:  # noqa: SIM102  # known to the compiler, what follows is not
+        if not completes_any(
+            lengths_ptr, batch_size, num_new, capacity, num_compressed, COMPRESS, STRIDE,
+            PADDED_BATCH,
+        ):  # fmt: skip
+            return
     if tl.program_id(2) == 0:
         project_blocks(
             key_ptr, new_key_ptr, key_weight_ptr, key_position_ptr, partial_key_ptr, lengths_ptr,
@@ -302,14 +313,20 @@ def decode_write_blocks_kernel(
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COUNT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MLP: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, PADDED_BATCH: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of columns, rows, key or value): compressed rows from the partial outputs.
 
     mlp: mean + (gelu(h1) - gelu(h2)) C1 + gelu(h2) (C1 - C2), with output weights (2, D, D).
     """
-    pdl_wait(PDL)
     pdl_launch_dependents(PDL)
+    if PADDED_BATCH:  # noqa: SIM102  # known to the compiler, what follows is not
+        if not completes_any(
+            lengths_ptr, batch_size, num_new, capacity, num_compressed, COMPRESS, STRIDE,
+            PADDED_BATCH,
+        ):  # fmt: skip
+            return
+    pdl_wait(PDL)
     if tl.program_id(2) == 0:
         write_blocks(
             partial_key_ptr, key_weight_ptr, compressed_key_ptr, lengths_ptr,

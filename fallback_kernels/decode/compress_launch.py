@@ -17,7 +17,13 @@ from nsa_flex.fallback_kernels.decode.compress_blocks import (
     decode_write_blocks_kernel,
 )
 from nsa_flex.fallback_kernels.decode.config import in_one_allocation
-from nsa_flex.fallback_kernels.decode.launch import Cache, NewTokens, Phi, pdl_option
+from nsa_flex.fallback_kernels.decode.launch import (
+    Cache,
+    NewTokens,
+    Phi,
+    padded_batch,
+    pdl_option,
+)
 
 MAX_ROWS = 64  # of a tile of the products: more of them share a read of the weights
 MAX_SPLITS = 8
@@ -114,6 +120,7 @@ def launch_compress(
         "MLP": phi.kind == "mlp",
         "PRECISION": "ieee" if source.key.element_size() == 4 else "tf32",
         "PDL": pdl,
+        "PADDED_BATCH": padded_batch(batch),
     }
     sizes = (num_new, capacity, source.compressed_key.shape[2], batch, heads)
     with torch.cuda.device_of(source.key):

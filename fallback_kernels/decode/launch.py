@@ -21,6 +21,9 @@ from nsa_flex.fallback_kernels.decode.split_kv_selected import decode_selected_s
 from nsa_flex.fallback_kernels.decode.topk import decode_topk_kernel
 
 
+MAX_LENGTHS = 128  # of a batch that every CTA reads
+
+
 @dataclass(frozen=True)
 class Cache:
     """What a layer has stored, and where new tokens go.
@@ -95,11 +98,15 @@ def run(
     new: NewTokens | None = None,
     phi: Phi | None = None,
     rows_read: Tensor | None = None,
+    *,
+    behind_phi: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attends: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the order of their slots, lse.
 
-    `new`, the one token of each row that the first kernel stores, with the block that it completes
-    if `phi`.
+    Args:
+        new: the one token of each row that the first kernel stores, with the block that it
+            completes if `phi`.
+        behind_phi: whether φ's own kernels were launched right before.
     """
     shape = (plan.batch, plan.tokens, plan.query_heads, plan.value_dim)
     out = torch.empty(shape, dtype=query.dtype, device=query.device)
@@ -110,11 +117,19 @@ def run(
     sliding = (cache.key, cache.value) if sliding is None else sliding
     workspace = plan.workspace(query.device)
     with torch.cuda.device_of(query):
-        launch_compressed(plan, query, cache, workspace, scale, new, phi, rows_read)
+        launch_compressed(
+            plan, query, cache, workspace, scale, new, phi, rows_read, behind_phi=behind_phi
+        )
         launch_topk(plan, cache, workspace)
         launch_selected_sliding(plan, query, cache, sliding, workspace, scale, new, rows_read)
         launch_combine(plan, cache, workspace, gating, out, lse)
     return out, workspace.blocks, lse
+
+
+def padded_batch(batch: int) -> int:
+    """Of the rows whose lengths each CTA reads to see if it has to wait; 0: it waits anyway."""
+    padded = next_power_of_2(batch)
+    return padded if padded <= MAX_LENGTHS else 0
 
 
 def launch_append(
@@ -166,6 +181,8 @@ def launch_compressed(
     new: NewTokens | None = None,
     phi: Phi | None = None,
     rows_read: Tensor | None = None,
+    *,
+    behind_phi: bool = False,
 ) -> None:
     """Compressed branch; stores the one new token of each row first if `new`, see `run`."""
     weights = phi.key + phi.value if phi is not None and phi.kind == "weighted" else ()
@@ -208,6 +225,8 @@ def launch_compressed(
         WEIGHTED=bool(weights),
         COMPILED=not INTERPRETED,
         COUNT_ROWS=rows_read is not None,
+        BEHIND_PHI=behind_phi,
+        PADDED_BATCH=padded_batch(plan.batch) if behind_phi else 0,
         num_warps=plan.warps,
         **cache.pages(cache.compressed_key),
         **pdl_option(plan.pdl),

@@ -68,6 +68,7 @@ def step(
     rest = (compressed_key, compressed_value, lengths)
     compressed, selected, sliding = (Cache(k, v, *rest) for k, v in zip(keys, values, strict=True))
     new = None
+    query = rows_contiguous(query)  # no kernel may come between those of φ and attention
     if new_key is not None and new_value is not None:
         new = NewTokens(*(rows_contiguous(x.to(key.dtype)) for x in (new_key, new_value)))
     # One token of one set is left to the first kernel of attention.
@@ -87,6 +88,7 @@ def step(
         (sliding.key, sliding.value),
         new if waits else None,
         None if mapping.is_product or not waits else mapping,
+        behind_phi=new is not None and mapping.is_product and may_complete,
     )
 
 

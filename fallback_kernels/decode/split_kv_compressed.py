@@ -12,6 +12,7 @@ import triton.language as tl
 
 from nsa_flex.fallback_kernels.decode.append_kv import append_token, store_completed_block
 from nsa_flex.fallback_kernels.decode.tiles import (
+    completes_any,
     count_visible_blocks,
     load_query_group,
     load_tile,
@@ -79,7 +80,8 @@ def decode_compressed_kernel(
     BLOCK_N: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK_POOL: tl.constexpr,
     PADDED_COMPRESS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     HAS_NEW_TOKEN: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
-    COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
+    COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, BEHIND_PHI: tl.constexpr,
+    PADDED_BATCH: tl.constexpr, PDL: tl.constexpr,
     PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
 ):  # fmt: skip
     """CTA (split, new token, KV head of a batch row).
@@ -95,9 +97,22 @@ def decode_compressed_kernel(
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     TILE_BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
     SCORE_STRIDE: tl.constexpr = PADDED_BLOCKS + PADDED_BLOCKS // TILE_BLOCKS
-    # In this order: no kernel launched early finds work from before this step unfinished.
-    pdl_wait(PDL)
-    pdl_launch_dependents(PDL)
+    if BEHIND_PHI:
+        # φ's first kernel launched the others once all work from before this step was done; what
+        # φ's write is waited for only where they write.
+        pdl_launch_dependents(PDL)
+        waits = True
+        if PADDED_BATCH:
+            waits = completes_any(
+                lengths_ptr, tl.num_programs(2) // kv_heads, tl.num_programs(1), capacity,
+                num_compressed, COMPRESS, STRIDE, PADDED_BATCH,
+            )  # fmt: skip
+        if waits:
+            pdl_wait(PDL)
+    else:
+        # In this order: no kernel launched early finds work from before this step unfinished.
+        pdl_wait(PDL)
+        pdl_launch_dependents(PDL)
     split, token, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
     unit = batch_head * tl.num_programs(1) + token

@@ -22,6 +22,20 @@ def pdl_launch_dependents(PDL: tl.constexpr):
 
 
 @triton.jit
+def completes_any(
+    lengths_ptr, batch_size, num_new, capacity, num_compressed,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, PADDED_BATCH: tl.constexpr,
+):  # fmt: skip
+    """Whether `num_new` tokens complete a block of any row of the batch."""
+    row = tl.arange(0, PADDED_BATCH)
+    length = tl.load(lengths_ptr + row, mask=row < batch_size, other=capacity)
+    block = tl.where(length >= COMPRESS, (length - COMPRESS) // STRIDE + 1, 0)  # the next one
+    stored = tl.minimum(length + num_new, capacity)
+    completes = (block * STRIDE + COMPRESS <= stored) & (block < num_compressed)
+    return tl.max((completes & (row < batch_size)).to(tl.int32), 0) > 0
+
+
+@triton.jit
 def load_query_group(
     pointer, stride_h, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
