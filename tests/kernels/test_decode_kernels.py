@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -969,6 +970,40 @@ def test_one_cuda_graph_serves_all_lengths() -> None:
             problem.case = replace(case, past=past)
             check(problem, captured, aux)
     assert problem.lengths.tolist() == [start + 100 for start in case.past]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("past", [(1990, 0, 15), tuple(range(1900, 2029))])
+def test_captured_layers_with_products(kind: Any, past: tuple[int, ...]) -> None:
+    """Steps of several layers overlap in a graph; attention waits for φ only where it writes."""
+    case = Case(PAPER, past, 1, 2128, 2, 4, 64, 64, BF16)
+    layers, twins = [Problem(case) for _ in range(3)], []
+    phi = phi_of(*random_phi(kind, PAPER, 2, (64, 64), BF16))
+    for layer in layers:
+        layer.lengths = layers[0].lengths
+        twins.append(copy.copy(layer))
+        for name, x in vars(layer).items():
+            if isinstance(x, Tensor):
+                setattr(twins[-1], name, x.clone())
+        layer.step(phi=phi)  # compiles; what it stores is stored again
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [layer.step(phi=phi)[0] for layer in layers]
+        layers[0].lengths += 1
+    for _ in range(64):
+        for layer, twin in zip(layers, twins, strict=True):
+            for name in ("query", "new_key", "new_value"):
+                x = getattr(layer, name)
+                getattr(twin, name).copy_(x.copy_(torch.randn_like(x)))
+        graph.replay()
+        for out, twin in zip(captured, twins, strict=True):
+            torch.cuda.synchronize()  # nothing overlaps with this
+            assert torch.equal(out, twin.step(phi=phi)[0])
+            twin.lengths += 1
+    for layer, twin in zip(layers, twins, strict=True):
+        for x, y in zip(layer.cache, twin.cache, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
