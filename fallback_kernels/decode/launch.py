@@ -20,7 +20,6 @@ from nsa_flex.fallback_kernels.decode.split_kv_compressed import decode_compress
 from nsa_flex.fallback_kernels.decode.split_kv_selected import decode_selected_sliding_kernel
 from nsa_flex.fallback_kernels.decode.topk import decode_topk_kernel
 
-
 MAX_LENGTHS = 128  # of a batch that every CTA reads
 
 
@@ -225,7 +224,6 @@ def launch_compressed(
         WEIGHTED=bool(weights),
         COMPILED=not INTERPRETED,
         COUNT_ROWS=rows_read is not None,
-        BEHIND_PHI=behind_phi,
         PADDED_BATCH=padded_batch(plan.batch) if behind_phi else 0,
         num_warps=plan.warps,
         **cache.pages(cache.compressed_key),

@@ -80,8 +80,8 @@ def decode_compressed_kernel(
     BLOCK_N: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK_POOL: tl.constexpr,
     PADDED_COMPRESS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     HAS_NEW_TOKEN: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
-    COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, BEHIND_PHI: tl.constexpr,
-    PADDED_BATCH: tl.constexpr, PDL: tl.constexpr,
+    COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, PADDED_BATCH: tl.constexpr,
+    PDL: tl.constexpr,
     PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
 ):  # fmt: skip
     """CTA (split, new token, KV head of a batch row).
@@ -90,6 +90,8 @@ def decode_compressed_kernel(
     those of a request, and `key_stride_b` and `value_stride_b` lead from page to page. The first
     COMPRESS / STRIDE - 1 rows of a request's first page are of no block. HAS_NEW_TOKEN is False.
 
+    With PADDED_BATCH, φ's own kernels are right before this one.
+
     HAS_NEW_TOKEN also stores the one new token of each row, and with WRITE_COMPRESSED the block
     that it completes.
     """
@@ -97,22 +99,18 @@ def decode_compressed_kernel(
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     TILE_BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
     SCORE_STRIDE: tl.constexpr = PADDED_BLOCKS + PADDED_BLOCKS // TILE_BLOCKS
-    if BEHIND_PHI:
-        # φ's first kernel launched the others once all work from before this step was done; what
-        # φ's write is waited for only where they write.
-        pdl_launch_dependents(PDL)
-        waits = True
-        if PADDED_BATCH:
-            waits = completes_any(
-                lengths_ptr, tl.num_programs(2) // kv_heads, tl.num_programs(1), capacity,
-                num_compressed, COMPRESS, STRIDE, PADDED_BATCH,
-            )  # fmt: skip
-        if waits:
-            pdl_wait(PDL)
-    else:
-        # In this order: no kernel launched early finds work from before this step unfinished.
+    waits = True
+    if PADDED_BATCH:
+        # φ's first kernel launched the others once all work from before this step was done: only
+        # what φ's write is waited for, and only where they write.
+        waits = completes_any(
+            lengths_ptr, tl.num_programs(2) // kv_heads, tl.num_programs(1), capacity,
+            num_compressed, COMPRESS, STRIDE, PADDED_BATCH,
+        )  # fmt: skip
+    if waits:
         pdl_wait(PDL)
-        pdl_launch_dependents(PDL)
+    # In this order: no kernel launched early finds work from before it unfinished.
+    pdl_launch_dependents(PDL)
     split, token, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
     unit = batch_head * tl.num_programs(1) + token
