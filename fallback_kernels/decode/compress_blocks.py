@@ -251,7 +251,7 @@ def write_blocks(
     num_new, capacity, num_compressed, batch_size, kv_heads,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    MLP: tl.constexpr, PRECISION: tl.constexpr,
+    MLP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`decode_write_blocks_kernel` for keys or for values."""
     PARTS: tl.constexpr = 3 if MLP else 1
@@ -267,6 +267,11 @@ def write_blocks(
         stride = num_rows.to(tl.int64) * PARTS
         if MLP:
             dim = tl.arange(0, BLOCK_D)
+            pointers = output_weight_ptr + dim[:, None] * DIM + column[None, :]
+            weight_mask = (dim < DIM)[:, None] & (column < DIM)[None, :]
+            w = tl.load(pointers, mask=weight_mask, other=0.0)  # [BLOCK_D, BLOCK_N]
+            other = tl.load(pointers + DIM * DIM, mask=weight_mask, other=0.0)
+            pdl_wait(PDL)  # the weights are read meanwhile
             hidden = add_splits(
                 partial_ptr, slot, stride, mask, dim, DIM, BLOCK_M, BLOCK_D, SPLITS
             )  # [BLOCK_M, BLOCK_D]
@@ -278,10 +283,6 @@ def write_blocks(
                 partial_ptr, slot + 2, stride, mask, column, DIM, BLOCK_M, BLOCK_N, SPLITS
             )  # [BLOCK_M, BLOCK_N]
             total = total / COMPRESS
-            pointers = output_weight_ptr + dim[:, None] * DIM + column[None, :]
-            weight_mask = (dim < DIM)[:, None] & (column < DIM)[None, :]
-            w = tl.load(pointers, mask=weight_mask, other=0.0)  # [BLOCK_D, BLOCK_N]
-            other = tl.load(pointers + DIM * DIM, mask=weight_mask, other=0.0)
             dtype = compressed_ptr.dtype.element_ty
             # gelu(h1) C1 - gelu(h2) C2 in differences: exactly 0 while the halves are equal.
             total = tl.dot((first - second).to(dtype), w.to(dtype), total,
@@ -289,6 +290,7 @@ def write_blocks(
             w = (w.to(tl.float32) - other.to(tl.float32)).to(dtype)
             total = tl.dot(second.to(dtype), w, total, input_precision=PRECISION)
         else:
+            pdl_wait(PDL)
             total = add_splits(
                 partial_ptr, slot, stride, mask, column, DIM, BLOCK_M, BLOCK_N, SPLITS
             )  # [BLOCK_M, BLOCK_N]
@@ -326,14 +328,13 @@ def decode_write_blocks_kernel(
             PADDED_BATCH,
         ):  # fmt: skip
             return
-    pdl_wait(PDL)
     if tl.program_id(2) == 0:
         write_blocks(
             partial_key_ptr, key_weight_ptr, compressed_key_ptr, lengths_ptr,
             compressed_key_stride_b, compressed_key_stride_h, compressed_key_stride_s,
             num_new, capacity, num_compressed, batch_size, kv_heads,
             HEAD_DIM, BLOCK_D, COMPRESS, STRIDE, COUNT, BLOCK_M, BLOCK_N, SPLITS, MLP,
-            PRECISION,
+            PRECISION, PDL,
         )  # fmt: skip
     else:
         write_blocks(
@@ -341,5 +342,5 @@ def decode_write_blocks_kernel(
             compressed_value_stride_b, compressed_value_stride_h, compressed_value_stride_s,
             num_new, capacity, num_compressed, batch_size, kv_heads,
             VALUE_DIM, BLOCK_DV, COMPRESS, STRIDE, COUNT, BLOCK_M, BLOCK_N, SPLITS, MLP,
-            PRECISION,
+            PRECISION, PDL,
         )  # fmt: skip

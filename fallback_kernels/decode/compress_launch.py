@@ -26,7 +26,7 @@ from nsa_flex.fallback_kernels.decode.launch import (
 )
 
 MAX_ROWS = 64  # of a tile of the products: more of them share a read of the weights
-MAX_SPLITS = 8
+MAX_SPLITS = 16
 RESERVED_BYTES = 16 * 1024  # of shared memory, for what is not a pipelined tile
 LEAST_BYTES = 128 * 1024  # with less of it tiles are small
 # Of a split; a loop of fewer is not pipelined for mlp (33 µs on an H200 where 3 stages take 40).
