@@ -2,8 +2,9 @@
 
 An operator written in Python goes through its dispatcher several times a call, with autograd more
 than a hundred microseconds. A plain eager call on CUDA tensors needs none of it: the body and its
-gradients are one `torch.autograd.Function`. Compiled, traced, watched or profiled, and in the
-second derivative, the operator itself is called.
+gradients are one `torch.autograd.Function`. Traced, watched or profiled, and in the second
+derivative, the operator itself is called. Compiled code calls the operator too, which then has
+nothing left to differentiate, and comes to the body at once.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def directly(
             wrap the others; `backward` gets the gradient of that one.
     """
     body = operator._init_fn
+    shorten(operator)
 
     if setup_context is None or backward is None:
 
@@ -75,6 +77,46 @@ def directly(
         return out[0] if first else out
 
     return with_gradients
+
+
+def shorten(operator: Any) -> None:
+    """Plain calls of the operator's overload without gradients go to its body.
+
+    Compiled code makes such calls, from Python, and the dispatcher takes each through two functions
+    of `torch.library`, with all arguments and results made anew for either.
+    """
+    overload = operator._opoverload
+    dispatch = getattr(overload, "_op", None)  # what the overload calls
+    if dispatch is None or hasattr(dispatch, "shortens"):
+        return
+    body = operator._init_fn
+    behind = _defaults(overload._schema)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        others = behind.get(len(args))
+        if others is None or torch.is_grad_enabled() or not is_plain(_first_tensor(args)):
+            return dispatch(*args, **kwargs)
+        if others:  # which the body takes by position: its launch plans want that
+            given = {**others, **kwargs}
+            if len(given) > len(others):
+                return dispatch(*args, **kwargs)  # which says what is wrong
+            return body(*args, *given.values())
+        return dispatch(*args, **kwargs) if kwargs else body(*args)
+
+    call.shortens = dispatch  # type: ignore[attr-defined]
+    overload._op = call
+
+
+def _defaults(schema: Any) -> dict[int, dict[str, Any]]:
+    """By a number of arguments, of those that may be left out behind them: name and default."""
+    parameters = schema.arguments
+    number = len(parameters)
+    while number and parameters[number - 1].has_default_value():
+        number -= 1
+    return {
+        first: {x.name: x.default_value for x in parameters[first:]}
+        for first in range(max(number, 1), len(parameters) + 1)
+    }
 
 
 def _first_tensor(args: tuple[Any, ...]) -> Tensor:
