@@ -82,8 +82,8 @@ def directly(
 def shorten(operator: Any) -> None:
     """Plain calls of the operator's overload without gradients go to its body.
 
-    Compiled code makes such calls, from Python, and the dispatcher takes each through two functions
-    of `torch.library`, with all arguments and results made anew for either.
+    Compiled code makes such calls, from Python. The dispatcher takes each through two functions of
+    `torch.library`, with all arguments and results made anew for either.
     """
     overload = operator._opoverload
     dispatch = getattr(overload, "_op", None)  # what the overload calls

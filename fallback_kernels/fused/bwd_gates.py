@@ -73,26 +73,27 @@ def gated_sum_gradients(
     gates: Tensor,
     compressed_lse: Tensor | None = None,
     *,
-    in_place: bool = False,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, SumGradients]:
     """Gradients of the gates (B, S, H, 3), and what the branches' backward takes for its own.
 
     Args:
-        grad, compressed, selected, sliding: (B, S, H, D), contiguous.
+        grad: (B, S, H, D), any strides.
+        compressed, selected, sliding: (B, S, H, D), contiguous, as `rows`.
         selected_lse: float32 (B, S, H), contiguous, finite.
         gates: (B, H, S, 3), any strides, any real numbers.
         compressed_lse: float32 (B, H, S), any strides, -inf for a query that sees nothing; None
             where that branch's backward has rows in another order, the fold's.
-        in_place: `signed` takes the memory of `grad`.
+        rows: takes a copy of `grad`.
     """
     batch, tokens, heads, dim = selected.shape
     grad_gates = gates.new_empty((batch, tokens, heads, 3))
     shape = (num_stats(compressed_lse), batch, tokens, heads)
     stats = torch.empty(shape, dtype=torch.float32, device=grad.device)
     of_compressed = (None, None) if compressed_lse is None else (stats[4], stats[5])
-    # A CTA reads all of its rows before it writes them.
-    signed = grad if in_place else torch.empty_like(grad)
+    signed = grad.new_empty(grad.shape)
     num_rows = batch * tokens * heads
+    contiguous = grad.is_contiguous()
     fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
         grad,
         compressed,
@@ -105,13 +106,16 @@ def gated_sum_gradients(
         stats[:2],
         stats[2],
         stats[3],
+        rows,
         compressed_lse,
         *of_compressed,
+        *((0, 0, 0, 0) if contiguous else grad.stride()),
         *gates.stride(),
         *(compressed_lse.stride() if compressed_lse is not None else (0, 0, 0)),
         num_rows,
         tokens,
         heads,
+        CONTIGUOUS=contiguous,
         DIM=dim,
         BLOCK_D=next_power_of_2(dim),
         BLOCK_M=BLOCK_ROWS,
@@ -192,12 +196,16 @@ def split_row(row, num_rows, num_tokens, heads):
 def fused_bwd_gates_kernel(
     grad_ptr, compressed_ptr, selected_ptr, sliding_ptr, selected_lse_ptr, gate_ptr,
     signed_ptr, grad_gate_ptr, selected_stats_ptr, delta_selected_ptr, delta_sliding_ptr,
-    compressed_lse_ptr, gated_compressed_lse_ptr, compressed_delta_ptr,
+    copy_ptr, compressed_lse_ptr, gated_compressed_lse_ptr, compressed_delta_ptr,
+    grad_stride_b, grad_stride_s, grad_stride_h, grad_stride_d,
     stride_b, stride_h, stride_s, stride_c, lse_stride_b, lse_stride_h, lse_stride_s,
     num_rows, num_tokens, heads,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """CTA of (token, head) rows: what `SumGradients` holds."""
+    """CTA of (token, head) rows: what `SumGradients` holds.
+
+    CONTIGUOUS: whether the gradient is, and its strides are not read.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b, token, head, row_mask = split_row(row, num_rows, num_tokens, heads)  # [BLOCK_M] each
     column = tl.arange(0, BLOCK_D)
@@ -209,7 +217,12 @@ def fused_bwd_gates_kernel(
     lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=0.0)  # [BLOCK_M]
 
     # All loads before the first store, which they might have to wait for; [BLOCK_M, BLOCK_D] each.
-    grad = tl.load(grad_ptr + offset, mask=mask, other=0.0)
+    if CONTIGUOUS:
+        grad_ptr += offset
+    else:
+        first = b * grad_stride_b + token * grad_stride_s + head * grad_stride_h  # [BLOCK_M]
+        grad_ptr += first[:, None] + column.to(tl.int64)[None, :] * grad_stride_d
+    grad = tl.load(grad_ptr, mask=mask, other=0.0)
     compressed = tl.load(compressed_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     selected = tl.load(selected_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     sliding = tl.load(sliding_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -217,6 +230,8 @@ def fused_bwd_gates_kernel(
     delta_compressed = tl.sum(do * compressed, 1)  # [BLOCK_M], as the next two
     delta_selected = tl.sum(do * selected, 1)
     delta_sliding = tl.sum(do * sliding, 1)
+    if copy_ptr is not None:
+        tl.store(copy_ptr + offset, grad, mask=mask)
     tl.store(signed_ptr + offset, tl.where((compressed_gate < 0)[:, None], -grad, grad), mask=mask)
     gate_type = grad_gate_ptr.dtype.element_ty
     tl.store(grad_gate_ptr + row * 3, delta_compressed.to(gate_type), mask=row_mask)

@@ -268,11 +268,8 @@ def core_backward_gates(
     grad: (B, S, Hq, Dv), any strides. The others are as `gated_sum_gradients` takes them.
     """
     with torch.cuda.device_of(grad):
-        rows = grad.contiguous()
         outputs = (compressed, selected, sliding)
-        grad_gates, sums = gated_sum_gradients(
-            *(rows, *outputs, selected_lse, gates, compressed_lse), in_place=rows is not grad
-        )
+        grad_gates, sums = gated_sum_gradients(grad, *outputs, selected_lse, gates, compressed_lse)
     return grad_gates, sums.signed, sums.stats
 
 

@@ -151,15 +151,16 @@ def run_backward(
     blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
         results
     )
-    grad = grad.contiguous()
+    rows = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
     ranged = is_ranged(inputs[0].shape[0] * inputs[0].shape[2], document_start)
     grad_gates, sums = gated_sum_gradients(
         *(grad, compressed, selected, sliding, selected_lse, inputs[5]),
         compressed_lse if ranged else None,
+        rows=None if rows is grad else rows,
     )
     kept = Kept(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index)
     of_branches = run_branches_backward(
-        *(grad, sums, inputs, kept, document_start, scale, config, deterministic)
+        *(rows, sums, inputs, kept, document_start, scale, config, deterministic)
     )
     return *of_branches[:5], grad_gates, *of_branches[5:]
 

@@ -252,6 +252,51 @@ def test_plain_calls_have_the_gradients_of_the_operator(
         assert torch.equal(by_operator, plainly)
 
 
+@kernels
+@pytest.mark.skipif(not INTERPRETED, reason="on CUDA every backward takes such gradients")
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("ranges_tokens", [0, 128], ids=["two operators", "one operator"])
+def test_a_gradient_of_any_strides(
+    ranges_tokens: int, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read as it lies, and what is computed is the same to the bit."""
+    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", ranges_tokens)
+    monkeypatch.setattr(core_compressed, "causal", causal)
+    monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)
+    batch, length, blocks = 2, 37, SMALL.num_compressed_blocks(37)
+    sizes = [(4, length, 16), *[(2, length, 16)] * 2, *[(2, blocks, 16)] * 2, (4, length, 3)]
+    inputs = [leaf((batch, *size), torch.float32, "cpu") for size in sizes]
+    q, k, v, ck, cv, gates = inputs
+    start = torch.zeros(batch, length, dtype=torch.int32) if documents else None
+    memory = torch.randn(batch, length, 4, 17)
+    of_tokens = memory[:, :1, :, :16].contiguous()
+    same = {
+        "contiguous": memory[..., :16].contiguous().transpose(1, 2),
+        "heads first": memory[..., :16].transpose(1, 2).contiguous(),
+        "columns first": memory[..., :16].permute(3, 2, 1, 0).contiguous().permute(3, 1, 2, 0),
+        "padded": memory[..., :16].transpose(1, 2),
+    }
+    repeated = of_tokens.expand(batch, length, 4, 16).transpose(1, 2)
+
+    def gradients(grad: Tensor) -> tuple[Tensor, ...]:
+        out = core_attention(
+            q, k, v, ck, cv, k, v, gates, config=SMALL, scale=0.3, document_start=start
+        ).out
+        return torch.autograd.grad(out, inputs, grad)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = gradients(same["contiguous"])
+        for name, grad in same.items():
+            for found, wanted in zip(gradients(grad), expected, strict=True):
+                assert torch.equal(found, wanted), name
+        copied = repeated.transpose(1, 2).contiguous().transpose(1, 2)
+        for found, wanted in zip(gradients(repeated), gradients(copied), strict=True):
+            assert torch.equal(found, wanted)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @only_outside
 @pytest.mark.parametrize(("block", "stride"), [(32, 16), (8, 8), (8, 2), (1, 1)])
 def test_parts_hold_every_query_that_sees_a_block_once(block: int, stride: int) -> None:
