@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from nsa_flex.fallback_kernels.fused.interface import CoreResults
     from nsa_flex.inputs import Inputs
 
-# The backends whose kernels the operator runs: of whole rows, and of documents and offsets.
-FUSED = {"compressed": "sdpa", "selected": "triton", "sliding": "triton"}
-FUSED_RANGES = {"compressed": "triton", "selected": "triton", "sliding": "triton"}
+# Backends by branch whose kernels the operator runs: of whole rows, and of documents and offsets.
+FUSED = ("sdpa", "triton", "triton")
+FUSED_RANGES = ("triton", "triton", "triton")
 
 
 def unsupported_reason(facts: Facts) -> str | None:

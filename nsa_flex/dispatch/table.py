@@ -54,13 +54,15 @@ def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName,
 
 def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
     """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
-    backends = {name: choice.backend for name, choice in choices.items()}
+    backends = tuple(choices[name].backend for name in BRANCHES)
     if backends == fused.FUSED_RANGES:
         return fused.unsupported_reason(facts) is None
     return backends == fused.FUSED
 
 
 def _wanted(backend: Backend) -> dict[BranchName, str]:
+    if backend == "auto":  # asked alone: compiled code guards all that is looked at
+        return dict.fromkeys(BRANCHES, "auto")
     if not isinstance(backend, Mapping):
         known = get_args(BackendName)
         if backend not in known:
