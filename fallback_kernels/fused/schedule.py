@@ -2,7 +2,8 @@
 
 Forward: compressed branch, top-k block selection from its log-sum-exps, selected branch, then the
 sliding branch with the gated sum as its epilogue. Where selected and sliding branch have the same
-keys, one epilogue computes what is left of both.
+keys, one epilogue computes what is left of both. Where a call is small, one kernel attends the row
+whole for both instead, and masks what was not selected; what it saves is the same.
 
 Backward: gates and deltas, compressed branch, dQ of everything but the top-k blocks, selected
 branch (which adds the top-k blocks' dQ), and dK and dV of the window with the selected branch's
@@ -45,6 +46,8 @@ from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
+from nsa_flex.fallback_kernels.short.chosen import is_masked
+from nsa_flex.fallback_kernels.short.fwd import Chosen, short_forward
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
 CoreTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -87,6 +90,30 @@ def run_forward(
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     keys, window_keys = (key, value), own or (key, value)
     window, storage = config.window_size, index if differentiable else None
+    if _is_masked(q, key, value, document_start, offsets, config):
+        if differentiable:
+            selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=storage)
+        whole = short_forward(
+            (q, *tensors[1:]),
+            own,
+            None,
+            config,
+            scale,
+            tokens,
+            save=differentiable,
+            chosen=Chosen(blocks, parts[0], compressed_lse),
+        )
+        return (
+            whole.out,
+            blocks,
+            whole.compressed if differentiable else query.new_empty(0),
+            compressed_lse,
+            whole.selected,
+            whole.selected_lse,
+            whole.sliding,
+            whole.sliding_lse,
+            index,
+        )
     reason = fwd_epilogue.unsupported_reason(
         plan, q, keys, window_keys, window, save=differentiable
     )
@@ -298,6 +325,21 @@ def _plan(
         differentiable=differentiable,
         offset_tensor=offset_tensor,
     )
+
+
+def _is_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_start: Tensor | None,
+    offsets: Tensor | None,
+    config: NSAConfig,
+) -> bool:
+    """Whether the forward attends rows whole; the compressed branch has one part then."""
+    if document_start is not None or offsets is not None:
+        return False
+    is_small = is_ranged(query.shape[0] * query.shape[2], None)
+    return is_small and is_masked(query, key, value, config)
 
 
 def _positions(tokens: int, offsets: Tensor | None, device: torch.device) -> Tensor:

@@ -24,18 +24,23 @@ from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
+from nsa_flex.fallback_kernels.short.chosen import chosen_words, has_block, slots
 from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
 
 
 @triton.jit
 def _attend_span(
     acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride, v_stride,
-    first_key, end_key, row_mask, num_keys, scale_log2,
+    first_key, end_key, row_mask, num_keys, scale_log2, low, high,
+    SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The keys [first_key, end_key) of each row into the softmax sums of a tile of queries."""
+    """The keys [first_key, end_key) of each row into the softmax sums of a tile of queries.
+
+    low, high: of `chosen_words`, where a row sees the keys of the blocks alone that it chose.
+    """
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -45,6 +50,9 @@ def _attend_span(
         if (start < full_begin) | (start >= full_end):
             seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
             logits = tl.where(seen, logits, float("-inf"))
+        if low is not None:
+            has_keys = has_block(low, high, start // SELECT)  # [BLOCK_M]
+            logits = tl.where(has_keys[:, None], logits, float("-inf"))
         v = load_tile(v_ptr, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
         acc, row_max, row_sum = online_softmax_update(
             acc, row_max, row_sum, logits, v, scale_log2, None, True, PRECISION
@@ -81,7 +89,7 @@ def _add_gated(
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window"])
 def short_fwd_kernel(
     q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr, gate_ptr,
-    document_start_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
+    document_start_ptr, blocks_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
     compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s,
@@ -92,13 +100,16 @@ def short_fwd_kernel(
     lse_stride_b, lse_stride_h, lse_stride_s,
     num_tokens, num_blocks, query_heads, group, reach, window, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SAVE: tl.constexpr,
+    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gated sum and log-sum-exps of one tile of queries and one head; SAVE: the branches too.
 
-    SHARED: the window has the selected branch's keys and values.
+    SHARED: the window has the selected branch's keys and values. With `blocks_ptr`, int32
+    (B, Hkv, S, n), the selected branch sees those blocks alone, and the compressed branch, from
+    which they were chosen, is read.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -128,25 +139,36 @@ def short_fwd_kernel(
     q = load_tile(q_ptr, query, q_stride_s, num_tokens, True, HEAD_DIM, BLOCK_D)
 
     out_ptr += first_row * VALUE_DIM
-    first_block, end_block = block_span(
-        first_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
-    )  # [BLOCK_M] each
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc, row_max, row_sum = _attend_span(
-        acc, row_max, row_sum, q, ck_ptr, cv_ptr, ck_stride_s, cv_stride_s,
-        first_block, end_block, row_mask, num_blocks, scale_log2,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
-    )  # fmt: skip
-    branch, lse = _normalise(acc, row_max, row_sum)  # [BLOCK_M, BLOCK_DV], [BLOCK_M]
-    compressed_lse_ptr += b * lse_stride_b + wide_head * lse_stride_h + query * lse_stride_s
-    tl.store(compressed_lse_ptr, lse, mask=row_mask)
-    if SAVE:
-        store_tile(
-            compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
+    low, high = None, None
+    if blocks_ptr is not None:
+        unit = b * (query_heads // group) + kv_head
+        low, high = chosen_words(
+            blocks_ptr + unit * num_tokens * NUM_SLOTS, query, row_mask, NUM_SLOTS, PADDED_SLOTS
+        )  # [BLOCK_M] each
+        branch = load_tile(
+            compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, True,
             VALUE_DIM, BLOCK_DV,
+        ).to(tl.float32)  # fmt: skip  # [BLOCK_M, BLOCK_DV]
+    else:
+        first_block, end_block = block_span(
+            first_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
+        )  # [BLOCK_M] each
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc, row_max, row_sum = _attend_span(
+            acc, row_max, row_sum, q, ck_ptr, cv_ptr, ck_stride_s, cv_stride_s,
+            first_block, end_block, row_mask, num_blocks, scale_log2, None, None, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
         )  # fmt: skip
+        branch, lse = _normalise(acc, row_max, row_sum)  # [BLOCK_M, BLOCK_DV], [BLOCK_M]
+        compressed_lse_ptr += b * lse_stride_b + wide_head * lse_stride_h + query * lse_stride_s
+        tl.store(compressed_lse_ptr, lse, mask=row_mask)
+        if SAVE:
+            store_tile(
+                compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
+                VALUE_DIM, BLOCK_DV,
+            )  # fmt: skip
     _add_gated(out_ptr, branch, gate_ptr, query, row_stride, num_tokens, True, VALUE_DIM, BLOCK_DV)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -154,8 +176,8 @@ def short_fwd_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = _attend_span(
         acc, row_max, row_sum, q, window_k_ptr, window_v_ptr, window_k_stride_s,
-        window_v_stride_s, window_first, end_key, row_mask, num_tokens, scale_log2,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        window_v_stride_s, window_first, end_key, row_mask, num_tokens, scale_log2, None, None,
+        SELECT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     branch, lse = _normalise(acc, row_max, row_sum)
     tl.store(sliding_lse_ptr + stats, lse, mask=row_mask)
@@ -169,7 +191,7 @@ def short_fwd_kernel(
         False, VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
 
-    if SHARED:
+    if SHARED and blocks_ptr is None:
         far_end = window_first
     else:
         far_end = end_key
@@ -178,7 +200,7 @@ def short_fwd_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = _attend_span(
         acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
-        first_key, far_end, row_mask, num_tokens, scale_log2,
+        first_key, far_end, row_mask, num_tokens, scale_log2, low, high, SELECT,
         HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     branch, lse = _normalise(acc, row_max, row_sum)
@@ -192,6 +214,14 @@ def short_fwd_kernel(
         out_ptr, branch, gate_ptr + gate_stride_c, query, row_stride, num_tokens,
         False, VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
+
+
+class Chosen(NamedTuple):
+    """Blocks that queries chose, and the compressed branch by which they did."""
+
+    blocks: Tensor | None  # int32 (B, Hkv, S, n), contiguous; None: all that are visible
+    compressed: Tensor  # (B, S, H, Dv), contiguous
+    compressed_lse: Tensor  # float32 (B, H, S)
 
 
 class ShortResults(NamedTuple):
@@ -215,8 +245,11 @@ def short_forward(
     reach: int,
     *,
     save: bool,
+    chosen: Chosen | None = None,
 ) -> ShortResults:
     """All branches of queries that select every block of their documents, and the gated sum.
+
+    Or, with blocks in `chosen`, of queries that select these, where `is_masked`.
 
     Args:
         tensors: query (B, Hq, S, D), key, value, compressed_key, compressed_value and gates.
@@ -224,6 +257,7 @@ def short_forward(
         document_start: int32 (B, S), contiguous, or None.
         reach: tokens of the longest document, at most n * l'.
         save: whether the branches' own outputs are wanted, for the backward.
+        chosen: what is computed already.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = RangesPlan.of(query, key, value)
@@ -234,21 +268,27 @@ def short_forward(
     batch, heads, tokens, _ = q.shape
     shape = (batch, tokens, heads, v.shape[3])
     out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    branches = [out.new_empty(shape if save else 0) for _ in range(3)]
     stats: dict = {"dtype": torch.float32, "device": q.device}
-    by_head, *lses = (torch.empty(shape[:3], **stats) for _ in range(3))
-    if document_start is None:
-        compressed_lse = by_head.view(batch, heads, tokens)
-    else:
-        compressed_lse = by_head.transpose(1, 2)
+    if chosen is None:
+        by_head = torch.empty(shape[:3], **stats)
+        if document_start is None:
+            by_head = by_head.view(batch, heads, tokens)
+        else:
+            by_head = by_head.transpose(1, 2)
+        chosen = Chosen(None, out.new_empty(shape if save else 0), by_head)
+    selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
+    lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
     short_fwd_kernel[(heads, cdiv(tokens, plan.fwd.block_m), batch)](
-        q, k, v, wk, wv, ck, cv, gates, document_start, out, *branches, compressed_lse, *lses,
+        q, k, v, wk, wv, ck, cv, gates, document_start, chosen.blocks,
+        out, chosen.compressed, selected, sliding, chosen.compressed_lse, *lses,
         *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
-        *compressed_lse.stride(),
+        *chosen.compressed_lse.stride(),
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
         base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        SHARED=own is None, SAVE=save, **plan.constants(), **plan.fwd.constants(),
+        SHARED=own is None, SAVE=save, **slots(config), **plan.constants(),
+        **plan.fwd.constants(),
     )  # fmt: skip
-    compressed, selected, sliding = branches
-    return ShortResults(out, compressed, compressed_lse, selected, lses[0], sliding, lses[1])
+    return ShortResults(
+        out, chosen.compressed, chosen.compressed_lse, selected, lses[0], sliding, lses[1]
+    )

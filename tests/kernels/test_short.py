@@ -26,9 +26,10 @@ from reference.interpreter import (
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.common.every_block import every_block
-from nsa_flex.fallback_kernels.fused import interface
+from nsa_flex.fallback_kernels.fused import interface, schedule
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
+from nsa_flex.fallback_kernels.short.chosen import is_masked
 from nsa_flex.fallback_kernels.short.core import short_backward
 from nsa_flex.fallback_kernels.short.fwd import short_forward
 
@@ -326,15 +327,18 @@ def core_inputs(inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return leaves, [query, key, value, compressed_key, compressed_value, *window, gates]
 
 
-@kernels
-@pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
-def test_the_core_gives_gradients_and_all_blocks(own: bool) -> None:
-    case = Case((70,), batch=2, kv_heads=2, own=own)
+# Rows whose queries choose: blocks of one tile of keys or two, all in a word or in two.
+CHOSEN = NSAConfig(8, 4, 32, 3, window_size=37)
+MANY_CHOSEN = NSAConfig(8, 4, 32, 17, window_size=37)
+
+
+def check_core(case: Case) -> dict[str, Tensor]:
+    """`core_attention` against the oracle: values, choice and every gradient; its inputs."""
     inputs = inputs_of(case)
     leaves, tensors = core_inputs(inputs)
     results = core_attention(*tensors, config=case.config, scale=case.scale)
     arrays = [to_float64(inputs[name]) for name in INPUTS]
-    more = {name: to_float64(inputs[name]) for name in OWN if own} | {"scale": case.scale}
+    more = {name: to_float64(inputs[name]) for name in OWN if case.own} | {"scale": case.scale}
     want = oracle.forward(*arrays, case.config, **more)
     assert results.blocks is not None
     np.testing.assert_array_equal(results.blocks.cpu().numpy(), want.blocks)
@@ -347,7 +351,68 @@ def test_the_core_gives_gradients_and_all_blocks(own: bool) -> None:
     least = 0.1 * float(grad.norm())
     for name, got in zip(inputs, grads, strict=True):
         assert_close(name, got, getattr(wanted, name), None, case.dtype, least=least)
+    return inputs
+
+
+@kernels
+@pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
+def test_the_core_gives_gradients_and_all_blocks(own: bool) -> None:
+    case = Case((70,), batch=2, kv_heads=2, own=own)
+    _, tensors = core_inputs(check_core(case))
     assert core_attention(*tensors, config=case.config, scale=1.0, return_blocks=False)[1] is None
+
+
+def only_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ways to end a forward fail; the backward is the one of all rows."""
+    monkeypatch.delattr(schedule, "sliding_epilogue")
+    monkeypatch.delattr(schedule.fwd_epilogue, "fwd_epilogue")
+    monkeypatch.delattr(schedule.selected_forward, "forward")
+
+
+@kernels
+@pytest.mark.parametrize(("length", "own"), [(97, False), (150, True)], ids=["", "own keys"])
+def test_rows_masked_by_a_choice(length: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_masked(monkeypatch)
+    case = Case((length,), batch=2, kv_heads=2, group=3, own=own, config=CHOSEN)
+    _, tensors = core_inputs(check_core(case))
+    with torch.no_grad():
+        alone = core_attention(*tensors, config=case.config, scale=case.scale)
+    again = core_attention(*tensors, config=case.config, scale=case.scale)
+    assert torch.equal(alone.out, again.out)
+    assert torch.equal(alone.sliding_lse, again.sliding_lse)
+
+
+@kernels
+@pytest.mark.parametrize(("group", "dims"), [(1, (64, 64)), (7, (40, 24)), (16, (48, 64))])
+def test_masked_rows_of_other_shapes(
+    group: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_masked(monkeypatch)
+    case = Case((101,), kv_heads=1, group=group, config=CHOSEN)
+    check_core(replace(case, head_dim=dims[0], value_dim=dims[1]))
+
+
+@kernels
+def test_more_blocks_than_bits_of_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_masked(monkeypatch)
+    check_core(Case((32 * 33 + 1,), config=MANY_CHOSEN, group=1))
+
+
+def test_which_rows_are_masked() -> None:
+    """No longer than twice a choice, blocks that tiles of keys divide, few tiles and narrow."""
+
+    def found(config: NSAConfig, batch: int, tokens: int, dim: int = 64) -> bool:
+        query, key = (torch.empty(batch, h, tokens, dim, dtype=torch.bfloat16) for h in (12, 2))
+        return is_masked(query, key, key, config)
+
+    paper = NSAConfig()
+    assert found(paper, 1, 2048)
+    assert not found(paper, 1, 2049)
+    assert found(paper, 2, 2048)
+    assert not found(paper, 3, 2048)  # faster with an index
+    assert not found(paper, 1, 2048, 128)
+    assert not found(NSAConfig(8, 4, 8, 16), 1, 200)  # a tile of keys has several blocks
+    assert not found(NSAConfig(8, 4, 32, 64), 1, 32 * 64 + 1)  # more blocks than bits
 
 
 @kernels
