@@ -83,7 +83,7 @@ def throughput(pair: Pair, who: str, prompts: list[Prompt], options: Any) -> Row
     new, whole = sum(len(each.tokens) for each in done), sum(lengths)
     return {
         "attention": attention,
-        "seconds": round(seconds, 3),
+        "seconds": round(seconds, 5),
         "first_run_seconds": round(first, 3),
         "prompt_tokens": whole - new,
         "new_tokens": new,
