@@ -21,7 +21,7 @@ def add_splits_tile(partial_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = number < size
     total = tl.zeros([BLOCK], tl.float32)
-    for split in range(SPLITS):
+    for split in tl.range(0, SPLITS, loop_unroll_factor=8):  # as many loads in flight
         total += tl.load(partial_ptr + split * size + number, mask=mask, other=0.0)
     tl.store(out_ptr + number, total.to(out_ptr.dtype.element_ty), mask=mask)
 
