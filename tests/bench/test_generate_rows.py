@@ -132,13 +132,30 @@ def test_compiled_steps_must_be_the_eager_ones(
     monkeypatch.setattr(pair.nsa, "generate", called)
     spoil(monkeypatch, pair, lambda: compiled[-1])
     found = error_rounded_alike(pair.nsa, ids, case)
-    assert (compiled, found > 1e-3) == ([True, False], True)
+    assert (compiled, found > 1e-3) == ([True] * 3 + [False] * 3, True)
     assert not inductor_config.emulate_precision_casts
     right = {"logits_error": 0.02}
     assert failure_of(right | {"logits_error_rounded_alike": 0.0}) is None
     told = failure_of(right | {"logits_error_rounded_alike": found})
     assert told == f"compiled steps that round as eager ones do are off by {found}, relative"
     assert failure_of({"logits_error": float("nan")}) is not None
+
+
+@pytest.mark.parametrize("spoiled", [1, 2, 3])  # of three prompts
+def test_compiled_steps_may_differ_after_one_prompt(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, spoiled: int
+) -> None:
+    case = GenerateCase("static", 2, 40, 4)
+    ids = prompts_of(case, pair.size.vocab_size, CPU)
+    plain, compiled = pair.nsa.generate, []
+
+    def called(*args: Any, disable_compile: bool, **options: Any) -> torch.Tensor:
+        compiled.append(not disable_compile)
+        return plain(*args, disable_compile=disable_compile, **options)
+
+    monkeypatch.setattr(pair.nsa, "generate", called)
+    spoil(monkeypatch, pair, lambda: len(compiled) <= spoiled)
+    assert (error_rounded_alike(pair.nsa, ids, case) > 1e-3) == (spoiled == 3)
 
 
 def test_dense_attention_without_cudnn(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
