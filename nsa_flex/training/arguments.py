@@ -79,7 +79,7 @@ def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArgumen
             "state_dict_type": "SHARDED_STATE_DICT",
             "transformer_layer_cls_to_wrap": [layer_class],
         }
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=config.out,
         seed=config.seed,
         use_cpu=not cuda,
@@ -118,3 +118,6 @@ def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArgumen
         use_cache=False,
         **options,
     )
+    # A process trains on one GPU; of several that it sees, the Trainer makes an nn.DataParallel.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments

@@ -57,6 +57,21 @@ def fused(*args: Any) -> Any:
     return arguments
 
 
+class OnFourGpus(transformers.TrainingArguments):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._n_gpu = 4
+
+
+def test_a_process_trains_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With several the Trainer wraps the model in nn.DataParallel, which compiled layers refuse."""
+    monkeypatch.setattr("nsa_flex.training.arguments.TrainingArguments", OnFourGpus)
+    config = small_config(tmp_path / "run", tmp_path)
+    arguments = training_arguments(config, "LlamaDecoderLayer")
+    assert arguments.n_gpu == 1
+    assert arguments.train_batch_size == config.training.batch_size
+
+
 @pytest.mark.parametrize("documents", ["separate", "joined"])
 def test_only_rows_read_on_the_host(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, documents: str
