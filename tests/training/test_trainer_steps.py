@@ -64,7 +64,7 @@ class OnFourGpus(transformers.TrainingArguments):
 
 
 def test_a_process_trains_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With several the Trainer wraps the model in nn.DataParallel, which compiled layers refuse."""
+    """Of several the Trainer makes an nn.DataParallel, which compiled layers refuse."""
     monkeypatch.setattr("nsa_flex.training.arguments.TrainingArguments", OnFourGpus)
     config = small_config(tmp_path / "run", tmp_path)
     arguments = training_arguments(config, "LlamaDecoderLayer")
