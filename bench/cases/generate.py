@@ -19,10 +19,12 @@ is checked counts in the first round alone; compiled steps are compiled again in
 
 Dense attention is transformers' SDPA, with cuDNN and without it, and FA-2 where it is installed.
 
---quantize times torchao's weights beside bfloat16, dense attention on SDPA alone. int8dyn wants
-more than 16 prompts on CUDA: --quantize int8dyn --cases static:32x2048. --profile CASE
-prints what a token of one row is made of. --steps N runs so many compiled steps and fails if
-memory grows, anything is compiled again, or the host waits.
+--quantize times torchao's weights beside bfloat16, dense attention on SDPA alone; with
+--quantized-only without bfloat16, whose checks compile twice more. int8dyn wants more than 16
+prompts on CUDA: --quantize int8dyn --cases static:32x2048. Inductor tunes the kernels of int8wo
+and float8wo; a row says how it was told to. --profile CASE prints what a token of one row is made
+of. --steps N runs so many compiled steps and fails if memory grows, anything is compiled again, or
+the host waits.
 
 Example: python -m nsa_flex.bench.cases.generate --out generate.json
 Example: python -m nsa_flex.bench.cases.generate --cases dynamic:1x8192 --rounds 3 --out eager.json
@@ -142,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--rounds", type=int, default=1, help="turns of each model at a case")
     made.add_argument("--quantize", help=f"kinds of weights by comma: {', '.join(QUANTIZED)}")
+    made.add_argument("--quantized-only", action="store_true", help="no rows of bfloat16 weights")
     made.add_argument("--profile", metavar="CASE", help="print what a token of this case takes")
     made.add_argument("--steps", type=int, help="run so many compiled steps of a static cache")
     made.add_argument("--budget", type=float, default=400, help="seconds; no row starts after")
@@ -164,6 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if options.out is None:
         made.error("--out is needed, but with --profile")
+    if options.quantized_only and not options.quantize:
+        made.error("--quantized-only needs --quantize")
     if options.rounds < 1:
         made.error(f"--rounds {options.rounds}: a row needs at least one")
     if options.steps:
@@ -178,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not options.cases:
             cases = [GenerateCase.parse(text, steps) for text in QUANTIZED_DEFAULT]
         options.dense = options.dense or QUANTIZED_DENSE
-        kinds += options.quantize.split(",")
+        kinds = [None] * (not options.quantized_only) + options.quantize.split(",")
     rows = measure_all(cases, kinds, options)
     print("\n".join(ratios(rows)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,13 @@ MAX_LOGITS_ERROR = 0.1
 MAX_ERROR_ROUNDED_ALIKE = 1e-3
 SHORT = 3  # steps behind those that warm up
 PROMPTS = 3  # of each row, where compiled steps are held to eager ones
+# Of so many rows, one may be moved by the order of sums after each of the prompts. After one
+# prompt it moved 6 rows of 224 in 34 steps of two layers 1024 wide. 19 steps of four layers 4096
+# wide have 4.5 times as many sums, so that with the upper bound for 6 (95 %) at most a quarter of
+# the rows is moved after one prompt, 1 in 60 after three: more than 1 row of 8 in less than 1 run
+# of 100, more than 4 of 32 in 1 of 5000. A kernel that is wrong moves all rows, or its own
+# always.
+ROWS_TO_ONE_MOVED = 8
 
 
 @torch.no_grad()
@@ -43,34 +51,74 @@ def logits_columns(model: Any, out: Tensor, logits: list[Tensor]) -> Row:
     return {"logits_error": three_digits(by_row.max()), "steps_off": three_digits(off)}
 
 
+class Follower(TokenClock):
+    """Has `generate` take the tokens of another call, whatever logits it makes itself.
+
+    Args:
+        device: of the model.
+        followed: (B, steps, V), the logits of that call.
+    """
+
+    def __init__(self, device: torch.device, followed: Tensor) -> None:
+        super().__init__(device)
+        self.followed = followed
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Those of the other call."""
+        super().__call__(input_ids, scores)
+        return self.followed[:, len(self.logits) - 1]
+
+
 @torch.no_grad()
-def error_rounded_alike(model: Any, ids: Tensor, case: GenerateCase) -> float:
-    """Relative error of compiled steps against steps that are not compiled, of the worst row.
+def rounded_alike(model: Any, ids: Tensor, case: GenerateCase) -> Row:
+    """Columns of compiled steps against steps that are not compiled, over the same tokens.
 
     Inductor is told to round to the inputs' dtype wherever eager code does. Otherwise it keeps
     float32 between operations that it fuses, and blocks whose scores are nearly equal change
-    places. The order of its sums stays its own: after one of five prompts, one row of a batch is
-    off by thousandths, the same row whenever that prompt is run. So a row counts with the least
-    error of several prompts, each the one before moved by a token; and half of all errors are at
-    most what is returned.
+    places. The order of its sums stays its own: after some prompts a row of the batch is off by
+    thousandths, the same row whenever that prompt is run. So there are several prompts, each the
+    one before moved by a token.
     """
     prompts = [ids.roll(tokens, 1) for tokens in range(PROMPTS)]
     options = replace(case, steps=SHORT).options()
-    found: list[Tensor] = []
-    for compiled in (True, False):
+    with inductor_config.patch(emulate_precision_casts=True):
         forget(model)
-        with inductor_config.patch(emulate_precision_casts=True):
-            found.append(torch.stack([_logits(model, x, not compiled, options) for x in prompts]))
+        clocks = [TokenClock(ids.device) for _ in prompts]
+        found = _logits(model, prompts, clocks, disable_compile=False, **options)
+        forget(model)
+        clocks = [Follower(ids.device, each) for each in found]
+        expected = _logits(model, prompts, clocks, disable_compile=True, **options)
     forget(model)
-    errors = relative_errors(*found).amax(-1)
-    return three_digits(torch.maximum(errors.amin(0).max(), errors.median()))
+    return columns_rounded_alike(relative_errors(found[:, :, 1:], expected[:, :, 1:]))
 
 
-def _logits(model: Any, ids: Tensor, disable_compile: bool, options: Row) -> Tensor:
-    """(B, steps, V), of a call of `generate`."""
-    clock = TokenClock(ids.device)
-    model.generate(ids, logits_processor=[clock], disable_compile=disable_compile, **options)
-    return torch.stack(clock.logits, 1)
+def columns_rounded_alike(errors: Tensor) -> Row:
+    """Of relative errors (prompts, B, steps).
+
+    Returns:
+        logits_error_rounded_alike: of the worst step after the prompt that suits the row best,
+            the greatest of seven rows in eight; at least what half of all prompts and rows err.
+        worst_row_rounded_alike: median over the steps, of the row and prompt where it is greatest.
+        rows_moved: rows above `MAX_ERROR_ROUNDED_ALIKE` after each of the prompts.
+    """
+    of_prompts = errors.amax(-1)
+    by_row = of_prompts.amin(0).sort().values
+    moved = ~(by_row < MAX_ERROR_ROUNDED_ALIKE)
+    held = by_row[len(by_row) - len(by_row) // ROWS_TO_ONE_MOVED - 1]
+    return {
+        "logits_error_rounded_alike": three_digits(torch.maximum(held, of_prompts.median())),
+        "worst_row_rounded_alike": three_digits(errors.quantile(0.5, dim=-1).max()),
+        "rows_moved": int(moved.sum()),
+    }
+
+
+def _logits(
+    model: Any, prompts: list[Tensor], clocks: Sequence[TokenClock], **options: Any
+) -> Tensor:
+    """(prompts, B, steps, V), of a call of `generate` each."""
+    for ids, clock in zip(prompts, clocks, strict=True):
+        model.generate(ids, logits_processor=[clock], **options)
+    return torch.stack([torch.stack(clock.logits, 1) for clock in clocks])
 
 
 def failure_of(row: Row) -> str | None:
@@ -80,6 +128,9 @@ def failure_of(row: Row) -> str | None:
     alike = row.get("logits_error_rounded_alike", 0.0)
     if not alike < MAX_ERROR_ROUNDED_ALIKE:
         return f"compiled steps that round as eager ones do are off by {alike}, relative"
+    worst = row.get("worst_row_rounded_alike", 0.0)
+    if not worst < MAX_LOGITS_ERROR:
+        return f"half the compiled steps of a row are off from eager ones by {worst}, relative"
     return None
 
 

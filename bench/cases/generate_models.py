@@ -24,6 +24,7 @@ QUANTIZED = {
     "float8wo": "Float8WeightOnlyConfig",
     "float8dyn": "Float8DynamicActivationFloat8WeightConfig",
 }
+WEIGHTS_ALONE = ("int8wo", "float8wo")
 INT_MM_ROWS = 16  # torch._int_mm on CUDA wants more: "self.size(0) needs to be greater than 16"
 
 
@@ -121,20 +122,29 @@ def unsupported_reason(kind: str | None, batch: int, device: torch.device) -> st
     return None
 
 
-@contextmanager
-def compiled_for(kind: str | None) -> Iterator[None]:
+def inductor_settings(kind: str | None) -> dict[str, Any]:
     """Inductor's settings for a kind of weights, None for those that are not quantized.
 
-    They are those that torchao's `quantize_` makes for the whole process, so that a step reads
-    weights as they are stored: a product with one row is a reduction then, and every kernel is
-    tuned by coordinate descent, one compilation after another. The search in all directions
-    around the result is left out: up to 27 more compilations of one reduction.
+    Where weights alone are quantized, coordinate descent, which torchao's `quantize_` turns on for
+    the whole process: only with it is a product with one row a reduction, which reads weights as
+    they are stored. It tunes every kernel, one compilation after another. The search in all
+    directions around the result is left out: up to 27 more compilations of one reduction.
+
+    Where activations are quantized too, products read weights as they are stored anyway, and
+    coordinate descent does not reach them. Inductor would tune Triton's templates for each shape
+    instead, float8's by the hundred; cuBLAS takes them without.
     """
     if kind is None:
-        yield
-        return
-    settings = {"coordinate_descent_tuning": True, "force_fuse_int_mm_with_mul": True}
-    with torch._inductor.config.patch(settings):
+        return {}
+    if kind in WEIGHTS_ALONE:
+        return {"coordinate_descent_tuning": True}
+    return {"max_autotune_gemm_backends": "ATEN"}
+
+
+@contextmanager
+def compiled_for(kind: str | None) -> Iterator[None]:
+    """`inductor_settings` of this kind hold within."""
+    with torch._inductor.config.patch(inductor_settings(kind)):
         yield
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from nsa_flex.bench.cases.generate_attention import attending
 from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
-from nsa_flex.bench.cases.generate_check import error_rounded_alike, failure_of, logits_columns
+from nsa_flex.bench.cases.generate_check import failure_of, logits_columns, rounded_alike
 from nsa_flex.bench.cases.generate_clock import Round, TokenClock, columns, reserve
 from nsa_flex.bench.cases.generate_models import (
     Pair,
     compiled_for,
     forget,
+    inductor_settings,
     unsupported_reason,
 )
 from nsa_flex.bench.measure.time_limit import time_limit
@@ -127,8 +128,7 @@ class Turns:
     def _rounded_alike(self, ids: Tensor, compiled: bool) -> Row:
         if not (self.is_nsa and compiled and self.kind is None):
             return {}
-        error = error_rounded_alike(self.model, ids, self.case)
-        return {"logits_error_rounded_alike": error}
+        return rounded_alike(self.model, ids, self.case)
 
     def row(self) -> Row:
         """What was measured, or why not.
@@ -146,6 +146,7 @@ class Turns:
             **({} if self.is_nsa else {"attention": self.who}),
             **self.case.fields(),
             "quantized": self.kind,
+            "inductor": inductor_settings(self.kind),
             **self._status(found),
             **found,
         }

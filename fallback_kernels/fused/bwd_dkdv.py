@@ -216,6 +216,8 @@ def fused_bwd_dkdv_kernel(
         stop = tl.minimum(stop, tl.load(last_query_ptr + b.to(tl.int64) * tiles + cta % tiles))
     tiles_per_head = (stop - start + BLOCK_M - 1) // BLOCK_M
     local_tiles = 0
+    # The first iteration's loads are prepared even where there is none: dividing by 0 there would
+    # let the compiler assume that there is one, and start them. Hence the divisors of both loops.
     if LOCAL > 0:
         # Queries from here on have none of the keys in a local block.
         local_stop = ((start + BLOCK_N - 1) // BLOCK_SIZE + LOCAL) * BLOCK_SIZE
@@ -233,9 +235,10 @@ def fused_bwd_dkdv_kernel(
         local_stats = GatedStats(
             local_stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens
         )
+        divisor = tl.maximum(per_head, 1)
         for i in tl.range(0, per_head * HEADS, num_stages=STAGES):
-            head = first_head + i // per_head
-            first = start + i % per_head * LOCAL_BLOCK_M
+            head = first_head + i // divisor
+            first = start + i % divisor * LOCAL_BLOCK_M
             q = load_head_tile(
                 local_queries, head, first, LOCAL_BLOCK_M, HEAD_DIM, BLOCK_D
             )  # [LOCAL_BLOCK_M, BLOCK_D]
@@ -275,9 +278,10 @@ def fused_bwd_dkdv_kernel(
 
     stats = GatedStats(stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens)
     window_tiles = tiles_per_head - local_tiles
+    divisor = tl.maximum(window_tiles, 1)
     for i in tl.range(0, window_tiles * HEADS, num_stages=STAGES):
-        head = first_head + i // window_tiles
-        first = start + (local_tiles + i % window_tiles) * BLOCK_M
+        head = first_head + i // divisor
+        first = start + (local_tiles + i % divisor) * BLOCK_M
         q = load_head_tile(queries, head, first, BLOCK_M, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         grad_out = load_head_tile(
             grad_outs, head, first, BLOCK_M, VALUE_DIM, BLOCK_DV

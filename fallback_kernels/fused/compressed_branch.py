@@ -28,6 +28,8 @@ from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
 NUM_PARTS = 4  # of any fold
 # Up to so many tokens in all rows the host's time counts, of which cuDNN's calls took a quarter.
 RANGES_TOKENS = 4096
+# Rows so short have few keys a query: cuDNN's passes over queries and gradients take longer.
+RANGES_ROW = 8192
 
 
 class CompressedOutput(NamedTuple):
@@ -62,7 +64,7 @@ def attend_compressed(
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
-    if offsets is not None or is_ranged(rows.shape[0] * rows.shape[1], document_start):
+    if offsets is not None or is_ranged(rows.shape[0], rows.shape[1], document_start):
         bounds = _bounds(rows, document_start, key, config, offsets)
         out, lse = ranges_forward(
             *(rows.transpose(1, 2), key, value, *bounds, scale),
@@ -99,7 +101,7 @@ def compressed_gradients(
     """
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
-    if is_ranged(rows.shape[0] * rows.shape[1], document_start):
+    if is_ranged(rows.shape[0], rows.shape[1], document_start):
         grad_query, splits = ranges_gradients(
             rows.transpose(1, 2),
             *keys,
@@ -134,9 +136,9 @@ def compressed_gradients(
     return CompressedGradients([part.query for part in gradients], fold, splits)
 
 
-def is_ranged(num_tokens: int, document_start: Tensor | None) -> bool:
-    """Whether range attention runs for so many tokens in all rows, not cuDNN."""
-    return document_start is not None or is_host_bound(num_tokens)
+def is_ranged(batch: int, tokens: int, document_start: Tensor | None) -> bool:
+    """Whether range attention runs for `batch` rows of so many tokens, not cuDNN."""
+    return document_start is not None or tokens <= RANGES_ROW or is_host_bound(batch * tokens)
 
 
 def is_host_bound(num_tokens: int) -> bool:

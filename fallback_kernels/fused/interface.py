@@ -23,7 +23,7 @@ from nsa_flex.fallback_kernels.fused.bwd_gates import (
     gated_sum_gradients,
     num_stats,
 )
-from nsa_flex.fallback_kernels.fused.compressed_branch import is_host_bound
+from nsa_flex.fallback_kernels.fused.compressed_branch import is_host_bound, is_ranged
 from nsa_flex.fallback_kernels.fused.schedule import (
     Kept,
     run_backward,
@@ -32,6 +32,7 @@ from nsa_flex.fallback_kernels.fused.schedule import (
 )
 from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
+from nsa_flex.fallback_kernels.short.chosen import is_masked_backward
 
 
 class CoreResults(NamedTuple):
@@ -238,6 +239,9 @@ def core_backward(
     with torch.cuda.device_of(grad):
         if is_short(inputs[0], document_start, max_document_length, config):
             return run_short_backward(grad, inputs, results, document_start, scale, config)
+        query, key, value = inputs[:3]
+        if document_start is None and is_masked_backward(query, key, value, config):
+            return run_short_backward(grad, inputs, results, None, scale, config, masked=True)
         return run_backward(grad, inputs, results, document_start, scale, config, deterministic)
 
 
@@ -314,7 +318,7 @@ def core_backward_branches(
     Args:
         signed, stats: what `core_backward_gates` gave.
         grad: as there, if its memory is there anyway; None if `signed` is all there is of it.
-        compressed: of `core_forward`, as the next; None with documents.
+        compressed: of `core_forward`, as the next; None where range attention runs.
     """
     grad = None if grad is None else grad.contiguous()
     config = NSAConfig.of_counts(counts)
@@ -357,7 +361,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
     inputs, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
     del saved
     of_call = (ctx.scale, ctx.counts, ctx.deterministic, document_start)
-    if _is_one_step(inputs[0], document_start, ctx.longest, ctx.counts):
+    if _is_one_step(inputs, document_start, ctx.longest, ctx.counts):
         grads = _core_gradients(grad, inputs, results, *of_call, ctx.longest)
     else:
         # From here on, what is deleted is freed, unless the graph is retained.
@@ -367,13 +371,13 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
             results
         )
         del results
-        documents = document_start is not None
+        ranged = is_ranged(inputs[0].shape[0], inputs[0].shape[2], document_start)
         grad_gates, signed, stats = _gate_gradients(
             *(grad, compressed, selected, sliding, selected_lse, inputs[5]),
-            compressed_lse if documents else None,
+            compressed_lse if ranged else None,
         )
         del selected, sliding
-        of_cudnn = None if documents else compressed
+        of_cudnn = None if ranged else compressed
         del compressed
         of_branches = _branch_gradients(
             *(signed, stats, grad if _is_held(grad) else None, inputs),
@@ -384,16 +388,20 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
 
 
 def _is_one_step(
-    query: Tensor, document_start: Tensor | None, longest: int | None, counts: list[int]
+    inputs: list[Tensor], document_start: Tensor | None, longest: int | None, counts: list[int]
 ) -> bool:
     """Whether the backward is one operator: of short calls, and in graphs of any length.
 
     Short rows' kernels need all branches to the end, and each operator takes the host's time.
     """
+    query, key, value = inputs[:3]
     batch, _, tokens, _ = query.shape
     if not isinstance(batch, int) or not isinstance(tokens, int) or is_host_bound(batch * tokens):
         return True
-    return is_short(query, document_start, longest, NSAConfig.of_counts(counts))
+    config = NSAConfig.of_counts(counts)
+    if document_start is None and is_masked_backward(query, key, value, config):
+        return True
+    return is_short(query, document_start, longest, config)
 
 
 def _is_held(grad: Tensor) -> bool:

@@ -46,7 +46,7 @@ from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
-from nsa_flex.fallback_kernels.short.chosen import is_masked
+from nsa_flex.fallback_kernels.short.chosen import is_masked, is_masked_backward
 from nsa_flex.fallback_kernels.short.fwd import Chosen, short_forward
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
@@ -84,14 +84,15 @@ def run_forward(
     )
     words = index_words(q, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
-    plan = _plan(
-        q, key, value, blocks, document_start, config, differentiable, offsets is not None
+    is_indexed = differentiable and not (
+        document_start is None and is_masked_backward(q, key, value, config)
     )
+    plan = _plan(q, key, value, blocks, document_start, config, is_indexed, offsets is not None)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     keys, window_keys = (key, value), own or (key, value)
-    window, storage = config.window_size, index if differentiable else None
+    window, storage = config.window_size, index if is_indexed else None
     if _is_masked(q, key, value, document_start, offsets, config):
-        if differentiable:
+        if is_indexed:
             selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=storage)
         whole = short_forward(
             (q, *tensors[1:]),
@@ -179,7 +180,7 @@ def run_backward(
         results
     )
     rows = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
-    ranged = is_ranged(inputs[0].shape[0] * inputs[0].shape[2], document_start)
+    ranged = is_ranged(inputs[0].shape[0], inputs[0].shape[2], document_start)
     grad_gates, sums = gated_sum_gradients(
         *(grad, compressed, selected, sliding, selected_lse, inputs[5]),
         compressed_lse if ranged else None,
@@ -338,8 +339,8 @@ def _is_masked(
     """Whether the forward attends rows whole; the compressed branch has one part then."""
     if document_start is not None or offsets is not None:
         return False
-    is_small = is_ranged(query.shape[0] * query.shape[2], None)
-    return is_small and is_masked(query, key, value, config)
+    is_one_part = is_ranged(query.shape[0], query.shape[2], None)
+    return is_one_part and is_masked(query, key, value, config)
 
 
 def _positions(tokens: int, offsets: Tensor | None, device: torch.device) -> Tensor:

@@ -68,8 +68,13 @@ def run_short_backward(
     document_start: Tensor | None,
     scale: float,
     config: NSAConfig,
+    *,
+    masked: bool = False,
 ) -> CoreGradients:
-    """The results of `core_backward` for what `run_short_forward` computed."""
+    """The results of `core_backward` for what `run_short_forward` computed.
+
+    masked: for what `run_forward` computed of rows that are attended whole, and masked.
+    """
     own = (inputs[6], inputs[7]) if len(inputs) > 6 else None
     saved = ShortResults(grad, *results[1:-1])  # the output itself is not needed
     grads = short_backward(
@@ -80,7 +85,8 @@ def run_short_backward(
         document_start,
         config,
         scale,
-        config.num_selected_tokens,
+        inputs[0].shape[2] if masked else config.num_selected_tokens,
+        results[0] if masked else None,
     )
     dq, dk, dv, dck, dcv, gates, *of_window = grads
     window_key, window_value = of_window or (grad.new_empty(0), grad.new_empty(0))

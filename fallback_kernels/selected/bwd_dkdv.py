@@ -261,8 +261,9 @@ def selected_bwd_dkdv_initial_local_kernel(
     grad_v = tl.zeros([BLOCK_SIZE, BLOCK_DV], tl.float32)  # [BLOCK_SIZE, BLOCK_DV]
     tiles = tl.cdiv(tl.maximum(stop - start, 0), BLOCK_TOKENS)
     skipped = tl.where(is_local & (block % 2 == 1), tiles // 2, 0)
+    divisor = tl.maximum(tiles, 1)  # loads are prepared even where there is no tile
     for i in tl.range(0, tiles, num_stages=STAGES):
-        tile = start + (i + skipped) % tiles * BLOCK_TOKENS
+        tile = start + (i + skipped) % divisor * BLOCK_TOKENS
         query = tl.minimum(tile + token, stop - 1)
         query_row = query * query_heads + head_in_group
         q = load_rows(query_ptr, query_row, INT64_OFFSETS, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]

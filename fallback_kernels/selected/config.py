@@ -33,6 +33,7 @@ WORK_TILE_WORDS = 4  # see `SelectedIndex`
 # every top-k block of a query: 42 blocks at 13 top-k blocks. 0: none ever does.
 UNION_LIMIT = 13
 FEW_HEADS = 4  # a group whose tiles have many entries and whose chunks are few
+NARROW = 64  # of head dims: up to it, a third tile in flight leaves room for as many CTAs
 TILE_ROWS = 64  # rows (query, head) of a streamed tile
 # float32 multiplies in plain registers, where small tiles are the ones that do not spill.
 FLOAT32_TILE_ROWS = 16
@@ -386,13 +387,16 @@ class SelectedPlan:
     @cached_property
     def gradient_stages(self) -> int:
         """Tiles in flight in the backward, where a tile is queries and output gradients."""
-        fits = self.shared_bytes(self.tile_rows, 2) <= self.shared_memory
-        return 2 if fits and self.num_warps == 4 else 1
+        if self.num_warps != 4:
+            return 1
+        wanted = (3, 2) if max(self.head_dim, self.value_dim) <= NARROW else (2,)
+        fitting = (x for x in wanted if self.shared_bytes(self.tile_rows, x) <= self.shared_memory)
+        return next(fitting, 1)
 
     @cached_property
     def topk_gradient_stages(self) -> int:
         """For top-k blocks. A third stage holds entries: it pays where tiles have many."""
-        many = self.gradient_stages == 2 and self.group <= FEW_HEADS
+        many = self.gradient_stages > 1 and self.group <= FEW_HEADS
         return 3 if many else self.gradient_stages
 
     @cached_property

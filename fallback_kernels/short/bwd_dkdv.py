@@ -7,6 +7,8 @@ queries that have the tile near and those that have it far.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,25 +18,155 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
-from nsa_flex.fallback_kernels.ranges.config import RangesPlan
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import load_tile, store_tile
-from nsa_flex.fallback_kernels.short.bwd_dq import COMPRESSED, FAR, NEAR
+from nsa_flex.fallback_kernels.short.bwd_dq import COMPRESSED, FAR, NEAR, UNSELECTED, WORDS
+from nsa_flex.fallback_kernels.short.config import plan_of
 from nsa_flex.fallback_kernels.short.spans import block_span, end_of_documents, token_spans
+from nsa_flex.fallback_kernels.sliding.config import stats_descriptor
+from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile, load_stats
 
 CHUNK = 256  # tokens whose documents are looked at together
+
+
+class ShortStats(NamedTuple):
+    """`stats` of `query_gradients`, inside a kernel."""
+
+    desc: Any  # a tensor descriptor for TMA, or None to load by `ptr`
+    ptr: Any
+    query_heads: Any
+    stride_b: Any
+    stride_h: Any
+
+
+@triton.jit
+def load_short_stats(stats, b, row, first, num_tokens, BLOCK_M: tl.constexpr):
+    """One of a span's three numbers [BLOCK_M] for the tokens from `first` on; 0 past the last."""
+    return load_stats(
+        stats.desc, stats.ptr, b, row, stats.stride_b, stats.stride_h, first, num_tokens, BLOCK_M
+    )
+
+
+@triton.jit
+def is_seen_whole(
+    document_start_ptr, first, first_key, last_key, is_compressed, num_tokens, reach, window,
+    IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Whether all queries [first, first + BLOCK_M) see all keys of a tile, in its span.
+
+    Queries past the last one count as if they were there: what is added of them is 0.
+    """
+    last = first + BLOCK_M - 1
+    lowest = tl.maximum(last + 1 - reach, 0)
+    if document_start_ptr is not None:
+        lowest = tl.maximum(lowest, tl.load(document_start_ptr + tl.minimum(last, num_tokens - 1)))
+    # One past the last key that the first query sees.
+    if IS_NEAR:
+        end = first + 1
+        lowest = tl.maximum(lowest, last + 1 - window)
+    else:
+        end = first + 1 - window if HAS_NEAR else first + 1
+        complete = tl.maximum(first + 1 - COMPRESS + STRIDE, 0) // STRIDE
+        end = tl.where(is_compressed, complete, end)
+        lowest = tl.where(is_compressed, lowest // STRIDE, lowest)
+    return (lowest <= first_key) & (end > last_key)
+
+
+@triton.jit
+def _add_queries(
+    grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
+    document_start_ptr, begin, tiles, first_head, heads, span, num_blocks, reach, window,
+    scale_log2,
+    IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, MASKED: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK / scale [BLOCK_N, BLOCK_D] and dV with what `tiles` of queries of each head add.
+
+    IS_NEAR: they have the keys in their window; else `span` is FAR or COMPRESSED. MASKED: token
+    keys of `block` are for those queries alone that chose it.
+    """
+    b, num_tokens, query_heads = queries.b, queries.num_tokens, stats.query_heads
+    is_compressed = span == COMPRESSED
+    # The first iteration's loads are prepared even where there is none: dividing by 0 there would
+    # let the compiler assume that there is one, and start them.
+    per_head = tl.maximum(tiles, 1)
+    for i in tl.range(0, tiles * heads, num_stages=STAGES):
+        head = first_head + i // per_head
+        first = begin + i % per_head * BLOCK_M
+        q = load_head_tile(queries, head, first, BLOCK_M, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        grad_out = load_head_tile(
+            grad_outs, head, first, BLOCK_M, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_M, BLOCK_DV]
+        # [BLOCK_N, BLOCK_M] each
+        logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
+        stat = 3 * span * query_heads + head
+        lse_log2 = load_short_stats(stats, b, stat, first, num_tokens, BLOCK_M)  # [BLOCK_M]
+        gate = load_short_stats(stats, b, stat + query_heads, first, num_tokens, BLOCK_M)
+        delta = load_short_stats(stats, b, stat + 2 * query_heads, first, num_tokens, BLOCK_M)
+        if MASKED:
+            word = head + (block // 32 + WORDS) * query_heads
+            bits = load_short_stats(stats, b, word, first, num_tokens, BLOCK_M)  # [BLOCK_M]
+            has_keys = (bits.to(tl.int32, bitcast=True) >> (block & 31)) & 1 != 0
+            if IS_NEAR:  # the window has them nevertheless
+                stat = head + 3 * UNSELECTED * query_heads
+                of_window = load_short_stats(stats, b, stat, first, num_tokens, BLOCK_M)
+                lse_log2 = tl.where(has_keys, lse_log2, of_window)
+                stat += query_heads
+                of_window = load_short_stats(stats, b, stat, first, num_tokens, BLOCK_M)
+                gate = tl.where(has_keys, gate, of_window)
+                stat += query_heads
+                of_window = load_short_stats(stats, b, stat, first, num_tokens, BLOCK_M)
+                delta = tl.where(has_keys, delta, of_window)
+            else:
+                lse_log2 = tl.where(has_keys | is_compressed, lse_log2, float("inf"))
+        p = tl.exp2(logits * scale_log2 - lse_log2[None, :])
+        centered = gate[None, :] * grad_p - delta[None, :]
+        first_key = tl.min(column, 0)
+        whole = is_seen_whole(
+            document_start_ptr, first, first_key, first_key + BLOCK_N - 1, is_compressed,
+            num_tokens, reach, window, IS_NEAR, HAS_NEAR, COMPRESS, STRIDE, BLOCK_M,
+        )  # fmt: skip
+        if not whole:
+            row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+            begin_key, window_first, end_key = token_spans(
+                document_start_ptr, row, num_tokens, reach, window
+            )
+            if IS_NEAR:
+                begin_key = window_first
+            else:
+                first_block, end_block = block_span(
+                    begin_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
+                )
+                begin_key = tl.where(is_compressed, first_block, begin_key)
+                end_key = tl.where(is_compressed, end_block, window_first if HAS_NEAR else end_key)
+            seen = (column[:, None] >= begin_key[None, :]) & (column[:, None] < end_key[None, :])
+            p = tl.where(seen, p, 0.0)
+            centered = tl.where(seen, centered, 0.0)  # what others see may be large
+        weights = (p * gate[None, :]).to(grad_out.dtype)
+        grad_v = tl.dot(weights, grad_out, grad_v, input_precision=PRECISION)
+        grad_logits = (p * centered).to(q.dtype)
+        grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
+    return grad_k, grad_v
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window", "compressed_tiles"])
 def short_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, grad_out_ptr, stats_ptr,
+    query_desc, grad_out_desc, stats_desc,
     grad_k_ptr, grad_v_ptr, grad_ck_ptr, grad_cv_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s, ck_stride_b, ck_stride_h, ck_stride_s,
     cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
+    stats_stride_b, stats_stride_h,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
     reach, window, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, MASKED: tl.constexpr, SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -42,13 +174,15 @@ def short_bwd_dkdv_kernel(
     """dK (splits, B, S, Hkv, D), dV, and those of compressed keys (splits, B, N, Hkv, D).
 
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
-    document are far.
+    document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
+    MASKED: queries chose blocks, and `stats_ptr` says which.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
     kv_head = tl.program_id(1) // splits
     split = tl.program_id(1) % splits
-    b = tl.program_id(2).to(tl.int64)
+    row_of_batch = tl.program_id(2)
+    b = row_of_batch.to(tl.int64)
     wide_kv_head = kv_head.to(tl.int64)
     k_base = k_ptr + b * k_stride_b + wide_kv_head * k_stride_h
     v_base = v_ptr + b * v_stride_b + wide_kv_head * v_stride_h
@@ -64,6 +198,13 @@ def short_bwd_dkdv_kernel(
     key = column.to(tl.int64)
     k = load_tile(k_base, key, k_stride, num_keys, True, HEAD_DIM, BLOCK_D)
     v = load_tile(v_base, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
+    queries = HeadRows(
+        query_desc, q_ptr, row_of_batch, 0, q_stride_b, q_stride_h, q_stride_s, num_tokens
+    )
+    grad_outs = HeadRows(
+        grad_out_desc, grad_out_ptr, row_of_batch, 0, do_stride_b, do_stride_h, do_stride_s,
+        num_tokens,
+    )  # fmt: skip
 
     # The queries that may see these keys: of documents that have begun where the last key is.
     if document_start_ptr is not None:
@@ -84,59 +225,27 @@ def short_bwd_dkdv_kernel(
     far_tiles = 0
     if HAS_FAR:
         far_tiles = tl.maximum(end - far_begin + BLOCK_M - 1, 0) // BLOCK_M
-    per_head = near_tiles + far_tiles
 
-    plane = tl.num_programs(2).to(tl.int64) * query_heads * num_tokens
-    q_ptr += b * q_stride_b
-    grad_out_ptr += b * do_stride_b
-    stats_ptr += b * query_heads * num_tokens
+    stats = ShortStats(stats_desc, stats_ptr, query_heads, stats_stride_b, stats_stride_h)
+    block = tl.minimum(first_token // SELECT, 63)  # that the tile's keys lie in, where MASKED
     first_head = (kv_head * splits + split) * heads_per_cta
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for i in tl.range(0, per_head * heads_per_cta, num_stages=STAGES):
-        head = (first_head + i // per_head).to(tl.int64)
-        nth = i % per_head
-        is_far = nth >= near_tiles
-        row = tl.where(
-            is_far, far_begin + (nth - near_tiles) * BLOCK_M, near_begin + nth * BLOCK_M
-        )
-        row += tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        query = row.to(tl.int64)
-        row_mask = row < num_tokens
-        span = tl.where(is_compressed, COMPRESSED, tl.where(is_far, FAR, NEAR))
-        stats = stats_ptr + 3 * span * plane + head * num_tokens + query
-        lse_log2 = tl.load(stats, mask=row_mask, other=float("inf"))  # [BLOCK_M]
-        gate = tl.load(stats + plane, mask=row_mask, other=0.0)  # [BLOCK_M]
-        gated_delta = tl.load(stats + 2 * plane, mask=row_mask, other=0.0)  # [BLOCK_M]
-        document_first, window_first, end_key = token_spans(
-            document_start_ptr, row, num_tokens, reach, window
-        )
-        first_block, end_block = block_span(
-            document_first, row, num_tokens, num_blocks, COMPRESS, STRIDE
-        )
-        far_end = window_first if HAS_NEAR else end_key
-        first_key = tl.where(is_far, document_first, window_first)
-        end_key = tl.where(is_far, far_end, end_key)
-        first_key = tl.where(is_compressed, first_block, first_key)
-        end_key = tl.where(is_compressed, end_block, end_key)
-
-        q = load_tile(
-            q_ptr + head * q_stride_h, query, q_stride_s, num_tokens, True, HEAD_DIM, BLOCK_D
-        )  # [BLOCK_M, BLOCK_D]
-        logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        p = tl.exp2(logits * scale_log2 - lse_log2[None, :])
-        seen = (column[:, None] >= first_key[None, :]) & (column[:, None] < end_key[None, :])
-        p = tl.where(seen, p, 0.0)
-        grad_out = load_tile(
-            grad_out_ptr + head * do_stride_h, query, do_stride_s, num_tokens, True,
-            VALUE_DIM, BLOCK_DV,
-        )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
-        weights = (p * gate[None, :]).to(grad_out.dtype)
-        grad_v = tl.dot(weights, grad_out, grad_v, input_precision=PRECISION)
-        grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-        grad_logits = p * (gate[None, :] * grad_p - gated_delta[None, :])
-        grad_logits = tl.where(seen, grad_logits, 0.0).to(q.dtype)
-        grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
+    if HAS_NEAR:
+        grad_k, grad_v = _add_queries(
+            grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
+            document_start_ptr, near_begin, near_tiles, first_head, heads_per_cta, NEAR,
+            num_blocks, reach, window, scale_log2, True, HAS_NEAR, MASKED, COMPRESS, STRIDE,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
+    if HAS_FAR:
+        span = tl.where(is_compressed, COMPRESSED, FAR)
+        grad_k, grad_v = _add_queries(
+            grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
+            document_start_ptr, far_begin, far_tiles, first_head, heads_per_cta, span,
+            num_blocks, reach, window, scale_log2, False, HAS_NEAR, MASKED, COMPRESS, STRIDE,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
 
     grad_k *= scale
     row = split * tl.num_programs(2).to(tl.int64) + b
@@ -163,6 +272,7 @@ def key_gradients(
     *,
     near: bool,
     far: bool,
+    masked: bool = False,
 ) -> list[Tensor]:
     """dK and dV (B, S, Hkv, D), then those of the compressed keys (B, N, Hkv, D) if given.
 
@@ -170,8 +280,9 @@ def key_gradients(
         grad: (B, Hq, S, Dv); query: (B, Hq, S, D).
         keys: key and value of the selected branch (`far`), of the window (`near`), or of both.
         stats: of `query_gradients`.
+        masked: whether that was given blocks that queries chose.
     """
-    plan = RangesPlan.of(query, *keys)
+    plan = plan_of(query, *keys)
     q, do, k, v, ck, cv = (rows_contiguous(x) for x in (query, grad, *keys, *(compressed or keys)))
     batch, heads, tokens, _ = q.shape
     kv_heads, num_blocks = k.shape[1], ck.shape[2]
@@ -184,13 +295,18 @@ def key_gradients(
     block_n = plan.bwd_dkdv.block_n
     compressed_tiles = 0 if compressed is None else cdiv(num_blocks, block_n)
     grid = (compressed_tiles + cdiv(tokens, block_n), kv_heads * splits, batch)
+    block_m = plan.bwd_dkdv.block_m
+    descs = [descriptor(q, block_m), descriptor(do, block_m), stats_descriptor(stats, block_m)]
+    if any(x is None for x in descs):
+        descs = [None] * len(descs)
     short_bwd_dkdv_kernel[grid](
-        q, k, v, ck, cv, document_start, do, stats, *grads, *(() if compressed else grads),
-        *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)),
+        q, k, v, ck, cv, document_start, do, stats,
+        *descs, *grads, *(() if compressed else grads),
+        *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
         reach, min(config.window_size, tokens), scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        HAS_NEAR=near, HAS_FAR=far, CHUNK=CHUNK,
+        HAS_NEAR=near, HAS_FAR=far, CHUNK=CHUNK, MASKED=masked, SELECT=config.select_block_size,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
     return [x.sum(0).to(q.dtype) if splits > 1 else x[0] for x in grads]

@@ -19,13 +19,20 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
-from nsa_flex.fallback_kernels.ranges.config import RangesPlan
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
+from nsa_flex.fallback_kernels.short.chosen import chosen_words, has_block, slots
+from nsa_flex.fallback_kernels.short.config import plan_of
 from nsa_flex.fallback_kernels.short.fwd import ShortResults
 from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
+from nsa_flex.fallback_kernels.sliding.config import empty_stats
+from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_key_value
 
 NEAR, FAR, COMPRESSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+UNSELECTED = tl.constexpr(3)  # near keys that the window alone has
 NUM_STATS = 9  # L, a and b of near keys, far keys and compressed keys
+WORDS = tl.constexpr(12)  # then the bits of the blocks that a query chose, two words
+NUM_STATS_MASKED = 14
 
 
 @triton.jit
@@ -36,43 +43,68 @@ def _delta(ptr, grad_out, query, row_stride, num_tokens, DIM: tl.constexpr, BLOC
 
 
 @triton.jit
-def _store_stats(ptr, span: tl.constexpr, plane, lse_log2, a, b, row_mask):
+def _factor(lse, larger):
+    """2^(lse - larger): not NaN where a document is so large that it has no finite results, since
+    p may be 0 there.
+    """
+    factor = tl.exp2(lse - larger)
+    return tl.where(factor <= 1.0, factor, 1.0)
+
+
+@triton.jit
+def _store_stats(ptr, span: tl.constexpr, step, lse_log2, a, b, row_mask):
     """The three numbers of a row that `short_bwd_dkdv_kernel` reads of a span."""
-    ptr += 3 * span * plane
+    ptr += 3 * span * step
     tl.store(ptr, lse_log2, mask=row_mask)
-    tl.store(ptr + plane, a, mask=row_mask)
-    tl.store(ptr + 2 * plane, b, mask=row_mask)
+    tl.store(ptr + step, a, mask=row_mask)
+    tl.store(ptr + 2 * step, b, mask=row_mask)
 
 
 @triton.jit
 def _add_span(
-    grad_q, q, grad_out, k_ptr, v_ptr, k_stride, v_stride, first_key, end_key, row_mask,
-    num_keys, lse_log2, a, b, scale_log2,
+    grad_q, q, grad_out, keys, values, first_key, end_key, row_mask, lse_log2, a, b, scale_log2,
+    low, high, other_lse, other_a, other_b, SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ / scale [BLOCK_M, BLOCK_D] with what the keys [first_key, end_key) of each row add."""
-    begin, _, _, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        key = column.to(tl.int64)
-        k = load_tile(k_ptr, key, k_stride, num_keys, True, HEAD_DIM, BLOCK_D)
+    """dQ / scale [BLOCK_M, BLOCK_D] with what the keys [first_key, end_key) of each row add.
+
+    low, high: of `chosen_words`, or None; for keys of blocks that a row did not choose,
+    `other_lse` and the like take the place of `lse_log2` and the like.
+    """
+    begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
+    for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
+        start = begin + tile * BLOCK_N
+        k, v = load_key_value(
+            keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
-        seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
-        v = load_tile(v_ptr, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
         grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        grad_logits = tl.where(seen, p * (a[:, None] * grad_p - b[:, None]), 0.0).to(k.dtype)
-        grad_q = tl.dot(grad_logits, k, grad_q, input_precision=PRECISION)
+        if low is None:
+            p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
+            grad_logits = p * (a[:, None] * grad_p - b[:, None])
+        else:
+            has_keys = has_block(low, high, start // SELECT)  # [BLOCK_M]
+            tile_lse = tl.where(has_keys, lse_log2, other_lse)
+            tile_a = tl.where(has_keys, a, other_a)
+            tile_b = tl.where(has_keys, b, other_b)
+            p = tl.exp2(logits * scale_log2 - tile_lse[:, None])
+            grad_logits = p * (tile_a[:, None] * grad_p - tile_b[:, None])
+        if (start < full_begin) | (start >= full_end):
+            column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+            seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
+            grad_logits = tl.where(seen, grad_logits, 0.0)
+        grad_q = tl.dot(grad_logits.to(k.dtype), k, grad_q, input_precision=PRECISION)
     return grad_q
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window"])
 def short_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr, gate_ptr,
+    q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,
+    key_desc, value_desc, window_key_desc, window_value_desc, gate_ptr,
     document_start_ptr, grad_out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
-    compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr,
+    compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr, blocks_ptr,
     grad_q_ptr, grad_gate_ptr, stats_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s,
@@ -81,20 +113,25 @@ def short_bwd_dq_kernel(
     ck_stride_b, ck_stride_h, ck_stride_s, cv_stride_b, cv_stride_h, cv_stride_s,
     do_stride_b, do_stride_h, do_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
-    lse_stride_b, lse_stride_h, lse_stride_s,
+    lse_stride_b, lse_stride_h, lse_stride_s, stats_stride_h,
     num_tokens, num_blocks, query_heads, group, reach, window, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
+    NUM_STATS: tl.constexpr,
+    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ (B, S, Hq, D), gradients of the gates and softmax stats of a tile of one head's queries.
 
-    stats: float32 (9, B, Hq, S), three of each span of keys.
+    stats: float32 (B, NUM_STATS * Hq, S), three of each span of keys. key_desc and the like: of
+    tiles of BLOCK_N keys, or None. With `blocks_ptr`, int32 (B, Hkv, S, n), the selected branch
+    sees those blocks alone, and the last two numbers have a bit for each.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
-    b = tl.program_id(2).to(tl.int64)
+    row_of_batch = tl.program_id(2)
+    b = row_of_batch.to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     query = row.to(tl.int64)
     row_mask = row < num_tokens
@@ -104,16 +141,30 @@ def short_bwd_dq_kernel(
         document_start_ptr, row, num_tokens, reach, window
     )
 
-    kv_head = (head // group).to(tl.int64)
+    kv_head = head // group
     wide_head = head.to(tl.int64)
     q_ptr += b * q_stride_b + wide_head * q_stride_h
     grad_out_ptr += b * do_stride_b + wide_head * do_stride_h
-    k_ptr += b * k_stride_b + kv_head * k_stride_h
-    v_ptr += b * v_stride_b + kv_head * v_stride_h
-    window_k_ptr += b * window_k_stride_b + kv_head * window_k_stride_h
-    window_v_ptr += b * window_v_stride_b + kv_head * window_v_stride_h
-    ck_ptr += b * ck_stride_b + kv_head * ck_stride_h
-    cv_ptr += b * cv_stride_b + kv_head * cv_stride_h
+    keys = HeadRows(
+        key_desc, k_ptr, row_of_batch, kv_head, k_stride_b, k_stride_h, k_stride_s, num_tokens
+    )
+    values = HeadRows(
+        value_desc, v_ptr, row_of_batch, kv_head, v_stride_b, v_stride_h, v_stride_s, num_tokens
+    )
+    window_keys = HeadRows(
+        window_key_desc, window_k_ptr, row_of_batch, kv_head,
+        window_k_stride_b, window_k_stride_h, window_k_stride_s, num_tokens,
+    )  # fmt: skip
+    window_values = HeadRows(
+        window_value_desc, window_v_ptr, row_of_batch, kv_head,
+        window_v_stride_b, window_v_stride_h, window_v_stride_s, num_tokens,
+    )  # fmt: skip
+    blocks = HeadRows(
+        None, ck_ptr, row_of_batch, kv_head, ck_stride_b, ck_stride_h, ck_stride_s, num_blocks
+    )
+    block_values = HeadRows(
+        None, cv_ptr, row_of_batch, kv_head, cv_stride_b, cv_stride_h, cv_stride_s, num_blocks
+    )
     first_row = b * num_tokens * query_heads + head
     row_stride = query_heads * VALUE_DIM
     stats = first_row + query * query_heads  # [BLOCK_M]
@@ -148,20 +199,38 @@ def short_bwd_dq_kernel(
     sliding_lse = load_lse_log2(sliding_lse_ptr, stats, row_mask)
     near_b = near_a * delta_sliding
     far_b = selected_gate * delta_selected
+    near_lse = sliding_lse
+    window_a, window_b = near_a, near_b
     far_end = end_key
     if SHARED:
         far_end = window_first
-        factor = tl.exp2(sliding_lse - selected_lse)
-        # Not NaN where a document is so large that it has no finite results: p may be 0 there.
-        factor = tl.where(factor <= 1.0, factor, 1.0)
+        # Of a key that both have, the smaller log-sum-exp gives the larger of two weights, which
+        # is 1 at most. Without a choice it is the window's.
+        near_lse = tl.minimum(sliding_lse, selected_lse)
+        if blocks_ptr is not None:
+            factor = _factor(near_lse, sliding_lse)
+            near_a, near_b = factor * near_a, factor * near_b
+        factor = _factor(near_lse, selected_lse)
         near_a += factor * selected_gate
         near_b += factor * far_b
-    plane = tl.num_programs(2).to(tl.int64) * query_heads * num_tokens
-    stats_ptr += (b * query_heads + head) * num_tokens + query
-    _store_stats(stats_ptr, NEAR, plane, sliding_lse, near_a, near_b, row_mask)
-    _store_stats(stats_ptr, FAR, plane, selected_lse, selected_gate, far_b, row_mask)
+    stats_ptr += (b * NUM_STATS * query_heads + head) * stats_stride_h + query
+    step = query_heads.to(tl.int64) * stats_stride_h
+    _store_stats(stats_ptr, NEAR, step, near_lse, near_a, near_b, row_mask)
+    _store_stats(stats_ptr, FAR, step, selected_lse, selected_gate, far_b, row_mask)
     compressed_b = gate * delta_compressed
-    _store_stats(stats_ptr, COMPRESSED, plane, compressed_lse, gate, compressed_b, row_mask)
+    _store_stats(stats_ptr, COMPRESSED, step, compressed_lse, gate, compressed_b, row_mask)
+    low, high, near_low = None, None, None
+    if blocks_ptr is not None:
+        unit = b * (query_heads // group) + kv_head
+        low, high = chosen_words(
+            blocks_ptr + unit * num_tokens * NUM_SLOTS, query, row_mask, NUM_SLOTS, PADDED_SLOTS
+        )  # [BLOCK_M] each
+        words = stats_ptr + step * WORDS
+        tl.store(words, low.to(tl.float32, bitcast=True), mask=row_mask)
+        tl.store(words + step, high.to(tl.float32, bitcast=True), mask=row_mask)
+        if SHARED:
+            near_low = low
+            _store_stats(stats_ptr, UNSELECTED, step, sliding_lse, window_a, window_b, row_mask)
 
     q = load_tile(q_ptr, query, q_stride_s, num_tokens, True, HEAD_DIM, BLOCK_D)
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -169,19 +238,21 @@ def short_bwd_dq_kernel(
         first_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
     )  # [BLOCK_M] each
     grad_q = _add_span(
-        grad_q, q, grad_out, ck_ptr, cv_ptr, ck_stride_s, cv_stride_s,
-        first_block, end_block, row_mask, num_blocks, compressed_lse, gate, compressed_b,
-        scale_log2, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
+        grad_q, q, grad_out, blocks, block_values, first_block, end_block, row_mask,
+        compressed_lse, gate, compressed_b, scale_log2, None, None, None, None, None, SELECT,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
     )  # fmt: skip
     grad_q = _add_span(
-        grad_q, q, grad_out, k_ptr, v_ptr, k_stride_s, v_stride_s,
-        first_key, far_end, row_mask, num_tokens, selected_lse, selected_gate, far_b,
-        scale_log2, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        grad_q, q, grad_out, keys, values, first_key, far_end, row_mask,
+        selected_lse, selected_gate, far_b, scale_log2,
+        low, high, float("inf"), 0.0, 0.0, SELECT,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     grad_q = _add_span(
-        grad_q, q, grad_out, window_k_ptr, window_v_ptr, window_k_stride_s, window_v_stride_s,
-        window_first, end_key, row_mask, num_tokens, sliding_lse, near_a, near_b,
-        scale_log2, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        grad_q, q, grad_out, window_keys, window_values, window_first, end_key, row_mask,
+        near_lse, near_a, near_b, scale_log2,
+        near_low, high, sliding_lse, window_a, window_b, SELECT,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     row_stride = query_heads * HEAD_DIM
     store_tile(
@@ -195,7 +266,7 @@ class QueryGradients(NamedTuple):
 
     query: Tensor  # (B, S, Hq, D)
     gates: Tensor  # (B, S, Hq, 3)
-    stats: Tensor  # float32 (9, B, Hq, S), for the gradients of keys and values
+    stats: Tensor  # float32 (B, 9 or 14 * Hq, S), for the gradients of keys and values
 
 
 def query_gradients(
@@ -207,10 +278,14 @@ def query_gradients(
     config: NSAConfig,
     scale: float,
     reach: int,
+    blocks: Tensor | None = None,
 ) -> QueryGradients:
-    """Gradients of queries and gates; `grad` (B, Hq, S, Dv), the others as of `short_forward`."""
+    """Gradients of queries and gates; `grad` (B, Hq, S, Dv), the others as of `short_forward`.
+
+    blocks: int32 (B, Hkv, S, n), contiguous, what queries chose; None if every block.
+    """
     query, key, value, compressed_key, compressed_value, gates = tensors
-    plan = RangesPlan.of(query, key, value)
+    plan = plan_of(query, key, value)
     q, k, v, wk, wv, ck, cv, do = (
         rows_contiguous(x)
         for x in (
@@ -220,18 +295,21 @@ def query_gradients(
     batch, heads, tokens, dim = q.shape
     grad_q = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
     grad_gates = gates.new_empty((batch, tokens, heads, 3))
-    stats_shape = (NUM_STATS, batch, heads, tokens)
-    stats = torch.empty(stats_shape, dtype=torch.float32, device=q.device)
+    num_stats = NUM_STATS if blocks is None else NUM_STATS_MASKED
+    stats = empty_stats(batch, num_stats * heads, tokens, q.device)
+    descs = [descriptor(x, plan.bwd_dq.block_n) for x in (k, v, wk, wv)]
+    if any(x is None for x in descs):
+        descs = [None] * len(descs)
     short_bwd_dq_kernel[(heads, cdiv(tokens, plan.bwd_dq.block_m), batch)](
-        q, k, v, wk, wv, ck, cv, gates, document_start, do,
+        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, do,
         results.compressed, results.selected, results.sliding,
-        results.compressed_lse, results.selected_lse, results.sliding_lse,
+        results.compressed_lse, results.selected_lse, results.sliding_lse, blocks,
         grad_q, grad_gates, stats,
         *(stride for x in (q, k, v, wk, wv, ck, cv, do) for stride in strides(x)),
-        *gates.stride(), *results.compressed_lse.stride(),
+        *gates.stride(), *results.compressed_lse.stride(), stats.stride(1),
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride, SHARED=own is None,
-        **plan.constants(), **plan.bwd_dq.constants(),
+        NUM_STATS=num_stats, **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip
     return QueryGradients(grad_q, grad_gates, stats)

@@ -14,30 +14,41 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan
+from nsa_flex.fallback_kernels.short.config import plan_of
 
 WORDS = 2
 BITS = 32
 MAX_BLOCKS = WORDS * BITS  # of a row
 MASKED_TIMES = 2  # so many times the tokens of a choice
-# As measured on an H200: with more tiles of queries, or of D 128, an index and lists win.
+# As measured on an H200: with more tiles of queries, or of D 128, unions win in the forward.
 MOST_TILES = 768
 MOST_DIM = 64
+MOST_DIM_BACKWARD = 128
 
 
 def is_masked(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> bool:
-    """Whether queries (B, Hq, S, D) of one document a row attend it whole, masked by their choice.
-
-    Each tile of keys lies in one block then.
-    """
+    """Whether the forward of queries (B, Hq, S, D) attends rows whole, masked by their choice."""
     batch, heads, tokens, _ = query.shape
-    if max(query.shape[3], value.shape[3]) > MOST_DIM:
-        return False
-    size, tiles = config.select_block_size, RangesPlan.of(query, key, value).fwd
+    tiles = RangesPlan.of(query, key, value).fwd
+    is_small = batch * heads * cdiv(tokens, tiles.block_m) <= MOST_TILES
+    return is_small and _fits(query, value, config, tiles.block_n, MOST_DIM)
+
+
+def is_masked_backward(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> bool:
+    """As `is_masked`, of the backward."""
+    plan = plan_of(query, key, value)
+    block_n = max(plan.bwd_dq.block_n, plan.bwd_dkdv.block_n)
+    return _fits(query, value, config, block_n, MOST_DIM_BACKWARD)
+
+
+def _fits(query: Tensor, value: Tensor, config: NSAConfig, block_n: int, most_dim: int) -> bool:
+    """Each tile of keys lies in one block, and two words hold which blocks a query chose."""
+    tokens, size = query.shape[2], config.select_block_size
     return (
-        tokens <= MASKED_TIMES * config.num_selected_tokens
+        max(query.shape[3], value.shape[3]) <= most_dim
+        and tokens <= MASKED_TIMES * config.num_selected_tokens
         and tokens <= MAX_BLOCKS * size
-        and size % tiles.block_n == 0
-        and batch * heads * cdiv(tokens, tiles.block_m) <= MOST_TILES
+        and size % block_n == 0
     )
 
 

@@ -22,19 +22,23 @@ def short_backward(
     config: NSAConfig,
     scale: float,
     reach: int,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, compressed key and value, gates, and of `own` if given.
 
     Those of compressed keys and values are (B, N, Hkv, D), the others (B, S, H, D). Arguments as
-    of `short_forward`; grad (B, Hq, S, Dv).
+    of `short_forward`; grad (B, Hq, S, Dv). With `blocks`, int32 (B, Hkv, S, n), contiguous,
+    queries selected these, where `is_masked_backward`.
     """
     query, key, value, compressed_key, compressed_value, _ = tensors
-    of_queries = query_gradients(grad, tensors, own, results, document_start, config, scale, reach)
-    rest = (of_queries.stats, document_start, config, scale, reach)
+    of_call = (document_start, config, scale, reach)
+    of_queries = query_gradients(grad, tensors, own, results, *of_call, blocks)
+    rest = (of_queries.stats, *of_call)
     compressed = (compressed_key, compressed_value)
     of_keys = key_gradients(
-        grad, query, (key, value), compressed, *rest, near=own is None, far=True
-    )
+        grad, query, (key, value), compressed, *rest,
+        near=own is None, far=True, masked=blocks is not None,
+    )  # fmt: skip
     of_window: list[Tensor] = []
     if own is not None:
         of_window = key_gradients(grad, query, own, None, *rest, near=True, far=False)

@@ -22,16 +22,17 @@ from nsa_flex.fallback_kernels.common.softmax import (
 )
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
 from nsa_flex.fallback_kernels.short.chosen import chosen_words, has_block, slots
 from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
+from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile
 
 
 @triton.jit
 def _attend_span(
-    acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride, v_stride,
-    first_key, end_key, row_mask, num_keys, scale_log2, low, high,
+    acc, row_max, row_sum, q, keys, values, first_key, end_key, row_mask, scale_log2, low, high,
     SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -39,21 +40,24 @@ def _attend_span(
 ):  # fmt: skip
     """The keys [first_key, end_key) of each row into the softmax sums of a tile of queries.
 
-    low, high: of `chosen_words`, where a row sees the keys of the blocks alone that it chose.
+    keys, values: `HeadRows`. low, high: of `chosen_words`, where a row sees the keys of the blocks
+    alone that it chose.
     """
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        key = column.to(tl.int64)
-        k = load_tile(k_ptr, key, k_stride, num_keys, True, HEAD_DIM, BLOCK_D)
+    for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
+        start = begin + tile * BLOCK_N
+        k = load_head_tile(keys, keys.h, start, BLOCK_N, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if (start < full_begin) | (start >= full_end):
+            column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
             seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
             logits = tl.where(seen, logits, float("-inf"))
         if low is not None:
             has_keys = has_block(low, high, start // SELECT)  # [BLOCK_M]
             logits = tl.where(has_keys[:, None], logits, float("-inf"))
-        v = load_tile(v_ptr, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
+        v = load_head_tile(
+            values, values.h, start, BLOCK_N, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_N, BLOCK_DV]
         acc, row_max, row_sum = online_softmax_update(
             acc, row_max, row_sum, logits, v, scale_log2, None, True, PRECISION
         )
@@ -88,7 +92,8 @@ def _add_gated(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window"])
 def short_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr, gate_ptr,
+    q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,
+    key_desc, value_desc, window_key_desc, window_value_desc, gate_ptr,
     document_start_ptr, blocks_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
     compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
@@ -113,7 +118,8 @@ def short_fwd_kernel(
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
-    b = tl.program_id(2).to(tl.int64)
+    row_of_batch = tl.program_id(2)
+    b = row_of_batch.to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     query = row.to(tl.int64)
     row_mask = row < num_tokens
@@ -123,15 +129,29 @@ def short_fwd_kernel(
         document_start_ptr, row, num_tokens, reach, window
     )
 
-    kv_head = (head // group).to(tl.int64)
+    kv_head = head // group
+    keys = HeadRows(
+        key_desc, k_ptr, row_of_batch, kv_head, k_stride_b, k_stride_h, k_stride_s, num_tokens
+    )
+    values = HeadRows(
+        value_desc, v_ptr, row_of_batch, kv_head, v_stride_b, v_stride_h, v_stride_s, num_tokens
+    )
+    window_keys = HeadRows(
+        window_key_desc, window_k_ptr, row_of_batch, kv_head,
+        window_k_stride_b, window_k_stride_h, window_k_stride_s, num_tokens,
+    )  # fmt: skip
+    window_values = HeadRows(
+        window_value_desc, window_v_ptr, row_of_batch, kv_head,
+        window_v_stride_b, window_v_stride_h, window_v_stride_s, num_tokens,
+    )  # fmt: skip
+    blocks = HeadRows(
+        None, ck_ptr, row_of_batch, kv_head, ck_stride_b, ck_stride_h, ck_stride_s, num_blocks
+    )
+    block_values = HeadRows(
+        None, cv_ptr, row_of_batch, kv_head, cv_stride_b, cv_stride_h, cv_stride_s, num_blocks
+    )
     wide_head = head.to(tl.int64)
     q_ptr += b * q_stride_b + wide_head * q_stride_h
-    k_ptr += b * k_stride_b + kv_head * k_stride_h
-    v_ptr += b * v_stride_b + kv_head * v_stride_h
-    window_k_ptr += b * window_k_stride_b + kv_head * window_k_stride_h
-    window_v_ptr += b * window_v_stride_b + kv_head * window_v_stride_h
-    ck_ptr += b * ck_stride_b + kv_head * ck_stride_h
-    cv_ptr += b * cv_stride_b + kv_head * cv_stride_h
     gate_ptr += b * gate_stride_b + wide_head * gate_stride_h + query * gate_stride_s
     first_row = b * num_tokens * query_heads + head
     row_stride = query_heads * VALUE_DIM
@@ -157,8 +177,8 @@ def short_fwd_kernel(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc, row_max, row_sum = _attend_span(
-            acc, row_max, row_sum, q, ck_ptr, cv_ptr, ck_stride_s, cv_stride_s,
-            first_block, end_block, row_mask, num_blocks, scale_log2, None, None, SELECT,
+            acc, row_max, row_sum, q, blocks, block_values,
+            first_block, end_block, row_mask, scale_log2, None, None, SELECT,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
         )  # fmt: skip
         branch, lse = _normalise(acc, row_max, row_sum)  # [BLOCK_M, BLOCK_DV], [BLOCK_M]
@@ -175,9 +195,9 @@ def short_fwd_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = _attend_span(
-        acc, row_max, row_sum, q, window_k_ptr, window_v_ptr, window_k_stride_s,
-        window_v_stride_s, window_first, end_key, row_mask, num_tokens, scale_log2, None, None,
-        SELECT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        acc, row_max, row_sum, q, window_keys, window_values,
+        window_first, end_key, row_mask, scale_log2, None, None, SELECT,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     branch, lse = _normalise(acc, row_max, row_sum)
     tl.store(sliding_lse_ptr + stats, lse, mask=row_mask)
@@ -199,8 +219,8 @@ def short_fwd_kernel(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = _attend_span(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
-        first_key, far_end, row_mask, num_tokens, scale_log2, low, high, SELECT,
+        acc, row_max, row_sum, q, keys, values,
+        first_key, far_end, row_mask, scale_log2, low, high, SELECT,
         HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     branch, lse = _normalise(acc, row_max, row_sum)
@@ -278,8 +298,11 @@ def short_forward(
         chosen = Chosen(None, out.new_empty(shape if save else 0), by_head)
     selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
     lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
+    descs = [descriptor(x, plan.fwd.block_n) for x in (k, v, wk, wv)]
+    if any(x is None for x in descs):
+        descs = [None] * len(descs)
     short_fwd_kernel[(heads, cdiv(tokens, plan.fwd.block_m), batch)](
-        q, k, v, wk, wv, ck, cv, gates, document_start, chosen.blocks,
+        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, chosen.blocks,
         out, chosen.compressed, selected, sliding, chosen.compressed_lse, *lses,
         *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
         *chosen.compressed_lse.stride(),

@@ -192,9 +192,10 @@ def sliding_bwd_dkdv_kernel(
         document_start_ptr += b.to(tl.int64) * num_tokens
         stop = tl.minimum(stop, tl.load(last_query_ptr + b.to(tl.int64) * tiles + cta % tiles))
     tiles_per_head = (stop - start + BLOCK_M - 1) // BLOCK_M
+    divisor = tl.maximum(tiles_per_head, 1)  # loads are prepared even where there is no tile
     for i in tl.range(0, tiles_per_head * GROUP, num_stages=STAGES):
-        head = h * GROUP + i // tiles_per_head
-        first = start + i % tiles_per_head * BLOCK_M
+        head = h * GROUP + i // divisor
+        first = start + i % divisor * BLOCK_M
         queries = HeadRows(
             query_desc, query_ptr, b, head, query_stride_b, query_stride_h, query_stride_s,
             num_tokens,

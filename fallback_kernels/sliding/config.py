@@ -18,6 +18,7 @@ from nsa_flex.fallback_kernels.common.arch import (
 from nsa_flex.fallback_kernels.common.tiles import cdiv, round_up, tile_width
 
 LEAST_CTAS = 264  # of dK and dV, two on each of 132 SMs; fewer share the heads of a group
+NARROW = 64  # of head dims: up to it, tiles take half the shared memory that they take at 128
 SPARE_BYTES = 2048  # of shared memory, for barriers and per-row values
 
 
@@ -89,16 +90,22 @@ class SlidingPlan:
     def dq_tiles(self) -> Tiles:
         """Of dQ; queries and output gradients stay, keys and values stream."""
         return self._first_fitting(
-            [Tiles(64, 64, 4, 2)], lambda t: (t.block_m + t.stages * t.block_n) * self.row_width
+            [Tiles(64, 64, 4, self._stages)],
+            lambda t: (t.block_m + t.stages * t.block_n) * self.row_width,
         )
 
     def dkdv_tiles(self) -> Tiles:
         """Of dK and dV; keys and values stay, queries and output gradients stream."""
         warps = 8 if max(self.head_dim, self.value_dim) > 128 else 4
         return self._first_fitting(
-            [Tiles(64, 64, warps, 2)],
+            [Tiles(64, 64, warps, self._stages)],
             lambda t: (t.block_n + t.stages * t.block_m) * self.row_width,
         )
+
+    @property
+    def _stages(self) -> int:
+        """Tiles in flight in the backward: a third where it leaves room for as many CTAs."""
+        return 3 if self.row_width <= 2 * NARROW else 2
 
     def _first_fitting(self, wanted: list[Tiles], elements: Callable[[Tiles], int]) -> Tiles:
         """The first of `wanted` whose `elements` fit shared memory, else smaller ones."""

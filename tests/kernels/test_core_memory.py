@@ -30,6 +30,7 @@ from nsa_flex.fallback_kernels.compressed import cudnn, fold
 from nsa_flex.fallback_kernels.fused import compressed_branch
 from nsa_flex.fallback_kernels.fused import interface as core
 from nsa_flex.fallback_kernels.selected import config as selected_plan
+from nsa_flex.fallback_kernels.short import chosen
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
@@ -59,7 +60,9 @@ def is_plain(_: Tensor) -> bool:
 def _long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens as if they were many: cuDNN on a fold in thirds, launch plans, plain calls."""
     monkeypatch.setattr(core, "is_short", lambda *_: False)
+    monkeypatch.setattr(chosen, "MOST_DIM_BACKWARD", 0)
     monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 0)
+    monkeypatch.setattr(compressed_branch, "RANGES_ROW", 0)
     monkeypatch.setattr(fold, "SHORT", 0)
     monkeypatch.setattr(plans, "DEVICES", {"cpu"})
     monkeypatch.setattr(direct, "is_plain", is_plain)

@@ -30,6 +30,7 @@ from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.config import PARTIAL_BYTES
+from nsa_flex.fallback_kernels.short import chosen
 from nsa_flex.fallback_kernels.sliding import config as sliding_config
 
 PAPER = NSAConfig()
@@ -44,7 +45,9 @@ INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates"
 def _not_short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels of long rows, at small lengths; test_short.py has those of the shortest."""
     monkeypatch.setattr(core, "is_short", lambda *_: False)
+    monkeypatch.setattr(chosen, "MOST_DIM_BACKWARD", 0)
     monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 0)
+    monkeypatch.setattr(compressed_branch, "RANGES_ROW", 0)
     plans.forget_plans()
     yield
     plans.forget_plans()

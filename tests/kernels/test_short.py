@@ -29,7 +29,7 @@ from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.fused import interface, schedule
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
-from nsa_flex.fallback_kernels.short.chosen import is_masked
+from nsa_flex.fallback_kernels.short.chosen import is_masked, is_masked_backward
 from nsa_flex.fallback_kernels.short.core import short_backward
 from nsa_flex.fallback_kernels.short.fwd import short_forward
 
@@ -363,7 +363,8 @@ def test_the_core_gives_gradients_and_all_blocks(own: bool) -> None:
 
 
 def only_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ways to end a forward fail; the backward is the one of all rows."""
+    """The other ways to end a forward fail, and the backward with an index."""
+    monkeypatch.delattr(interface, "run_backward")
     monkeypatch.delattr(schedule, "sliding_epilogue")
     monkeypatch.delattr(schedule.fwd_epilogue, "fwd_epilogue")
     monkeypatch.delattr(schedule.selected_forward, "forward")
@@ -406,18 +407,53 @@ def test_more_blocks_than_bits_of_a_word(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_which_rows_are_masked() -> None:
     """No longer than twice a choice, blocks that tiles of keys divide, few tiles and narrow."""
 
-    def found(config: NSAConfig, batch: int, tokens: int, dim: int = 64) -> bool:
+    def found(config: NSAConfig, batch: int, tokens: int, dim: int = 64) -> tuple[bool, bool]:
         query, key = (torch.empty(batch, h, tokens, dim, dtype=torch.bfloat16) for h in (12, 2))
-        return is_masked(query, key, key, config)
+        return tuple(each(query, key, key, config) for each in (is_masked, is_masked_backward))
 
     paper = NSAConfig()
-    assert found(paper, 1, 2048)
-    assert not found(paper, 1, 2049)
-    assert found(paper, 2, 2048)
-    assert not found(paper, 3, 2048)  # faster with an index
-    assert not found(paper, 1, 2048, 128)
-    assert not found(NSAConfig(8, 4, 8, 16), 1, 200)  # a tile of keys has several blocks
-    assert not found(NSAConfig(8, 4, 32, 64), 1, 32 * 64 + 1)  # more blocks than bits
+    assert found(paper, 1, 2048) == (True, True)
+    assert found(paper, 1, 2049) == (False, False)
+    assert found(paper, 2, 2048) == (True, True)
+    assert found(paper, 3, 2048) == (False, True)  # unions are faster forward
+    assert found(paper, 1, 2048, 128) == (False, True)
+    assert found(paper, 1, 2048, 136) == (False, False)
+    assert found(NSAConfig(8, 4, 8, 16), 1, 200) == (False, False)  # a tile has several blocks
+    assert found(NSAConfig(8, 4, 32, 64), 1, 32 * 64 + 1) == (False, False)  # more than bits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "dim"),
+    [
+        (1, 2048, (32, 8), 128),
+        (1, 2048, (12, 2), 64),
+        (1, 1024, (32, 8), 128),
+        (2, 1536, (4, 4), 64),
+    ],
+)
+def test_every_run_gives_the_same_bits(
+    batch: int, length: int, heads: tuple[int, int], dim: int
+) -> None:
+    """Of kernels that copy by TMA: a copy that is not waited for shows in some runs of many."""
+    query, key, value = (
+        torch.randn(batch, length, h, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for h in (heads[0], heads[1], heads[1])
+    )
+    blocks = PAPER.num_compressed_blocks(length)
+    compressed = [torch.randn_like(key[:, :, :blocks]) for _ in range(2)]
+    gates = torch.rand(batch, heads[0], length, 3, device="cuda")
+    inputs = [x.requires_grad_() for x in (query, key, value, *compressed, gates)]
+    grad = torch.randn_like(query)
+
+    def run() -> list[Tensor]:
+        options = {"config": PAPER, "scale": dim**-0.5}
+        out = core_attention(*inputs[:5], key, value, gates, **options).out
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+    first = run()
+    different = sum(not all(map(torch.equal, run(), first)) for _ in range(100))
+    assert different == 0
 
 
 @kernels
