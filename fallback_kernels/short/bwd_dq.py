@@ -113,10 +113,9 @@ def short_bwd_dq_kernel(
     ck_stride_b, ck_stride_h, ck_stride_s, cv_stride_b, cv_stride_h, cv_stride_s,
     do_stride_b, do_stride_h, do_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
-    lse_stride_b, lse_stride_h, lse_stride_s, stats_stride_h,
+    lse_stride_b, lse_stride_h, lse_stride_s, stats_stride_b, stats_stride_h, stats_step,
     num_tokens, num_blocks, query_heads, group, reach, window, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
-    NUM_STATS: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -124,9 +123,10 @@ def short_bwd_dq_kernel(
 ):  # fmt: skip
     """dQ (B, S, Hq, D), gradients of the gates and softmax stats of a tile of one head's queries.
 
-    stats: float32 (B, NUM_STATS * Hq, S), three of each span of keys. key_desc and the like: of
+    stats: float32 (B, 9 or 14 * Hq, S), three of each span of keys. key_desc and the like: of
     tiles of BLOCK_N keys, or None. With `blocks_ptr`, int32 (B, Hkv, S, n), the selected branch
-    sees those blocks alone, and the last two numbers have a bit for each.
+    sees those blocks alone, and the last two numbers have a bit for each. stats_step: from one of
+    a head's numbers to the next.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -213,8 +213,8 @@ def short_bwd_dq_kernel(
         factor = _factor(near_lse, selected_lse)
         near_a += factor * selected_gate
         near_b += factor * far_b
-    stats_ptr += (b * NUM_STATS * query_heads + head) * stats_stride_h + query
-    step = query_heads.to(tl.int64) * stats_stride_h
+    stats_ptr += b * stats_stride_b + wide_head * stats_stride_h + query
+    step = stats_step.to(tl.int64)
     _store_stats(stats_ptr, NEAR, step, near_lse, near_a, near_b, row_mask)
     _store_stats(stats_ptr, FAR, step, selected_lse, selected_gate, far_b, row_mask)
     compressed_b = gate * delta_compressed
@@ -306,10 +306,11 @@ def query_gradients(
         results.compressed_lse, results.selected_lse, results.sliding_lse, blocks,
         grad_q, grad_gates, stats,
         *(stride for x in (q, k, v, wk, wv, ck, cv, do) for stride in strides(x)),
-        *gates.stride(), *results.compressed_lse.stride(), stats.stride(1),
+        *gates.stride(), *results.compressed_lse.stride(),
+        *stats.stride()[:2], heads * stats.stride(1),
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride, SHARED=own is None,
-        NUM_STATS=num_stats, **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
+        **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip
     return QueryGradients(grad_q, grad_gates, stats)
