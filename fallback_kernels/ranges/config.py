@@ -104,7 +104,7 @@ def _plan(
         if dtype.itemsize == 4:
             candidates = FLOAT32 if max(widths) <= 128 else FLOAT32_WIDE
         for tiles in candidates:
-            if _shared_bytes(tiles, widths, dtype.itemsize, held) <= bytes_given:
+            if shared_bytes(tiles, widths, dtype.itemsize, held) <= bytes_given:
                 return tiles
         return candidates[-1]
 
@@ -128,7 +128,7 @@ def _plan(
     )
 
 
-def _shared_bytes(tiles: Tiles, widths: tuple[int, int], itemsize: int, held: str) -> int:
+def shared_bytes(tiles: Tiles, widths: tuple[int, int], itemsize: int, held: str) -> int:
     """What a CTA keeps in shared memory: tiles held through the loop, streamed ones, weights."""
     head, both = widths[0], sum(widths)
     queries, keys = tiles.block_m, tiles.block_n

@@ -1,8 +1,8 @@
 """Rows so short that they are attended whole, and blocks that a query did not choose masked.
 
-A few words hold which blocks a query chose. Where a call is small, launches and latency are what
-it takes: up to twice as many keys as a choice has cost less than reading those of the choice from
-where they are.
+A few words hold which blocks a query chose. In the backward, up to twice as many keys as a choice
+has cost less than reading those of the choice from where they are; in the forward they do where a
+call is small, and launches and latency are what it takes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = 2
 BITS = 32
 MAX_BLOCKS = WORDS * BITS  # of a row
 MASKED_TIMES = 2  # so many times the tokens of a choice
-# As measured on an H200: with more tiles of queries, or of D 128, unions win in the forward.
+# As measured: with more tiles of queries, or of D 128, unions win in the forward.
 MOST_TILES = 768
 MOST_DIM = 64
 MOST_DIM_BACKWARD = 128

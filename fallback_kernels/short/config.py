@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
-from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles
+from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, shared_bytes
 
 # As measured on an H100, whose tiles of queries and keys come by TMA.
 BWD_DQ = Tiles(64, 32, 4, 3)  # up to D 64, of many CTAs; else those of range attention
@@ -21,14 +22,24 @@ WIDEST = 128  # beyond, as in float32, what range attention takes
 def plan_of(query: Tensor, key: Tensor, value: Tensor) -> RangesPlan:
     """The plan of a call of short rows."""
     batch, heads, tokens, _ = query.shape
-    ctas = batch * heads * cdiv(tokens, BWD_DQ.block_m)
-    return _with_tiles(RangesPlan.of(query, key, value), query.element_size(), ctas >= MANY_CTAS)
+    many = batch * heads * cdiv(tokens, BWD_DQ.block_m) >= MANY_CTAS
+    plan = RangesPlan.of(query, key, value)
+    return _with_tiles(plan, query.element_size(), many, shared_memory_bytes(query.device))
 
 
 @lru_cache(maxsize=256)
-def _with_tiles(plan: RangesPlan, element_size: int, many: bool) -> RangesPlan:
-    width = max(tile_width(plan.head_dim), tile_width(plan.value_dim))
-    if element_size == 4 or width > WIDEST or plan.bwd_dkdv.block_n != BWD_DKDV.block_n:
+def _with_tiles(plan: RangesPlan, itemsize: int, many: bool, bytes_given: int) -> RangesPlan:
+    widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
+    if itemsize == 4 or max(widths) > WIDEST or plan.bwd_dkdv.block_n != BWD_DKDV.block_n:
         return plan
-    bwd_dq = BWD_DQ if width <= NARROW and many else plan.bwd_dq
-    return replace(plan, bwd_dq=bwd_dq, bwd_dkdv=BWD_DKDV)
+    if max(widths) <= NARROW and many and _fits(BWD_DQ, widths, itemsize, "both", bytes_given):
+        plan = replace(plan, bwd_dq=BWD_DQ)
+    if _fits(BWD_DKDV, widths, itemsize, "keys", bytes_given):
+        plan = replace(plan, bwd_dkdv=BWD_DKDV)
+    return plan
+
+
+def _fits(
+    tiles: Tiles, widths: tuple[int, int], itemsize: int, held: str, bytes_given: int
+) -> bool:
+    return shared_bytes(tiles, widths, itemsize, held) <= bytes_given

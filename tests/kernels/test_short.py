@@ -29,6 +29,7 @@ from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.fused import interface, schedule
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
+from nsa_flex.fallback_kernels.short import config as short_config
 from nsa_flex.fallback_kernels.short.chosen import is_masked, is_masked_backward
 from nsa_flex.fallback_kernels.short.core import short_backward
 from nsa_flex.fallback_kernels.short.fwd import short_forward
@@ -420,6 +421,16 @@ def test_which_rows_are_masked() -> None:
     assert found(paper, 1, 2048, 136) == (False, False)
     assert found(NSAConfig(8, 4, 8, 16), 1, 200) == (False, False)  # a tile has several blocks
     assert found(NSAConfig(8, 4, 32, 64), 1, 32 * 64 + 1) == (False, False)  # more than bits
+
+
+def test_tiles_of_the_backward_fit_shared_memory() -> None:
+    query, key = (torch.empty(8, h, 512, 128, dtype=torch.bfloat16) for h in (12, 2))
+    plan = ranges_config.RangesPlan.of(query, key, key)
+    assert short_config.plan_of(query, key, key).bwd_dkdv == short_config.BWD_DKDV
+    assert short_config._with_tiles(plan, 2, True, 99 << 10) == plan  # would take 112 KiB
+    narrow = ranges_config.RangesPlan.of(*(x[..., :64] for x in (query, key, key)))
+    fitting = short_config._with_tiles(narrow, 2, True, 99 << 10)
+    assert (fitting.bwd_dq, fitting.bwd_dkdv) == (short_config.BWD_DQ, short_config.BWD_DKDV)
 
 
 @pytest.mark.gpu
