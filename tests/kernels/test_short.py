@@ -42,6 +42,7 @@ OWN = ("sliding_key", "sliding_value")
 
 
 @only_outside
+@pytest.mark.timeout(1800)  # minutes of the interpreter on one core
 def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     """Every test below that does not need a GPU, on the CPU."""
     run_in_the_interpreter(__file__, request.config)
