@@ -151,11 +151,19 @@ class Gates(nn.Module):
             if linear is not None and offset is not None and _is_apart(linear):
                 return self._logits_apart(x, linear._parameters, offset)
         logits = self.linear(x) if as_logits else self._many_logits(x)
-        if logits.dtype != x.dtype:
-            logits = logits.to(x.dtype)
-        logits = logits.view(*logits.shape[:2], self.num_query_heads, NUM_BRANCHES)
-        found = GateLogits(logits.transpose(1, 2), self.offset)  # [B, Hq, S, 3]
+        found = self._per_head(logits, x.dtype)
         return found if as_logits else found.gates()
+
+    def of_product(self, product: Float[Tensor, "B S N"], dtype: torch.dtype) -> Tensor:
+        """What `forward` gives for x of that dtype, of x W, which lacks the bias."""
+        return self._per_head(product + self.linear.bias, dtype).gates()
+
+    def _per_head(self, logits: Tensor, dtype: torch.dtype) -> GateLogits:
+        """(B, S, 3·Hq) -> (B, Hq, S, 3)."""
+        if logits.dtype != dtype:
+            logits = logits.to(dtype)
+        logits = logits.view(*logits.shape[:2], self.num_query_heads, NUM_BRANCHES)
+        return GateLogits(logits.transpose(1, 2), self.offset)
 
     def _logits_apart(self, x: Tensor, parameters: dict[str, Any], offset: Tensor) -> GateLogits:
         """Logits without the bias, and the bias."""

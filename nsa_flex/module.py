@@ -15,6 +15,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded
 from nsa_flex.gates import GateInit, Gates
+from nsa_flex.joined import JoinedInput, joined_input
 from nsa_flex.rotary import apply_rotary, rotary_cos_sin
 
 if TYPE_CHECKING:
@@ -226,7 +227,9 @@ class NSAAttention(nn.Module):
             place = ((attention_mask != 0).cumsum(1) - 1).clamp(min=0)
         return place + cache.lengths[:, None] if cache.is_initialized else place
 
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, x: Tensor | JoinedInput, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, H, S, D), the first two rotated."""
         query = self._heads(self.q_proj(x), self.head_dim)
         keys = self._heads(self.k_proj(x), self.head_dim)
@@ -246,8 +249,12 @@ class NSAAttention(nn.Module):
         if positions is None:
             plain = torch.arange(x.shape[1], device=x.device)
             positions = plain if layout is None else layout.positions
-        query, keys, values = self._project(x, positions)
-        gates = self.gates(x)
+        joined = joined_input(x, (self.k_proj, self.v_proj), self.gates)
+        query, keys, values = self._project(x if joined is None else joined, positions)
+        if joined is None:
+            gates = self.gates(x)
+        else:
+            gates = self.gates.of_product(joined.gate_logits, x.dtype)
         if layout is not None:
             # Behind the projections, which then see no unused slots. The rotation before it and
             # this move are one pass over memory when compiled.

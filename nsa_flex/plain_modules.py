@@ -24,5 +24,5 @@ def is_plain_module(module: nn.Module, kind: type[nn.Module]) -> bool:
         and not (module._backward_pre_hooks or module._backward_hooks)
         and not (every_module._global_forward_pre_hooks or every_module._global_forward_hooks)
         and not (every_module._global_backward_pre_hooks or every_module._global_backward_hooks)
-        and {type(each) for each in module._parameters.values()} <= _PLAIN
+        and {type(each) for each in module._parameters.values() if each is not None} <= _PLAIN
     )

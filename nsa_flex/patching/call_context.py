@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from nsa_flex.joined import JoinedInput
 from nsa_flex.patching.rows import Rows
 
 
@@ -34,7 +35,10 @@ class LayerInput(NamedTuple):
 
     hidden_states: (B, S, E), from which the gates come.
     attention_mask: as the module got it.
+    joined: what stands for the input in the module's own projections, with the logits of the
+        gates; or None.
     """
 
     hidden_states: Tensor
     attention_mask: Any
+    joined: JoinedInput | None = None

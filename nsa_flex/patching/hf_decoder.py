@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from nsa_flex.joined import joined_input, reads_linearly
 from nsa_flex.patching import hf_attention, hf_init  # noqa: F401 -- registers the implementation
 from nsa_flex.patching.call_context import LayerInput
 from nsa_flex.patching.hf_calls import CallHook, count_tokens
@@ -37,8 +38,12 @@ from nsa_flex.patching.hf_layers import (
     parameter_names,
 )
 from nsa_flex.patching.hf_packing import mixing_of_documents, refuse_dropped_bounds
+from nsa_flex.patching.layer import NSALayer
 
 Groups = dict[Decoder, list[Attention]]
+
+_JOINED = ("k_proj", "v_proj")  # with the gates, in one product
+_PROJECTIONS = ("q_proj", *_JOINED)
 
 
 @dataclass
@@ -173,9 +178,11 @@ class InputHook:
 
     Args:
         arguments: names of the module's parameters in order.
+        joins: whether the module may be given a `JoinedInput` for its input.
     """
 
     arguments: tuple[str, ...]
+    joins: bool = False
 
     def __call__(
         self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,11 +190,27 @@ class InputHook:
         call = kwargs
         if args:
             call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        hidden_states = call["hidden_states" if "hidden_states" in call else self.arguments[0]]
-        got = LayerInput(hidden_states, call.get("attention_mask"))
+        name = "hidden_states" if "hidden_states" in call else self.arguments[0]
+        hidden_states, joined = call[name], None
+        if self.joins and _is_without_cache(call) and type(module.nsa) is NSALayer:
+            maps = [getattr(module, each) for each in _JOINED]
+            joined = joined_input(hidden_states, maps, module.nsa.gates)
+        got = LayerInput(hidden_states, call.get("attention_mask"), joined)
+        if joined is not None and args:
+            args = (joined, *args[1:])
+        elif joined is not None:
+            kwargs = {**kwargs, name: joined}
         return args, {**kwargs, "nsa_input": got}
 
 
+def _is_without_cache(call: dict[str, Any]) -> bool:
+    context = call.get("nsa_call")
+    return context is not None and context.cache is None and context.paged is None
+
+
 def _hook_attention(module: Attention) -> RemovableHandle:
-    hook = InputHook(parameter_names(module))
+    arguments = parameter_names(module)
+    separate = all(hasattr(module, name) for name in _PROJECTIONS)
+    joins = separate and reads_linearly(module, arguments[0], _PROJECTIONS)
+    hook = InputHook(arguments, joins)
     return module.register_forward_pre_hook(hook, with_kwargs=True)

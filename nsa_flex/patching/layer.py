@@ -14,6 +14,7 @@ from nsa_flex.compression import Compression, branched, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates
+from nsa_flex.joined import JoinedInput
 from nsa_flex.paging import LayerPages, NewTokens, PagedBatch, PagedLayer, attend
 from nsa_flex.patching.rows import Rows
 
@@ -100,6 +101,7 @@ class NSALayer(nn.Module):
         rows: Rows | None = None,
         cache: LayerCache | None = None,
         stored: bool = False,
+        joined: JoinedInput | None = None,
     ) -> Tensor:
         """NSA of queries against keys and values.
 
@@ -116,6 +118,7 @@ class NSALayer(nn.Module):
                 `cache.expect`, not by `rows`.
             stored: whether the caller called `cache.update`, gives what it returned as `key` and
                 `value`, and counts the tokens afterwards (`advance`).
+            joined: of `joined_input`, if keys and values come from it; without a cache.
 
         Returns:
             (B, Hq, Sq, Dv) in the dtype of `value`.
@@ -136,7 +139,10 @@ class NSALayer(nn.Module):
             advance([cache], cache.incoming)
             return output
         rows = Rows() if rows is None else rows
-        gates = self.gates(hidden_states)
+        if joined is None:
+            gates = self.gates(hidden_states)
+        else:
+            gates = self.gates.of_product(joined.gate_logits, hidden_states.dtype)
         # Under autocast rotary embeddings leave queries and keys in float32, values in half.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if rows.keys is not None:
