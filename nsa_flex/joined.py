@@ -80,7 +80,7 @@ def joined_input(x: Tensor, maps: Sequence[nn.Linear], gates: Gates) -> JoinedIn
         return None
     if not is_plain_module(gates, Gates) or not is_plain_module(gates.linear, GateLinear):
         return None
-    if not all(is_plain_module(each, nn.Linear) for each in maps):
+    if not all(is_plain_module(each, nn.Linear, may_lack=("bias",)) for each in maps):
         return None
     weights, last = [each.weight for each in maps], gates.linear.weight
     biases: list[Tensor] = [each.bias for each in maps if each.bias is not None]

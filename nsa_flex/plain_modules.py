@@ -9,13 +9,20 @@ from torch.nn.modules import module as every_module
 _PLAIN = {nn.Parameter, torch.Tensor}
 
 
-def is_plain_module(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain_module(
+    module: nn.Module, kind: type[nn.Module], may_lack: tuple[str, ...] = ()
+) -> bool:
     """Whether a call of `module` is its class's `forward` of plain parameters, and nothing else.
 
     It is not where hooks are registered, on it or on all modules, where `forward` was replaced,
     where the class is another (a wrapper, a parametrization), or where parameters are of a class
-    of their own (sharded, quantized).
+    of their own (sharded, quantized), or are None, but for those that it `may_lack`.
     """
+    kinds = {
+        type(each)
+        for name, each in module._parameters.items()
+        if each is not None or name not in may_lack
+    }
     return (
         type(module) is kind
         and "forward" not in module.__dict__
@@ -24,5 +31,5 @@ def is_plain_module(module: nn.Module, kind: type[nn.Module]) -> bool:
         and not (module._backward_pre_hooks or module._backward_hooks)
         and not (every_module._global_forward_pre_hooks or every_module._global_forward_hooks)
         and not (every_module._global_backward_pre_hooks or every_module._global_backward_hooks)
-        and {type(each) for each in module._parameters.values() if each is not None} <= _PLAIN
+        and kinds <= _PLAIN
     )

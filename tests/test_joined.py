@@ -138,7 +138,7 @@ def test_what_is_more_than_a_product_is_called(change: Callable[[NSAAttention], 
 
 def test_another_gate_is_called() -> None:
     layer = attention()
-    layer.gates.linear = nn.Linear(32, 18)
+    layer.gates.linear = nn.Linear(32, 18, bias=False)
     check(layer, layer, torch.randn(2, 40, 32, requires_grad=True), [48, 16, 16, 18, 32])
 
 

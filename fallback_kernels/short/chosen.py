@@ -20,9 +20,11 @@ WORDS = 2
 BITS = 32
 MAX_BLOCKS = WORDS * BITS  # of a row
 MASKED_TIMES = 2  # so many times the tokens of a choice
-# As measured: with more tiles of queries, or of D 128, unions win in the forward.
+# As measured: of D 128 unions win in the forward; with more tiles of queries also for longer rows,
+# unless their products fill up the query heads of a group.
 MOST_TILES = 768
 MOST_DIM = 64
+MANY_TIMES = 1.5  # so many times the tokens of a choice
 MOST_DIM_BACKWARD = 128
 
 
@@ -30,8 +32,14 @@ def is_masked(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> b
     """Whether the forward of queries (B, Hq, S, D) attends rows whole, masked by their choice."""
     batch, heads, tokens, _ = query.shape
     tiles = RangesPlan.of(query, key, value).fwd
-    is_small = batch * heads * cdiv(tokens, tiles.block_m) <= MOST_TILES
-    return is_small and _fits(query, value, config, tiles.block_n, MOST_DIM)
+    group = heads // key.shape[1]
+    beats_unions = (
+        batch * heads * cdiv(tokens, tiles.block_m) <= MOST_TILES
+        or tokens <= MANY_TIMES * config.num_selected_tokens
+        or group != next_power_of_2(group)
+    )
+    block_n = max(tiles.block_n, plan_of(query, key, value).fwd.block_n)
+    return beats_unions and _fits(query, value, config, block_n, MOST_DIM)
 
 
 def is_masked_backward(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Tile sizes of short rows' kernels: those of range attention, but for the backward."""
+"""Tile sizes of short rows' kernels: those of range attention, but for some of many CTAs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, shared_bytes
 
 # As measured on an H100, whose tiles of queries and keys come by TMA.
-BWD_DQ = Tiles(64, 32, 4, 3)  # up to D 64, of many CTAs; else those of range attention
+# Up to D 64, of many CTAs; else those of range attention.
+FWD = Tiles(128, 64, 4, 2)
+BWD_DQ = Tiles(64, 32, 4, 3)
 BWD_DKDV = Tiles(64, 64, 4, 2)
 MANY_CTAS = 1024
 NARROW = 64
@@ -32,7 +34,10 @@ def _with_tiles(plan: RangesPlan, itemsize: int, many: bool, bytes_given: int) -
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
     if itemsize == 4 or max(widths) > WIDEST or plan.bwd_dkdv.block_n != BWD_DKDV.block_n:
         return plan
-    if max(widths) <= NARROW and many and _fits(BWD_DQ, widths, itemsize, "both", bytes_given):
+    narrow = many and max(widths) <= NARROW
+    if narrow and _fits(FWD, widths, itemsize, "queries", bytes_given):
+        plan = replace(plan, fwd=FWD)
+    if narrow and _fits(BWD_DQ, widths, itemsize, "both", bytes_given):
         plan = replace(plan, bwd_dq=BWD_DQ)
     if _fits(BWD_DKDV, widths, itemsize, "keys", bytes_given):
         plan = replace(plan, bwd_dkdv=BWD_DKDV)

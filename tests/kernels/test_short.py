@@ -24,13 +24,21 @@ from reference.interpreter import (
 )
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.fused import interface, schedule
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
 from nsa_flex.fallback_kernels.short import config as short_config
-from nsa_flex.fallback_kernels.short.chosen import is_masked, is_masked_backward
+from nsa_flex.fallback_kernels.short.chosen import (
+    chosen_words,
+    has_block,
+    is_masked,
+    is_masked_backward,
+)
 from nsa_flex.fallback_kernels.short.core import short_backward
 from nsa_flex.fallback_kernels.short.fwd import short_forward
 
@@ -373,10 +381,14 @@ def only_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @kernels
-@pytest.mark.parametrize(("length", "own"), [(97, False), (150, True)], ids=["", "own keys"])
-def test_rows_masked_by_a_choice(length: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("length", "own", "batch"), [(97, False, 2), (131, True, 1)], ids=["", "own keys"]
+)
+def test_rows_masked_by_a_choice(
+    length: int, own: bool, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     only_masked(monkeypatch)
-    case = Case((length,), batch=2, kv_heads=2, group=3, own=own, config=CHOSEN)
+    case = Case((length,), batch=batch, kv_heads=3 - batch, group=3, own=own, config=CHOSEN)
     _, tensors = core_inputs(check_core(case))
     with torch.no_grad():  # another kernel than the one that saves: its sums may round otherwise
         alone, again = (
@@ -391,7 +403,10 @@ def test_rows_masked_by_a_choice(length: int, own: bool, monkeypatch: pytest.Mon
 
 
 @kernels
-@pytest.mark.parametrize(("group", "dims"), [(1, (64, 64)), (7, (40, 24)), (16, (48, 64))])
+@pytest.mark.parametrize(
+    ("group", "dims"),
+    [(1, (64, 64)), (7, (40, 24)), pytest.param(16, (48, 64), marks=pytest.mark.gpu)],
+)
 def test_masked_rows_of_other_shapes(
     group: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +415,27 @@ def test_masked_rows_of_other_shapes(
     check_core(replace(case, head_dim=dims[0], value_dim=dims[1]))
 
 
+@triton.jit
+def _blocks_of_words_kernel(blocks_ptr, out_ptr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr):
+    rows = tl.arange(0, 16)
+    low, high = chosen_words(blocks_ptr, rows, rows < 11, SLOTS, 8)
+    for block in range(BLOCKS):
+        tl.store(out_ptr + rows * BLOCKS + block, has_block(low, high, block), mask=rows < 11)
+
+
 @kernels
+def test_bits_of_two_words() -> None:
+    """Each block up to 63 by itself, and queries with fewer blocks than slots."""
+    blocks = torch.stack([torch.randperm(64)[:7] for _ in range(11)]).to(torch.int32)
+    blocks[0] = torch.tensor([0, 31, 32, 63, 30, 33, 1])
+    blocks[1, 1:], blocks[2] = -1, -1
+    found = torch.full((11, 64), 7, dtype=torch.int8, device=DEVICE)
+    _blocks_of_words_kernel[(1,)](blocks.to(DEVICE), found, 7, 64)
+    want = (blocks[..., None] == torch.arange(64)).any(1)
+    assert torch.equal(found.cpu(), want.to(torch.int8))
+
+
+@pytest.mark.gpu  # minutes in the interpreter
 def test_more_blocks_than_bits_of_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     only_masked(monkeypatch)
     check_core(Case((32 * 33 + 1,), config=MANY_CHOSEN, group=1))
@@ -409,15 +444,21 @@ def test_more_blocks_than_bits_of_a_word(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_which_rows_are_masked() -> None:
     """No longer than twice a choice, blocks that tiles of keys divide, few tiles and narrow."""
 
-    def found(config: NSAConfig, batch: int, tokens: int, dim: int = 64) -> tuple[bool, bool]:
-        query, key = (torch.empty(batch, h, tokens, dim, dtype=torch.bfloat16) for h in (12, 2))
+    def found(
+        config: NSAConfig, batch: int, tokens: int, dim: int = 64, heads: tuple[int, int] = (12, 2)
+    ) -> tuple[bool, bool]:
+        query, key = (torch.empty(batch, h, tokens, dim, dtype=torch.bfloat16) for h in heads)
         return tuple(each(query, key, key, config) for each in (is_masked, is_masked_backward))
 
     paper = NSAConfig()
     assert found(paper, 1, 2048) == (True, True)
     assert found(paper, 1, 2049) == (False, False)
     assert found(paper, 2, 2048) == (True, True)
-    assert found(paper, 3, 2048) == (False, True)  # unions are faster forward
+    assert found(paper, 3, 2048) == (True, True)  # unions take 8 heads for 6
+    assert found(paper, 1, 2048, heads=(24, 3)) == (True, True)
+    assert found(paper, 8, 2048, heads=(32, 8)) == (False, True)  # unions are faster forward
+    assert found(paper, 4, 1536, heads=(16, 16)) == (True, True)
+    assert found(paper, 4, 1537, heads=(16, 16)) == (False, True)
     assert found(paper, 1, 2048, 128) == (False, True)
     assert found(paper, 1, 2048, 136) == (False, False)
     assert found(NSAConfig(8, 4, 8, 16), 1, 200) == (False, False)  # a tile has several blocks
