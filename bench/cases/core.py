@@ -34,7 +34,7 @@ SDPA = {
     "sdpa-math": SDPBackend.MATH,
 }
 NSA: dict[str, Backend] = {"nsa": "auto", "nsa-eager": "auto", "nsa-flex": "flex"}
-PACKED = ("nsa-packed", "fa2-varlen")
+PACKED = ("nsa-packed", "nsa-packed-told", "fa2-varlen")
 
 # A choice by a smaller lead may fall otherwise in float32: such queries are not compared.
 CLEAR_MARGIN = 1e-4
@@ -46,6 +46,7 @@ class Core(Target):
     * nsa: compiled, backends by `auto`. nsa-eager: without torch.compile around it.
     * nsa-flex: compiled, every branch on FlexAttention. nsa:sliding=flex,…: as named.
     * nsa-packed: compiled; the batch rows are documents of one row, in the same memory.
+      nsa-packed-told: it is told the length of the longest, too, as FA-2 always is.
       fa2-varlen: dense attention of documents that FA-2 packs.
     * sdpa-*: causal `scaled_dot_product_attention`. flex-dense: causal FlexAttention, compiled.
     """
@@ -68,7 +69,7 @@ class Core(Target):
             return _sdpa(SDPA[name])
         if name == "fa2-varlen":
             return _varlen
-        if name == "nsa-packed":
+        if name.startswith("nsa-packed"):
             return _packed(case, task.arguments["key"].device, compiler)
         if name == "flex-dense":
             return _flex_dense(case, task.arguments["key"].device, compiler)
@@ -150,12 +151,18 @@ def _packed(case: Case, device: torch.device, compiler: str) -> Function:
         raise Skip(f"documents of {case.seq_len} tokens would have to be aligned")
     token = torch.arange(case.batch * case.seq_len, device=device, dtype=torch.int32)
     document_start = (token // case.seq_len * case.seq_len)[None]
+    longest = case.seq_len if case.implementation == "nsa-packed-told" else None
 
     def core(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
         packed = (x.transpose(1, 2).flatten(0, 1)[None] for x in (query, key, value, gates))
         q, k, v, g = (x.transpose(1, 2) for x in packed)
         compressed = compress(k, config), compress(v, config)
-        out = nsa_attention(q, k, v, *compressed, g, config=config, document_start=document_start)
+        out = nsa_attention(
+            *(q, k, v, *compressed, g),
+            config=config,
+            document_start=document_start,
+            max_document_length=longest,
+        )
         return out.transpose(1, 2)[0].unflatten(0, shape).transpose(1, 2)
 
     return compiled(core, compiler)

@@ -114,13 +114,20 @@ def eager() -> list[Case]:
 
 
 def packed() -> list[Case]:
-    """64k tokens of equal documents: packed, as batch rows, and dense on FA-2 varlen."""
+    """64k tokens of equal documents: packed, as batch rows, and dense on FA-2 varlen.
+
+    Of documents no longer than a choice also with their length told: it decides which kernels run.
+    """
     names = ("nsa-packed", "nsa", "fa2-varlen")
-    return [
-        replace(case, batch=documents)
-        for documents in (8, 16, 64)
-        for case in grid("core", names, MODEL_HEADS, (64 * KI // documents,))
-    ]
+    cases = []
+    for documents in (8, 16, 64):
+        length = 64 * KI // documents
+        told = ("nsa-packed-told",) if length <= NSAConfig().num_selected_tokens else ()
+        cases += [
+            replace(case, batch=documents)
+            for case in grid("core", (*names[:1], *told, *names[1:]), MODEL_HEADS, (length,))
+        ]
+    return cases
 
 
 def layers() -> list[AnyCase]:

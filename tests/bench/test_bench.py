@@ -446,9 +446,10 @@ def test_full_has_all_groups_dims_lengths_and_presets():
     assert {case.implementation for case in cases} == set(TARGETS["core"].implementations())
 
 
-def test_packed_documents_are_held_to_the_reference_of_batch_rows():
+@pytest.mark.parametrize("implementation", ["nsa-packed", "nsa-packed-told"])
+def test_packed_documents_are_held_to_the_reference_of_batch_rows(implementation):
     case = Case(
-        *("core", "nsa-packed", True, 128),
+        *("core", implementation, True, 128),
         **{"batch": 3, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16},
         dtype="float32",
     )
