@@ -104,3 +104,28 @@ def test_decoding() -> None:
     even = [r["dense_over_nsa"] for r in steps if (r["seq_len"], r["batch"]) == (8192, 1)]
     assert even
     assert all(1 <= each < 1.2 for each in even)
+
+
+def test_on_an_h100() -> None:
+    """Training of short rows, compiled and as one graph; packed documents beside batch rows."""
+    rate = {
+        (row["implementation"], row["batch"]): row["tokens_per_s"]
+        for row in read_rows(RESULTS / "models_h100.json")
+    }
+    many, one = (
+        [rate[f"dense{kind}", batch] / rate[f"nsa{kind}", batch] for kind in ("", "-graph")]
+        for batch in (16, 1)
+    )
+    assert f"{many[0]:.2f} times as fast compiled and {many[1]:.2f} times as one graph" in README
+    assert f"one row {one[0]:.2f} and {one[1]:.2f} times" in README
+    rows = {
+        (row["implementation"], row["heads"], row["seq_len"], row["pass"]): row["median_ms"]
+        for row in read_rows(RESULTS / "packed_h100.json")
+    }
+    ratios = [
+        ms / rows[("nsa", *shape)]
+        for (name, *shape), ms in rows.items()
+        if name == "nsa-packed" and shape[1] >= 4096 and ("nsa", *shape) in rows
+    ]
+    assert len(ratios) >= 15
+    assert f"take {min(ratios):.2f} to {max(ratios):.2f} times as long packed" in README
