@@ -163,7 +163,7 @@ def _packed(case: Case, device: torch.device, compiler: str) -> Function:
             document_start=document_start,
             max_document_length=longest,
         )
-        return out.transpose(1, 2)[0].unflatten(0, shape).transpose(1, 2)
+        return out.transpose(1, 2).squeeze(0).unflatten(0, shape).transpose(1, 2)
 
     return compiled(core, compiler)
 

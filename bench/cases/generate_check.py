@@ -18,6 +18,10 @@ from nsa_flex.bench.report.rows import Row
 # A step that is wrong gives logits as far from the right ones as their own size. One that chooses
 # another block where two scores are nearly equal errs by a tenth or more too.
 MAX_LOGITS_ERROR = 0.1
+# Where activations are rounded to 8 bits, what rounds otherwise in bfloat16 becomes a step of 8
+# bits: steps may be as far from a pass over all tokens as that pass is from unquantized weights,
+# but no farther than this. A step that reads a wrong cache is farther off than its own size.
+MAX_QUANTIZED_ERROR = 0.5
 # An eighth of a unit in the last place of bfloat16: no logit that matters may round otherwise.
 MAX_ERROR_ROUNDED_ALIKE = 1e-3
 SHORT = 3  # steps behind those that warm up
@@ -32,23 +36,36 @@ ROWS_TO_ONE_MOVED = 8
 
 
 @torch.no_grad()
-def logits_columns(model: Any, out: Tensor, logits: list[Tensor]) -> Row:
+def logits_columns(model: Any, out: Tensor, logits: list[Tensor], exact: Any | None = None) -> Row:
     """Relative errors of each step behind the prompt against one forward pass over all tokens.
 
     Args:
         out: (B, S) tokens that `generate` gave.
         logits: of each new token, the prompt's first, (B, V).
+        exact: the same model with weights and activations that are not quantized, if they are.
 
     Returns:
         logits_error: median over the steps, of the batch row where it is greatest.
         steps_off: share of the steps of all rows with an error above `MAX_LOGITS_ERROR`.
+        quantization_error: the median so far of the model's own forward pass from that of `exact`,
+            of the batch row where it is least. Only with `exact`.
     """
-    kept = len(logits)
-    expected = model(out[:, :-1], use_cache=False, logits_to_keep=kept).logits
-    errors = relative_errors(torch.stack(logits, 1)[:, 1:], expected[:, 1:])
-    by_row = errors.quantile(0.5, dim=1)
+    expected = _uncached(model, out, len(logits))
+    errors = relative_errors(torch.stack(logits, 1)[:, 1:], expected)
     off = (~(errors < MAX_LOGITS_ERROR)).float().mean()
-    return {"logits_error": three_digits(by_row.max()), "steps_off": three_digits(off)}
+    found: Row = {
+        "logits_error": three_digits(errors.quantile(0.5, dim=1).max()),
+        "steps_off": three_digits(off),
+    }
+    if exact is None:
+        return found
+    rounded = relative_errors(expected, _uncached(exact, out, len(logits)))
+    return {**found, "quantization_error": three_digits(rounded.quantile(0.5, dim=1).min())}
+
+
+def _uncached(model: Any, out: Tensor, kept: int) -> Tensor:
+    """(B, kept - 1, V), the logits of all new tokens but the first, by one pass over all."""
+    return model(out[:, :-1], use_cache=False, logits_to_keep=kept).logits[:, 1:]
 
 
 class Follower(TokenClock):
@@ -123,7 +140,8 @@ def _logits(
 
 def failure_of(row: Row) -> str | None:
     """What is wrong with a row's logits, if anything is."""
-    if not row["logits_error"] < MAX_LOGITS_ERROR:
+    allowed = min(row.get("quantization_error", 0.0), MAX_QUANTIZED_ERROR)
+    if not row["logits_error"] < max(MAX_LOGITS_ERROR, allowed):
         return f"the logits of half the steps are off by {row['logits_error']} or more, relative"
     alike = row.get("logits_error_rounded_alike", 0.0)
     if not alike < MAX_ERROR_ROUNDED_ALIKE:

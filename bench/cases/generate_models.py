@@ -36,11 +36,13 @@ class Pair:
         name: in `MODELS`.
         dense: of transformers, with the attention that its config names.
         nsa: its copy, patched with the defaults; the weights they share are the same tensors.
+        exact: the pair before its weights were quantized, if they are.
     """
 
     name: str
     dense: Any
     nsa: Any
+    exact: Pair | None = None
 
     @property
     def size(self) -> ModelSize:
@@ -93,10 +95,10 @@ def quantized(pair: Pair, kind: str) -> Pair:
         raise ValueError(f"quantize={kind!r}: expected one of {', '.join(QUANTIZED)}")
     import torchao.quantization as torchao
 
-    models = [_twin(pair.dense), _twin(pair.nsa)]
-    for model in models:
+    dense, nsa = _twin(pair.dense), _twin(pair.nsa)
+    for model in (dense, nsa):
         torchao.quantize_(model, quantization(kind), filter_fn=nsa_flex.quantization_filter)
-    return Pair(pair.name, *models)
+    return Pair(pair.name, dense, nsa, exact=pair)
 
 
 def quantization(kind: str) -> Any:

@@ -10,6 +10,7 @@ import gc
 import time
 import traceback
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
 from nsa_flex.bench.cases.generate_check import failure_of, logits_columns, rounded_alike
 from nsa_flex.bench.cases.generate_clock import Round, TokenClock, columns, reserve
 from nsa_flex.bench.cases.generate_models import (
+    WEIGHTS_ALONE,
     Pair,
     compiled_for,
     forget,
@@ -120,10 +122,16 @@ class Turns:
                 "graphs": counters["stats"]["unique_graphs"],
                 "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
                 "first_calls_s": round(first_calls_s, 2),
-                **logits_columns(model, out, clock.logits),
+                **logits_columns(model, out, clock.logits, self._exact()),
                 **self._rounded_alike(ids, compiled),
             }
         self.rounds.append(timed)
+
+    def _exact(self) -> Any | None:
+        """The model without quantized weights, where activations are quantized too."""
+        if self.pair.exact is None or self.kind in WEIGHTS_ALONE:
+            return None
+        return self.pair.exact.of("nsa" if self.is_nsa else "dense")
 
     def _rounded_alike(self, ids: Tensor, compiled: bool) -> Row:
         if not (self.is_nsa and compiled and self.kind is None):

@@ -65,17 +65,14 @@ def differentiate(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> No
 
 
 def core() -> Calls:
-    """The whole function as `auto` runs it, with and without a backward; short rows as well."""
+    """The whole function as `auto` runs it, with and without a backward."""
     # shape, Dv, documents, keys of the window's own
     cases: tuple[tuple[Shape, int, bool, bool], ...] = (
         ((1, 4, 1, 1290, 128, torch.bfloat16), 128, False, False),
         ((1, 4, 1, 1290, 128, torch.bfloat16), 128, True, False),
         ((1, 4, 1, 1040, 128, torch.bfloat16), 128, True, True),
         ((1, 8, 2, 1030, 192, torch.bfloat16), 128, False, False),
-        ((2, 6, 2, 1041, 64, torch.float16), 64, False, True),
         ((1, 2, 1, 4110, 64, torch.float16), 64, False, False),  # long enough for the fold
-        ((1, 8, 2, 130, 192, torch.bfloat16), 128, False, False),
-        ((2, 6, 2, 141, 64, torch.float16), 64, False, True),
     )
     # Queries behind a past, with keys after them; the last with keys of its own for the window.
     chunks: tuple[tuple[Shape, int, int, bool], ...] = (
@@ -87,6 +84,22 @@ def core() -> Calls:
     return [
         *(partial(differentiate_core, *case) for case in cases),
         *(partial(attend_at_offset, *case) for case in chunks),
+    ]
+
+
+def short() -> Calls:
+    """Rows of up to twice a choice, masked, and of no more than one; packed documents of that."""
+    cases: tuple[tuple[Shape, int, bool, bool], ...] = (
+        ((1, 4, 1, 1290, 128, torch.bfloat16), 128, False, False),
+        ((2, 6, 2, 1041, 64, torch.bfloat16), 64, False, False),
+        ((2, 6, 2, 1041, 64, torch.float16), 64, False, True),
+        ((1, 8, 2, 130, 192, torch.bfloat16), 128, False, False),
+        ((2, 6, 2, 141, 64, torch.float16), 64, False, True),
+    )
+    packed = ((1, 4, 1, 1290, 128, torch.bfloat16), 128, True, False)
+    return [
+        *(partial(differentiate_core, *case) for case in cases),
+        partial(differentiate_core, *packed, max_document_length=640),
     ]
 
 
@@ -106,7 +119,13 @@ def attend_at_offset(shape: Shape, offset: int, keys: int, own: bool) -> None:
     )
 
 
-def differentiate_core(shape: Shape, value_dim: int, documents: bool, own: bool) -> None:
+def differentiate_core(
+    shape: Shape,
+    value_dim: int,
+    documents: bool,
+    own: bool,
+    max_document_length: int | None = None,
+) -> None:
     """Both backwards, then a forward without gradients."""
     q, k, v = heads_of(shape, value_dim)
     gates = normal(shape[0], shape[1], shape[3], 3, shape[5])
@@ -116,6 +135,7 @@ def differentiate_core(shape: Shape, value_dim: int, documents: bool, own: bool)
         token = torch.arange(shape[3], device=q.device)
         start = edges[torch.searchsorted(edges, token, right=True) - 1]
         options["document_start"] = start.repeat(shape[0], 1)
+        options["max_document_length"] = max_document_length
     inputs = [q, k, v, gates]
     if own:
         of_window = heads_of(shape, value_dim)[1:]
@@ -373,7 +393,7 @@ def decode_step(
 
 
 FAMILIES: dict[str, Calls] = {
-    f.__name__: f() for f in (core, sliding, ranges, selection, choice, merge, decode)
+    f.__name__: f() for f in (core, short, sliding, ranges, selection, choice, merge, decode)
 }
 
 

@@ -22,7 +22,7 @@ from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import load_tile, store_tile
 from nsa_flex.fallback_kernels.short.bwd_dq import COMPRESSED, FAR, NEAR, UNSELECTED, WORDS
 from nsa_flex.fallback_kernels.short.config import plan_of
-from nsa_flex.fallback_kernels.short.spans import block_span, end_of_documents, token_spans
+from nsa_flex.fallback_kernels.short.spans import block_span, ends_of_documents, token_spans
 from nsa_flex.fallback_kernels.sliding.config import stats_descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile, load_stats
 
@@ -49,18 +49,21 @@ def load_short_stats(stats, b, row, first, num_tokens, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def is_seen_whole(
-    document_start_ptr, first, first_key, last_key, is_compressed, num_tokens, reach, window,
+    document_start_ptr, first_end, first, first_key, last_key, is_compressed, num_tokens, reach,
+    window,
     IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Whether all queries [first, first + BLOCK_M) see all keys of a tile, in its span.
 
-    Queries past the last one count as if they were there: what is added of them is 0.
+    Queries past the last one count as if they were there: what is added of them is 0. first_end:
+    of the document that the tile's first key lies in.
     """
     last = first + BLOCK_M - 1
     lowest = tl.maximum(last + 1 - reach, 0)
+    same_document = True
     if document_start_ptr is not None:
-        lowest = tl.maximum(lowest, tl.load(document_start_ptr + tl.minimum(last, num_tokens - 1)))
+        same_document = tl.minimum(last, num_tokens - 1) < first_end
     # One past the last key that the first query sees.
     if IS_NEAR:
         end = first + 1
@@ -70,14 +73,14 @@ def is_seen_whole(
         complete = tl.maximum(first + 1 - COMPRESS + STRIDE, 0) // STRIDE
         end = tl.where(is_compressed, complete, end)
         lowest = tl.where(is_compressed, lowest // STRIDE, lowest)
-    return (lowest <= first_key) & (end > last_key)
+    return same_document & (lowest <= first_key) & (end > last_key)
 
 
 @triton.jit
 def _add_queries(
     grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-    document_start_ptr, begin, tiles, first_head, heads, span, num_blocks, reach, window,
-    scale_log2,
+    document_start_ptr, first_end, begin, tiles, first_head, heads, span, num_blocks, reach,
+    window, scale_log2,
     IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, MASKED: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -128,8 +131,8 @@ def _add_queries(
         centered = gate[None, :] * grad_p - delta[None, :]
         first_key = tl.min(column, 0)
         whole = is_seen_whole(
-            document_start_ptr, first, first_key, first_key + BLOCK_N - 1, is_compressed,
-            num_tokens, reach, window, IS_NEAR, HAS_NEAR, COMPRESS, STRIDE, BLOCK_M,
+            document_start_ptr, first_end, first, first_key, first_key + BLOCK_N - 1,
+            is_compressed, num_tokens, reach, window, IS_NEAR, HAS_NEAR, COMPRESS, STRIDE, BLOCK_M,
         )  # fmt: skip
         if not whole:
             row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
@@ -211,7 +214,7 @@ def short_bwd_dkdv_kernel(
         document_start_ptr += b * num_tokens
     first_token = tile * BLOCK_N * tokens_per_key
     last_token = first_token + BLOCK_N * tokens_per_key - 1
-    end = end_of_documents(
+    first_end, end = ends_of_documents(
         document_start_ptr, first_token, last_token, last_token + reach, num_tokens, CHUNK
     )
     near_begin = first_token // BLOCK_M * BLOCK_M
@@ -234,7 +237,7 @@ def short_bwd_dkdv_kernel(
     if HAS_NEAR:
         grad_k, grad_v = _add_queries(
             grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-            document_start_ptr, near_begin, near_tiles, first_head, heads_per_cta, NEAR,
+            document_start_ptr, first_end, near_begin, near_tiles, first_head, heads_per_cta, NEAR,
             num_blocks, reach, window, scale_log2, True, HAS_NEAR, MASKED, COMPRESS, STRIDE,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, PRECISION,
         )  # fmt: skip
@@ -242,7 +245,7 @@ def short_bwd_dkdv_kernel(
         span = tl.where(is_compressed, COMPRESSED, FAR)
         grad_k, grad_v = _add_queries(
             grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-            document_start_ptr, far_begin, far_tiles, first_head, heads_per_cta, span,
+            document_start_ptr, first_end, far_begin, far_tiles, first_head, heads_per_cta, span,
             num_blocks, reach, window, scale_log2, False, HAS_NEAR, MASKED, COMPRESS, STRIDE,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, PRECISION,
         )  # fmt: skip

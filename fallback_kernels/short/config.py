@@ -12,7 +12,8 @@ from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, shared_bytes
 
 # As measured on an H100, whose tiles of queries and keys come by TMA.
-# Up to D 64, of many CTAs; else those of range attention.
+# Up to D 64, of many CTAs; else those of range attention. The forward's, where queries see all
+# blocks: with a choice it holds two sums of values.
 FWD = Tiles(128, 64, 4, 2)
 BWD_DQ = Tiles(64, 32, 4, 3)
 BWD_DKDV = Tiles(64, 64, 4, 2)

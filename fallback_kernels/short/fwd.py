@@ -1,7 +1,8 @@
 """Forward of short documents: one CTA a tile of queries of one head, all branches and their sum.
 
 The window's keys come first. Where the selected branch has the same keys, its softmax goes on
-from there with the rest of the document: a score is computed once for both.
+from there with the rest of the document: a score is computed once for both. So it is where
+queries chose blocks; the window's keys go into two softmaxes then.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nsa_flex.fallback_kernels.common.softmax import (
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.common.tma import descriptor
+from nsa_flex.fallback_kernels.ranges.config import RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
 from nsa_flex.fallback_kernels.short.chosen import chosen_words, has_block, slots
 from nsa_flex.fallback_kernels.short.config import plan_of
@@ -62,6 +64,53 @@ def _attend_span(
             acc, row_max, row_sum, logits, v, scale_log2, None, True, PRECISION
         )
     return acc, row_max, row_sum
+
+
+@triton.jit
+def _add_part(acc, row_max, row_sum, part, part_max, part_sum):
+    """Softmax sums of two sets of keys together; each refers to its own highest logit."""
+    new_max = tl.maximum(row_max, part_max)  # [BLOCK_M]
+    shift = finite(new_max)
+    alpha, beta = tl.exp2(row_max - shift), tl.exp2(part_max - shift)
+    return acc * alpha[:, None] + part * beta[:, None], new_max, row_sum * alpha + part_sum * beta
+
+
+@triton.jit
+def _attend_twice(
+    acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum,
+    q, keys, values, first_key, end_key, row_mask, scale_log2, low, high,
+    SELECT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_attend_span`, into two sets of sums: of all keys, and of blocks that a row chose.
+
+    A tile of keys lies in one block, so that a row adds its product to the second set or does not.
+    Weights refer to the tile's highest logit: by the highest of all, chosen ones might vanish.
+    """
+    begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
+    for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
+        start = begin + tile * BLOCK_N
+        k = load_head_tile(keys, keys.h, start, BLOCK_N, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if (start < full_begin) | (start >= full_end):
+            column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+            seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        part_max = tl.max(logits, 1) * scale_log2  # [BLOCK_M]
+        p = tl.exp2(logits * scale_log2 - finite(part_max)[:, None])  # [BLOCK_M, BLOCK_N]
+        part_sum = tl.sum(p, 1)
+        v = load_head_tile(
+            values, values.h, start, BLOCK_N, VALUE_DIM, BLOCK_DV
+        )  # [BLOCK_N, BLOCK_DV]
+        part = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+        acc, row_max, row_sum = _add_part(acc, row_max, row_sum, part, part_max, part_sum)
+        part_max = tl.where(has_block(low, high, start // SELECT), part_max, float("-inf"))
+        chosen_acc, chosen_max, chosen_sum = _add_part(
+            chosen_acc, chosen_max, chosen_sum, part, part_max, part_sum
+        )
+    return acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum
 
 
 @triton.jit
@@ -194,11 +243,19 @@ def short_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc, row_max, row_sum = _attend_span(
-        acc, row_max, row_sum, q, window_keys, window_values,
-        window_first, end_key, row_mask, scale_log2, None, None, SELECT,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
-    )  # fmt: skip
+    chosen_acc, chosen_max, chosen_sum = acc, row_max, row_sum
+    if SHARED and blocks_ptr is not None:
+        acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum = _attend_twice(
+            acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum, q, keys, values,
+            window_first, end_key, row_mask, scale_log2, low, high, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        acc, row_max, row_sum = _attend_span(
+            acc, row_max, row_sum, q, window_keys, window_values,
+            window_first, end_key, row_mask, scale_log2, None, None, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
     branch, lse = _normalise(acc, row_max, row_sum)
     tl.store(sliding_lse_ptr + stats, lse, mask=row_mask)
     if SAVE:
@@ -211,13 +268,9 @@ def short_fwd_kernel(
         False, VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
 
-    if SHARED and blocks_ptr is None:
-        far_end = window_first
-    else:
-        far_end = end_key
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    far_end = window_first if SHARED else end_key
+    if not SHARED or blocks_ptr is not None:
+        acc, row_max, row_sum = chosen_acc, chosen_max, chosen_sum
     acc, row_max, row_sum = _attend_span(
         acc, row_max, row_sum, q, keys, values,
         first_key, far_end, row_mask, scale_log2, low, high, SELECT,
@@ -281,6 +334,7 @@ def short_forward(
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
+    tiles = plan.fwd if chosen is None else RangesPlan.of(query, key, value).fwd
     q, k, v, wk, wv, ck, cv = (
         rows_contiguous(x)
         for x in (query, key, value, *(own or (key, value)), compressed_key, compressed_value)
@@ -298,10 +352,10 @@ def short_forward(
         chosen = Chosen(None, out.new_empty(shape if save else 0), by_head)
     selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
     lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
-    descs = [descriptor(x, plan.fwd.block_n) for x in (k, v, wk, wv)]
+    descs = [descriptor(x, tiles.block_n) for x in (k, v, wk, wv)]
     if any(x is None for x in descs):
         descs = [None] * len(descs)
-    short_fwd_kernel[(heads, cdiv(tokens, plan.fwd.block_m), batch)](
+    short_fwd_kernel[(heads, cdiv(tokens, tiles.block_m), batch)](
         q, k, v, wk, wv, ck, cv, *descs, gates, document_start, chosen.blocks,
         out, chosen.compressed, selected, sliding, chosen.compressed_lse, *lses,
         *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
@@ -310,7 +364,7 @@ def short_forward(
         base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         SHARED=own is None, SAVE=save, **slots(config), **plan.constants(),
-        **plan.fwd.constants(),
+        **tiles.constants(),
     )  # fmt: skip
     return ShortResults(
         out, chosen.compressed, chosen.compressed_lse, selected, lses[0], sliding, lses[1]

@@ -37,16 +37,18 @@ def block_span(first, row, num_tokens, num_blocks, COMPRESS: tl.constexpr, STRID
 
 
 @triton.jit
-def end_of_documents(
-    document_start_ptr, begin, last_start, limit, num_tokens, CHUNK: tl.constexpr
-):
-    """One past the last token from `begin` on, below `limit`, whose document has begun by then."""
-    limit = tl.minimum(limit, num_tokens)
-    end = tl.maximum(limit, begin)
+def ends_of_documents(document_start_ptr, first, last, limit, num_tokens, CHUNK: tl.constexpr):
+    """One past the last token of the document that `first` lies in, and of that of `last`.
+
+    Both at most `limit`; the end of the row if there is one document.
+    """
+    limit = tl.maximum(tl.minimum(limit, num_tokens), first)
+    first_end, last_end = limit, limit
     if document_start_ptr is not None:
-        end = begin
-        for chunk in range(begin, limit, CHUNK):
+        first_end, last_end = first, first
+        for chunk in range(first, limit, CHUNK):
             token = chunk + tl.arange(0, CHUNK)
             start = tl.load(document_start_ptr + token, mask=token < limit, other=2147483647)
-            end += tl.sum((start <= last_start).to(tl.int32), 0)
-    return end
+            first_end += tl.sum((start <= first).to(tl.int32), 0)
+            last_end += tl.sum((start <= last).to(tl.int32), 0)
+    return first_end, last_end

@@ -239,6 +239,26 @@ def test_how_many_rows_may_be_off(where: Any, error: float, passes: bool) -> Non
     assert (failure_of(found) is None) == passes
 
 
+@pytest.mark.parametrize(
+    ("error", "quantization_error", "passes"),
+    [
+        (0.2, 0.21, True),
+        (0.2, 0.19, False),
+        (0.09, 0.01, True),  # what bfloat16 is allowed
+        (0.49, 0.9, True),
+        (0.51, 0.9, False),  # weights too coarse to tell anything
+        (float("nan"), 0.2, False),
+        (0.2, float("nan"), False),
+    ],
+)
+def test_steps_of_quantized_activations_may_be_as_far_off_as_quantization_moves_logits(
+    error: float, quantization_error: float, passes: bool
+) -> None:
+    found = {"logits_error": error, "quantization_error": quantization_error}
+    assert (failure_of(found) is None) == passes
+    assert failure_of({"logits_error": 0.2}) is not None
+
+
 @pytest.mark.parametrize("batch", [1, 7])
 def test_no_row_of_a_small_batch_may_be_off(batch: int) -> None:
     errors = torch.zeros(3, batch, 19)
@@ -361,6 +381,18 @@ def test_quantized_rows_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         run(tmp_path, "--cases", "static:1x40", "--quantized-only")
     assert "--quantized-only needs --quantize" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["int8dyn", "int8wo"])
+def test_rows_say_how_far_quantized_activations_move_logits(pair: Pair, kind: str) -> None:
+    pytest.importorskip("torchao")
+    small = quantized(pair, kind)
+    assert small.exact is pair
+    for row in take_turns(small, ["nsa", "sdpa"], CASE, kind, 60):
+        assert row["status"] == "ok"
+        assert ("quantization_error" in row) == (kind == "int8dyn")
+        if kind == "int8dyn":
+            assert 1e-3 < row["quantization_error"] < 0.5
 
 
 def test_activations_have_a_scale_a_token() -> None:
