@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import load_tile, store_tile
 from nsa_flex.fallback_kernels.short.bwd_dq import COMPRESSED, FAR, NEAR, UNSELECTED, WORDS
@@ -26,7 +26,7 @@ from nsa_flex.fallback_kernels.short.spans import block_span, ends_of_documents,
 from nsa_flex.fallback_kernels.sliding.config import stats_descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile, load_stats
 
-CHUNK = 256  # tokens whose documents are looked at together
+MAX_CHUNK = 2048  # tokens whose documents are looked at together
 
 
 class ShortStats(NamedTuple):
@@ -215,7 +215,7 @@ def short_bwd_dkdv_kernel(
     first_token = tile * BLOCK_N * tokens_per_key
     last_token = first_token + BLOCK_N * tokens_per_key - 1
     first_end, end = ends_of_documents(
-        document_start_ptr, first_token, last_token, last_token + reach, num_tokens, CHUNK
+        document_start_ptr, first_token, last_token, reach, num_tokens, CHUNK
     )
     near_begin = first_token // BLOCK_M * BLOCK_M
     near_tiles, far_begin = 0, near_begin
@@ -309,7 +309,8 @@ def key_gradients(
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
         reach, min(config.window_size, tokens), scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        HAS_NEAR=near, HAS_FAR=far, CHUNK=CHUNK, MASKED=masked, SELECT=config.select_block_size,
+        HAS_NEAR=near, HAS_FAR=far, CHUNK=min(next_power_of_2(reach), MAX_CHUNK), MASKED=masked,
+        SELECT=config.select_block_size,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
     return [x.sum(0).to(q.dtype) if splits > 1 else x[0] for x in grads]

@@ -20,10 +20,11 @@ WORDS = 2
 BITS = 32
 MAX_BLOCKS = WORDS * BITS  # of a row
 MASKED_TIMES = 2  # so many times the tokens of a choice
-# As measured: of D 128 unions win in the forward; with more tiles of queries also for longer rows,
-# unless their products fill up the query heads of a group.
+# As measured: of D 128 unions win in the forward; with more tiles of queries and longer rows also
+# for 16 query heads a group, whose products fill up a tile.
 MOST_TILES = 768
 MOST_DIM = 64
+UNION_GROUP = 16
 MANY_TIMES = 1.5  # so many times the tokens of a choice
 MOST_DIM_BACKWARD = 128
 
@@ -36,10 +37,10 @@ def is_masked(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> b
     beats_unions = (
         batch * heads * cdiv(tokens, tiles.block_m) <= MOST_TILES
         or tokens <= MANY_TIMES * config.num_selected_tokens
+        or group < UNION_GROUP
         or group != next_power_of_2(group)
     )
-    block_n = max(tiles.block_n, plan_of(query, key, value).fwd.block_n)
-    return beats_unions and _fits(query, value, config, block_n, MOST_DIM)
+    return beats_unions and _fits(query, value, config, tiles.block_n, MOST_DIM)
 
 
 def is_masked_backward(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig) -> bool:

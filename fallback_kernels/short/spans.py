@@ -37,18 +37,24 @@ def block_span(first, row, num_tokens, num_blocks, COMPRESS: tl.constexpr, STRID
 
 
 @triton.jit
-def ends_of_documents(document_start_ptr, first, last, limit, num_tokens, CHUNK: tl.constexpr):
+def ends_of_documents(document_start_ptr, first, last, reach, num_tokens, CHUNK: tl.constexpr):
     """One past the last token of the document that `first` lies in, and of that of `last`.
 
-    Both at most `limit`; the end of the row if there is one document.
+    At most `reach` tokens behind each of them, and in the row; with one document, the latter both.
     """
-    limit = tl.maximum(tl.minimum(limit, num_tokens), first)
-    first_end, last_end = limit, limit
-    if document_start_ptr is not None:
-        first_end, last_end = first, first
-        for chunk in range(first, limit, CHUNK):
-            token = chunk + tl.arange(0, CHUNK)
-            start = tl.load(document_start_ptr + token, mask=token < limit, other=2147483647)
+    last = tl.minimum(last, num_tokens)
+    if document_start_ptr is None:
+        first_end = tl.maximum(tl.minimum(last + reach, num_tokens), first)
+        last_end = first_end
+    else:
+        first_end, last_end = first, last
+        for chunk in range(0, reach, CHUNK):
+            token = first + chunk + tl.arange(0, CHUNK)
+            mask = (token < first + reach) & (token < num_tokens)
+            start = tl.load(document_start_ptr + token, mask=mask, other=2147483647)
             first_end += tl.sum((start <= first).to(tl.int32), 0)
+            token += last - first
+            mask = (token < last + reach) & (token < num_tokens)
+            start = tl.load(document_start_ptr + token, mask=mask, other=2147483647)
             last_end += tl.sum((start <= last).to(tl.int32), 0)
     return first_end, last_end

@@ -454,11 +454,13 @@ def test_which_rows_are_masked() -> None:
     assert found(paper, 1, 2048) == (True, True)
     assert found(paper, 1, 2049) == (False, False)
     assert found(paper, 2, 2048) == (True, True)
-    assert found(paper, 3, 2048) == (True, True)  # unions take 8 heads for 6
-    assert found(paper, 1, 2048, heads=(24, 3)) == (True, True)
-    assert found(paper, 8, 2048, heads=(32, 8)) == (False, True)  # unions are faster forward
-    assert found(paper, 4, 1536, heads=(16, 16)) == (True, True)
-    assert found(paper, 4, 1537, heads=(16, 16)) == (False, True)
+    assert found(paper, 16, 2048) == (True, True)
+    assert found(paper, 8, 2048, heads=(32, 8)) == (True, True)
+    assert found(paper, 8, 2048, heads=(32, 2)) == (False, True)  # unions are faster forward
+    assert found(paper, 8, 2048, heads=(48, 2)) == (True, True)  # they take 32 heads for 24
+    assert found(paper, 1, 2048, heads=(16, 1)) == (True, True)
+    assert found(paper, 8, 1536, heads=(32, 2)) == (True, True)
+    assert found(paper, 8, 1537, heads=(32, 2)) == (False, True)
     assert found(paper, 1, 2048, 128) == (False, True)
     assert found(paper, 1, 2048, 136) == (False, False)
     assert found(NSAConfig(8, 4, 8, 16), 1, 200) == (False, False)  # a tile has several blocks
