@@ -37,12 +37,14 @@ def generating(rows: list[Row]) -> pd.DataFrame:
 
 
 def quantizing(rows: list[Row]) -> pd.DataFrame:
-    """One line a kind of weights, whole ones first, of the same call of `generate`."""
+    """One line a kind of weights and call of `generate`, whole ones first."""
     lines = []
     for ours, dense in _pairs(rows):
         lines.append(
             {
                 "weights": ours["quantized"] or ours["dtype"],
+                "batch": str(ours["batch"]),
+                "prompt": tokens(ours["seq_len"]),
                 **_against(ours, dense, "ms_per_token", "ms a token"),
                 **_against(ours, dense, "prefill_ms", "prefill, ms"),
                 "commit": ours["commit"],

@@ -157,6 +157,10 @@ def packed(rows: list[Row]) -> pd.DataFrame:
     for title, part in zip(("packed, ms", "batch rows", "dense"), each.values(), strict=True):
         found[title] = milliseconds(part)
     found["packed ÷ batch rows"] = _ratio(ours, rows_of_batch)
+    told = table[table.implementation == "nsa-packed-told"].set_index(names).reindex(index)
+    if told.median_ms.notna().any():
+        found["longest told"] = milliseconds(told)
+        found["longest told ÷ batch rows"] = _ratio(told, rows_of_batch)
     found["dense ÷ packed"] = _ratio(dense, ours)
     found["a caller waits, packed / dense"] = _pair(waits(ours), waits(dense))
     found["commit"] = ours.commit

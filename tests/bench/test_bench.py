@@ -475,6 +475,10 @@ def test_packed_table():
         *("32/8", "8 x 8k", "forward", "2.00 ± 0.00", "-", "1.00 ± 0.00"),
         *("-", "0.50", "9 / 9", "c"),
     ]
+    names = {"nsa-packed": "nsa-packed-told", "fa2-varlen": "nsa"}
+    told = table.packed([{**row, "implementation": names[row["implementation"]]} for row in rows])
+    assert told["longest told"].iloc[0] == "2.00 ± 0.00"
+    assert told["longest told ÷ batch rows"].iloc[0] == "2.00"
 
 
 def test_layers_table():

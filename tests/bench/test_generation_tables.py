@@ -58,6 +58,7 @@ def test_quantized_rows_have_a_table_of_their_own() -> None:
     assert len(generating(rows)) == 1
     found = quantizing(rows)
     assert found["weights"].tolist() == ["bfloat16", "int8wo"]
+    assert found[["batch", "prompt"]].values.tolist() == [["1", "8k"]] * 2
     assert found["ms a token, dense ÷ NSA"].tolist() == ["-", "3.00"]
     skipped = {"target": "generate", "status": "skipped", "quantized": "int8dyn", "commit": "abc"}
     skipped |= {"cache": "static", "batch": 1, "seq_len": 8192, "dtype": "bfloat16"}

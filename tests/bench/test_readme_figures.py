@@ -129,3 +129,14 @@ def test_on_an_h100() -> None:
     ]
     assert len(ratios) >= 15
     assert f"take {min(ratios):.2f} to {max(ratios):.2f} times as long packed" in README
+    told, untold = (
+        [
+            ms / rows[("nsa", *shape)]
+            for (who, *shape), ms in rows.items()
+            if who == name and shape[1] == 1024 and shape[2] != "backward"
+        ]
+        for name in ("nsa-packed-told", "nsa-packed")
+    )
+    assert len(told) == len(untold) == 6
+    assert f"1k tokens {min(told):.2f} to {max(told):.2f} times where the longest" in README
+    assert f"told, {min(untold):.2f} to {max(untold):.2f} times where it is not" in README
