@@ -19,6 +19,8 @@ is checked counts in the first round alone; compiled steps are compiled again in
 
 Dense attention is transformers' SDPA, with cuDNN and without it, and FA-2 where it is installed.
 
+Where activations are quantized, logits may be as far off as quantization itself moves them.
+
 --quantize times torchao's weights beside bfloat16, dense attention on SDPA alone; with
 --quantized-only without bfloat16, whose checks compile twice more. int8dyn wants more than 16
 prompts on CUDA: --quantize int8dyn --cases static:32x2048. Inductor tunes the kernels of int8wo

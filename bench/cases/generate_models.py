@@ -105,8 +105,8 @@ def quantization(kind: str) -> Any:
     """torchao's config of a kind; Inductor's settings stay as they are: see `compiled_for`.
 
     float8 activations have a scale a token. One scale for all tokens of a call, torchao's default,
-    rounds a token of a step otherwise than the same token of a prompt, too far for the check of
-    the logits. Those of int8 have one a token by default.
+    rounds a token of a step otherwise than the same token of a prompt. Those of int8 have one a
+    token by default.
     """
     import torchao.quantization as torchao
 

@@ -459,6 +459,8 @@ def test_which_rows_are_masked() -> None:
     assert found(paper, 8, 2048, heads=(32, 2)) == (False, True)  # unions are faster forward
     assert found(paper, 8, 2048, heads=(48, 2)) == (True, True)  # they take 32 heads for 24
     assert found(paper, 1, 2048, heads=(16, 1)) == (True, True)
+    assert found(paper, 1, 2048, heads=(24, 3)) == (True, True)
+    assert found(paper, 4, 1537, heads=(16, 16)) == (True, True)
     assert found(paper, 8, 1536, heads=(32, 2)) == (True, True)
     assert found(paper, 8, 1537, heads=(32, 2)) == (False, True)
     assert found(paper, 1, 2048, 128) == (False, True)
