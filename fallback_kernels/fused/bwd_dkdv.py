@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import Splits
+from nsa_flex.fallback_kernels.common.documents import are_short
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tma import descriptor
@@ -42,6 +43,7 @@ def key_gradients(
     initial_local: InitialLocal,
     window_size: int,
     scale: float,
+    left_out: int = 0,
 ) -> Splits:
     """dK and dV of the sliding branch and the local blocks, plus `selected_sums`, by splits.
 
@@ -54,6 +56,7 @@ def key_gradients(
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
         document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
+        left_out: results of documents of up to so many tokens may be anything.
     """
     key, value = (rows_contiguous(x) for x in (key, value))
     query, grad = (x.transpose(1, 2) for x in (rows.query, rows.grad))
@@ -99,6 +102,7 @@ def key_gradients(
         LOCAL=initial_local.num_local,
         LOCAL_BLOCK_M=local_block_m,
         SPLITS=splits,
+        LEFT_OUT=left_out,
         **plan.constants(tiles),
     )
     return Splits(grad_key, grad_value)
@@ -168,6 +172,7 @@ def fused_bwd_dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
 ):  # fmt: skip
     """dV_j = sum_c gate_c p_cj dO and dK_j = scale * sum_c gate_c p_cj (dO v_j - delta_c) q.
 
@@ -188,6 +193,8 @@ def fused_bwd_dkdv_kernel(
     h = cta // tiles % kv_heads
     start = cta % tiles * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    if LEFT_OUT > 0 and are_short(document_start_ptr, b, key, num_tokens, LEFT_OUT):
+        return
     keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
     values = HeadRows(
         value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.documents import are_short
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import store_zeros
@@ -100,6 +101,7 @@ def query_gradients(
     window_size: int,
     scale: float,
     zeroed: tuple[Tensor, ...] | None = None,
+    left_out: int = 0,
 ) -> QueryGradients:
     """dQ of the compressed branch, the sliding branch, initial and local blocks.
 
@@ -112,6 +114,7 @@ def query_gradients(
         document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
         zeroed: one tensor or two, contiguous, that are set to 0.
+        left_out: results of documents of up to so many tokens may be anything.
     """
     first, second, *_ = (*(zeroed or ()), None, None)
     key, value = (rows_contiguous(x) for x in (key, value))
@@ -150,6 +153,7 @@ def query_gradients(
         BLOCK_SIZE=initial_local.block_size,
         INITIAL=initial_local.num_initial,
         LOCAL=initial_local.num_local,
+        LEFT_OUT=left_out,
         **plan.query_tile_constants(tiles),
     )
     return QueryGradients(grad_query, stats)
@@ -226,7 +230,7 @@ def fused_bwd_dq_kernel(
     num_tokens, first_zeros, second_zeros, window, kv_heads, scale, scale_log2,
     rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr, ZEROS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LEFT_OUT: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -243,6 +247,12 @@ def fused_bwd_dq_kernel(
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
     )  # [BLOCK_M] each
+    if first_zeros_ptr is not None:
+        store_zeros(first_zeros_ptr, first_zeros, ZEROS)
+    if second_zeros_ptr is not None:
+        store_zeros(second_zeros_ptr, second_zeros, ZEROS)
+    if LEFT_OUT > 0 and are_short(document_start_ptr, b, token, num_tokens, LEFT_OUT):
+        return
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
     query_heads = kv_heads * GROUP
     row = row_offsets(token, head_in_group, 1, query_heads)
@@ -259,10 +269,6 @@ def fused_bwd_dq_kernel(
         signed_ptr, row * VALUE_DIM, row_mask & ((compressed_gate < 0.0) | (selected_gate < 0.0)),
         tl.where((selected_gate < 0.0)[:, None], -grad_out, grad_out), VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
-    if first_zeros_ptr is not None:
-        store_zeros(first_zeros_ptr, first_zeros, ZEROS)
-    if second_zeros_ptr is not None:
-        store_zeros(second_zeros_ptr, second_zeros, ZEROS)
     # The window's gate: its size goes into the log-sum-exp, its sign into dO and the deltas.
     gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
     negative = gate < 0.0  # [BLOCK_M], as all stats below

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous
 from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradients
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
@@ -93,11 +94,13 @@ def compressed_gradients(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
+    left_out: LeftOut = NONE_LEFT_OUT,
 ) -> CompressedGradients:
     """Gradients of what `attend_compressed` took; `out` and `lse` are what it returned.
 
     sums: where range attention runs, what it is if it was given the log-sum-exp of this branch.
     out: (B, S, H, D), contiguous; not read where range attention runs.
+    left_out: whose results may be anything.
     """
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
@@ -105,11 +108,12 @@ def compressed_gradients(
         grad_query, splits = ranges_gradients(
             rows.transpose(1, 2),
             *keys,
-            *_bounds(rows, document_start, key, config),
+            *_bounds(rows, document_start, key, config, left_out=left_out.tokens),
             sums.compressed_lse.transpose(1, 2),
             sums.compressed_delta.transpose(1, 2),
             sums.signed.transpose(1, 2),
             scale,
+            left_out,
         )
         if not is_host_bound(rows.shape[0] * rows.shape[1]):  # memory counts, not a launch
             splits = Splits(*(x[None] for x in add_splits(splits, key.dtype)))
@@ -152,13 +156,14 @@ def _bounds(
     key: Tensor,
     config: NSAConfig,
     offsets: Tensor | None = None,
+    left_out: int = 0,
 ) -> tuple[Tensor, Tensor]:
     tokens, sizes = rows.shape[1], (config.compress_block_size, config.compress_stride)
     if document_start is not None or offsets is not None:
         # The offset of a batch row is the same for all KV heads.
         of_rows = None if offsets is None else offsets[:, 0].contiguous()
         numbers = [key.shape[2], *sizes]
-        return launch_bounds(tokens, 0, of_rows, document_start, rows.device, numbers)
+        return launch_bounds(tokens, 0, of_rows, document_start, rows.device, numbers, left_out)
     # By PyTorch's operators: what follows from no tensor, a launch plan keeps.
     block, stride = sizes
     positions = torch.arange(tokens, device=rows.device, dtype=torch.int32)[None]

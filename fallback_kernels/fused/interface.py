@@ -32,7 +32,7 @@ from nsa_flex.fallback_kernels.fused.schedule import (
 )
 from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
-from nsa_flex.fallback_kernels.short.chosen import is_masked_backward
+from nsa_flex.fallback_kernels.short.chosen import is_masked_backward, longest_of
 
 
 class CoreResults(NamedTuple):
@@ -160,7 +160,7 @@ def core_forward(
     with torch.cuda.device_of(query):
         if offsets is None and is_short(query, document_start, max_document_length, config):
             return run_short_forward(*call, return_blocks)
-        return run_forward(*call, offsets)
+        return run_forward(*call, max_document_length, offsets)
 
 
 def is_short(
@@ -240,8 +240,10 @@ def core_backward(
         if is_short(inputs[0], document_start, max_document_length, config):
             return run_short_backward(grad, inputs, results, document_start, scale, config)
         query, key, value = inputs[:3]
-        if document_start is None and is_masked_backward(query, key, value, config):
-            return run_short_backward(grad, inputs, results, None, scale, config, masked=True)
+        longest = longest_of(query, document_start, max_document_length)
+        if is_masked_backward(query, key, value, config, longest):
+            of_call = (document_start, scale, config)
+            return run_short_backward(grad, inputs, results, *of_call, masked=longest)
         return run_backward(grad, inputs, results, document_start, scale, config, deterministic)
 
 
@@ -399,7 +401,7 @@ def _is_one_step(
     if not isinstance(batch, int) or not isinstance(tokens, int) or is_host_bound(batch * tokens):
         return True
     config = NSAConfig.of_counts(counts)
-    if document_start is None and is_masked_backward(query, key, value, config):
+    if is_masked_backward(query, key, value, config, longest_of(query, document_start, longest)):
         return True
     return is_short(query, document_start, longest, config)
 

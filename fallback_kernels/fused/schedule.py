@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import add_splits
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
@@ -46,7 +47,14 @@ from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
-from nsa_flex.fallback_kernels.short.chosen import is_masked, is_masked_backward
+from nsa_flex.fallback_kernels.short.bwd_dq import Deltas
+from nsa_flex.fallback_kernels.short.chosen import (
+    is_masked,
+    is_masked_backward,
+    longest_of,
+    masked_tokens,
+)
+from nsa_flex.fallback_kernels.short.core import overwrite_gradients
 from nsa_flex.fallback_kernels.short.fwd import Chosen, short_forward
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
@@ -62,11 +70,13 @@ def run_forward(
     config: NSAConfig,
     scale: float,
     differentiable: bool,
+    max_document_length: int | None = None,
     offsets: Tensor | None = None,
 ) -> CoreTensors:
     """The results of `core_forward`; `own`: keys and values of the sliding branch, if others."""
     query, key, value, compressed_key, compressed_value, gates = tensors
     tokens = query.shape[2]
+    longest = longest_of(query, document_start, max_document_length)
     rows = query.transpose(1, 2).contiguous()
     q = rows.transpose(1, 2)
     parts, fold, compressed_lse = attend_compressed(
@@ -84,23 +94,24 @@ def run_forward(
     )
     words = index_words(q, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
-    is_indexed = differentiable and not (
-        document_start is None and is_masked_backward(q, key, value, config)
-    )
+    is_indexed = differentiable and not is_masked_backward(q, key, value, config, longest)
+    left_out = _left_out(q, key, value, document_start, config)
     plan = _plan(q, key, value, blocks, document_start, config, is_indexed, offsets is not None)
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     keys, window_keys = (key, value), own or (key, value)
     window, storage = config.window_size, index if is_indexed else None
-    if _is_masked(q, key, value, document_start, offsets, config):
+    # One part of the compressed branch, as these kernels read it.
+    is_one_part = is_ranged(query.shape[0], tokens, document_start) and offsets is None
+    if is_one_part and is_masked(q, key, value, config, longest):
         if is_indexed:
             selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=storage)
         whole = short_forward(
             (q, *tensors[1:]),
             own,
-            None,
+            document_start,
             config,
             scale,
-            tokens,
+            longest,
             save=differentiable,
             chosen=Chosen(blocks, parts[0], compressed_lse),
         )
@@ -120,7 +131,10 @@ def run_forward(
     )
     if reason is None:
         selection = selected_prepare.prepare(
-            plan, q, *selected_keys, blocks, scale, storage=storage, offsets=offsets
+            *(plan, q, *selected_keys, blocks, scale),
+            storage=storage,
+            offsets=offsets,
+            left_out=left_out,
         )
         both = fwd_epilogue.fwd_epilogue(
             selection, document_start, window, parts, fold, gates, save=differentiable
@@ -137,7 +151,10 @@ def run_forward(
             index,
         )
     selected, selected_lse = selected_forward.forward(
-        plan, q, *selected_keys, blocks, scale, storage=storage, offsets=offsets
+        *(plan, q, *selected_keys, blocks, scale),
+        storage=storage,
+        offsets=offsets,
+        left_out=left_out,
     )
     selected = selected.transpose(1, 2)
     last = sliding_epilogue(
@@ -222,6 +239,7 @@ def run_branches_backward(
     query, key, value, compressed_key, compressed_value, gates, *own = inputs
     signed = sums.signed
     rows = query.transpose(1, 2).contiguous()
+    left_out = _left_out(query, key, value, document_start, config)
     parts, fold, of_compressed = compressed_gradients(
         sums,
         rows,
@@ -233,6 +251,7 @@ def run_branches_backward(
         document_start,
         config,
         scale,
+        left_out,
     )
 
     plan = _plan(rows.transpose(1, 2), key, value, kept.blocks, document_start, config, True)
@@ -259,9 +278,9 @@ def run_branches_backward(
     of_window = (document_start, taken_over, config.window_size, scale)
     stores_local = taken_over.num_local == 0  # its dK and dV, by the selected branch's kernels
     zeros = None if stores_local else selected_backward.empty_sums(plan, key)
-    grad_rows, stats = query_gradients(
-        of_rows, signed, parts, fold, window_key, window_value, gates, *of_window, zeros
-    )
+    of_branches = (of_rows, signed, parts, fold, window_key, window_value, gates)
+    grad_rows, stats = query_gradients(*of_branches, *of_window, zeros, left_out.tokens)
+    del of_branches
     del parts  # their memory is large, and the next stage allocates
 
     selected_sums = selected_backward.add_gradients(
@@ -278,6 +297,7 @@ def run_branches_backward(
         grad_query=grad_rows.transpose(1, 2),
         initial_local=stores_local,
         zeros=zeros,
+        left_out=left_out,
     )
     if in_place:
         switch_gate_sign(signed, to_selected)
@@ -286,13 +306,43 @@ def run_branches_backward(
             x_sum[:, : key.shape[2]].to(x.dtype).contiguous()
             for x_sum, x in zip(selected_sums, (key, value), strict=True)
         )
-        of_own = key_gradients(of_rows, stats, None, window_key, window_value, *of_window)
+        of_own = key_gradients(
+            of_rows, stats, None, window_key, window_value, *of_window, left_out.tokens
+        )
         *compressed, own_key, own_value = add_splits(of_compressed, key.dtype, of_own)
     else:
-        of_keys = key_gradients(of_rows, stats, selected_sums, key, value, *of_window)
+        of_keys = key_gradients(
+            of_rows, stats, selected_sums, key, value, *of_window, left_out.tokens
+        )
         *compressed, grad_key, grad_value = add_splits(of_compressed, key.dtype, of_keys)
         own_key, own_value = signed.new_empty(0), signed.new_empty(0)
-    return grad_rows, grad_key, grad_value, compressed[0], compressed[1], own_key, own_value
+    grads = (grad_rows, grad_key, grad_value, compressed[0], compressed[1], own_key, own_value)
+    if left_out.document_start is not None:
+        deltas = Deltas(
+            *(sums.compressed_delta, sums.delta_selected, sums.delta_sliding),
+            *(kept.compressed_lse, kept.selected_lse, kept.sliding_lse),
+        )
+        overwrite_gradients(
+            grad.transpose(1, 2),
+            tuple(inputs[:6]),
+            (window_key, window_value) if own else None,
+            deltas,
+            left_out.document_start,
+            config,
+            scale,
+            left_out.tokens,
+            kept.blocks,
+            grads if own else grads[:5],
+        )
+    return grads
+
+
+def _left_out(
+    query: Tensor, key: Tensor, value: Tensor, document_start: Tensor | None, config: NSAConfig
+) -> LeftOut:
+    """Documents whose backward is that of documents that are attended whole."""
+    tokens = masked_tokens(query, key, value, document_start, config)
+    return LeftOut(document_start, tokens) if tokens > 0 else NONE_LEFT_OUT
 
 
 def _taken_over(plan: SelectedPlan, config: NSAConfig, deterministic: bool) -> InitialLocal:
@@ -326,21 +376,6 @@ def _plan(
         differentiable=differentiable,
         offset_tensor=offset_tensor,
     )
-
-
-def _is_masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    document_start: Tensor | None,
-    offsets: Tensor | None,
-    config: NSAConfig,
-) -> bool:
-    """Whether the forward attends rows whole; the compressed branch has one part then."""
-    if document_start is not None or offsets is not None:
-        return False
-    is_one_part = is_ranged(query.shape[0], query.shape[2], None)
-    return is_one_part and is_masked(query, key, value, config)
 
 
 def _positions(tokens: int, offsets: Tensor | None, device: torch.device) -> Tensor:

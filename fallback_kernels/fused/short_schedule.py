@@ -69,11 +69,12 @@ def run_short_backward(
     scale: float,
     config: NSAConfig,
     *,
-    masked: bool = False,
+    masked: int = 0,
 ) -> CoreGradients:
     """The results of `core_backward` for what `run_short_forward` computed.
 
-    masked: for what `run_forward` computed of rows that are attended whole, and masked.
+    masked: for what `run_forward` computed of documents that are attended whole, and masked: the
+    tokens that they have at most.
     """
     own = (inputs[6], inputs[7]) if len(inputs) > 6 else None
     saved = ShortResults(grad, *results[1:-1])  # the output itself is not needed
@@ -85,7 +86,7 @@ def run_short_backward(
         document_start,
         config,
         scale,
-        inputs[0].shape[2] if masked else config.num_selected_tokens,
+        masked or config.num_selected_tokens,
         results[0] if masked else None,
     )
     dq, dk, dv, dck, dcv, gates, *of_window = grads

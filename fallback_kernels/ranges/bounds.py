@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.direct import directly
+from nsa_flex.fallback_kernels.common.documents import is_long
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 
@@ -63,8 +64,12 @@ def launch(
     document_start: Tensor | None,
     device: torch.device,
     sizes: list[int],
+    left_out: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel of `range_bounds` by itself, for operators that need the bounds inside."""
+    """The kernel of `range_bounds` by itself, for operators that need the bounds inside.
+
+    left_out: queries of documents of up to so many tokens see nothing; there is no offset then.
+    """
     first, end = _empty(num_queries, offsets, document_start, device)
     num_keys, block, stride = sizes if len(sizes) == 3 else (sizes[0], 0, 1)
     range_bounds_kernel[(cdiv(num_queries, QUERIES), first.shape[0])](
@@ -78,6 +83,7 @@ def launch(
         BLOCK_SIZE=block,
         STRIDE=stride,
         QUERIES=QUERIES,
+        LEFT_OUT=left_out,
     )
     return first, end
 
@@ -97,6 +103,7 @@ def _empty(
 def range_bounds_kernel(
     offsets_ptr, document_start_ptr, first_ptr, end_ptr, num_queries, offset, num_keys,
     BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, QUERIES: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of queries, batch row). BLOCK_SIZE of compressed keys, 0 for a window of num_keys.
 
@@ -119,5 +126,8 @@ def range_bounds_kernel(
     else:
         first = tl.maximum(position - num_keys + 1, start)
         end = position + 1
+    if LEFT_OUT > 0:
+        long = is_long(document_start_ptr + b * num_queries, start, LEFT_OUT, num_queries)
+        end = tl.where(long, end, first)
     tl.store(first_ptr + b * num_queries + query, first, mask=mask)
     tl.store(end_ptr + b * num_queries + query, end, mask=mask)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import Splits
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, are_short
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -35,15 +36,21 @@ def ranges_bwd_dq_kernel(
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s, do_stride_b, do_stride_h, do_stride_s, range_stride_b,
     num_queries, num_keys, query_heads, group, scale, scale_log2,
+    document_start_ptr, LEFT_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ (B, Sq, Hq, D) of one tile of queries and one head."""
+    """dQ (B, Sq, Hq, D) of one tile of queries and one head.
+
+    LEFT_OUT: that of documents of up to so many tokens may be anything.
+    """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    if LEFT_OUT > 0 and are_short(document_start_ptr, b, row, num_queries, LEFT_OUT):
+        return
     query = row.to(tl.int64)
     row_mask = row < num_queries
     first_key, end_key = load_ranges(
@@ -179,10 +186,12 @@ def ranges_gradients(
     delta: Tensor,
     grad_out: Tensor,
     scale: float,
+    left_out: LeftOut = NONE_LEFT_OUT,
 ) -> tuple[Tensor, Splits]:
     """dQ with memory (B, S, H, D), and dK and dV (B, S, H, D) by splits, which are to be added.
 
     lse, delta: (B, H, S) with memory (B, S, H).
+    left_out: whose results may be anything; ranges of its queries are empty.
     """
     plan = RangesPlan.of(query, key, value)
     q, k, v, grad = (rows_contiguous(x) for x in (query, key, value, grad_out))
@@ -196,6 +205,7 @@ def ranges_gradients(
     ranges_bwd_dq_kernel[(heads, cdiv(num_queries, plan.bwd_dq.block_m), batch)](
         q, k, v, first_key, end_key, grad, lse, delta, grad_q,
         *sides, range_stride, num_queries, num_keys, heads, heads // kv_heads, *scales,
+        left_out.document_start, LEFT_OUT=left_out.tokens,
         **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip
     splits = plan.head_splits * plan.query_splits

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import softmax_stats
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, is_bsh, strides
@@ -67,6 +68,7 @@ class _Backward:
         deterministic: bool,
         offsets: Tensor | None,
         zeros: tuple[Tensor, ...] | None = None,
+        left_out: LeftOut = NONE_LEFT_OUT,
     ) -> None:
         # Without float atomics a CSR row is one CTA's, initial blocks are indexed as well, and
         # query chunks add to the same gradients one after the other.
@@ -79,6 +81,7 @@ class _Backward:
         self.stats = stats
         self.scale = scale
         self.offsets = offsets
+        self.left_out = left_out
         self.are_zero = zeros is not None
         self.sums = empty_sums(plan, key) if zeros is None else zeros
         self.grad_key, self.grad_value = (x for both in self.sums for x in both.unbind())
@@ -188,6 +191,8 @@ class _Backward:
             plan.kv_heads,
             self.scale,
             base2_scale(self.scale),
+            self.left_out.document_start,
+            LEFT_OUT=self.left_out.tokens,
             **plan.constants(),
             INITIAL_LOCAL=initial_local,
             ADDED=added,
@@ -216,7 +221,13 @@ class _Backward:
         """
         plan = self.plan
         if self.deterministic:
-            csr = build_index(plan, blocks, self.work_tile_tokens, offsets=self.offsets)
+            csr = build_index(
+                plan,
+                blocks,
+                self.work_tile_tokens,
+                offsets=self.offsets,
+                left_out=self.left_out,
+            )
         elif index is None:
             counts = empty_counts(plan, blocks.device)
             unions = build_block_unions(plan, blocks, self.offsets, counts)
@@ -227,6 +238,7 @@ class _Backward:
                 offsets=self.offsets,
                 unions=unions,
                 counts=counts,
+                left_out=self.left_out,
             )
         else:
             csr = index_views(plan, self.work_tile_tokens, index, blocks)
@@ -303,17 +315,18 @@ def add_gradients(
     grad_query: Tensor,
     initial_local: bool,
     zeros: tuple[Tensor, ...] | None = None,
+    left_out: LeftOut = NONE_LEFT_OUT,
 ) -> tuple[Tensor, Tensor]:
     """`backward` whose dQ is added to `grad_query`, and whose dK and dV stay in float32.
 
     Without `initial_local`, dK and dV lack the local blocks, dQ these and the initial ones.
     `stats` is what `softmax_stats` returns, `zeros` what `empty_sums` does, set to zero: then dK
-    and dV are added there.
+    and dV are added there. Of what is `left_out`, results may be anything.
 
     Returns dK and dV (B, tokens, Hkv, D), contiguous, tokens in whole blocks.
     """
     launches = _Backward(
-        plan, query, key, value, stats, grad_out, scale, deterministic, None, zeros
+        plan, query, key, value, stats, grad_out, scale, deterministic, None, zeros, left_out
     )
     launches.run(blocks, index, grad_query, initial_local=initial_local, added=True)
     return launches.grad_key, launches.grad_value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.documents import are_short
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
 from nsa_flex.fallback_kernels.selected.fwd_combine import combine_tile_rows, load_initial_or_local
 from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
@@ -55,7 +56,7 @@ def selected_bwd_dq_kernel(
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     first_head, chunk_start, chunk_tokens, query_offset, num_queries, num_keys,
-    kv_heads, scale, scale_log2,
+    kv_heads, scale, scale_log2, document_start_ptr, LEFT_OUT: tl.constexpr,
     GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -68,6 +69,7 @@ def selected_bwd_dq_kernel(
 
     `stats_ptr`: as in the kernel of dK and dV.
     INITIAL_LOCAL: with the initial and local blocks. ADDED: to what is in `grad_query_ptr`.
+    LEFT_OUT: results of documents of up to so many tokens may be anything; without an offset.
     """
     query_offset, chunk_start = row_offset(
         offsets_ptr, first_head + tl.program_id(1), query_offset, chunk_start, BLOCK_SIZE
@@ -77,6 +79,8 @@ def selected_bwd_dq_kernel(
         first_head, chunk_start, chunk_tokens, query_offset, num_queries, kv_heads, GROUP,
         NUM_SLOTS, BLOCK_TOKENS, BLOCK_M,
     )  # fmt: skip
+    if LEFT_OUT > 0 and are_short(document_start_ptr, batch, query, num_queries, LEFT_OUT):
+        return
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
     grad_query_ptr = group_rows(grad_query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, is_long
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions
 from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan
@@ -74,6 +75,24 @@ def counter_of(
 
 
 @triton.jit
+def are_indexed(
+    is_topk, has_union, document_start_ptr, batch, index, num_queries, left_out,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    """Of `is_topk` [BLOCK_TOKENS, PADDED_SLOTS], entries that somebody reads.
+
+    Of documents of up to `left_out` tokens only a forward does, where a tile has no union.
+    """
+    document_start_ptr += batch.to(tl.int64) * num_queries
+    row_mask = index < num_queries
+    start = tl.load(document_start_ptr + index, mask=row_mask, other=0)
+    kept = is_long(document_start_ptr, start, left_out, num_queries)  # [BLOCK_TOKENS]
+    if not ORDERED:
+        kept = kept | (has_union == 0)
+    return is_topk & kept[:, None]
+
+
+@triton.jit
 def tiles_have_union(
     sizes_ptr, batch_head, row_mask, position, base, span, TILE_TOKENS: tl.constexpr
 ):
@@ -101,6 +120,8 @@ def index_count_kernel(
     phases,
     phase_tokens,
     num_blocks,
+    document_start_ptr,
+    kv_heads,
     NUM_SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -110,6 +131,7 @@ def index_count_kernel(
     TILE_TOKENS: tl.constexpr,
     ALL_ENTRIES: tl.constexpr,
     ORDERED: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
 ):
     """Bitmasks of all queries, how many entries each counter has, and each entry's rank there.
 
@@ -139,6 +161,11 @@ def index_count_kernel(
             chunks_per_head, phases, phase_tokens, num_blocks,
         )  # fmt: skip
         offset = row[:, None] * NUM_SLOTS + slot
+        if LEFT_OUT > 0:
+            is_topk = are_indexed(
+                is_topk, has_union, document_start_ptr, batch_head // kv_heads, index, num_queries,
+                LEFT_OUT, ORDERED,
+            )  # fmt: skip
         if ORDERED:
             tl.store(ranks_ptr + offset, counter, mask=is_topk)
         else:
@@ -208,6 +235,8 @@ def index_scatter_kernel(
     phases,
     phase_tokens,
     num_blocks,
+    document_start_ptr,
+    kv_heads,
     NUM_SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -217,6 +246,7 @@ def index_scatter_kernel(
     TILE_TOKENS: tl.constexpr,
     ALL_ENTRIES: tl.constexpr,
     TILES_PER_CTA: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
 ):
     """Write each entry at the start of its counter's entries plus its rank.
 
@@ -260,6 +290,11 @@ def index_scatter_kernel(
         )  # fmt: skip
         if not ALL_ENTRIES:
             is_topk = is_topk & ~has_union[:, None]
+        if LEFT_OUT > 0:
+            is_topk = are_indexed(
+                is_topk, has_union, document_start_ptr, batch_head // kv_heads, index, num_queries,
+                LEFT_OUT, False,
+            )  # fmt: skip
         rank = tl.load(
             ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=is_topk, other=0
         )  # [BLOCK_TOKENS, PADDED_SLOTS]
@@ -445,6 +480,7 @@ def build_index(
     counts: Tensor | None = None,
     all_entries: bool = True,
     storage: Tensor | None = None,
+    left_out: LeftOut = NONE_LEFT_OUT,
 ) -> SelectedIndex:
     """Invert `blocks` (B, Hkv, Sq, n) on its device, without a look at its values on the host.
 
@@ -458,6 +494,7 @@ def build_index(
         counts: of `empty_counts`, zeros; where `unions` are given.
         all_entries: index the entries of tiles with a union as well, which only a backward needs.
         storage: memory for the index, see `index_views`.
+        left_out: whose entries no backward reads.
     """
     index = index_views(plan, work_tile_tokens, storage, blocks)
     batch_heads = plan.batch * plan.kv_heads
@@ -474,9 +511,12 @@ def build_index(
         plan.phases,
         cdiv(plan.chunk_tokens, plan.phases),
         plan.num_blocks,
+        left_out.document_start,
+        plan.kv_heads,
     )
     constants = {
         **plan.index_constants(),
+        "LEFT_OUT": left_out.tokens,
         "BLOCK_TOKENS": INDEX_TOKENS,
         "TILE_TOKENS": plan.combine_tokens,
         "ALL_ENTRIES": all_entries,

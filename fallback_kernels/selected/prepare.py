@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions, build_block_unions
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.inverted_index import (
@@ -38,8 +39,12 @@ def prepare(
     *,
     storage: Tensor | None,
     offsets: Tensor | None = None,
+    left_out: LeftOut = NONE_LEFT_OUT,
 ) -> Selection:
-    """Inverted index and unions of the query tiles; arguments as of `forward`."""
+    """Inverted index and unions of the query tiles; arguments as of `forward`.
+
+    left_out: whose entries the backward does not read.
+    """
     counts = empty_counts(plan, blocks.device)
     unions = build_block_unions(plan, blocks, offsets, counts)
     all_entries = storage is not None
@@ -52,5 +57,6 @@ def prepare(
         counts=counts,
         all_entries=all_entries,
         storage=storage,
+        left_out=left_out if all_entries else NONE_LEFT_OUT,
     )
     return Selection(plan, csr, unions, query, key, value, scale, offsets)

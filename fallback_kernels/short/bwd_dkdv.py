@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.documents import is_long
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
@@ -82,7 +83,7 @@ def _add_queries(
     document_start_ptr, first_end, begin, tiles, first_head, heads, span, num_blocks, reach,
     window, scale_log2,
     IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, MASKED: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, ONE_DOCUMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -90,7 +91,8 @@ def _add_queries(
     """dK / scale [BLOCK_N, BLOCK_D] and dV with what `tiles` of queries of each head add.
 
     IS_NEAR: they have the keys in their window; else `span` is FAR or COMPRESSED. MASKED: token
-    keys of `block` are for those queries alone that chose it.
+    keys of `block` are for those queries alone that chose it. ONE_DOCUMENT: token keys are of one,
+    which ends at `first_end`.
     """
     b, num_tokens, query_heads = queries.b, queries.num_tokens, stats.query_heads
     is_compressed = span == COMPRESSED
@@ -128,7 +130,8 @@ def _add_queries(
             else:
                 lse_log2 = tl.where(has_keys | is_compressed, lse_log2, float("inf"))
         p = tl.exp2(logits * scale_log2 - lse_log2[None, :])
-        centered = gate[None, :] * grad_p - delta[None, :]
+        weights = p * gate[None, :]
+        grad_logits = p * (gate[None, :] * grad_p - delta[None, :])
         first_key = tl.min(column, 0)
         whole = is_seen_whole(
             document_start_ptr, first_end, first, first_key, first_key + BLOCK_N - 1,
@@ -136,23 +139,34 @@ def _add_queries(
         )  # fmt: skip
         if not whole:
             row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+            # Of token keys in one document, those of its queries are the rest of it: no load.
             begin_key, window_first, end_key = token_spans(
-                document_start_ptr, row, num_tokens, reach, window
+                None if ONE_DOCUMENT else document_start_ptr, row, num_tokens, reach, window
             )
+            if ONE_DOCUMENT:
+                end_key = tl.where(row < first_end, end_key, 0)
+                window_end = tl.where(row < first_end, window_first, 0)
+            else:
+                window_end = window_first
             if IS_NEAR:
                 begin_key = window_first
             else:
-                first_block, end_block = block_span(
-                    begin_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
-                )
-                begin_key = tl.where(is_compressed, first_block, begin_key)
-                end_key = tl.where(is_compressed, end_block, window_first if HAS_NEAR else end_key)
+                if HAS_NEAR:
+                    end_key = window_end
+                if is_compressed:
+                    own_first, _, _ = token_spans(
+                        document_start_ptr, row, num_tokens, reach, window
+                    )
+                    begin_key, end_key = block_span(
+                        own_first, row, num_tokens, num_blocks, COMPRESS, STRIDE
+                    )
             seen = (column[:, None] >= begin_key[None, :]) & (column[:, None] < end_key[None, :])
-            p = tl.where(seen, p, 0.0)
-            centered = tl.where(seen, centered, 0.0)  # what others see may be large
-        weights = (p * gate[None, :]).to(grad_out.dtype)
+            # What others see may be large, and of other documents' rows nothing may be known.
+            weights = tl.where(seen, weights, 0.0)
+            grad_logits = tl.where(seen, grad_logits, 0.0)
+        weights = weights.to(grad_out.dtype)
         grad_v = tl.dot(weights, grad_out, grad_v, input_precision=PRECISION)
-        grad_logits = (p * centered).to(q.dtype)
+        grad_logits = grad_logits.to(q.dtype)
         grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
     return grad_k, grad_v
 
@@ -169,7 +183,7 @@ def short_bwd_dkdv_kernel(
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
     reach, window, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
-    CHUNK: tl.constexpr, MASKED: tl.constexpr, SELECT: tl.constexpr,
+    CHUNK: tl.constexpr, MASKED: tl.constexpr, SELECT: tl.constexpr, SOME: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -178,7 +192,8 @@ def short_bwd_dkdv_kernel(
 
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
     document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
-    MASKED: queries chose blocks, and `stats_ptr` says which.
+    MASKED: queries chose blocks, and `stats_ptr` says which. SOME: of keys of documents of up to
+    `reach` tokens alone, others' results stay as they are; a tile of tokens is of one document.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
@@ -199,6 +214,16 @@ def short_bwd_dkdv_kernel(
     tile = tl.program_id(0) - tl.where(is_compressed, 0, compressed_tiles)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     key = column.to(tl.int64)
+    if document_start_ptr is not None:
+        document_start_ptr += b * num_tokens
+    if SOME:
+        token = column * tokens_per_key
+        exists = token < num_tokens
+        start = tl.load(document_start_ptr + token, mask=exists, other=0)
+        exists = exists & (is_long(document_start_ptr, start, reach, num_tokens) == 0)
+        if tl.max(exists.to(tl.int32), 0) == 0:
+            return
+        key = tl.where(exists, key, num_keys)  # as if it were not there
     k = load_tile(k_base, key, k_stride, num_keys, True, HEAD_DIM, BLOCK_D)
     v = load_tile(v_base, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
     queries = HeadRows(
@@ -210,8 +235,6 @@ def short_bwd_dkdv_kernel(
     )  # fmt: skip
 
     # The queries that may see these keys: of documents that have begun where the last key is.
-    if document_start_ptr is not None:
-        document_start_ptr += b * num_tokens
     first_token = tile * BLOCK_N * tokens_per_key
     last_token = first_token + BLOCK_N * tokens_per_key - 1
     first_end, end = ends_of_documents(
@@ -230,7 +253,12 @@ def short_bwd_dkdv_kernel(
         far_tiles = tl.maximum(end - far_begin + BLOCK_M - 1, 0) // BLOCK_M
 
     stats = ShortStats(stats_desc, stats_ptr, query_heads, stats_stride_b, stats_stride_h)
-    block = tl.minimum(first_token // SELECT, 63)  # that the tile's keys lie in, where MASKED
+    block = first_token // SELECT  # of its document, that the tile's keys lie in, where MASKED
+    if MASKED and document_start_ptr is not None:
+        block -= tl.load(document_start_ptr + tl.minimum(first_token, num_tokens - 1)) // SELECT
+    block = tl.minimum(block, 63)
+    # As the whole tile is in one block.
+    ONE_DOCUMENT: tl.constexpr = SELECT % BLOCK_N == 0
     first_head = (kv_head * splits + split) * heads_per_cta
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -239,7 +267,8 @@ def short_bwd_dkdv_kernel(
             grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
             document_start_ptr, first_end, near_begin, near_tiles, first_head, heads_per_cta, NEAR,
             num_blocks, reach, window, scale_log2, True, HAS_NEAR, MASKED, COMPRESS, STRIDE,
-            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+            ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
+            STAGES, PRECISION,
         )  # fmt: skip
     if HAS_FAR:
         span = tl.where(is_compressed, COMPRESSED, FAR)
@@ -247,7 +276,8 @@ def short_bwd_dkdv_kernel(
             grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
             document_start_ptr, first_end, far_begin, far_tiles, first_head, heads_per_cta, span,
             num_blocks, reach, window, scale_log2, False, HAS_NEAR, MASKED, COMPRESS, STRIDE,
-            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+            ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
+            STAGES, PRECISION,
         )  # fmt: skip
 
     grad_k *= scale
@@ -276,6 +306,7 @@ def key_gradients(
     near: bool,
     far: bool,
     masked: bool = False,
+    into: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """dK and dV (B, S, Hkv, D), then those of the compressed keys (B, N, Hkv, D) if given.
 
@@ -284,17 +315,19 @@ def key_gradients(
         keys: key and value of the selected branch (`far`), of the window (`near`), or of both.
         stats: of `query_gradients`.
         masked: whether that was given blocks that queries chose.
+        into: contiguous memory of the results, for keys of documents of up to `reach` tokens
+            alone.
     """
     plan = plan_of(query, *keys)
     q, do, k, v, ck, cv = (rows_contiguous(x) for x in (query, grad, *keys, *(compressed or keys)))
     batch, heads, tokens, _ = q.shape
     kv_heads, num_blocks = k.shape[1], ck.shape[2]
-    splits = plan.head_splits
+    splits = plan.head_splits if into is None else 1
     options: dict = {"dtype": torch.float32 if splits > 1 else q.dtype, "device": q.device}
     shapes = [(tokens, kv_heads, x.shape[3]) for x in (k, v)]
     if compressed is not None:
         shapes += [(num_blocks, kv_heads, x.shape[3]) for x in (ck, cv)]
-    grads = [torch.empty((splits, batch, *shape), **options) for shape in shapes]
+    grads = into or [torch.empty((splits, batch, *shape), **options) for shape in shapes]
     block_n = plan.bwd_dkdv.block_n
     compressed_tiles = 0 if compressed is None else cdiv(num_blocks, block_n)
     grid = (compressed_tiles + cdiv(tokens, block_n), kv_heads * splits, batch)
@@ -310,7 +343,9 @@ def key_gradients(
         reach, min(config.window_size, tokens), scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         HAS_NEAR=near, HAS_FAR=far, CHUNK=min(next_power_of_2(reach), MAX_CHUNK), MASKED=masked,
-        SELECT=config.select_block_size,
+        SELECT=config.select_block_size, SOME=into is not None,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
+    if into is not None:
+        return into
     return [x.sum(0).to(q.dtype) if splits > 1 else x[0] for x in grads]

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.documents import is_long
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -63,15 +64,15 @@ def _store_stats(ptr, span: tl.constexpr, step, lse_log2, a, b, row_mask):
 @triton.jit
 def _add_span(
     grad_q, q, grad_out, keys, values, first_key, end_key, row_mask, lse_log2, a, b, scale_log2,
-    low, high, other_lse, other_a, other_b, SELECT: tl.constexpr,
+    low, high, own_first, other_lse, other_a, other_b, SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ / scale [BLOCK_M, BLOCK_D] with what the keys [first_key, end_key) of each row add.
 
-    low, high: of `chosen_words`, or None; for keys of blocks that a row did not choose,
-    `other_lse` and the like take the place of `lse_log2` and the like.
+    low, high, own_first: of `chosen_words`, or None; for keys of blocks that a row did not
+    choose, `other_lse` and the like take the place of `lse_log2` and the like.
     """
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
     for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
@@ -85,7 +86,7 @@ def _add_span(
             p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
             grad_logits = p * (a[:, None] * grad_p - b[:, None])
         else:
-            has_keys = has_block(low, high, start // SELECT)  # [BLOCK_M]
+            has_keys = has_block(low, high, own_first, start // SELECT)  # [BLOCK_M]
             tile_lse = tl.where(has_keys, lse_log2, other_lse)
             tile_a = tl.where(has_keys, a, other_a)
             tile_b = tl.where(has_keys, b, other_b)
@@ -115,7 +116,7 @@ def short_bwd_dq_kernel(
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     lse_stride_b, lse_stride_h, lse_stride_s, stats_stride_b, stats_stride_h, stats_step,
     num_tokens, num_blocks, query_heads, group, reach, window, scale, scale_log2,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SOME: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -127,6 +128,10 @@ def short_bwd_dq_kernel(
     tiles of BLOCK_N keys, or None. With `blocks_ptr`, int32 (B, Hkv, S, n), the selected branch
     sees those blocks alone, and the last two numbers have a bit for each. stats_step: from one of
     a head's numbers to the next.
+
+    SOME: of documents of up to `reach` tokens alone, others' results stay as they are. In place of
+    the branches' outputs there are their deltas then, float32 (B, S, Hq), that of the compressed
+    branch times the sign of its gate; and the gates have their gradients already.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -137,6 +142,12 @@ def short_bwd_dq_kernel(
     row_mask = row < num_tokens
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
+    if SOME:
+        start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
+        row_mask = row_mask & (is_long(document_start_ptr, start, reach, num_tokens) == 0)
+        if tl.max(row_mask.to(tl.int32), 0) == 0:
+            return
+        query = tl.where(row_mask, query, num_tokens)  # as if it were not there
     first_key, window_first, end_key = token_spans(
         document_start_ptr, row, num_tokens, reach, window
     )
@@ -171,26 +182,32 @@ def short_bwd_dq_kernel(
     grad_out = load_tile(
         grad_out_ptr, query, do_stride_s, num_tokens, True, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
-    delta_compressed = _delta(
-        compressed_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
-        VALUE_DIM, BLOCK_DV,
-    )  # fmt: skip
-    delta_selected = _delta(
-        selected_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
-        VALUE_DIM, BLOCK_DV,
-    )  # fmt: skip
-    delta_sliding = _delta(
-        sliding_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
-        VALUE_DIM, BLOCK_DV,
-    )  # fmt: skip
-    grad_gate_ptr += 3 * stats
-    element = grad_gate_ptr.dtype.element_ty
-    tl.store(grad_gate_ptr, delta_compressed.to(element), mask=row_mask)
-    tl.store(grad_gate_ptr + 1, delta_selected.to(element), mask=row_mask)
-    tl.store(grad_gate_ptr + 2, delta_sliding.to(element), mask=row_mask)
-
     gate_ptr += b * gate_stride_b + wide_head * gate_stride_h + query * gate_stride_s
     gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_M]
+    if SOME:
+        delta_compressed = tl.load(compressed_ptr + stats, mask=row_mask, other=0.0)
+        delta_compressed = tl.where(gate < 0.0, -delta_compressed, delta_compressed)
+        delta_selected = tl.load(selected_ptr + stats, mask=row_mask, other=0.0)
+        delta_sliding = tl.load(sliding_ptr + stats, mask=row_mask, other=0.0)
+    else:
+        delta_compressed = _delta(
+            compressed_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
+            VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
+        delta_selected = _delta(
+            selected_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
+            VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
+        delta_sliding = _delta(
+            sliding_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
+            VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
+        grad_gate_ptr += 3 * stats
+        element = grad_gate_ptr.dtype.element_ty
+        tl.store(grad_gate_ptr, delta_compressed.to(element), mask=row_mask)
+        tl.store(grad_gate_ptr + 1, delta_selected.to(element), mask=row_mask)
+        tl.store(grad_gate_ptr + 2, delta_sliding.to(element), mask=row_mask)
+
     selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
     near_a = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
     lse_row = b * lse_stride_b + wide_head * lse_stride_h + query * lse_stride_s
@@ -219,12 +236,15 @@ def short_bwd_dq_kernel(
     _store_stats(stats_ptr, FAR, step, selected_lse, selected_gate, far_b, row_mask)
     compressed_b = gate * delta_compressed
     _store_stats(stats_ptr, COMPRESSED, step, compressed_lse, gate, compressed_b, row_mask)
-    low, high, near_low = None, None, None
+    low, high, near_low, own_first = None, None, None, None
     if blocks_ptr is not None:
+        if document_start_ptr is not None:
+            own_first = first_key // SELECT
         unit = b * (query_heads // group) + kv_head
         low, high = chosen_words(
-            blocks_ptr + unit * num_tokens * NUM_SLOTS, query, row_mask, NUM_SLOTS, PADDED_SLOTS
-        )  # [BLOCK_M] each
+            blocks_ptr + unit * num_tokens * NUM_SLOTS, query, row_mask, own_first,
+            NUM_SLOTS, PADDED_SLOTS,
+        )  # fmt: skip  # [BLOCK_M] each
         words = stats_ptr + step * WORDS
         tl.store(words, low.to(tl.float32, bitcast=True), mask=row_mask)
         tl.store(words + step, high.to(tl.float32, bitcast=True), mask=row_mask)
@@ -239,19 +259,19 @@ def short_bwd_dq_kernel(
     )  # [BLOCK_M] each
     grad_q = _add_span(
         grad_q, q, grad_out, blocks, block_values, first_block, end_block, row_mask,
-        compressed_lse, gate, compressed_b, scale_log2, None, None, None, None, None, SELECT,
+        compressed_lse, gate, compressed_b, scale_log2, None, None, None, None, None, None, SELECT,
         HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
     )  # fmt: skip
     grad_q = _add_span(
         grad_q, q, grad_out, keys, values, first_key, far_end, row_mask,
         selected_lse, selected_gate, far_b, scale_log2,
-        low, high, float("inf"), 0.0, 0.0, SELECT,
+        low, high, own_first, float("inf"), 0.0, 0.0, SELECT,
         HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     grad_q = _add_span(
         grad_q, q, grad_out, window_keys, window_values, window_first, end_key, row_mask,
         near_lse, near_a, near_b, scale_log2,
-        near_low, high, sliding_lse, window_a, window_b, SELECT,
+        near_low, high, own_first, sliding_lse, window_a, window_b, SELECT,
         HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     row_stride = query_heads * HEAD_DIM
@@ -261,11 +281,22 @@ def short_bwd_dq_kernel(
     )  # fmt: skip
 
 
+class Deltas(NamedTuple):
+    """Deltas and log-sum-exps of the branches, float32 (B, S, Hq), contiguous."""
+
+    compressed: Tensor  # times the sign of its gate
+    selected: Tensor
+    sliding: Tensor
+    compressed_lse: Tensor  # (B, Hq, S), any strides
+    selected_lse: Tensor
+    sliding_lse: Tensor
+
+
 class QueryGradients(NamedTuple):
     """What `query_gradients` returns."""
 
     query: Tensor  # (B, S, Hq, D)
-    gates: Tensor  # (B, S, Hq, 3)
+    gates: Tensor | None  # (B, S, Hq, 3)
     stats: Tensor  # float32 (B, 9 or 14 * Hq, S), for the gradients of keys and values
 
 
@@ -273,16 +304,20 @@ def query_gradients(
     grad: Tensor,
     tensors: tuple[Tensor, ...],
     own: tuple[Tensor, Tensor] | None,
-    results: ShortResults,
+    results: ShortResults | Deltas,
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
     reach: int,
     blocks: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> QueryGradients:
     """Gradients of queries and gates; `grad` (B, Hq, S, Dv), the others as of `short_forward`.
 
-    blocks: int32 (B, Hkv, S, n), contiguous, what queries chose; None if every block.
+    Args:
+        blocks: int32 (B, Hkv, S, n), contiguous, what queries chose; None if every block.
+        into: dQ (B, S, Hq, D), contiguous. With it, that of documents of up to `reach` tokens is
+            written there and no other, and `results` are `Deltas`.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
@@ -293,8 +328,11 @@ def query_gradients(
         )
     )
     batch, heads, tokens, dim = q.shape
-    grad_q = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
-    grad_gates = gates.new_empty((batch, tokens, heads, 3))
+    if into is None:
+        grad_q = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
+        grad_gates = gates.new_empty((batch, tokens, heads, 3))
+    else:
+        grad_q, grad_gates = into, None
     num_stats = NUM_STATS if blocks is None else NUM_STATS_MASKED
     stats = empty_stats(batch, num_stats * heads, tokens, q.device)
     descs = [descriptor(x, plan.bwd_dq.block_n) for x in (k, v, wk, wv)]
@@ -311,6 +349,6 @@ def query_gradients(
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride, SHARED=own is None,
-        **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
+        SOME=into is not None, **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip
     return QueryGradients(grad_q, grad_gates, stats)

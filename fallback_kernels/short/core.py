@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.short.bwd_dkdv import key_gradients
-from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients
+from nsa_flex.fallback_kernels.short.bwd_dq import Deltas, query_gradients
 from nsa_flex.fallback_kernels.short.fwd import ShortResults
 
 
@@ -33,6 +33,7 @@ def short_backward(
     query, key, value, compressed_key, compressed_value, _ = tensors
     of_call = (document_start, config, scale, reach)
     of_queries = query_gradients(grad, tensors, own, results, *of_call, blocks)
+    assert of_queries.gates is not None
     rest = (of_queries.stats, *of_call)
     compressed = (compressed_key, compressed_value)
     of_keys = key_gradients(
@@ -43,3 +44,32 @@ def short_backward(
     if own is not None:
         of_window = key_gradients(grad, query, own, None, *rest, near=True, far=False)
     return (of_queries.query, *of_keys, of_queries.gates, *of_window)
+
+
+def overwrite_gradients(
+    grad: Tensor,
+    tensors: tuple[Tensor, ...],
+    own: tuple[Tensor, Tensor] | None,
+    deltas: Deltas,
+    document_start: Tensor,
+    config: NSAConfig,
+    scale: float,
+    reach: int,
+    blocks: Tensor,
+    grads: tuple[Tensor, ...],
+) -> None:
+    """Into `grads` those of documents of up to `reach` tokens, of whatever lengths others are.
+
+    Arguments as of `short_backward`; grads: what that returns but for the gates, contiguous.
+    """
+    query, key, value, compressed_key, compressed_value, _ = tensors
+    of_call = (document_start, config, scale, reach)
+    grad_query, *of_keys = grads
+    results = query_gradients(grad, tensors, own, deltas, *of_call, blocks, grad_query)
+    rest = (results.stats, *of_call)
+    key_gradients(
+        grad, query, (key, value), (compressed_key, compressed_value), *rest,
+        near=own is None, far=True, masked=True, into=of_keys[:4],
+    )  # fmt: skip
+    if own is not None:
+        key_gradients(grad, query, own, None, *rest, near=True, far=False, into=of_keys[4:])

@@ -34,7 +34,8 @@ from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile
 
 @triton.jit
 def _attend_span(
-    acc, row_max, row_sum, q, keys, values, first_key, end_key, row_mask, scale_log2, low, high,
+    acc, row_max, row_sum, q, keys, values, first_key, end_key, row_mask, scale_log2,
+    low, high, own_first,
     SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -42,8 +43,8 @@ def _attend_span(
 ):  # fmt: skip
     """The keys [first_key, end_key) of each row into the softmax sums of a tile of queries.
 
-    keys, values: `HeadRows`. low, high: of `chosen_words`, where a row sees the keys of the blocks
-    alone that it chose.
+    keys, values: `HeadRows`. low, high, own_first: of `chosen_words`, where a row sees the keys of
+    the blocks alone that it chose.
     """
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
     for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
@@ -55,7 +56,7 @@ def _attend_span(
             seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
             logits = tl.where(seen, logits, float("-inf"))
         if low is not None:
-            has_keys = has_block(low, high, start // SELECT)  # [BLOCK_M]
+            has_keys = has_block(low, high, own_first, start // SELECT)  # [BLOCK_M]
             logits = tl.where(has_keys[:, None], logits, float("-inf"))
         v = load_head_tile(
             values, values.h, start, BLOCK_N, VALUE_DIM, BLOCK_DV
@@ -78,7 +79,7 @@ def _add_part(acc, row_max, row_sum, part, part_max, part_sum):
 @triton.jit
 def _attend_twice(
     acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum,
-    q, keys, values, first_key, end_key, row_mask, scale_log2, low, high,
+    q, keys, values, first_key, end_key, row_mask, scale_log2, low, high, own_first,
     SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -106,7 +107,8 @@ def _attend_twice(
         )  # [BLOCK_N, BLOCK_DV]
         part = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
         acc, row_max, row_sum = _add_part(acc, row_max, row_sum, part, part_max, part_sum)
-        part_max = tl.where(has_block(low, high, start // SELECT), part_max, float("-inf"))
+        has_keys = has_block(low, high, own_first, start // SELECT)  # [BLOCK_M]
+        part_max = tl.where(has_keys, part_max, float("-inf"))
         chosen_acc, chosen_max, chosen_sum = _add_part(
             chosen_acc, chosen_max, chosen_sum, part, part_max, part_sum
         )
@@ -208,12 +210,15 @@ def short_fwd_kernel(
     q = load_tile(q_ptr, query, q_stride_s, num_tokens, True, HEAD_DIM, BLOCK_D)
 
     out_ptr += first_row * VALUE_DIM
-    low, high = None, None
+    low, high, own_first = None, None, None
     if blocks_ptr is not None:
+        if document_start_ptr is not None:
+            own_first = first_key // SELECT
         unit = b * (query_heads // group) + kv_head
         low, high = chosen_words(
-            blocks_ptr + unit * num_tokens * NUM_SLOTS, query, row_mask, NUM_SLOTS, PADDED_SLOTS
-        )  # [BLOCK_M] each
+            blocks_ptr + unit * num_tokens * NUM_SLOTS, query, row_mask, own_first,
+            NUM_SLOTS, PADDED_SLOTS,
+        )  # fmt: skip  # [BLOCK_M] each
         branch = load_tile(
             compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, True,
             VALUE_DIM, BLOCK_DV,
@@ -227,7 +232,7 @@ def short_fwd_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc, row_max, row_sum = _attend_span(
             acc, row_max, row_sum, q, blocks, block_values,
-            first_block, end_block, row_mask, scale_log2, None, None, SELECT,
+            first_block, end_block, row_mask, scale_log2, None, None, None, SELECT,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
         )  # fmt: skip
         branch, lse = _normalise(acc, row_max, row_sum)  # [BLOCK_M, BLOCK_DV], [BLOCK_M]
@@ -247,13 +252,13 @@ def short_fwd_kernel(
     if SHARED and blocks_ptr is not None:
         acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum = _attend_twice(
             acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum, q, keys, values,
-            window_first, end_key, row_mask, scale_log2, low, high, SELECT,
+            window_first, end_key, row_mask, scale_log2, low, high, own_first, SELECT,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
         )  # fmt: skip
     else:
         acc, row_max, row_sum = _attend_span(
             acc, row_max, row_sum, q, window_keys, window_values,
-            window_first, end_key, row_mask, scale_log2, None, None, SELECT,
+            window_first, end_key, row_mask, scale_log2, None, None, None, SELECT,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
         )  # fmt: skip
     branch, lse = _normalise(acc, row_max, row_sum)
@@ -273,7 +278,7 @@ def short_fwd_kernel(
         acc, row_max, row_sum = chosen_acc, chosen_max, chosen_sum
     acc, row_max, row_sum = _attend_span(
         acc, row_max, row_sum, q, keys, values,
-        first_key, far_end, row_mask, scale_log2, low, high, SELECT,
+        first_key, far_end, row_mask, scale_log2, low, high, own_first, SELECT,
         HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
     )  # fmt: skip
     branch, lse = _normalise(acc, row_max, row_sum)
@@ -328,7 +333,7 @@ def short_forward(
         tensors: query (B, Hq, S, D), key, value, compressed_key, compressed_value and gates.
         own: key and value of the sliding branch, if others.
         document_start: int32 (B, S), contiguous, or None.
-        reach: tokens of the longest document, at most n * l'.
+        reach: tokens of the longest document, at most n * l', or what `is_masked` takes.
         save: whether the branches' own outputs are wanted, for the backward.
         chosen: what is computed already.
     """

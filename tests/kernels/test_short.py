@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -342,20 +344,31 @@ CHOSEN = NSAConfig(8, 4, 32, 3, window_size=37)
 MANY_CHOSEN = NSAConfig(8, 4, 32, 17, window_size=37)
 
 
-def check_core(case: Case) -> dict[str, Tensor]:
-    """`core_attention` against the oracle: values, choice and every gradient; its inputs."""
+def check_core(case: Case, longest: int | None = None) -> dict[str, Tensor]:
+    """`core_attention` against the oracle: values, choice and every gradient; its inputs.
+
+    longest: as the core is told.
+    """
     inputs = inputs_of(case)
     leaves, tensors = core_inputs(inputs)
-    results = core_attention(*tensors, config=case.config, scale=case.scale)
+    start, real = case.document_start(), case.real()
+    options = {"document_start": start, "max_document_length": longest}
+    results = core_attention(*tensors, config=case.config, scale=case.scale, **options)
     arrays = [to_float64(inputs[name]) for name in INPUTS]
     more = {name: to_float64(inputs[name]) for name in OWN if case.own} | {"scale": case.scale}
+    if start is not None:
+        more["document_start"] = start.cpu().numpy()
     want = oracle.forward(*arrays, case.config, **more)
     assert results.blocks is not None
-    np.testing.assert_array_equal(results.blocks.cpu().numpy(), want.blocks)
-    assert_close("output", results.out, want.out, None, case.dtype)
+    rows = real.cpu().numpy()
+    np.testing.assert_array_equal(
+        results.blocks.cpu().numpy()[:, :, rows], want.blocks[:, :, rows]
+    )
+    assert_close("output", results.out[:, :, real], want.out[:, :, rows], None, case.dtype)
     for name in oracle.BRANCHES:
-        assert_close(name, getattr(results, f"{name}_lse"), want.lse[name], None, case.dtype)
-    grad = leaf(results.out.shape, case.dtype, DEVICE, grad=False)
+        got, lse = getattr(results, f"{name}_lse")[:, :, real], want.lse[name][:, :, rows]
+        assert_close(name, got, lse, None, case.dtype)
+    grad = leaf(results.out.shape, case.dtype, DEVICE, grad=False) * real[:, None]
     grads = torch.autograd.grad(results.out, leaves, grad)
     wanted = oracle.backward(*arrays, case.config, to_float64(grad), **more)
     least = 0.1 * float(grad.norm())
@@ -415,22 +428,80 @@ def test_masked_rows_of_other_shapes(
     check_core(replace(case, head_dim=dims[0], value_dim=dims[1]))
 
 
-@triton.jit
-def _blocks_of_words_kernel(blocks_ptr, out_ptr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr):
-    rows = tl.arange(0, 16)
-    low, high = chosen_words(blocks_ptr, rows, rows < 11, SLOTS, 8)
-    for block in range(BLOCKS):
-        tl.store(out_ptr + rows * BLOCKS + block, has_block(low, high, block), mask=rows < 11)
+@kernels
+@pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
+def test_documents_masked_by_a_choice(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told of none longer than twice a choice, a packed row is attended by document."""
+    only_masked(monkeypatch)
+    documents = (120, 1, 33) if own else (31, 190, 5, 97)
+    check_core(Case(documents, group=2 - own, own=own, config=CHOSEN), 190)
+
+
+def filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is full of NaN: whoever reads what nobody wrote gives one."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        empty = getattr(owner, name)
+
+        def full(*args: Any, empty: Callable[..., Tensor] = empty, **options: Any) -> Tensor:
+            new = empty(*args, **options)
+            return new.fill_(torch.nan) if new.is_floating_point() else new
+
+        monkeypatch.setattr(owner, name, full)
 
 
 @kernels
-def test_bits_of_two_words() -> None:
-    """Each block up to 63 by itself, and queries with fewer blocks than slots."""
+@pytest.mark.parametrize(
+    ("documents", "group", "own", "batch"),
+    [((33, 230, 70), 2, False, 1), ((193, 1, 100), 1, True, 1), ((40, 95), 3, False, 2)],
+    ids=["", "own keys", "no long one"],
+)
+def test_short_documents_beside_long_ones(
+    documents: tuple[int, ...], group: int, own: bool, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each document's gradients come from the kernels of its length, into the same memory."""
+    monkeypatch.setattr(interface, "is_masked_backward", lambda *_: False)  # of short rows
+    ran = []
+    each = schedule.overwrite_gradients
+    monkeypatch.setattr(
+        schedule, "overwrite_gradients", lambda *call: ran.append(call[7]) or each(*call)
+    )
+    filled(monkeypatch)
+    check_core(Case(documents, group=group, own=own, batch=batch, config=CHOSEN))
+    assert ran == [192]
+
+
+@triton.jit
+def _blocks_of_words_kernel(
+    blocks_ptr, first_ptr, out_ptr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    rows = tl.arange(0, 16)
+    first = None
+    if first_ptr is not None:
+        first = tl.load(first_ptr + rows, mask=rows < 11, other=0)
+    low, high = chosen_words(blocks_ptr, rows, rows < 11, first, SLOTS, 8)
+    for number in range(BLOCKS):
+        block = number
+        if first_ptr is not None:
+            block = first + number
+        found = has_block(low, high, first, block)
+        tl.store(out_ptr + rows * BLOCKS + number, found, mask=rows < 11)
+
+
+@kernels
+@pytest.mark.parametrize("documents", [False, True])
+def test_bits_of_two_words(documents: bool) -> None:
+    """Each block up to 63 of a document, and queries with fewer blocks than slots."""
     blocks = torch.stack([torch.randperm(64)[:7] for _ in range(11)]).to(torch.int32)
     blocks[0] = torch.tensor([0, 31, 32, 63, 30, 33, 1])
     blocks[1, 1:], blocks[2] = -1, -1
     found = torch.full((11, 64), 7, dtype=torch.int8, device=DEVICE)
-    _blocks_of_words_kernel[(1,)](blocks.to(DEVICE), found, 7, 64)
+    first = None
+    given = blocks
+    if documents:
+        first = torch.arange(0, 33, 3, dtype=torch.int32)
+        given = torch.where(blocks < 0, blocks, blocks + first[:, None])
+        first = first.to(DEVICE)
+    _blocks_of_words_kernel[(1,)](given.to(DEVICE), first, found, 7, 64)
     want = (blocks[..., None] == torch.arange(64)).any(1)
     assert torch.equal(found.cpu(), want.to(torch.int8))
 
@@ -448,7 +519,10 @@ def test_which_rows_are_masked() -> None:
         config: NSAConfig, batch: int, tokens: int, dim: int = 64, heads: tuple[int, int] = (12, 2)
     ) -> tuple[bool, bool]:
         query, key = (torch.empty(batch, h, tokens, dim, dtype=torch.bfloat16) for h in heads)
-        return tuple(each(query, key, key, config) for each in (is_masked, is_masked_backward))
+        return tuple(
+            each(query, key, key, config, query.shape[2])
+            for each in (is_masked, is_masked_backward)
+        )
 
     paper = NSAConfig()
     assert found(paper, 1, 2048) == (True, True)
