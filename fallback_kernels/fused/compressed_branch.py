@@ -114,6 +114,7 @@ def compressed_gradients(
             sums.signed.transpose(1, 2),
             scale,
             left_out,
+            config.compress_stride,
         )
         if not is_host_bound(rows.shape[0] * rows.shape[1]):  # memory counts, not a launch
             splits = Splits(*(x[None] for x in add_splits(splits, key.dtype)))

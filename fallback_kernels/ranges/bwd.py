@@ -97,6 +97,7 @@ def ranges_bwd_dkdv_kernel(
     v_stride_b, v_stride_h, v_stride_s, do_stride_b, do_stride_h, do_stride_s,
     range_stride_b, seeing_stride_b,
     num_queries, num_keys, query_heads, kv_heads, heads_per_cta, query_splits, scale, scale_log2,
+    document_start_ptr, LEFT_OUT: tl.constexpr, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -107,6 +108,7 @@ def ranges_bwd_dkdv_kernel(
 
     seeing: int32 (B or 1, 2, tiles): the first query that sees any key of the tile, and one past
     the last. One loop, always masked: a comparison costs less than a second copy of the loop.
+    LEFT_OUT: of documents of up to so many tokens, STRIDE of them a key, results may be anything.
     """
     tile = tl.program_id(0)  # early keys are seen by more queries: they start first
     head_splits = query_heads // kv_heads // heads_per_cta
@@ -116,6 +118,8 @@ def ranges_bwd_dkdv_kernel(
     head_split = split // query_splits
     b = tl.program_id(2).to(tl.int64)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    if LEFT_OUT > 0 and are_short(document_start_ptr, b, column * STRIDE, num_queries, LEFT_OUT):
+        return
     key = column.to(tl.int64)
     seeing_ptr += b * seeing_stride_b + tile
     begin = tl.load(seeing_ptr) // BLOCK_M * BLOCK_M
@@ -187,11 +191,13 @@ def ranges_gradients(
     grad_out: Tensor,
     scale: float,
     left_out: LeftOut = NONE_LEFT_OUT,
+    stride: int = 1,
 ) -> tuple[Tensor, Splits]:
     """dQ with memory (B, S, H, D), and dK and dV (B, S, H, D) by splits, which are to be added.
 
     lse, delta: (B, H, S) with memory (B, S, H).
-    left_out: whose results may be anything; ranges of its queries are empty.
+    left_out: whose results may be anything; ranges of its queries are empty. stride: tokens from
+    one key to the next, which only that needs.
     """
     plan = RangesPlan.of(query, key, value)
     q, k, v, grad = (rows_contiguous(x) for x in (query, key, value, grad_out))
@@ -220,7 +226,7 @@ def ranges_gradients(
         q, k, v, first_key, end_key, grad, lse, delta, seeing, grad_k, grad_v,
         *sides, range_stride, seeing_stride,
         num_queries, num_keys, heads, kv_heads, heads // kv_heads // plan.head_splits,
-        plan.query_splits, *scales,
-        **plan.constants(), **plan.bwd_dkdv.constants(),
+        plan.query_splits, *scales, left_out.document_start,
+        LEFT_OUT=left_out.tokens, STRIDE=stride, **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
     return grad_q.transpose(1, 2), Splits(grad_k, grad_v)

@@ -78,6 +78,12 @@ def is_seen_whole(
 
 
 @triton.jit
+def _tiles_before(end, begin, tiles, BLOCK_M: tl.constexpr):
+    """How many of `tiles` tiles of queries, the first at `begin`, lie before `end` as a whole."""
+    return tl.minimum(tl.maximum(end - begin, 0) // BLOCK_M, tiles)
+
+
+@triton.jit
 def _add_queries(
     grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
     document_start_ptr, first_end, begin, tiles, first_head, heads, span, num_blocks, reach,
@@ -128,7 +134,7 @@ def _add_queries(
                 of_window = load_short_stats(stats, b, stat, first, num_tokens, BLOCK_M)
                 delta = tl.where(has_keys, delta, of_window)
             else:
-                lse_log2 = tl.where(has_keys | is_compressed, lse_log2, float("inf"))
+                lse_log2 = tl.where(has_keys, lse_log2, float("inf"))
         p = tl.exp2(logits * scale_log2 - lse_log2[None, :])
         weights = p * gate[None, :]
         grad_logits = p * (gate[None, :] * grad_p - delta[None, :])
@@ -181,7 +187,7 @@ def short_bwd_dkdv_kernel(
     cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
     stats_stride_b, stats_stride_h,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
-    reach, window, scale, scale_log2,
+    reach, window, choice, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
     CHUNK: tl.constexpr, MASKED: tl.constexpr, SELECT: tl.constexpr, SOME: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -192,8 +198,9 @@ def short_bwd_dkdv_kernel(
 
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
     document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
-    MASKED: queries chose blocks, and `stats_ptr` says which. SOME: of keys of documents of up to
-    `reach` tokens alone, others' results stay as they are; a tile of tokens is of one document.
+    MASKED: queries chose blocks, `choice` tokens, and `stats_ptr` says which. SOME: of keys of
+    documents of up to `reach` tokens alone, others' results stay as they are; a tile of tokens is
+    of one document.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
@@ -253,32 +260,58 @@ def short_bwd_dkdv_kernel(
         far_tiles = tl.maximum(end - far_begin + BLOCK_M - 1, 0) // BLOCK_M
 
     stats = ShortStats(stats_desc, stats_ptr, query_heads, stats_stride_b, stats_stride_h)
-    block = first_token // SELECT  # of its document, that the tile's keys lie in, where MASKED
+    own_first = 0  # of the document that the tile's first key lies in
     if MASKED and document_start_ptr is not None:
-        block -= tl.load(document_start_ptr + tl.minimum(first_token, num_tokens - 1)) // SELECT
-    block = tl.minimum(block, 63)
+        own_first = tl.load(document_start_ptr + tl.minimum(first_token, num_tokens - 1))
+    # Of the document, that the tile's keys lie in, where MASKED.
+    block = tl.minimum((first_token - own_first) // SELECT, 63)
     # As the whole tile is in one block.
     ONE_DOCUMENT: tl.constexpr = SELECT % BLOCK_N == 0
     first_head = (kv_head * splits + split) * heads_per_cta
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    span = tl.where(is_compressed, COMPRESSED, FAR)
+    if MASKED:
+        # Early queries of a document chose all its blocks; compressed keys are no choice.
+        early_end = tl.where(is_compressed, num_tokens + BLOCK_M, own_first + choice)
+        near_early = _tiles_before(early_end, near_begin, near_tiles, BLOCK_M)
+        far_early = _tiles_before(early_end, far_begin, far_tiles, BLOCK_M)
+    else:
+        near_early, far_early = near_tiles, far_tiles
     if HAS_NEAR:
         grad_k, grad_v = _add_queries(
             grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-            document_start_ptr, first_end, near_begin, near_tiles, first_head, heads_per_cta, NEAR,
-            num_blocks, reach, window, scale_log2, True, HAS_NEAR, MASKED, COMPRESS, STRIDE,
+            document_start_ptr, first_end, near_begin, near_early, first_head, heads_per_cta, NEAR,
+            num_blocks, reach, window, scale_log2, True, HAS_NEAR, False, COMPRESS, STRIDE,
             ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
             STAGES, PRECISION,
         )  # fmt: skip
+        if MASKED:
+            grad_k, grad_v = _add_queries(
+                grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
+                document_start_ptr, first_end, near_begin + near_early * BLOCK_M,
+                near_tiles - near_early, first_head, heads_per_cta, NEAR,
+                num_blocks, reach, window, scale_log2, True, HAS_NEAR, True, COMPRESS, STRIDE,
+                ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
+                STAGES, PRECISION,
+            )  # fmt: skip
     if HAS_FAR:
-        span = tl.where(is_compressed, COMPRESSED, FAR)
         grad_k, grad_v = _add_queries(
             grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-            document_start_ptr, first_end, far_begin, far_tiles, first_head, heads_per_cta, span,
-            num_blocks, reach, window, scale_log2, False, HAS_NEAR, MASKED, COMPRESS, STRIDE,
+            document_start_ptr, first_end, far_begin, far_early, first_head, heads_per_cta, span,
+            num_blocks, reach, window, scale_log2, False, HAS_NEAR, False, COMPRESS, STRIDE,
             ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
             STAGES, PRECISION,
         )  # fmt: skip
+        if MASKED:
+            grad_k, grad_v = _add_queries(
+                grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
+                document_start_ptr, first_end, far_begin + far_early * BLOCK_M,
+                far_tiles - far_early, first_head, heads_per_cta, FAR,
+                num_blocks, reach, window, scale_log2, False, HAS_NEAR, True, COMPRESS, STRIDE,
+                ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
+                STAGES, PRECISION,
+            )  # fmt: skip
 
     grad_k *= scale
     row = split * tl.num_programs(2).to(tl.int64) + b
@@ -340,7 +373,8 @@ def key_gradients(
         *descs, *grads, *(() if compressed else grads),
         *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
-        reach, min(config.window_size, tokens), scale, base2_scale(scale),
+        reach, min(config.window_size, tokens), config.num_selected_tokens,
+        scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         HAS_NEAR=near, HAS_FAR=far, CHUNK=min(next_power_of_2(reach), MAX_CHUNK), MASKED=masked,
         SELECT=config.select_block_size, SOME=into is not None,
