@@ -33,6 +33,21 @@ from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile
 
 
 @triton.jit
+def _tile_logits(
+    q, keys, start, is_edge, first_key, end_key,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Logits of a tile of queries and the keys from `start` on; is_edge: not all rows see all."""
+    k = load_head_tile(keys, keys.h, start, BLOCK_N, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    if is_edge:
+        column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
 def _attend_span(
     acc, row_max, row_sum, q, keys, values, first_key, end_key, row_mask, scale_log2,
     low, high, own_first,
@@ -49,12 +64,10 @@ def _attend_span(
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
     for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
         start = begin + tile * BLOCK_N
-        k = load_head_tile(keys, keys.h, start, BLOCK_N, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if (start < full_begin) | (start >= full_end):
-            column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-            seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
-            logits = tl.where(seen, logits, float("-inf"))
+        is_edge = (start < full_begin) | (start >= full_end)
+        logits = _tile_logits(
+            q, keys, start, is_edge, first_key, end_key, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION
+        )  # [BLOCK_M, BLOCK_N]
         if low is not None:
             has_keys = has_block(low, high, own_first, start // SELECT)  # [BLOCK_M]
             logits = tl.where(has_keys[:, None], logits, float("-inf"))
@@ -93,12 +106,10 @@ def _attend_twice(
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
     for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
         start = begin + tile * BLOCK_N
-        k = load_head_tile(keys, keys.h, start, BLOCK_N, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if (start < full_begin) | (start >= full_end):
-            column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-            seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
-            logits = tl.where(seen, logits, float("-inf"))
+        is_edge = (start < full_begin) | (start >= full_end)
+        logits = _tile_logits(
+            q, keys, start, is_edge, first_key, end_key, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION
+        )  # [BLOCK_M, BLOCK_N]
         part_max = tl.max(logits, 1) * scale_log2  # [BLOCK_M]
         p = tl.exp2(logits * scale_log2 - finite(part_max)[:, None])  # [BLOCK_M, BLOCK_N]
         part_sum = tl.sum(p, 1)
