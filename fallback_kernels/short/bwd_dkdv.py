@@ -189,7 +189,8 @@ def short_bwd_dkdv_kernel(
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
     reach, window, choice, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
-    CHUNK: tl.constexpr, MASKED: tl.constexpr, SELECT: tl.constexpr, SOME: tl.constexpr,
+    CHUNK: tl.constexpr, MASKED: tl.constexpr, SELECT: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, SOME: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -272,10 +273,13 @@ def short_bwd_dkdv_kernel(
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     span = tl.where(is_compressed, COMPRESSED, FAR)
     if MASKED:
-        # Early queries of a document chose all its blocks; compressed keys are no choice.
-        early_end = tl.where(is_compressed, num_tokens + BLOCK_M, own_first + choice)
-        near_early = _tiles_before(early_end, near_begin, near_tiles, BLOCK_M)
+        # Early queries of a document chose all its blocks, all its first blocks, and those that
+        # are near enough the tile's. Compressed keys are nobody's choice.
+        of_all = is_compressed | (block < INITIAL)
+        early_end = tl.where(of_all, num_tokens + BLOCK_M, own_first + choice)
         far_early = _tiles_before(early_end, far_begin, far_tiles, BLOCK_M)
+        early_end = tl.maximum(early_end, own_first + (block + LOCAL) * SELECT)
+        near_early = _tiles_before(early_end, near_begin, near_tiles, BLOCK_M)
     else:
         near_early, far_early = near_tiles, far_tiles
     if HAS_NEAR:
@@ -377,7 +381,8 @@ def key_gradients(
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         HAS_NEAR=near, HAS_FAR=far, CHUNK=min(next_power_of_2(reach), MAX_CHUNK), MASKED=masked,
-        SELECT=config.select_block_size, SOME=into is not None,
+        SELECT=config.select_block_size, INITIAL=config.num_initial_blocks,
+        LOCAL=config.num_local_blocks, SOME=into is not None,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
     if into is not None:
