@@ -31,7 +31,6 @@ from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
-from nsa_flex.fallback_kernels.selected.block_union import OTHERS
 from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import add_partials, combine_lse
 from nsa_flex.fallback_kernels.selected.fwd_partial import for_each_chunk
@@ -278,10 +277,7 @@ def fused_fwd_epilogue_kernel(
     h = (first_head + head_in_chunk) % kv_heads
     first_tile = (first_head + head_in_chunk) * tiles_per_head + chunk_start // BLOCK_TOKENS
     tile = first_tile + tl.program_id(0)
-    size = tl.load(union_size_ptr + tile)
-    if size == OTHERS:
-        return
-    has_union = size >= 0
+    has_union = tl.load(union_size_ptr + tile) >= 0
     query_offset, chunk_start = row_offset(
         offsets_ptr, first_head + head_in_chunk, 0, chunk_start, BLOCK_SIZE
     )

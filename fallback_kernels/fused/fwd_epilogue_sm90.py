@@ -26,7 +26,6 @@ from nsa_flex.fallback_kernels.common.softmax import LN2, MIN_LOGIT
 from nsa_flex.fallback_kernels.common.strides import has_tma_strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.compressed import fold as fold_parts
-from nsa_flex.fallback_kernels.selected.block_union import OTHERS
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_union_sm90 import (
     add_sums,
@@ -302,10 +301,7 @@ def fused_fwd_epilogue_sm90_kernel(
     at = (batch, h)
     first_tile = (first_head + head_in_chunk) * tiles_per_head + chunk_start // TOKENS
     tile = first_tile + gl.program_id(0)
-    size = gl.load(union_size_ptr + tile)
-    if size == OTHERS:
-        return
-    has_union = size >= 0
+    has_union = gl.load(union_size_ptr + tile) >= 0
     query_offset, chunk_start = row_offset(
         offsets_ptr, first_head + head_in_chunk, 0, chunk_start, BLOCK_N
     )

@@ -20,19 +20,13 @@ backward of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import add_splits
-from nsa_flex.fallback_kernels.common.documents import (
-    NONE_EARLY,
-    NONE_LEFT_OUT,
-    Early,
-    LeftOut,
-)
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
@@ -61,7 +55,7 @@ from nsa_flex.fallback_kernels.short.chosen import (
     masked_tokens,
 )
 from nsa_flex.fallback_kernels.short.core import overwrite_gradients
-from nsa_flex.fallback_kernels.short.fwd import Chosen, ShortResults, short_forward
+from nsa_flex.fallback_kernels.short.fwd import Chosen, short_forward
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
 CoreTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -132,67 +126,59 @@ def run_forward(
             whole.sliding_lse,
             index,
         )
-    early = NONE_EARLY
-    if document_start is not None:
-        early = Early(document_start, config.num_selected_tokens)
     reason = fwd_epilogue.unsupported_reason(
         plan, q, keys, window_keys, window, save=differentiable
     )
-    prepared = (plan, q, *selected_keys, blocks, scale)
-    options: dict[str, Any] = {"storage": storage, "offsets": offsets}
-    options |= {"left_out": left_out, "early": early}
     if reason is None:
-        selection = selected_prepare.prepare(*prepared, **options)
+        selection = selected_prepare.prepare(
+            *(plan, q, *selected_keys, blocks, scale),
+            storage=storage,
+            offsets=offsets,
+            left_out=left_out,
+        )
         both = fwd_epilogue.fwd_epilogue(
             selection, document_start, window, parts, fold, gates, save=differentiable
         )
-        out, compressed, selected, sliding = both.out, both.compressed, both.selected, both.sliding
-        selected_lse, sliding_lse = both.selected_lse, both.sliding_lse
-    else:
-        selected, selected_lse = selected_forward.forward(*prepared, **options)
-        selected, selected_lse = (x.transpose(1, 2) for x in (selected, selected_lse))
-        last = sliding_epilogue(
-            q,
-            *window_keys,
-            document_start,
-            window,
-            scale,
-            parts,
-            fold,
-            selected,
-            gates,
-            save=differentiable,
-            offsets=offsets,
+        return (
+            both.out,
+            blocks,
+            both.compressed,
+            compressed_lse,
+            both.selected,
+            both.selected_lse,
+            both.sliding,
+            both.sliding_lse,
+            index,
         )
-        out, compressed, sliding = last.out, last.compressed, last.sliding
-        sliding_lse = last.sliding_lse
-        if not differentiable:
-            selected = query.new_empty(0)
-    if early.document_start is not None:
-        # Others left these out, or computed something: what is written last counts.
-        found = ShortResults(
-            out, parts[0], compressed_lse, selected, selected_lse, sliding, sliding_lse
-        )
-        short_forward(
-            (q, *tensors[1:]),
-            own,
-            document_start,
-            config,
-            scale,
-            early.tokens,
-            save=differentiable,
-            into=found,
-        )
-        compressed = parts[0] if differentiable else compressed
-    return (
-        out,
-        blocks,
-        compressed,
-        compressed_lse,
+    selected, selected_lse = selected_forward.forward(
+        *(plan, q, *selected_keys, blocks, scale),
+        storage=storage,
+        offsets=offsets,
+        left_out=left_out,
+    )
+    selected = selected.transpose(1, 2)
+    last = sliding_epilogue(
+        q,
+        *window_keys,
+        document_start,
+        window,
+        scale,
+        parts,
+        fold,
         selected,
-        selected_lse,
-        sliding,
-        sliding_lse,
+        gates,
+        save=differentiable,
+        offsets=offsets,
+    )
+    return (
+        last.out,
+        blocks,
+        last.compressed,
+        compressed_lse,
+        selected if differentiable else query.new_empty(0),
+        selected_lse.transpose(1, 2),
+        last.sliding,
+        last.sliding_lse,
         index,
     )
 
