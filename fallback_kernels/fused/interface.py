@@ -32,7 +32,11 @@ from nsa_flex.fallback_kernels.fused.schedule import (
 )
 from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
-from nsa_flex.fallback_kernels.short.chosen import is_masked_backward, longest_of
+from nsa_flex.fallback_kernels.short.chosen import (
+    is_masked_backward,
+    longest_of,
+    masked_tokens,
+)
 
 
 class CoreResults(NamedTuple):
@@ -319,7 +323,8 @@ def core_backward_branches(
 
     Args:
         signed, stats: what `core_backward_gates` gave.
-        grad: as there, if its memory is there anyway; None if `signed` is all there is of it.
+        grad: as there, if its memory is there anyway; None if `signed` is all there is of it,
+            which it may not be where documents may be short.
         compressed: of `core_forward`, as the next; None where range attention runs.
     """
     grad = None if grad is None else grad.contiguous()
@@ -381,8 +386,12 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
         del selected, sliding
         of_cudnn = None if ranged else compressed
         del compressed
+        query, key, value = inputs[:3]
+        config = NSAConfig.of_counts(ctx.counts)
+        # Documents' kernels of two kinds read it, one after the other.
+        is_read_twice = masked_tokens(query, key, value, document_start, config) > 0
         of_branches = _branch_gradients(
-            *(signed, stats, grad if _is_held(grad) else None, inputs),
+            *(signed, stats, grad if is_read_twice or _is_held(grad) else None, inputs),
             *(blocks, of_cudnn, compressed_lse, selected_lse, sliding_lse, index, *of_call),
         )
         grads = *of_branches[:5], grad_gates, *of_branches[5:]

@@ -260,6 +260,8 @@ def run_branches_backward(
     )
     in_place = grad is None
     if grad is None:
+        # The sign of rows that are left out would not be turned back.
+        assert left_out.document_start is None
         gates_after_zero = after_zero(gates)
         to_compressed, to_selected = gates_after_zero[..., :2], gates_after_zero[..., ::2]
         switch_gate_sign(signed, to_compressed)  # back to no sign, which the window's kernels want
