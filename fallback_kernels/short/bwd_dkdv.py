@@ -264,17 +264,17 @@ def short_bwd_dkdv_kernel(
     own_first = 0  # of the document that the tile's first key lies in
     if MASKED and document_start_ptr is not None:
         own_first = tl.load(document_start_ptr + tl.minimum(first_token, num_tokens - 1))
-    # Of the document, that the tile's keys lie in, where MASKED.
+    # The block of the document that the tile's keys lie in, where MASKED.
     block = tl.minimum((first_token - own_first) // SELECT, 63)
-    # As the whole tile is in one block.
+    # A tile in one block is in one document.
     ONE_DOCUMENT: tl.constexpr = SELECT % BLOCK_N == 0
     first_head = (kv_head * splits + split) * heads_per_cta
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     span = tl.where(is_compressed, COMPRESSED, FAR)
     if MASKED:
-        # Early queries of a document chose all its blocks, all its first blocks, and those that
-        # are near enough the tile's. Compressed keys are nobody's choice.
+        # Early queries of a document chose all its blocks, all queries its first ones, and those
+        # near enough the tile's block that one. Compressed keys are nobody's choice.
         of_all = is_compressed | (block < INITIAL)
         early_end = tl.where(of_all, num_tokens + BLOCK_M, own_first + choice)
         far_early = _tiles_before(early_end, far_begin, far_tiles, BLOCK_M)
