@@ -461,6 +461,7 @@ def test_short_documents_beside_long_ones(
     """Each document's gradients come from the kernels of its length, into the same memory."""
     monkeypatch.setattr(interface, "is_masked_backward", lambda *_: False)  # of short rows
     monkeypatch.setattr(interface, "_is_one_step", lambda *_: batch == 2)
+    monkeypatch.setattr(interface, "_is_held", lambda _: False)
     ran = []
     each = schedule.overwrite_gradients
     monkeypatch.setattr(
