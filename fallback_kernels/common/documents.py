@@ -22,6 +22,16 @@ class LeftOut(NamedTuple):
 NONE_LEFT_OUT = LeftOut(None, 0)
 
 
+class Early(NamedTuple):
+    """Queries of packed rows that others attend: the first of every document."""
+
+    document_start: Tensor | None  # int32 (B, S), contiguous
+    tokens: int  # so many of each
+
+
+NONE_EARLY = Early(None, 0)
+
+
 @triton.jit
 def is_long(document_start_ptr, start, most, num_tokens):
     """Whether the documents that begin at `start` have more than `most` tokens; of any shape.

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
-from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
+from nsa_flex.fallback_kernels.common.documents import (
+    NONE_EARLY,
+    NONE_LEFT_OUT,
+    Early,
+    LeftOut,
+)
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous
 from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradients
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
@@ -57,19 +62,22 @@ def attend_compressed(
     config: NSAConfig,
     scale: float,
     offsets: Tensor | None = None,
+    early: Early = NONE_EARLY,
 ) -> CompressedOutput:
     """The compressed branch of queries (B, S, H, D), contiguous.
 
     document_start: int32 (B, S), first key of each query's document; None for one document.
     offsets: int32 (B, Hkv), position of query 0; None where that is key 0.
+    early: whose results may be anything.
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
     if offsets is not None or is_ranged(rows.shape[0], rows.shape[1], document_start):
-        bounds = _bounds(rows, document_start, key, config, offsets)
+        bounds = _bounds(rows, document_start, key, config, offsets, early=early.tokens)
         out, lse = ranges_forward(
             *(rows.transpose(1, 2), key, value, *bounds, scale),
             lse_by_head=document_start is None,
+            leave=early.tokens > 0,
         )
         return CompressedOutput((out.transpose(1, 2),) * NUM_PARTS, fold_of(tokens, 1, 1), lse)
     fold = _fold(tokens, config)
@@ -158,13 +166,16 @@ def _bounds(
     config: NSAConfig,
     offsets: Tensor | None = None,
     left_out: int = 0,
+    early: int = 0,
 ) -> tuple[Tensor, Tensor]:
     tokens, sizes = rows.shape[1], (config.compress_block_size, config.compress_stride)
     if document_start is not None or offsets is not None:
         # The offset of a batch row is the same for all KV heads.
         of_rows = None if offsets is None else offsets[:, 0].contiguous()
         numbers = [key.shape[2], *sizes]
-        return launch_bounds(tokens, 0, of_rows, document_start, rows.device, numbers, left_out)
+        return launch_bounds(
+            *(tokens, 0, of_rows, document_start, rows.device, numbers), left_out, early
+        )
     # By PyTorch's operators: what follows from no tensor, a launch plan keeps.
     block, stride = sizes
     positions = torch.arange(tokens, device=rows.device, dtype=torch.int32)[None]

@@ -31,6 +31,7 @@ from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
+from nsa_flex.fallback_kernels.selected.block_union import OTHERS
 from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import add_partials, combine_lse
 from nsa_flex.fallback_kernels.selected.fwd_partial import for_each_chunk
@@ -58,7 +59,7 @@ class Epilogue(NamedTuple):
     out: Tensor  # (B, S, H, Dv), the gated sum
     selected_lse: Tensor  # float32 (B, S, H)
     sliding_lse: Tensor
-    compressed: Tensor  # (B, S, H, Dv), as the next two; empty unless they are to be saved
+    compressed: Tensor  # (B, S, H, Dv), as the next two; those not to be saved are empty
     selected: Tensor
     sliding: Tensor
 
@@ -123,6 +124,7 @@ def fwd_epilogue(
     gates: Tensor,
     *,
     save: bool,
+    save_compressed: bool,
 ) -> Epilogue:
     """`sum_c gates[..., c] * branch_c` in float32, selected and sliding branch computed here.
 
@@ -134,7 +136,8 @@ def fwd_epilogue(
         window: of the sliding branch, in keys.
         compressed_parts: outputs of the compressed branch, by the parts of its fold.
         gates: (B, Hq, S, 3), any strides.
-        save: whether the branches' own outputs are wanted, for the backward.
+        save: whether the outputs of selected and sliding branch are wanted, for the backward.
+        save_compressed: whether that of the compressed branch is, in the order of tokens.
     """
     plan, query = selection.plan, selection.query
     shape = (plan.batch, plan.num_queries, plan.query_heads)
@@ -142,7 +145,8 @@ def fwd_epilogue(
     branch = (*shape, plan.value_dim)
     out = query.new_empty(branch)
     selected_lse, sliding_lse = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    branches = tuple(query.new_empty(branch if save else 0) for _ in range(3))
+    are_saved = (save_compressed, save, save)
+    branches = tuple(query.new_empty(branch if is_saved else 0) for is_saved in are_saved)
     # Without memory of its own, the selected branch of tiles with a block union waits in `out`.
     selected = branches[1] if save else out
     attend_unions(selection, selected.transpose(1, 2), selected_lse.transpose(1, 2))
@@ -150,7 +154,7 @@ def fwd_epilogue(
     if _sm90_unsupported_reason(plan, query, selection.key, selection.value) is None:
         from nsa_flex.fallback_kernels.fused import fwd_epilogue_sm90 as sm90
 
-        descs = sm90.descriptors(selection, out, branches if save else ())
+        descs = sm90.descriptors(selection, out, branches)
         launch = partial(sm90.launch, descs, selected)
 
     def run_chunk(chunk: QueryChunk, partials: Tensor, partial_lse: Tensor) -> None:
@@ -277,7 +281,10 @@ def fused_fwd_epilogue_kernel(
     h = (first_head + head_in_chunk) % kv_heads
     first_tile = (first_head + head_in_chunk) * tiles_per_head + chunk_start // BLOCK_TOKENS
     tile = first_tile + tl.program_id(0)
-    has_union = tl.load(union_size_ptr + tile) >= 0
+    size = tl.load(union_size_ptr + tile)
+    if size == OTHERS:
+        return
+    has_union = size >= 0
     query_offset, chunk_start = row_offset(
         offsets_ptr, first_head + head_in_chunk, 0, chunk_start, BLOCK_SIZE
     )

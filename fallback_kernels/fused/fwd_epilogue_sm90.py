@@ -26,6 +26,7 @@ from nsa_flex.fallback_kernels.common.softmax import LN2, MIN_LOGIT
 from nsa_flex.fallback_kernels.common.strides import has_tma_strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.compressed import fold as fold_parts
+from nsa_flex.fallback_kernels.selected.block_union import OTHERS
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_union_sm90 import (
     add_sums,
@@ -274,7 +275,7 @@ def fused_fwd_epilogue_sm90_kernel(
 ):  # fmt: skip
     """`fused_fwd_epilogue_kernel`, with one initial block at most.
 
-    With descriptors of the branches each is written as well, the sliding one through the queries'
+    With descriptors of branches these are written as well, the sliding one through the queries'
     shared memory, where the sum reads it again. Of tiles with a block union the selected branch is
     read from `selected_ptr`, which at an offset is the result's memory. Tiles are counted in
     positions, rows and tokens by query.
@@ -301,7 +302,10 @@ def fused_fwd_epilogue_sm90_kernel(
     at = (batch, h)
     first_tile = (first_head + head_in_chunk) * tiles_per_head + chunk_start // TOKENS
     tile = first_tile + gl.program_id(0)
-    has_union = gl.load(union_size_ptr + tile) >= 0
+    size = gl.load(union_size_ptr + tile)
+    if size == OTHERS:
+        return
+    has_union = size >= 0
     query_offset, chunk_start = row_offset(
         offsets_ptr, first_head + head_in_chunk, 0, chunk_start, BLOCK_N
     )
@@ -482,7 +486,8 @@ def fused_fwd_epilogue_sm90_kernel(
         write_tile(selected_desc, at, first, spare, acc)
         acc = scale_rows(acc, gates[1])
     if SAVE:
-        write_tile(compressed_desc, at, first, compressed, None)
+        if compressed_desc is not None:
+            write_tile(compressed_desc, at, first, compressed, None)
         acc = add_rows(acc, q, gates[2])
     acc = add_rows(acc, compressed, gates[0])
     free = ring[(LAST + 2) % len(ring)]
@@ -523,14 +528,16 @@ def unsupported_reason(
 def descriptors(
     selection: Selection, out: Tensor, branches: tuple[Tensor, ...]
 ) -> tuple[TensorDescriptor | None, ...]:
-    """Descriptors of keys, values, queries, the result, and the branches, if they are wanted.
+    """Descriptors of keys, values, queries, the result, and the three branches.
 
-    out: (B, S, Hq, D), contiguous, as are the compressed, the selected and the sliding branch.
+    out: (B, S, Hq, D), contiguous, as are the compressed, the selected and the sliding branch,
+    which are empty where they are not wanted: None.
     """
     plan = selection.plan
-    of_queries = [query_desc(plan, x) for x in (selection.query.transpose(1, 2), out, *branches)]
+    of_queries = [query_desc(plan, x) for x in (selection.query.transpose(1, 2), out)]
     of_keys = [kv_descriptor(plan, x) for x in (selection.key, selection.value)]
-    return (*of_keys, *of_queries, *([] if branches else [None] * 3))
+    of_branches = [query_desc(plan, x) if x.dim() == 4 else None for x in branches]
+    return (*of_keys, *of_queries, *of_branches)
 
 
 def launch(

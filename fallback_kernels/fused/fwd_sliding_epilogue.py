@@ -71,6 +71,7 @@ def sliding_epilogue(
     gates: Tensor,
     *,
     save: bool,
+    save_compressed: bool,
     offsets: Tensor | None = None,
 ) -> SlidingEpilogue:
     """The sliding branch, and in its registers `sum_c gates[..., c] * branch_c` in float32.
@@ -80,7 +81,8 @@ def sliding_epilogue(
         compressed_parts: outputs of the compressed branch, by the parts of its fold.
         selected: (B, S, Hq, Dv), contiguous.
         gates: (B, Hq, S, 3), any strides.
-        save: whether the branches' own outputs are wanted, for the backward.
+        save: whether the sliding branch's own output is wanted, for the backward.
+        save_compressed: whether that of the compressed branch is, in the order of tokens.
         offsets: int32 (B, Hkv), position of query 0; None where that is key 0.
     """
     key, value = (rows_contiguous(x) for x in (key, value))
@@ -88,7 +90,8 @@ def sliding_epilogue(
     tiles = plan.forward_tiles()
     out = torch.empty_like(selected)
     sliding, compressed = (
-        torch.empty_like(selected) if save else selected.new_empty(0) for _ in range(2)
+        torch.empty_like(selected) if is_saved else selected.new_empty(0)
+        for is_saved in (save, save_compressed)
     )
     lse = torch.empty(selected.shape[:3], dtype=torch.float32, device=query.device)
     fused_sliding_epilogue_kernel[(plan.query_ctas(tiles),)](
@@ -118,6 +121,7 @@ def sliding_epilogue(
         fold.reach,
         STRIDE=fold.stride,
         SAVE=save,
+        SAVE_COMPRESSED=save_compressed,
         **plan.query_tile_constants(tiles),
     )
     return SlidingEpilogue(out, lse, sliding, compressed)
@@ -179,7 +183,7 @@ def fused_sliding_epilogue_kernel(
     value_stride_b, value_stride_h, value_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, SAVE: tl.constexpr,
+    STRIDE: tl.constexpr, SAVE: tl.constexpr, SAVE_COMPRESSED: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -234,7 +238,7 @@ def fused_sliding_epilogue_kernel(
         part0, part1, part2, part3, batch, token, head + head_in_group, row_mask, query_heads,
         rows, first1, first2, first3, reach, STRIDE, VALUE_DIM, BLOCK_DV,
     )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
-    if SAVE:
+    if SAVE_COMPRESSED:
         store_rows_at(compressed_ptr, row * VALUE_DIM, row_mask, branch, VALUE_DIM, BLOCK_DV)
     gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)
     acc += branch.to(tl.float32) * gate[:, None]

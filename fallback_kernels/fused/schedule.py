@@ -20,13 +20,19 @@ backward of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import add_splits
-from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
+from nsa_flex.fallback_kernels.common.documents import (
+    NONE_EARLY,
+    NONE_LEFT_OUT,
+    Early,
+    LeftOut,
+)
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
@@ -55,7 +61,7 @@ from nsa_flex.fallback_kernels.short.chosen import (
     masked_tokens,
 )
 from nsa_flex.fallback_kernels.short.core import overwrite_gradients
-from nsa_flex.fallback_kernels.short.fwd import Chosen, short_forward
+from nsa_flex.fallback_kernels.short.fwd import Chosen, ShortResults, short_forward
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
 CoreTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -79,8 +85,14 @@ def run_forward(
     longest = longest_of(query, document_start, max_document_length)
     rows = query.transpose(1, 2).contiguous()
     q = rows.transpose(1, 2)
+    # One part of the compressed branch, in the order of tokens.
+    is_one_part = is_ranged(query.shape[0], tokens, document_start) and offsets is None
+    is_masked_forward = is_one_part and is_masked(q, key, value, config, longest)
+    early = NONE_EARLY
+    if document_start is not None and offsets is None and not is_masked_forward:
+        early = Early(document_start, config.num_selected_tokens)
     parts, fold, compressed_lse = attend_compressed(
-        rows, compressed_key, compressed_value, document_start, config, scale, offsets
+        rows, compressed_key, compressed_value, document_start, config, scale, offsets, early
     )
     blocks = run_topk(
         q,
@@ -100,9 +112,7 @@ def run_forward(
     selected_keys = (rows_contiguous(key), rows_contiguous(value))
     keys, window_keys = (key, value), own or (key, value)
     window, storage = config.window_size, index if is_indexed else None
-    # One part of the compressed branch, as these kernels read it.
-    is_one_part = is_ranged(query.shape[0], tokens, document_start) and offsets is None
-    if is_one_part and is_masked(q, key, value, config, longest):
+    if is_masked_forward:
         if is_indexed:
             selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=storage)
         whole = short_forward(
@@ -129,56 +139,66 @@ def run_forward(
     reason = fwd_epilogue.unsupported_reason(
         plan, q, keys, window_keys, window, save=differentiable
     )
+    prepared = (plan, q, *selected_keys, blocks, scale)
+    options: dict[str, Any] = {"storage": storage, "offsets": offsets}
+    options |= {"left_out": left_out, "early": early}
+    saved: dict[str, Any] = {
+        "save": differentiable,
+        "save_compressed": differentiable and not is_one_part,
+    }
     if reason is None:
-        selection = selected_prepare.prepare(
-            *(plan, q, *selected_keys, blocks, scale),
-            storage=storage,
-            offsets=offsets,
-            left_out=left_out,
-        )
+        selection = selected_prepare.prepare(*prepared, **options)
         both = fwd_epilogue.fwd_epilogue(
-            selection, document_start, window, parts, fold, gates, save=differentiable
+            selection, document_start, window, parts, fold, gates, **saved
         )
-        return (
-            both.out,
-            blocks,
-            both.compressed,
-            compressed_lse,
-            both.selected,
-            both.selected_lse,
-            both.sliding,
-            both.sliding_lse,
-            index,
+        out, compressed, selected, sliding = both.out, both.compressed, both.selected, both.sliding
+        selected_lse, sliding_lse = both.selected_lse, both.sliding_lse
+    else:
+        selected, selected_lse = selected_forward.forward(*prepared, **options)
+        selected, selected_lse = (x.transpose(1, 2) for x in (selected, selected_lse))
+        last = sliding_epilogue(
+            q,
+            *window_keys,
+            document_start,
+            window,
+            scale,
+            parts,
+            fold,
+            selected,
+            gates,
+            offsets=offsets,
+            **saved,
         )
-    selected, selected_lse = selected_forward.forward(
-        *(plan, q, *selected_keys, blocks, scale),
-        storage=storage,
-        offsets=offsets,
-        left_out=left_out,
-    )
-    selected = selected.transpose(1, 2)
-    last = sliding_epilogue(
-        q,
-        *window_keys,
-        document_start,
-        window,
-        scale,
-        parts,
-        fold,
-        selected,
-        gates,
-        save=differentiable,
-        offsets=offsets,
-    )
+        out, compressed, sliding = last.out, last.compressed, last.sliding
+        sliding_lse = last.sliding_lse
+        if not differentiable:
+            selected = query.new_empty(0)
+    if differentiable and is_one_part:
+        compressed = parts[0]
+    if early.document_start is not None:
+        # Others left these out, or computed something: what is written last counts.
+        found = ShortResults(
+            out, parts[0], compressed_lse, selected, selected_lse, sliding, sliding_lse
+        )
+        short_forward(
+            (q, *tensors[1:]),
+            own,
+            document_start,
+            config,
+            scale,
+            early.tokens,
+            save=differentiable,
+            into=found,
+        )
     return (
-        last.out,
+        out,
         blocks,
-        last.compressed,
+        compressed,
         compressed_lse,
-        selected if differentiable else query.new_empty(0),
-        selected_lse.transpose(1, 2),
-        last.sliding,
-        last.sliding_lse,
+        selected,
+        selected_lse,
+        sliding,
+        sliding_lse,
         index,
     )
 

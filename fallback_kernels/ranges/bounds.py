@@ -65,10 +65,12 @@ def launch(
     device: torch.device,
     sizes: list[int],
     left_out: int = 0,
+    early: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The kernel of `range_bounds` by itself, for operators that need the bounds inside.
 
     left_out: queries of documents of up to so many tokens see nothing; there is no offset then.
+    early: nor do so many queries of each document, the first ones; likewise.
     """
     first, end = _empty(num_queries, offsets, document_start, device)
     num_keys, block, stride = sizes if len(sizes) == 3 else (sizes[0], 0, 1)
@@ -84,6 +86,7 @@ def launch(
         STRIDE=stride,
         QUERIES=QUERIES,
         LEFT_OUT=left_out,
+        EARLY=early,
     )
     return first, end
 
@@ -103,7 +106,7 @@ def _empty(
 def range_bounds_kernel(
     offsets_ptr, document_start_ptr, first_ptr, end_ptr, num_queries, offset, num_keys,
     BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, QUERIES: tl.constexpr,
-    LEFT_OUT: tl.constexpr,
+    LEFT_OUT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of queries, batch row). BLOCK_SIZE of compressed keys, 0 for a window of num_keys.
 
@@ -129,5 +132,7 @@ def range_bounds_kernel(
     if LEFT_OUT > 0:
         long = is_long(document_start_ptr + b * num_queries, start, LEFT_OUT, num_queries)
         end = tl.where(long, end, first)
+    if EARLY > 0:
+        end = tl.where(position - start < EARLY, first, end)
     tl.store(first_ptr + b * num_queries + query, first, mask=mask)
     tl.store(end_ptr + b * num_queries + query, end, mask=mask)

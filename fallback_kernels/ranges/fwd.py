@@ -80,11 +80,12 @@ def ranges_fwd_kernel(
     range_stride_b, num_queries, num_keys, query_heads, group, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, LEAVE: tl.constexpr,
 ):  # fmt: skip
     """out (B, Sq, Hq, Dv) and natural lse (B, Hq, Sq) of one tile of queries and one head.
 
     key_desc, value_desc: of tiles of BLOCK_N keys and values, or None: all loads are by pointers.
+    LEAVE: tiles of queries that see nothing are left as they are.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -95,6 +96,8 @@ def ranges_fwd_kernel(
         first_key_ptr + b * range_stride_b, end_key_ptr + b * range_stride_b, row, num_queries
     )
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row < num_queries, BLOCK_N)
+    if LEAVE & (begin == end):
+        return
     num_keys = tl.minimum(num_keys, tl.max(end_key, 0))  # what follows may hold anything
 
     kv_head = (head // group).to(tl.int64)
@@ -147,10 +150,12 @@ def ranges_forward(
     scale: float,
     *,
     lse_by_head: bool = False,
+    leave: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `ranged_attention`; `first_key` and `end_key` have a batch stride, 0 if shared.
 
     lse_by_head: the memory of the log-sum-exp is (B, H, S), not (B, S, H).
+    leave: results of queries that see nothing may be anything.
     """
     plan = RangesPlan.of(query, key, value)
     q, k, v = (rows_contiguous(x) for x in (query, key, value))
@@ -170,6 +175,6 @@ def ranges_forward(
         q, k, v, *descs, first_key, end_key, out, lse,
         *strides(q), *strides(k), *strides(v), *lse.stride(), first_key.stride(0),
         num_queries, num_keys, heads, heads // k.shape[1], base2_scale(scale),
-        **plan.constants(), **plan.fwd.constants(),
+        **plan.constants(), **plan.fwd.constants(), LEAVE=leave,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.documents import NONE_EARLY, Early
 from nsa_flex.fallback_kernels.common.tiles import cdiv, store_zeros, tile_width
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
@@ -24,12 +25,14 @@ from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 # which takes no longer than the union is, if a first test finds their queries alike.
 SORTED_TOKENS = 4
 ZEROS = 128  # numbers that one CTA sets to zero at a time
+OTHERS = tl.constexpr(-2)  # size of the union of a tile that others attend
 
 
 class BlockUnions(NamedTuple):
     """Union of every tile's top-k blocks, int32; tiles are (B * Hkv, span / combine_tokens)."""
 
-    sizes: Tensor  # (tiles,): blocks in the union, -1 where the tile goes by the index
+    # (tiles,): blocks in the union, -1 where the tile goes by the index, OTHERS where others do it
+    sizes: Tensor
     blocks: Tensor  # (tiles, capacity): ascending
     masks: (
         Tensor  # (tiles, capacity, words): bit t % 32 of word t // 32: token t selected the block
@@ -120,16 +123,17 @@ def searched_union(
 @triton.jit(do_not_specialize=["num_queries", "query_offset", "base", "num_counters"])
 def block_union_kernel(
     blocks_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr, counts_ptr,
-    num_queries, query_offset, base, num_counters,
+    num_queries, query_offset, base, num_counters, document_start_ptr, kv_heads,
     NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPACITY: tl.constexpr,
     WORDS: tl.constexpr, LIMIT: tl.constexpr, SORTED: tl.constexpr, ZEROS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The union of a tile's blocks, if attending it is worth it.
 
     That is where it has, initial and local blocks apart, at most LIMIT / 4 blocks for each top-k
     block of a query; with LIMIT 0 it never is. Besides, the zeros that the inverted index counts
-    from.
+    from. Of tiles of the first EARLY tokens of documents alone none is made: others attend them.
     """
     batch_head = tl.program_id(1)
     if counts_ptr is not None:
@@ -141,6 +145,12 @@ def block_union_kernel(
     query = position - query_offset
     row_mask = (query >= 0) & (query < num_queries)  # [BLOCK_TOKENS]
     row = batch_head * num_queries + query
+    if EARLY > 0:
+        document_start_ptr += (batch_head // kv_heads).to(tl.int64) * num_queries
+        own_start = tl.load(document_start_ptr + query, mask=row_mask, other=0)
+        if tl.max(tl.where(row_mask, query - own_start, -1), 0) < EARLY:
+            tl.store(sizes_ptr + tile, OTHERS)
+            return
     worth = LIMIT > 0
     if worth and not SORTED:
         start = base + tl.program_id(0) * BLOCK_TOKENS - query_offset
@@ -186,10 +196,12 @@ def build_block_unions(
     blocks: Tensor,
     offsets: Tensor | None = None,
     counts: Tensor | None = None,
+    early: Early = NONE_EARLY,
 ) -> BlockUnions:
     """Unions of all tiles of `blocks` (B, Hkv, Sq, n), int32, contiguous.
 
     offsets: int32 (B, Hkv), of a plan with `offset_tensor`. counts: contiguous, set to 0.
+    early: queries whose tiles get none, without offsets.
     """
     tiles, words = plan.span // plan.combine_tokens, cdiv(plan.combine_tokens, 32)
     number = tiles * plan.batch * plan.kv_heads
@@ -216,6 +228,9 @@ def build_block_unions(
         plan.query_offset,
         plan.base,
         0 if counts is None else counts.numel(),
+        early.document_start,
+        plan.kv_heads,
+        EARLY=early.tokens,
         **plan.index_constants(),
         BLOCK_TOKENS=plan.combine_tokens,
         CAPACITY=plan.union_capacity,

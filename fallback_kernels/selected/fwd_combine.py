@@ -164,7 +164,7 @@ def selected_fwd_combine_kernel(
     """Output and log-sum-exp of the tiles that have no union."""
     batch_head = first_head + tl.program_id(1)
     tile = batch_head * tiles_per_row + first_tile + tl.program_id(0)
-    if tl.load(union_sizes_ptr + tile) >= 0:
+    if tl.load(union_sizes_ptr + tile) != -1:
         return
     query_offset, chunk_start = row_offset(
         offsets_ptr, batch_head, query_offset, chunk_start, BLOCK_SIZE

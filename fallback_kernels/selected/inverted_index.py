@@ -96,9 +96,9 @@ def are_indexed(
 def tiles_have_union(
     sizes_ptr, batch_head, row_mask, position, base, span, TILE_TOKENS: tl.constexpr
 ):
-    """Whether queries belong to tiles that have a union."""
+    """Whether queries belong to tiles that have a union, or that others attend."""
     tile = batch_head * (span // TILE_TOKENS) + (position - base) // TILE_TOKENS
-    return tl.load(sizes_ptr + tile, mask=row_mask, other=-1) >= 0
+    return tl.load(sizes_ptr + tile, mask=row_mask, other=-1) != -1
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
+from nsa_flex.fallback_kernels.common.documents import (
+    NONE_EARLY,
+    NONE_LEFT_OUT,
+    Early,
+    LeftOut,
+)
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions, build_block_unions
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.inverted_index import (
@@ -40,13 +45,14 @@ def prepare(
     storage: Tensor | None,
     offsets: Tensor | None = None,
     left_out: LeftOut = NONE_LEFT_OUT,
+    early: Early = NONE_EARLY,
 ) -> Selection:
     """Inverted index and unions of the query tiles; arguments as of `forward`.
 
-    left_out: whose entries the backward does not read.
+    left_out: whose entries the backward does not read. early: whose results may be anything.
     """
     counts = empty_counts(plan, blocks.device)
-    unions = build_block_unions(plan, blocks, offsets, counts)
+    unions = build_block_unions(plan, blocks, offsets, counts, early)
     all_entries = storage is not None
     csr = build_index(
         plan,

@@ -167,6 +167,7 @@ def short_fwd_kernel(
     lse_stride_b, lse_stride_h, lse_stride_s,
     num_tokens, num_blocks, query_heads, group, reach, window, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SAVE: tl.constexpr,
+    EARLY: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -176,7 +177,8 @@ def short_fwd_kernel(
 
     SHARED: the window has the selected branch's keys and values. With `blocks_ptr`, int32
     (B, Hkv, S, n), the selected branch sees those blocks alone, and the compressed branch, from
-    which they were chosen, is read.
+    which they were chosen, is read. EARLY: of the first `reach` tokens of documents alone, others'
+    results stay as they are.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -187,6 +189,12 @@ def short_fwd_kernel(
     row_mask = row < num_tokens
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
+    if EARLY:
+        start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
+        row_mask = row_mask & (row - start < reach)
+        if tl.max(row_mask.to(tl.int32), 0) == 0:
+            return
+        query = tl.where(row_mask, query, num_tokens)  # as if it were not there
     first_key, window_first, end_key = token_spans(
         document_start_ptr, row, num_tokens, reach, window
     )
@@ -335,6 +343,7 @@ def short_forward(
     *,
     save: bool,
     chosen: Chosen | None = None,
+    into: ShortResults | None = None,
 ) -> ShortResults:
     """All branches of queries that select every block of their documents, and the gated sum.
 
@@ -347,6 +356,8 @@ def short_forward(
         reach: tokens of the longest document, at most n * l', or what `is_masked` takes.
         save: whether the branches' own outputs are wanted, for the backward.
         chosen: what is computed already.
+        into: results of others, where those of the first `reach` tokens of each document are
+            written. Without `chosen`.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
@@ -357,17 +368,23 @@ def short_forward(
     )
     batch, heads, tokens, _ = q.shape
     shape = (batch, tokens, heads, v.shape[3])
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    out = into.out if into else torch.empty(shape, dtype=q.dtype, device=q.device)
     stats: dict = {"dtype": torch.float32, "device": q.device}
-    if chosen is None:
+    if into is not None:
+        chosen = Chosen(None, into.compressed, into.compressed_lse)
+    elif chosen is None:
         by_head = torch.empty(shape[:3], **stats)
         if document_start is None:
             by_head = by_head.view(batch, heads, tokens)
         else:
             by_head = by_head.transpose(1, 2)
         chosen = Chosen(None, out.new_empty(shape if save else 0), by_head)
-    selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
-    lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
+    if into is None:
+        selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
+        lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
+    else:
+        selected, sliding = into.selected, into.sliding
+        lses = [into.selected_lse, into.sliding_lse]
     descs = [descriptor(x, tiles.block_n) for x in (k, v, wk, wv)]
     if any(x is None for x in descs):
         descs = [None] * len(descs)
@@ -379,7 +396,7 @@ def short_forward(
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
         base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        SHARED=own is None, SAVE=save, **slots(config), **plan.constants(),
+        SHARED=own is None, SAVE=save, EARLY=into is not None, **slots(config), **plan.constants(),
         **tiles.constants(),
     )  # fmt: skip
     return ShortResults(

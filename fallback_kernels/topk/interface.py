@@ -388,7 +388,8 @@ def _launch_select(
         "DEPTH": chunk.depth,
         "DOCUMENTS": query_positions.documents,
     }
+    queries = plan.queries_of_select(chunk.size) if query_positions.documents else 1
     options = {"num_warps": chunk.threads // 32, "maxnreg": 64}
-    topk_select_kernel[(chunk.size, plan.kv_heads, plan.batch)](
-        *arguments, **constants, BANDED=chunk.banded, FEW=chunk.few, **options
+    topk_select_kernel[(cdiv(chunk.size, queries), plan.kv_heads, plan.batch)](
+        *arguments, **constants, QUERIES=queries, BANDED=chunk.banded, FEW=chunk.few, **options
     )

@@ -259,17 +259,13 @@ def store_best_of_bands(
     store_flagged(bits >= low, block_ptr, scratch_ptr, THREADS, SPACE // THREADS)
 
 
-@triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
-def topk_select_kernel(
+@triton.jit
+def select_of_query(
     score_ptr,
     block_ptr,
     position_ptr,
     start_ptr,
-    position_stride_b,
-    start_stride_b,
-    first_query,
-    chunk_queries,
-    num_queries,
+    query,
     pitch,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -283,23 +279,18 @@ def topk_select_kernel(
     FEW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """One query and KV head: its top-k blocks lie between the initial and the local ones."""
+    """Writes the blocks of `query`, int64, of a KV head; pointers are to what query 0 has."""
     TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
-    query = tl.program_id(0)
-    batch = tl.program_id(2).to(tl.int64)
-    batch_head = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    token = first_query + query
-    row = (batch_head * chunk_queries + query).to(tl.int64)
-    score_ptr += row * pitch
+    score_ptr += query * pitch
     if FEW and BANDED and TOPK > 0:
         # Before it is known whether anybody wrote them: both loads wait for memory at once.
         band = tl.arange(0, THREADS * DEPTH // BAND)
         maxima = tl.load(score_ptr + THREADS * DEPTH + CANDIDATES + band)  # [bands]
-    own = tl.load(position_ptr + batch * position_stride_b + token).to(tl.int32) // SELECT
+    own = tl.load(position_ptr + query).to(tl.int32) // SELECT
     first = own * 0
     if DOCUMENTS:
-        first = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32) // SELECT
-    block_ptr += (batch_head.to(tl.int64) * num_queries + token) * NUM_SLOTS
+        first = tl.load(start_ptr + query).to(tl.int32) // SELECT
+    block_ptr += query * NUM_SLOTS
     slot = tl.arange(0, PADDED_SLOTS)
     if own - first < NUM_SLOTS:  # all candidates fit: nobody wrote scores
         block = tl.where(slot <= own - first, first + slot, -1)
@@ -346,3 +337,69 @@ def topk_select_kernel(
                     )  # fmt: skip
                 if not sure:
                     store_best(bits, score_ptr, block_ptr, TOPK, CANDIDATES, THREADS, DEPTH)
+
+
+@triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
+def topk_select_kernel(
+    score_ptr,
+    block_ptr,
+    position_ptr,
+    start_ptr,
+    position_stride_b,
+    start_stride_b,
+    first_query,
+    chunk_queries,
+    num_queries,
+    pitch,
+    QUERIES: tl.constexpr,
+    SELECT: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    THREADS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BANDED: tl.constexpr,
+    FEW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """QUERIES queries of a KV head, one after the other: top-k blocks lie between the initial and
+    the local ones.
+
+    Queries that see no more blocks than they take, as many do in packed rows, are written at once.
+    """
+    first_of_tile = tl.program_id(0).to(tl.int64) * QUERIES
+    batch = tl.program_id(2).to(tl.int64)
+    batch_head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    position_ptr += batch * position_stride_b + first_query
+    if DOCUMENTS:
+        start_ptr += batch * start_stride_b + first_query
+    score_ptr += batch_head * chunk_queries * pitch
+    block_ptr += (batch_head * num_queries + first_query) * NUM_SLOTS
+    if QUERIES == 1:
+        select_of_query(
+            score_ptr, block_ptr, position_ptr, start_ptr, first_of_tile, pitch,
+            SELECT, NUM_SLOTS, PADDED_SLOTS, INITIAL, LOCAL, CANDIDATES, THREADS, DEPTH,
+            BANDED, FEW, DOCUMENTS,
+        )  # fmt: skip
+    else:
+        query = first_of_tile + tl.arange(0, QUERIES)
+        exists = query < chunk_queries  # [QUERIES]
+        own = tl.load(position_ptr + query, mask=exists, other=0).to(tl.int32) // SELECT
+        first = own * 0
+        if DOCUMENTS:
+            first = tl.load(start_ptr + query, mask=exists, other=0).to(tl.int32) // SELECT
+        if tl.max(own - first, 0) < NUM_SLOTS:
+            slot = tl.arange(0, PADDED_SLOTS)[None, :]
+            block = first[:, None] + slot  # [QUERIES, PADDED_SLOTS]
+            block = tl.where(block <= own[:, None], block, -1)
+            pointer = block_ptr + query[:, None] * NUM_SLOTS + slot
+            tl.store(pointer, block, mask=exists[:, None] & (slot < NUM_SLOTS))
+            return
+        for i in tl.range(tl.minimum(chunk_queries - first_of_tile, QUERIES), num_stages=1):
+            select_of_query(
+                score_ptr, block_ptr, position_ptr, start_ptr, first_of_tile + i, pitch,
+                SELECT, NUM_SLOTS, PADDED_SLOTS, INITIAL, LOCAL, CANDIDATES, THREADS, DEPTH,
+                BANDED, FEW, DOCUMENTS,
+            )  # fmt: skip

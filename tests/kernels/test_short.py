@@ -444,17 +444,23 @@ def test_documents_masked_by_a_choice(own: bool, monkeypatch: pytest.MonkeyPatch
 def test_short_documents_beside_long_ones(
     documents: tuple[int, ...], group: int, own: bool, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each document's gradients come from the kernels of its length, into the same memory."""
-    monkeypatch.setattr(interface, "is_masked_backward", lambda *_: False)  # of short rows
+    """Results of each document's first queries, and gradients of each, come from their kernels."""
+    monkeypatch.setattr(interface, "is_masked_backward", lambda *_: False)  # of short rows alone
     monkeypatch.setattr(interface, "_is_one_step", lambda *_: batch == 2)
     monkeypatch.setattr(interface, "_is_held", lambda _: False)
+    monkeypatch.setattr(schedule, "is_masked", lambda *_: False)
     ran = []
-    each = schedule.overwrite_gradients
-    monkeypatch.setattr(
-        schedule, "overwrite_gradients", lambda *call: ran.append(call[7]) or each(*call)
-    )
+    for name, index in (("short_forward", 5), ("overwrite_gradients", 7)):
+        each = getattr(schedule, name)
+        monkeypatch.setattr(
+            schedule,
+            name,
+            lambda *call, each=each, index=index, **options: (
+                ran.append(call[index]) or each(*call, **options)
+            ),
+        )
     check_core(Case(documents, group=group, own=own, batch=batch, config=CHOSEN))
-    assert ran == [192]
+    assert ran == [96, 192]
 
 
 @triton.jit

@@ -240,11 +240,20 @@ def test_offsets_of_batch_rows_differ() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("together", [False, True], ids=["", "queries together"])
 @pytest.mark.parametrize(
     ("config", "past", "num_queries"), [(SMALL, 108, 38), (SMALL, 205, 6), (DENSE, 205, 6)]
 )
-def test_documents(config: NSAConfig, past: int, num_queries: int) -> None:
+def test_documents(
+    config: NSAConfig,
+    past: int,
+    num_queries: int,
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Over the ends of documents, and where the second one is long enough to choose from."""
+    if together:
+        monkeypatch.setattr(topk_config, "SELECT_MANY_ROWS", 1)
     check(Case(config=config, num_queries=num_queries, past=past, batch=2, documents=True))
 
 
@@ -372,15 +381,25 @@ def blocks_of_row(
 @kernels
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("width", "num_slots"), [(512, 16), (1024, 4), (2048, 16)])
-@pytest.mark.parametrize("num_queries", [1, 7])
+@pytest.mark.parametrize("num_queries", [1, 7, 19])
 def test_rows_leave_one_another_alone(
-    width: int, num_slots: int, num_queries: int, documents: bool
+    width: int,
+    num_slots: int,
+    num_queries: int,
+    documents: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows that are searched, not searched and without scores, of two heads and batch rows."""
+    """Rows that are searched, not searched and without scores, of two heads and batch rows.
+
+    Of documents a CTA takes several, and of its second one none has scores.
+    """
+    monkeypatch.setattr(topk_config, "SELECT_MANY_ROWS", 1)
     plan = topk_config.TopkPlan(2, 2, 2, num_queries + 1, 128, width, num_slots, 64, 2, sm90=True)
     chunk = topk_config.QueryChunk(1, num_queries, width, plan.candidates, sm90=True)
     own = torch.randint(width, (2, num_queries + 1))
     own[:, 1::3] = torch.randint(2 * num_slots, own[:, 1::3].shape)
+    second = slice(1 + topk_config.SELECT_QUERIES, 1 + 2 * topk_config.SELECT_QUERIES)
+    own[:, second] = torch.randint(num_slots, own[:, second].shape)
     first = (torch.rand(own.shape) * own).long() if documents else torch.zeros_like(own)
     rows, want = [], []
     for batch in range(2):
