@@ -18,16 +18,16 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.documents import is_long
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import load_tile, store_tile
 from nsa_flex.fallback_kernels.short.bwd_dq import COMPRESSED, FAR, NEAR, UNSELECTED, WORDS
 from nsa_flex.fallback_kernels.short.config import plan_of
-from nsa_flex.fallback_kernels.short.spans import block_span, ends_of_documents, token_spans
+from nsa_flex.fallback_kernels.short.spans import ends_of_documents, rows_of_keys
 from nsa_flex.fallback_kernels.sliding.config import stats_descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile, load_stats
 
-MAX_CHUNK = 2048  # tokens whose documents are looked at together
+CHUNK = 64  # blocks whose documents are looked at together
 
 
 class ShortStats(NamedTuple):
@@ -49,35 +49,6 @@ def load_short_stats(stats, b, row, first, num_tokens, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def is_seen_whole(
-    document_start_ptr, first_end, first, first_key, last_key, is_compressed, num_tokens, reach,
-    window,
-    IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Whether all queries [first, first + BLOCK_M) see all keys of a tile, in its span.
-
-    Queries past the last one count as if they were there: what is added of them is 0. first_end:
-    of the document that the tile's first key lies in.
-    """
-    last = first + BLOCK_M - 1
-    lowest = tl.maximum(last + 1 - reach, 0)
-    same_document = True
-    if document_start_ptr is not None:
-        same_document = tl.minimum(last, num_tokens - 1) < first_end
-    # One past the last key that the first query sees.
-    if IS_NEAR:
-        end = first + 1
-        lowest = tl.maximum(lowest, last + 1 - window)
-    else:
-        end = first + 1 - window if HAS_NEAR else first + 1
-        complete = tl.maximum(first + 1 - COMPRESS + STRIDE, 0) // STRIDE
-        end = tl.where(is_compressed, complete, end)
-        lowest = tl.where(is_compressed, lowest // STRIDE, lowest)
-    return same_document & (lowest <= first_key) & (end > last_key)
-
-
-@triton.jit
 def _tiles_before(end, begin, tiles, BLOCK_M: tl.constexpr):
     """How many of `tiles` tiles of queries, the first at `begin`, lie before `end` as a whole."""
     return tl.minimum(tl.maximum(end - begin, 0) // BLOCK_M, tiles)
@@ -85,23 +56,25 @@ def _tiles_before(end, begin, tiles, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _add_queries(
-    grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-    document_start_ptr, first_end, begin, tiles, first_head, heads, span, num_blocks, reach,
-    window, scale_log2,
-    IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, MASKED: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, ONE_DOCUMENT: tl.constexpr,
+    grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
+    begin, tiles, first_head, heads, span, scale_log2,
+    IS_NEAR: tl.constexpr, MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK / scale [BLOCK_N, BLOCK_D] and dV with what `tiles` of queries of each head add.
 
-    IS_NEAR: they have the keys in their window; else `span` is FAR or COMPRESSED. MASKED: token
-    keys of `block` are for those queries alone that chose it. ONE_DOCUMENT: token keys are of one,
-    which ends at `first_end`.
+    low, high: of `rows_of_keys`, for the keys that exist [BLOCK_N]. IS_NEAR: they have the keys in
+    their window; else `span` is FAR or COMPRESSED. MASKED: token keys of `block` are for those
+    queries alone that chose it.
     """
     b, num_tokens, query_heads = queries.b, queries.num_tokens, stats.query_heads
-    is_compressed = span == COMPRESSED
+    # All queries of [whole_begin, whole_end) see all keys; those past the last one may, too: what
+    # is added of them is 0.
+    whole_begin = tl.max(tl.where(exists, low, 0), 0)
+    whole_end = tl.min(tl.where(exists, high, num_tokens), 0)
+    whole_end = tl.where(whole_end == num_tokens, num_tokens + BLOCK_M, whole_end)
     # The first iteration's loads are prepared even where there is none: dividing by 0 there would
     # let the compiler assume that there is one, and start them.
     per_head = tl.maximum(tiles, 1)
@@ -138,35 +111,9 @@ def _add_queries(
         p = tl.exp2(logits * scale_log2 - lse_log2[None, :])
         weights = p * gate[None, :]
         grad_logits = p * (gate[None, :] * grad_p - delta[None, :])
-        first_key = tl.min(column, 0)
-        whole = is_seen_whole(
-            document_start_ptr, first_end, first, first_key, first_key + BLOCK_N - 1,
-            is_compressed, num_tokens, reach, window, IS_NEAR, HAS_NEAR, COMPRESS, STRIDE, BLOCK_M,
-        )  # fmt: skip
-        if not whole:
+        if (first < whole_begin) | (first + BLOCK_M > whole_end):
             row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-            # Of token keys in one document, those of its queries are the rest of it: no load.
-            begin_key, window_first, end_key = token_spans(
-                None if ONE_DOCUMENT else document_start_ptr, row, num_tokens, reach, window
-            )
-            if ONE_DOCUMENT:
-                end_key = tl.where(row < first_end, end_key, 0)
-                window_end = tl.where(row < first_end, window_first, 0)
-            else:
-                window_end = window_first
-            if IS_NEAR:
-                begin_key = window_first
-            else:
-                if HAS_NEAR:
-                    end_key = window_end
-                if is_compressed:
-                    own_first, _, _ = token_spans(
-                        document_start_ptr, row, num_tokens, reach, window
-                    )
-                    begin_key, end_key = block_span(
-                        own_first, row, num_tokens, num_blocks, COMPRESS, STRIDE
-                    )
-            seen = (column[:, None] >= begin_key[None, :]) & (column[:, None] < end_key[None, :])
+            seen = (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None])
             # What others see may be large, and of other documents' rows nothing may be known.
             weights = tl.where(seen, weights, 0.0)
             grad_logits = tl.where(seen, grad_logits, 0.0)
@@ -224,9 +171,9 @@ def short_bwd_dkdv_kernel(
     key = column.to(tl.int64)
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
+    exists = column < num_keys  # [BLOCK_N]
+    token = column * tokens_per_key
     if SOME:
-        token = column * tokens_per_key
-        exists = token < num_tokens
         start = tl.load(document_start_ptr + token, mask=exists, other=0)
         exists = exists & (is_long(document_start_ptr, start, reach, num_tokens) == 0)
         if tl.max(exists.to(tl.int32), 0) == 0:
@@ -245,9 +192,8 @@ def short_bwd_dkdv_kernel(
     # The queries that may see these keys: of documents that have begun where the last key is.
     first_token = tile * BLOCK_N * tokens_per_key
     last_token = first_token + BLOCK_N * tokens_per_key - 1
-    first_end, end = ends_of_documents(
-        document_start_ptr, first_token, last_token, reach, num_tokens, CHUNK
-    )
+    ends = ends_of_documents(document_start_ptr, token, reach, num_tokens, SELECT, CHUNK)
+    end = tl.minimum(tl.max(tl.where(exists, ends, 0), 0), last_token + reach)
     near_begin = first_token // BLOCK_M * BLOCK_M
     near_tiles, far_begin = 0, near_begin
     if HAS_NEAR:
@@ -266,8 +212,6 @@ def short_bwd_dkdv_kernel(
         own_first = tl.load(document_start_ptr + tl.minimum(first_token, num_tokens - 1))
     # The block of the document that the tile's keys lie in, where MASKED.
     block = tl.minimum((first_token - own_first) // SELECT, 63)
-    # A tile in one block is in one document.
-    ONE_DOCUMENT: tl.constexpr = SELECT % BLOCK_N == 0
     first_head = (kv_head * splits + split) * heads_per_cta
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -283,38 +227,36 @@ def short_bwd_dkdv_kernel(
     else:
         near_early, far_early = near_tiles, far_tiles
     if HAS_NEAR:
+        low, high = rows_of_keys(
+            column, ends, is_compressed, reach, window, True, HAS_NEAR, COMPRESS, STRIDE
+        )
         grad_k, grad_v = _add_queries(
-            grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-            document_start_ptr, first_end, near_begin, near_early, first_head, heads_per_cta, NEAR,
-            num_blocks, reach, window, scale_log2, True, HAS_NEAR, False, COMPRESS, STRIDE,
-            ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
-            STAGES, PRECISION,
+            grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
+            near_begin, near_early, first_head, heads_per_cta, NEAR, scale_log2, True, False,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
         )  # fmt: skip
         if MASKED:
             grad_k, grad_v = _add_queries(
-                grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-                document_start_ptr, first_end, near_begin + near_early * BLOCK_M,
-                near_tiles - near_early, first_head, heads_per_cta, NEAR,
-                num_blocks, reach, window, scale_log2, True, HAS_NEAR, True, COMPRESS, STRIDE,
-                ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
-                STAGES, PRECISION,
+                grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
+                near_begin + near_early * BLOCK_M, near_tiles - near_early,
+                first_head, heads_per_cta, NEAR, scale_log2, True, True,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
             )  # fmt: skip
     if HAS_FAR:
+        low, high = rows_of_keys(
+            column, ends, is_compressed, reach, window, False, HAS_NEAR, COMPRESS, STRIDE
+        )
         grad_k, grad_v = _add_queries(
-            grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-            document_start_ptr, first_end, far_begin, far_early, first_head, heads_per_cta, span,
-            num_blocks, reach, window, scale_log2, False, HAS_NEAR, False, COMPRESS, STRIDE,
-            ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
-            STAGES, PRECISION,
+            grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
+            far_begin, far_early, first_head, heads_per_cta, span, scale_log2, False, False,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
         )  # fmt: skip
         if MASKED:
             grad_k, grad_v = _add_queries(
-                grad_k, grad_v, k, v, column, queries, grad_outs, stats, block,
-                document_start_ptr, first_end, far_begin + far_early * BLOCK_M,
-                far_tiles - far_early, first_head, heads_per_cta, FAR,
-                num_blocks, reach, window, scale_log2, False, HAS_NEAR, True, COMPRESS, STRIDE,
-                ONE_DOCUMENT, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, BLOCK_N,
-                STAGES, PRECISION,
+                grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
+                far_begin + far_early * BLOCK_M, far_tiles - far_early,
+                first_head, heads_per_cta, FAR, scale_log2, False, True,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
             )  # fmt: skip
 
     grad_k *= scale
@@ -380,7 +322,7 @@ def key_gradients(
         reach, min(config.window_size, tokens), config.num_selected_tokens,
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        HAS_NEAR=near, HAS_FAR=far, CHUNK=min(next_power_of_2(reach), MAX_CHUNK), MASKED=masked,
+        HAS_NEAR=near, HAS_FAR=far, CHUNK=CHUNK, MASKED=masked,
         SELECT=config.select_block_size, INITIAL=config.num_initial_blocks,
         LOCAL=config.num_local_blocks, SOME=into is not None,
         **plan.constants(), **plan.bwd_dkdv.constants(),

@@ -37,24 +37,42 @@ def block_span(first, row, num_tokens, num_blocks, COMPRESS: tl.constexpr, STRID
 
 
 @triton.jit
-def ends_of_documents(document_start_ptr, first, last, reach, num_tokens, CHUNK: tl.constexpr):
-    """One past the last token of the document that `first` lies in, and of that of `last`.
+def ends_of_documents(
+    document_start_ptr, token, reach, num_tokens, SELECT: tl.constexpr, CHUNK: tl.constexpr
+):
+    """One past the last token of the document that each of `token` [BLOCK_N], ascending, lies in.
 
-    At most `reach` tokens behind each of them, and in the row; with one document, the latter both.
+    At most `num_tokens`; ends more than `reach` behind the last token may be taken for that.
+    Documents start with a block of SELECT tokens.
     """
-    last = tl.minimum(last, num_tokens)
-    if document_start_ptr is None:
-        first_end = tl.maximum(tl.minimum(last + reach, num_tokens), first)
-        last_end = first_end
+    ends = tl.zeros_like(token) + num_tokens
+    if document_start_ptr is not None:
+        first_block = tl.min(token, 0) // SELECT + 1
+        last_block = tl.minimum(tl.max(token, 0) + reach, num_tokens - 1) // SELECT
+        for chunk in range(first_block, last_block + 1, CHUNK):
+            start = (chunk + tl.arange(0, CHUNK)) * SELECT  # [CHUNK]
+            found = tl.load(document_start_ptr + start, mask=start < num_tokens, other=-1)
+            start = tl.where(found == start, start, num_tokens)
+            later = tl.where(start[None, :] > token[:, None], start[None, :], num_tokens)
+            ends = tl.minimum(ends, tl.min(later, 1))  # [BLOCK_N, CHUNK]
+    return ends
+
+
+@triton.jit
+def rows_of_keys(
+    key, ends, is_compressed, reach, window,
+    IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """First query that sees each key of a span, and one past the last, [BLOCK_N] each.
+
+    The same pairs as of `token_spans` and `block_span`, looked at from the keys. ends: of
+    `ends_of_documents`. IS_NEAR: they see it in their window; else far from it, if there is a
+    window with the same keys (HAS_NEAR), or at any distance.
+    """
+    if IS_NEAR:
+        low, high = key, tl.minimum(key + window, key + reach)
     else:
-        first_end, last_end = first, last
-        for chunk in range(0, reach, CHUNK):
-            token = first + chunk + tl.arange(0, CHUNK)
-            mask = (token < first + reach) & (token < num_tokens)
-            start = tl.load(document_start_ptr + token, mask=mask, other=2147483647)
-            first_end += tl.sum((start <= first).to(tl.int32), 0)
-            token += last - first
-            mask = (token < last + reach) & (token < num_tokens)
-            start = tl.load(document_start_ptr + token, mask=mask, other=2147483647)
-            last_end += tl.sum((start <= last).to(tl.int32), 0)
-    return first_end, last_end
+        low = key + window if HAS_NEAR else key
+        low = tl.where(is_compressed, key * STRIDE + COMPRESS - 1, low)
+        high = tl.where(is_compressed, (key + 1) * STRIDE + reach - 1, key + reach)
+    return low, tl.minimum(high, ends)
