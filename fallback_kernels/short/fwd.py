@@ -136,16 +136,22 @@ def _normalise(acc, row_max, row_sum):
 
 
 @triton.jit
+def _gates(gate_ptr, query, num_tokens):
+    """A branch's gates in float32 [BLOCK_M, 1]; 0 past the queries."""
+    return tl.load(gate_ptr, mask=query < num_tokens, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
 def _add_gated(
     out_ptr, branch, gate_ptr, query, row_stride, num_tokens,
     FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds a branch times its gate to the output, FIRST: to nothing.
 
-    The sum waits in memory: in registers, a second accumulator would spill in the loops.
+    The sum waits in memory: in registers, a second accumulator would spill in the loops. Branches
+    that are saved wait there themselves, and are summed at the end.
     """
-    gate = tl.load(gate_ptr, mask=query < num_tokens, other=0.0).to(tl.float32)  # [BLOCK_M]
-    total = branch * gate[:, None]  # [BLOCK_M, BLOCK_DV]
+    total = branch * _gates(gate_ptr, query, num_tokens)  # [BLOCK_M, BLOCK_DV]
     if not FIRST:
         tl.debug_barrier()  # other threads of the CTA may have stored what this one loads
         total += load_tile(out_ptr, query, row_stride, num_tokens, True, DIM, BLOCK).to(tl.float32)
@@ -262,7 +268,10 @@ def short_fwd_kernel(
                 compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
                 VALUE_DIM, BLOCK_DV,
             )  # fmt: skip
-    _add_gated(out_ptr, branch, gate_ptr, query, row_stride, num_tokens, True, VALUE_DIM, BLOCK_DV)
+    if not SAVE:
+        _add_gated(
+            out_ptr, branch, gate_ptr, query, row_stride, num_tokens, True, VALUE_DIM, BLOCK_DV
+        )
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -287,10 +296,11 @@ def short_fwd_kernel(
             sliding_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
             VALUE_DIM, BLOCK_DV,
         )  # fmt: skip
-    _add_gated(
-        out_ptr, branch, gate_ptr + 2 * gate_stride_c, query, row_stride, num_tokens,
-        False, VALUE_DIM, BLOCK_DV,
-    )  # fmt: skip
+    else:
+        _add_gated(
+            out_ptr, branch, gate_ptr + 2 * gate_stride_c, query, row_stride, num_tokens,
+            False, VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
 
     far_end = window_first if SHARED else end_key
     if not SHARED or blocks_ptr is not None:
@@ -307,10 +317,24 @@ def short_fwd_kernel(
             selected_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
             VALUE_DIM, BLOCK_DV,
         )  # fmt: skip
-    _add_gated(
-        out_ptr, branch, gate_ptr + gate_stride_c, query, row_stride, num_tokens,
-        False, VALUE_DIM, BLOCK_DV,
-    )  # fmt: skip
+        total = branch * _gates(gate_ptr + gate_stride_c, query, num_tokens)
+        tl.debug_barrier()  # other threads of the CTA may have stored what this one loads
+        branch = load_tile(
+            compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, True,
+            VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
+        total += branch.to(tl.float32) * _gates(gate_ptr, query, num_tokens)
+        branch = load_tile(
+            sliding_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, True,
+            VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
+        total += branch.to(tl.float32) * _gates(gate_ptr + 2 * gate_stride_c, query, num_tokens)
+        store_tile(out_ptr, query, row_stride, num_tokens, total, VALUE_DIM, BLOCK_DV)
+    else:
+        _add_gated(
+            out_ptr, branch, gate_ptr + gate_stride_c, query, row_stride, num_tokens,
+            False, VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
 
 
 class Chosen(NamedTuple):
