@@ -40,6 +40,14 @@ class ShortStats(NamedTuple):
     stride_h: Any
 
 
+class Some(NamedTuple):
+    """Documents of packed rows by their tokens, and memory of what their keys get."""
+
+    grads: list[Tensor]  # contiguous, as `key_gradients` returns them
+    least: int  # documents of more tokens than that
+    most: int  # and of no more than that
+
+
 @triton.jit
 def load_short_stats(stats, b, row, first, num_tokens, BLOCK_M: tl.constexpr):
     """One of a span's three numbers [BLOCK_M] for the tokens from `first` on; 0 past the last."""
@@ -124,7 +132,11 @@ def _add_queries(
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window", "compressed_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles", "least", "most",
+    ]
+)  # fmt: skip
 def short_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, grad_out_ptr, stats_ptr,
     query_desc, grad_out_desc, stats_desc,
@@ -134,7 +146,7 @@ def short_bwd_dkdv_kernel(
     cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
     stats_stride_b, stats_stride_h,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
-    reach, window, choice, scale, scale_log2,
+    reach, window, choice, least, most, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
     CHUNK: tl.constexpr, MASKED: tl.constexpr, SELECT: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, SOME: tl.constexpr,
@@ -147,8 +159,7 @@ def short_bwd_dkdv_kernel(
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
     document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
     MASKED: queries chose blocks, `choice` tokens, and `stats_ptr` says which. SOME: of keys of
-    documents of up to `reach` tokens alone, others' results stay as they are; a tile of tokens is
-    of one document.
+    documents of more than `least` tokens and up to `most` alone, others' results stay as they are.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
@@ -175,7 +186,8 @@ def short_bwd_dkdv_kernel(
     token = column * tokens_per_key
     if SOME:
         start = tl.load(document_start_ptr + token, mask=exists, other=0)
-        exists = exists & (is_long(document_start_ptr, start, reach, num_tokens) == 0)
+        exists = exists & is_long(document_start_ptr, start, least, num_tokens)
+        exists = exists & (is_long(document_start_ptr, start, most, num_tokens) == 0)
         if tl.max(exists.to(tl.int32), 0) == 0:
             return
         key = tl.where(exists, key, num_keys)  # as if it were not there
@@ -271,6 +283,11 @@ def short_bwd_dkdv_kernel(
     store_tile(grad_v_base, key, kv_heads * VALUE_DIM, num_keys, grad_v, VALUE_DIM, BLOCK_DV)
 
 
+def has_one_split(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether one CTA a tile of keys takes all heads of the group: there are enough of them."""
+    return plan_of(query, key, value).head_splits == 1
+
+
 def key_gradients(
     grad: Tensor,
     query: Tensor,
@@ -285,7 +302,7 @@ def key_gradients(
     near: bool,
     far: bool,
     masked: bool = False,
-    into: list[Tensor] | None = None,
+    some: Some | None = None,
 ) -> list[Tensor]:
     """dK and dV (B, S, Hkv, D), then those of the compressed keys (B, N, Hkv, D) if given.
 
@@ -294,19 +311,22 @@ def key_gradients(
         keys: key and value of the selected branch (`far`), of the window (`near`), or of both.
         stats: of `query_gradients`.
         masked: whether that was given blocks that queries chose.
-        into: contiguous memory of the results, for keys of documents of up to `reach` tokens
-            alone.
+        some: documents whose keys alone have results, and where these go.
     """
     plan = plan_of(query, *keys)
     q, do, k, v, ck, cv = (rows_contiguous(x) for x in (query, grad, *keys, *(compressed or keys)))
     batch, heads, tokens, _ = q.shape
     kv_heads, num_blocks = k.shape[1], ck.shape[2]
-    splits = plan.head_splits if into is None else 1
+    splits = plan.head_splits if some is None else 1
     options: dict = {"dtype": torch.float32 if splits > 1 else q.dtype, "device": q.device}
     shapes = [(tokens, kv_heads, x.shape[3]) for x in (k, v)]
     if compressed is not None:
         shapes += [(num_blocks, kv_heads, x.shape[3]) for x in (ck, cv)]
-    grads = into or [torch.empty((splits, batch, *shape), **options) for shape in shapes]
+    if some is None:
+        grads = [torch.empty((splits, batch, *shape), **options) for shape in shapes]
+        least, most = 0, tokens
+    else:
+        grads, least, most = some
     block_n = plan.bwd_dkdv.block_n
     compressed_tiles = 0 if compressed is None else cdiv(num_blocks, block_n)
     grid = (compressed_tiles + cdiv(tokens, block_n), kv_heads * splits, batch)
@@ -319,14 +339,14 @@ def key_gradients(
         *descs, *grads, *(() if compressed else grads),
         *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
-        reach, min(config.window_size, tokens), config.num_selected_tokens,
+        reach, min(config.window_size, tokens), config.num_selected_tokens, least, most,
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         HAS_NEAR=near, HAS_FAR=far, CHUNK=CHUNK, MASKED=masked,
         SELECT=config.select_block_size, INITIAL=config.num_initial_blocks,
-        LOCAL=config.num_local_blocks, SOME=into is not None,
+        LOCAL=config.num_local_blocks, SOME=some is not None,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
-    if into is not None:
-        return into
+    if some is not None:
+        return grads
     return [x.sum(0).to(q.dtype) if splits > 1 else x[0] for x in grads]

@@ -33,6 +33,7 @@ from nsa_flex.fallback_kernels.fused import interface, schedule
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
 from nsa_flex.fallback_kernels.short import config as short_config
+from nsa_flex.fallback_kernels.short import core
 from nsa_flex.fallback_kernels.short.chosen import (
     chosen_words,
     has_block,
@@ -427,18 +428,36 @@ def test_masked_rows_of_other_shapes(
 
 
 @kernels
+@pytest.mark.parametrize("splits", [False, True], ids=["", "heads apart"])
 @pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
-def test_documents_masked_by_a_choice(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told of none longer than twice a choice, a packed row is attended by document."""
+def test_documents_masked_by_a_choice(
+    own: bool, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told of none longer than twice a choice, a packed row is attended by document.
+
+    Where heads are not apart, keys of documents that chose all have a kernel of their own.
+    """
     only_masked(monkeypatch)
+    monkeypatch.setattr(ranges_config, "MIN_CTAS", 2**20 if splits else 1)
+    ranges_config._plan.cache_clear()
+    ran = []
+    each = core.key_gradients
+    monkeypatch.setattr(
+        core,
+        "key_gradients",
+        lambda *call, **options: ran.append(options) or each(*call, **options),
+    )
     documents = (120, 1, 33) if own else (31, 190, 5, 97)
-    check_core(Case(documents, group=2 - own, own=own, config=CHOSEN), 190)
+    check_core(Case(documents, group=2, own=own, config=CHOSEN), 190)
+    ranges_config._plan.cache_clear()
+    found = [options["masked"] for options in ran if options["far"]]
+    assert found == ([True] if splits else [False, True])
 
 
 @kernels
 @pytest.mark.parametrize(
     ("documents", "group", "own", "batch"),
-    [((33, 230, 70), 2, False, 1), ((193, 1, 100), 1, True, 1), ((40, 95), 3, False, 2)],
+    [((33, 230, 130), 2, False, 1), ((193, 1, 100), 1, True, 1), ((40, 95), 3, False, 2)],
     ids=["", "own keys", "no long one"],
 )
 def test_short_documents_beside_long_ones(
