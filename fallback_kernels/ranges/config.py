@@ -21,6 +21,7 @@ class Tiles:
     block_n: int
     warps: int
     stages: int
+    registers: int | None = None  # that a thread may have; None: as many as it wants
 
     def constants(self) -> dict[str, Any]:
         """Keyword arguments of a launch."""
@@ -30,6 +31,7 @@ class Tiles:
             "STAGES": self.stages,
             "num_warps": self.warps,
             "num_stages": self.stages,
+            "maxnreg": self.registers,
         }
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
-from nsa_flex.fallback_kernels.ranges.config import RangesPlan
-from nsa_flex.fallback_kernels.short.config import plan_of
+from nsa_flex.fallback_kernels.short.config import chosen_tiles, plan_of
 
 WORDS = 2
 BITS = 32
@@ -41,7 +40,7 @@ def is_masked(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, long
     longest: tokens of the longest document, S at most.
     """
     batch, heads, tokens, _ = query.shape
-    tiles = RangesPlan.of(query, key, value).fwd
+    tiles = chosen_tiles(query, key, value)
     group = heads // key.shape[1]
     beats_unions = (
         batch * heads * cdiv(tokens, tiles.block_m) <= MOST_TILES

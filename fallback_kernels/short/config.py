@@ -12,10 +12,10 @@ from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, shared_bytes
 
 # As measured on an H100, whose tiles of queries and keys come by TMA.
-# Up to D 64, of many CTAs; else those of range attention. The forward's, where queries see all
-# blocks: with a choice it holds two sums of values.
-FWD = Tiles(128, 64, 4, 2)
-BWD_DQ = Tiles(64, 32, 4, 3)
+# Up to D 64; else those of range attention. With fewer registers three and four CTAs fit on an SM.
+FWD = Tiles(128, 64, 4, 2)  # of many CTAs, where queries see all blocks
+FWD_CHOSEN = Tiles(64, 64, 4, 3, registers=168)  # with a choice there are two sums of values
+BWD_DQ = Tiles(64, 32, 4, 3, registers=128)  # of many CTAs
 BWD_DKDV = Tiles(64, 64, 4, 2)
 MANY_CTAS = 1024
 NARROW = 64
@@ -28,6 +28,17 @@ def plan_of(query: Tensor, key: Tensor, value: Tensor) -> RangesPlan:
     many = batch * heads * cdiv(tokens, BWD_DQ.block_m) >= MANY_CTAS
     plan = RangesPlan.of(query, key, value)
     return _with_tiles(plan, query.element_size(), many, shared_memory_bytes(query.device))
+
+
+def chosen_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
+    """Tiles of the forward of a call of short rows whose queries chose blocks."""
+    plan = RangesPlan.of(query, key, value)
+    widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
+    itemsize, bytes_given = query.element_size(), shared_memory_bytes(query.device)
+    is_narrow = itemsize < 4 and max(widths) <= NARROW
+    if is_narrow and _fits(FWD_CHOSEN, widths, itemsize, "queries", bytes_given):
+        return FWD_CHOSEN
+    return plan.fwd
 
 
 @lru_cache(maxsize=256)

@@ -24,10 +24,9 @@ from nsa_flex.fallback_kernels.common.softmax import (
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.common.tma import descriptor
-from nsa_flex.fallback_kernels.ranges.config import RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
 from nsa_flex.fallback_kernels.short.chosen import chosen_words, has_block, slots
-from nsa_flex.fallback_kernels.short.config import plan_of
+from nsa_flex.fallback_kernels.short.config import chosen_tiles, plan_of
 from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile
 
@@ -385,7 +384,7 @@ def short_forward(
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
-    tiles = plan.fwd if chosen is None else RangesPlan.of(query, key, value).fwd
+    tiles = plan.fwd if chosen is None else chosen_tiles(query, key, value)
     q, k, v, wk, wv, ck, cv = (
         rows_contiguous(x)
         for x in (query, key, value, *(own or (key, value)), compressed_key, compressed_value)
