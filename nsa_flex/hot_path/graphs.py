@@ -1,7 +1,8 @@
 """Graph breaks, graph counts and recompiles of torch.compile.
 
 The compiler is reset before and after each question, since torch remembers shapes that it has
-seen: code compiled earlier in the process compiles again at its next call.
+seen: code compiled earlier in the process compiles again at its next call. Graphs are counted
+without what torch's caches have on disk.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nsa_flex.hot_path.findings import (
 from nsa_flex.hot_path.torch_internals import (
     TorchDynamoException,
     fresh_compiler,
+    graphs_from_no_file,
     lookup_backend,
     optimize,
 )
@@ -94,7 +96,8 @@ def count_graphs(
     """
     fn = _forward_of(fn)
     watcher = _Watcher(backend)
-    with fresh_compiler() as reasons:
+    # Graphs that an earlier process left behind bring guards of their own.
+    with graphs_from_no_file(), fresh_compiler() as reasons:
         compiled = optimize(fn, watcher, watcher.guard_failed, dynamic)
         for each in inputs:
             compiled(**each) if isinstance(each, Mapping) else compiled(*each)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._inductor.config
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters, graph_break_reasons
@@ -25,6 +26,7 @@ __all__ = [
     "custom_op_kernel",
     "fresh_cache",
     "fresh_compiler",
+    "graphs_from_no_file",
     "is_being_compiled",
     "lookup_backend",
     "optimize",
@@ -33,6 +35,11 @@ __all__ = [
 _TORCH_NAMESPACES = {"aten", "prim", "prims", "inductor", "quantized", "c10d", "_c10d_functional"}
 # The limit that makes torch give up and run eagerly would hide the recompiles that are counted.
 _NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+
+
+def graphs_from_no_file() -> contextlib.AbstractContextManager[Any]:
+    """Within it, torch compiles graphs anew that its caches on disk have, and stores none."""
+    return torch._inductor.config.patch(force_disable_caches=True)
 
 
 def backward_node_name() -> str | None:

@@ -566,6 +566,29 @@ def test_graph_count_has_no_limit():
     assert count_graphs(lambda x: x.sin(), inputs, dynamic=False).graphs == 22
 
 
+def test_graphs_on_disk_do_not_count():
+    """Their guards would: those of the call that left them behind."""
+    counters = torch._dynamo.utils.counters
+
+    def hits() -> int:
+        return sum(counters["aot_autograd"][f"autograd_cache_{x}"] for x in ("hit", "saved"))
+
+    def fn(x):
+        return x.sin() + 4.25
+
+    def compiled_twice() -> None:
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch.compile(fn)(torch.ones(5))
+
+    before = hits()
+    count_graphs(fn, [(torch.ones(5),)], backend="inductor")
+    count_graphs(fn, [(torch.ones(5),)], backend="inductor")
+    assert hits() == before
+    compiled_twice()
+    assert hits() > before
+
+
 def test_recompile_by_dtype_and_by_keyword():
     inputs = [{"x": torch.ones(4), "flag": 1}, {"x": torch.ones(4).double(), "flag": 1}]
     report = count_graphs(lambda x, flag: x + flag, inputs)
