@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
 from nsa_flex.fallback_kernels.common.documents import is_long
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
@@ -349,4 +350,5 @@ def key_gradients(
     )  # fmt: skip
     if some is not None:
         return grads
-    return [x.sum(0).to(q.dtype) if splits > 1 else x[0] for x in grads]
+    shares = [Splits(*grads[i : i + 2]) for i in range(0, len(grads), 2)]
+    return add_splits(shares[0], q.dtype, *shares[1:])

@@ -1,5 +1,7 @@
 """The core where every query selects every block of its document: three launches in all.
 
+In small calls a fourth adds up what the query heads of a group have each computed of dK and dV.
+
 No block is scored or chosen: the selected branch is causal attention within the document.
 """
 
