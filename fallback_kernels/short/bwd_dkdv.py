@@ -229,6 +229,8 @@ def short_bwd_dkdv_kernel(
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     span = tl.where(is_compressed, COMPRESSED, FAR)
+    # Queries that certainly chose the tile's block first, without looking; then the others.
+    PASSES: tl.constexpr = 2 if MASKED else 1
     if MASKED:
         # Early queries of a document chose all its blocks, all queries its first ones, and those
         # near enough the tile's block that one. Compressed keys are nobody's choice.
@@ -243,34 +245,27 @@ def short_bwd_dkdv_kernel(
         low, high = rows_of_keys(
             column, ends, is_compressed, reach, window, True, HAS_NEAR, COMPRESS, STRIDE
         )
-        grad_k, grad_v = _add_queries(
-            grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
-            near_begin, near_early, first_head, heads_per_cta, NEAR, scale_log2, True, False,
-            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
-        )  # fmt: skip
-        if MASKED:
+        begin, tiles = near_begin, near_early
+        for masked in tl.static_range(PASSES):
             grad_k, grad_v = _add_queries(
                 grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
-                near_begin + near_early * BLOCK_M, near_tiles - near_early,
-                first_head, heads_per_cta, NEAR, scale_log2, True, True,
+                begin, tiles, first_head, heads_per_cta, NEAR, scale_log2, True, masked,
                 HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
             )  # fmt: skip
+            begin, tiles = near_begin + near_early * BLOCK_M, near_tiles - near_early
     if HAS_FAR:
         low, high = rows_of_keys(
             column, ends, is_compressed, reach, window, False, HAS_NEAR, COMPRESS, STRIDE
         )
-        grad_k, grad_v = _add_queries(
-            grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
-            far_begin, far_early, first_head, heads_per_cta, span, scale_log2, False, False,
-            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
-        )  # fmt: skip
-        if MASKED:
+        begin, tiles = far_begin, far_early
+        for masked in tl.static_range(PASSES):
             grad_k, grad_v = _add_queries(
                 grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
-                far_begin + far_early * BLOCK_M, far_tiles - far_early,
-                first_head, heads_per_cta, FAR, scale_log2, False, True,
+                begin, tiles, first_head, heads_per_cta, FAR if masked else span, scale_log2,
+                False, masked,
                 HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
             )  # fmt: skip
+            begin, tiles = far_begin + far_early * BLOCK_M, far_tiles - far_early
 
     grad_k *= scale
     row = split * tl.num_programs(2).to(tl.int64) + b
