@@ -11,7 +11,9 @@ sums. After the first stage nobody needs the outputs of the selected and the sli
 
 With documents, a document's first blocks are top-k blocks as far as kernels are concerned: what
 counts as an initial block is counted from the row's start, and only the first document begins
-there. Local blocks are the same with documents and without.
+there. Local blocks are the same with documents and without. Queries of a document that see no more
+blocks than they select have short rows' forward, and short documents their backward: both are
+written last.
 
 Offsets are read on the device, so that one launch plan serves all chunks of a prefill. There is no
 backward of them.

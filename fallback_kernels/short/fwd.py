@@ -390,38 +390,40 @@ def short_forward(
         for x in (query, key, value, *(own or (key, value)), compressed_key, compressed_value)
     )
     batch, heads, tokens, _ = q.shape
-    shape = (batch, tokens, heads, v.shape[3])
-    out = into.out if into else torch.empty(shape, dtype=q.dtype, device=q.device)
-    stats: dict = {"dtype": torch.float32, "device": q.device}
-    if into is not None:
-        chosen = Chosen(None, into.compressed, into.compressed_lse)
-    elif chosen is None:
-        by_head = torch.empty(shape[:3], **stats)
-        if document_start is None:
-            by_head = by_head.view(batch, heads, tokens)
-        else:
-            by_head = by_head.transpose(1, 2)
-        chosen = Chosen(None, out.new_empty(shape if save else 0), by_head)
-    if into is None:
-        selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
-        lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
-    else:
-        selected, sliding = into.selected, into.sliding
-        lses = [into.selected_lse, into.sliding_lse]
+    found = into or _empty_results(q, v, document_start is not None, save, chosen)
     descs = [descriptor(x, tiles.block_n) for x in (k, v, wk, wv)]
     if any(x is None for x in descs):
         descs = [None] * len(descs)
     short_fwd_kernel[(heads, cdiv(tokens, tiles.block_m), batch)](
-        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, chosen.blocks,
-        out, chosen.compressed, selected, sliding, chosen.compressed_lse, *lses,
+        q, k, v, wk, wv, ck, cv, *descs, gates, document_start,
+        None if chosen is None else chosen.blocks,
+        found.out, found.compressed, found.selected, found.sliding,
+        found.compressed_lse, found.selected_lse, found.sliding_lse,
         *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
-        *chosen.compressed_lse.stride(),
+        *found.compressed_lse.stride(),
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
         base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         SHARED=own is None, SAVE=save, EARLY=into is not None, **slots(config), **plan.constants(),
         **tiles.constants(),
     )  # fmt: skip
+    return found
+
+
+def _empty_results(
+    query: Tensor, value: Tensor, has_documents: bool, save: bool, chosen: Chosen | None
+) -> ShortResults:
+    """Memory of results, and what `chosen` has; arguments as of `short_forward`."""
+    batch, heads, tokens, _ = query.shape
+    shape = (batch, tokens, heads, value.shape[3])
+    out = torch.empty(shape, dtype=query.dtype, device=query.device)
+    stats: dict = {"dtype": torch.float32, "device": query.device}
+    if chosen is None:
+        lse = torch.empty(shape[:3], **stats)
+        lse = lse.transpose(1, 2) if has_documents else lse.view(batch, heads, tokens)
+        chosen = Chosen(None, out.new_empty(shape if save else 0), lse)
+    selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
+    lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
     return ShortResults(
         out, chosen.compressed, chosen.compressed_lse, selected, lses[0], sliding, lses[1]
     )
