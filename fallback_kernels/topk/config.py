@@ -21,6 +21,8 @@ FEW_SLOTS = 16  # blocks of a query that are taken one by one: `select_few.MOST`
 FEW_BANDED = 512  # rows of so many scores, and up to as many as above, then start from maxima
 SELECT_QUERIES = 8  # of a CTA of `topk_select_kernel`, in calls of so many rows of scores:
 SELECT_MANY_ROWS = 1 << 15
+# Blocks that such queries choose from at once: from more they do it faster one after the other.
+SELECT_SPAN = 32
 SM90_MIN_CTAS = 192  # chunks of fewer CTAs go to the kernel that splits along the keys
 
 
@@ -203,13 +205,15 @@ class TopkPlan:
         ctas = cdiv(num_queries, self.tile_tokens) * self.batch * self.kv_heads
         return max(1, min(cdiv(MIN_CTAS, ctas), num_tiles))
 
-    def queries_of_select(self, num_queries: int) -> int:
-        """Queries that a CTA of `topk_select_kernel` takes, of packed rows.
+    def queries_of_select(self, num_queries: int, has_documents: bool) -> int:
+        """Queries that a CTA of `topk_select_kernel` takes.
 
-        Most of them may have nothing to choose, and a CTA a query takes longer than their blocks.
+        In packed rows most of them may have nothing to choose, and a CTA a query takes longer than
+        their blocks. Of few blocks those of several queries are chosen at once.
         """
         rows = num_queries * self.batch * self.kv_heads
-        return SELECT_QUERIES if rows >= SELECT_MANY_ROWS else 1
+        may_be_many = has_documents or self.num_blocks <= SELECT_SPAN
+        return SELECT_QUERIES if may_be_many and rows >= SELECT_MANY_ROWS else 1
 
     def tile_constants(self) -> dict[str, Any]:
         """Compile-time arguments that kernels over queries and keys take."""

@@ -25,7 +25,7 @@ from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
-from nsa_flex.fallback_kernels.topk.config import QueryChunk, TopkPlan
+from nsa_flex.fallback_kernels.topk.config import SELECT_SPAN, QueryChunk, TopkPlan
 from nsa_flex.fallback_kernels.topk.lse import compressed_lse_kernel
 from nsa_flex.fallback_kernels.topk.scores import topk_scores_kernel
 from nsa_flex.fallback_kernels.topk.select import topk_select_kernel
@@ -388,8 +388,14 @@ def _launch_select(
         "DEPTH": chunk.depth,
         "DOCUMENTS": query_positions.documents,
     }
-    queries = plan.queries_of_select(chunk.size) if query_positions.documents else 1
+    queries = plan.queries_of_select(chunk.size, query_positions.documents)
     options = {"num_warps": chunk.threads // 32, "maxnreg": 64}
     topk_select_kernel[(cdiv(chunk.size, queries), plan.kv_heads, plan.batch)](
-        *arguments, **constants, QUERIES=queries, BANDED=chunk.banded, FEW=chunk.few, **options
+        *arguments,
+        **constants,
+        QUERIES=queries,
+        SPAN=SELECT_SPAN,
+        BANDED=chunk.banded,
+        FEW=chunk.few,
+        **options,
     )

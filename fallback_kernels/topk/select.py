@@ -339,6 +339,35 @@ def select_of_query(
                     store_best(bits, score_ptr, block_ptr, TOPK, CANDIDATES, THREADS, DEPTH)
 
 
+@triton.jit
+def store_of_tile(
+    score_ptr, block_ptr, exists, first, own, pitch, NUM_SLOTS: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Writes the blocks of the queries that exist [QUERIES], which all see [first, own].
+
+    These are more than are wanted and SPAN at most. A block is taken if fewer than are wanted come
+    before it. Pointers are to what the first query has.
+    """
+    number, span = tl.arange(0, exists.shape[0])[:, None], tl.arange(0, SPAN)[None, :]
+    score_ptr += first
+    end = own - LOCAL - first + 1  # of those that are chosen by their scores
+    candidate = (span >= INITIAL) & (span < end)  # [1, SPAN]
+    mask = exists[:, None] & candidate  # [QUERIES, SPAN]
+    bits = tl.load(score_ptr + (number * pitch + span), mask=mask, other=-1.0)
+    bits = bits.to(tl.int32, bitcast=True)
+    rank = tl.zeros_like(bits)
+    for other in tl.range(INITIAL, end, num_stages=1):
+        its_bits = tl.load(score_ptr + (number * pitch + other), mask=exists[:, None], other=-1.0)
+        its_bits = its_bits.to(tl.int32, bitcast=True)  # [QUERIES, 1]
+        before = (its_bits > bits) | ((its_bits == bits) & (other < span))
+        rank += before.to(tl.int32)
+    taken = (rank < NUM_SLOTS - INITIAL - LOCAL) | (candidate == 0)
+    taken = taken & exists[:, None] & (span <= own - first)
+    slot = tl.cumsum(taken.to(tl.int32), 1) - 1 + number * NUM_SLOTS  # [QUERIES, SPAN]
+    tl.store(block_ptr + slot, tl.zeros_like(slot) + (first + span), mask=taken)
+
+
 @triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
 def topk_select_kernel(
     score_ptr,
@@ -352,6 +381,7 @@ def topk_select_kernel(
     num_queries,
     pitch,
     QUERIES: tl.constexpr,
+    SPAN: tl.constexpr,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
@@ -364,10 +394,10 @@ def topk_select_kernel(
     FEW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """QUERIES queries of a KV head, one after the other: top-k blocks lie between the initial and
-    the local ones.
+    """QUERIES queries of a KV head: top-k blocks lie between the initial and the local ones.
 
     Queries that see no more blocks than they take, as many do in packed rows, are written at once.
+    So are those that see the same blocks, SPAN at most; others one after the other.
     """
     first_of_tile = tl.program_id(0).to(tl.int64) * QUERIES
     batch = tl.program_id(2).to(tl.int64)
@@ -396,6 +426,14 @@ def topk_select_kernel(
             block = tl.where(block <= own[:, None], block, -1)
             pointer = block_ptr + query[:, None] * NUM_SLOTS + slot
             tl.store(pointer, block, mask=exists[:, None] & (slot < NUM_SLOTS))
+            return
+        one_own, one_first = tl.max(own, 0), tl.max(first, 0)
+        same = (exists == 0) | ((own == one_own) & (first == one_first))
+        if (tl.min(same.to(tl.int32), 0) == 1) & (one_own - one_first < SPAN):
+            store_of_tile(
+                score_ptr + first_of_tile * pitch, block_ptr + first_of_tile * NUM_SLOTS,
+                exists, one_first, one_own, pitch, NUM_SLOTS, INITIAL, LOCAL, SPAN,
+            )  # fmt: skip
             return
         for i in tl.range(tl.minimum(chunk_queries - first_of_tile, QUERIES), num_stages=1):
             select_of_query(

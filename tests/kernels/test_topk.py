@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.topk import config as topk_config
 from nsa_flex.fallback_kernels.topk import interface as topk
+from nsa_flex.fallback_kernels.topk import select
 from nsa_flex.fallback_kernels.topk.interface import select_topk_blocks
 
 SMALL = NSAConfig(
@@ -376,6 +377,38 @@ def blocks_of_row(
     want = best_of_row(scores, own, first, num_slots)
     searched = bool((row[width : width + plan.candidates] >= 1.0).any())
     return ChoiceOfRow(blocks.flatten().tolist(), want, searched)
+
+
+@kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("num_slots", [3, 7, 16])
+def test_queries_that_see_few_blocks_choose_at_once(
+    num_slots: int, documents: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a CTA, if these are the same; the last CTA has fewer queries."""
+    monkeypatch.setattr(topk_config, "SELECT_MANY_ROWS", 1)
+    if INTERPRETED:  # where what is not called need not be there
+        monkeypatch.delattr(select, "select_of_query")
+    num_queries, width = 2 * topk_config.SELECT_QUERIES + 3, 128
+    span = topk_config.SELECT_SPAN
+    plan = topk_config.TopkPlan(1, 1, 1, num_queries, 128, span, num_slots, 64, 2, sm90=True)
+    chunk = topk_config.QueryChunk(0, num_queries, width, plan.candidates, sm90=True)
+    number = (
+        torch.arange(num_queries) // topk_config.SELECT_QUERIES
+    )  # of a CTA, whose queries agree
+    first = 30 + number if documents else 0 * number
+    own = first + num_slots + torch.randint(span - num_slots, (num_queries,))[number]
+    places = [(int(o), int(f), num_slots) for o, f in zip(own, first, strict=True)]
+    scores = [row_of_scores(kind, width) for _ in places]
+    rows = [row_in_memory(x, *place, chunk) for x, place in zip(scores, places, strict=True)]
+    want = [best_of_row(x, *place) for x, place in zip(scores, places, strict=True)]
+    blocks = torch.full((1, 1, num_queries, num_slots), -7, dtype=torch.int32, device=DEVICE)
+    starts = (first[None] * 64).to(DEVICE) if documents else None
+    where = topk._query_positions((own[None] * 64 + 63).to(DEVICE), starts)
+    memory = torch.stack(rows).to(DEVICE)
+    topk._launch_select(plan, chunk, memory, blocks, where, **ROW_OPTIONS, NUM_SLOTS=num_slots)
+    assert blocks[0, 0].tolist() == want
 
 
 @kernels
