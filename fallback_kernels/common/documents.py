@@ -43,13 +43,39 @@ def is_long(document_start_ptr, start, most, num_tokens):
 
 
 @triton.jit
-def are_short(document_start_ptr, b, token, num_tokens, most):
-    """Whether all tokens [BLOCK] are of documents of up to `most` tokens, or past the last.
+def are_long(document_start_ptr, b, token, num_tokens, most):
+    """Which tokens [BLOCK] exist and are of documents of more than `most` tokens.
 
     document_start_ptr: int32 (B, S), contiguous.
     """
     document_start_ptr += b.to(tl.int64) * num_tokens
     exists = (token >= 0) & (token < num_tokens)
     start = tl.load(document_start_ptr + token, mask=exists, other=0)
-    long = is_long(document_start_ptr, start, most, num_tokens) & exists
+    return is_long(document_start_ptr, start, most, num_tokens) & exists
+
+
+@triton.jit
+def are_short(document_start_ptr, b, token, num_tokens, most):
+    """Whether all tokens [BLOCK] are of documents of up to `most` tokens, or past the last.
+
+    document_start_ptr: int32 (B, S), contiguous.
+    """
+    long = are_long(document_start_ptr, b, token, num_tokens, most)
     return tl.max(long.to(tl.int32), 0) == 0
+
+
+@triton.jit
+def is_span_short(
+    document_start_ptr, b, first, last, num_tokens, most, AROUND: tl.constexpr,
+    PROBES: tl.constexpr,
+):  # fmt: skip
+    """Whether all tokens of [first, last], and AROUND more on either side, are of documents of up
+    to `most` tokens. False, too, where PROBES tokens cannot tell.
+
+    document_start_ptr: int32 (B, S), contiguous.
+    """
+    begin, end = tl.maximum(first - AROUND, 0), tl.minimum(last + AROUND, num_tokens - 1)
+    # A longer document that holds neither end of the span holds one of any `most` tokens in turn.
+    token = tl.minimum(begin + tl.arange(0, PROBES) * most, end)
+    short = are_short(document_start_ptr, b, token, num_tokens, most)
+    return short & (end - begin <= (PROBES - 1) * most)

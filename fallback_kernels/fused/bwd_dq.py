@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import are_short
+from nsa_flex.fallback_kernels.common.documents import are_long, is_span_short
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import store_zeros
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
@@ -102,6 +101,7 @@ def query_gradients(
     scale: float,
     zeroed: tuple[Tensor, ...] | None = None,
     left_out: int = 0,
+    into: Tensor | None = None,
 ) -> QueryGradients:
     """dQ of the compressed branch, the sliding branch, initial and local blocks.
 
@@ -113,14 +113,15 @@ def query_gradients(
         gates: (B, Hq, S, 3), any strides, any real numbers.
         document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
-        zeroed: one tensor or two, contiguous, that are set to 0.
-        left_out: results of documents of up to so many tokens may be anything.
+        zeroed: one tensor or two (1 or 2, B, tokens, Hkv, ·), contiguous, that are set to 0.
+        left_out: of documents of up to so many tokens dQ stays as it is, the rest may be anything.
+        into: dQ, contiguous; None for a new one.
     """
     first, second, *_ = (*(zeroed or ()), None, None)
     key, value = (rows_contiguous(x) for x in (key, value))
     plan = SlidingPlan.of(rows.query.transpose(1, 2), key, value)
     tiles = plan.dq_tiles()
-    grad_query = torch.empty_like(rows.query)
+    grad_query = torch.empty_like(rows.query) if into is None else into
     stats = empty_stats(plan.batch, 4 * plan.query_heads, plan.tokens, rows.query.device)
     fused_bwd_dq_kernel[(plan.query_ctas(tiles),)](
         *rows.all(),
@@ -141,7 +142,8 @@ def query_gradients(
         *gates.stride(),
         stats.stride(1),
         plan.tokens,
-        *(0 if x is None else x.numel() for x in (first, second)),
+        *(0 if x is None else x[..., 0, 0].numel() for x in (first, second)),
+        *((0, 0) if first is None else first.shape[1:3]),
         plan.clamped_window(window_size),
         plan.kv_heads,
         scale,
@@ -157,6 +159,35 @@ def query_gradients(
         **plan.query_tile_constants(tiles),
     )
     return QueryGradients(grad_query, stats)
+
+
+@triton.jit
+def _store_zeros(
+    ptr, count, rows, tokens, width, document_start_ptr, num_tokens, LEFT_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sets this CTA's share of `count` vectors of `width` numbers to 0, (1 or 2, rows, tokens).
+
+    LEFT_OUT: but for shares of documents of up to so many tokens alone.
+    """
+    share = (count + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.program_id(0) * share
+    end = tl.minimum(begin + share, count)
+    if LEFT_OUT > 0:
+        row = begin // tokens
+        # What follows the last token is of its block, and so of its document.
+        first = tl.minimum(begin - row * tokens, num_tokens - 1)
+        last = tl.minimum(end - 1 - row * tokens, num_tokens - 1)
+        short = is_span_short(
+            document_start_ptr, row % rows, first, last, num_tokens, LEFT_OUT, 0, 2
+        )
+        if short & (end <= (row + 1) * tokens):
+            end = begin
+    ptr += begin.to(tl.int64) * width
+    size = (end - begin).to(tl.int64) * width
+    for start in range(0, size, BLOCK):
+        offset = start + tl.arange(0, BLOCK)  # [BLOCK]
+        tl.store(ptr + offset, tl.zeros([BLOCK], ptr.dtype.element_ty), mask=offset < size)
 
 
 @triton.jit
@@ -216,8 +247,11 @@ def add_dq_tile(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "window", "rows", "first1", "first2", "first3", "reach"]
-)
+    do_not_specialize=[
+        "num_tokens", "zeros_rows", "zeros_tokens", "window", "rows",
+        "first1", "first2", "first3", "reach",
+    ]
+)  # fmt: skip
 def fused_bwd_dq_kernel(
     query_ptr, grad_out_ptr,
     selected_lse_ptr, delta_selected_ptr, sliding_lse_ptr, delta_sliding_ptr, signed_ptr, gate_ptr,
@@ -227,7 +261,8 @@ def fused_bwd_dq_kernel(
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, stats_stride_h,
-    num_tokens, first_zeros, second_zeros, window, kv_heads, scale, scale_log2,
+    num_tokens, first_zeros, second_zeros, zeros_rows, zeros_tokens, window, kv_heads,
+    scale, scale_log2,
     rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LEFT_OUT: tl.constexpr,
@@ -242,17 +277,27 @@ def fused_bwd_dq_kernel(
     Besides, the statistics of its rows as the kernel of dK and dV reads them, and dO with the sign
     of the selected gate where that may not be the sign it has; and a share of zeros for the sums
     that start there.
+
+    LEFT_OUT: documents of up to so many tokens have none of these.
     """
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
     )  # [BLOCK_M] each
     if first_zeros_ptr is not None:
-        store_zeros(first_zeros_ptr, first_zeros, ZEROS)
+        _store_zeros(
+            first_zeros_ptr, first_zeros, zeros_rows, zeros_tokens, kv_heads * HEAD_DIM,
+            document_start_ptr, num_tokens, LEFT_OUT, ZEROS,
+        )  # fmt: skip
     if second_zeros_ptr is not None:
-        store_zeros(second_zeros_ptr, second_zeros, ZEROS)
-    if LEFT_OUT > 0 and are_short(document_start_ptr, b, token, num_tokens, LEFT_OUT):
-        return
+        _store_zeros(
+            second_zeros_ptr, second_zeros, zeros_rows, zeros_tokens, kv_heads * VALUE_DIM,
+            document_start_ptr, num_tokens, LEFT_OUT, ZEROS,
+        )  # fmt: skip
+    if LEFT_OUT > 0:
+        row_mask &= are_long(document_start_ptr, b, token, num_tokens, LEFT_OUT)
+        if tl.max(row_mask.to(tl.int32), 0) == 0:
+            return
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
     query_heads = kv_heads * GROUP
     row = row_offsets(token, head_in_group, 1, query_heads)

@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, is_span_short
 from nsa_flex.fallback_kernels.common.softmax import lse_in_base2
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
 
-BLOCK_ROWS = 16  # (token, head) rows of a CTA
+BLOCK_ROWS = 16  # (token, head) rows of a tile
+LEAVING_TILES = 4  # of a CTA, where it may leave
 SIGN_ROWS = 256  # of `switch_gate_sign`, which mostly reads gates alone
 LSE_TOKENS = 256
 
@@ -74,6 +76,8 @@ def gated_sum_gradients(
     compressed_lse: Tensor | None = None,
     *,
     rows: Tensor | None = None,
+    left_out: LeftOut = NONE_LEFT_OUT,
+    around: int = 0,
 ) -> tuple[Tensor, SumGradients]:
     """Gradients of the gates (B, S, H, 3), and what the branches' backward takes for its own.
 
@@ -84,8 +88,11 @@ def gated_sum_gradients(
         gates: (B, H, S, 3), any strides, any real numbers.
         compressed_lse: float32 (B, H, S), any strides, -inf for a query that sees nothing; None
             where that branch's backward has rows in another order, the fold's.
-        rows: takes a copy of `grad`.
+        rows: takes a copy of `grad`; without `left_out`.
+        left_out: whose results may be anything, but `around` longer documents, up to so many
+            tokens from them, where they are read and multiplied by 0.
     """
+    assert rows is None or left_out.document_start is None
     batch, tokens, heads, dim = selected.shape
     grad_gates = gates.new_empty((batch, tokens, heads, 3))
     shape = (num_stats(compressed_lse), batch, tokens, heads)
@@ -94,7 +101,9 @@ def gated_sum_gradients(
     signed = grad.new_empty(grad.shape)
     num_rows = batch * tokens * heads
     contiguous = grad.is_contiguous()
-    fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
+    # More rows a CTA where many leave: a CTA costs more than its look at the documents.
+    tiles = 1 if left_out.document_start is None else LEAVING_TILES
+    fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS * tiles),)](
         grad,
         compressed,
         selected,
@@ -109,6 +118,7 @@ def gated_sum_gradients(
         rows,
         compressed_lse,
         *of_compressed,
+        left_out.document_start,
         *((0, 0, 0, 0) if contiguous else grad.stride()),
         *gates.stride(),
         *(compressed_lse.stride() if compressed_lse is not None else (0, 0, 0)),
@@ -116,11 +126,22 @@ def gated_sum_gradients(
         tokens,
         heads,
         CONTIGUOUS=contiguous,
+        LEFT_OUT=left_out.tokens,
+        AROUND=around,
+        PROBES=_probes(left_out, BLOCK_ROWS * tiles + 2 * around),
+        TILES=tiles,
         DIM=dim,
         BLOCK_D=next_power_of_2(dim),
         BLOCK_M=BLOCK_ROWS,
     )
     return grad_gates, SumGradients(signed, stats)
+
+
+def _probes(left_out: LeftOut, tokens: int) -> int:
+    """How many tokens tell whether none of so many, or fewer, is of a long document."""
+    if left_out.document_start is None:
+        return 1
+    return next_power_of_2(cdiv(tokens, left_out.tokens) + 1)
 
 
 def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
@@ -197,60 +218,76 @@ def fused_bwd_gates_kernel(
     grad_ptr, compressed_ptr, selected_ptr, sliding_ptr, selected_lse_ptr, gate_ptr,
     signed_ptr, grad_gate_ptr, selected_stats_ptr, delta_selected_ptr, delta_sliding_ptr,
     copy_ptr, compressed_lse_ptr, gated_compressed_lse_ptr, compressed_delta_ptr,
+    document_start_ptr,
     grad_stride_b, grad_stride_s, grad_stride_h, grad_stride_d,
     stride_b, stride_h, stride_s, stride_c, lse_stride_b, lse_stride_h, lse_stride_s,
     num_rows, num_tokens, heads,
-    CONTIGUOUS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, LEFT_OUT: tl.constexpr, AROUND: tl.constexpr, PROBES: tl.constexpr,
+    TILES: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """CTA of (token, head) rows: what `SumGradients` holds.
+    """CTA of (token, head) rows, TILES tiles of BLOCK_M: what `SumGradients` holds.
 
-    CONTIGUOUS: whether the gradient is, and its strides are not read.
+    CONTIGUOUS: whether the gradient is, and its strides are not read. LEFT_OUT: results of
+    documents of up to so many tokens may be anything more than AROUND tokens from longer ones.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b, token, head, row_mask = split_row(row, num_rows, num_tokens, heads)  # [BLOCK_M] each
-    column = tl.arange(0, BLOCK_D)
-    mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_M, BLOCK_D]
-    offset = (row * DIM)[:, None] + column[None, :]  # [BLOCK_M, BLOCK_D]
-    gate_ptr += b * stride_b + head * stride_h + token * stride_s
-    compressed_gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_M]
-    selected_gate = tl.load(gate_ptr + stride_c, mask=row_mask, other=0.0).to(tl.float32)
-    lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=0.0)  # [BLOCK_M]
+    first_row = tl.program_id(0).to(tl.int64) * (BLOCK_M * TILES)
+    if LEFT_OUT > 0:
+        first = first_row // heads
+        last = (tl.minimum(first_row + BLOCK_M * TILES, num_rows) - 1) // heads
+        of_first = first // num_tokens
+        first, last = first - of_first * num_tokens, last - of_first * num_tokens
+        if (last < num_tokens) & is_span_short(
+            document_start_ptr, of_first, first, last, num_tokens, LEFT_OUT, AROUND, PROBES
+        ):
+            return
+    for tile in range(TILES):
+        row = first_row + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        b, token, head, row_mask = split_row(row, num_rows, num_tokens, heads)  # [BLOCK_M] each
+        column = tl.arange(0, BLOCK_D)
+        mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+        offset = (row * DIM)[:, None] + column[None, :]  # [BLOCK_M, BLOCK_D]
+        gate = gate_ptr + b * stride_b + head * stride_h + token * stride_s
+        compressed_gate = tl.load(gate, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_M]
+        selected_gate = tl.load(gate + stride_c, mask=row_mask, other=0.0).to(tl.float32)
+        lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=0.0)  # [BLOCK_M]
 
-    # All loads before the first store, which they might have to wait for; [BLOCK_M, BLOCK_D] each.
-    if CONTIGUOUS:
-        grad_ptr += offset
-    else:
-        first = b * grad_stride_b + token * grad_stride_s + head * grad_stride_h  # [BLOCK_M]
-        grad_ptr += first[:, None] + column.to(tl.int64)[None, :] * grad_stride_d
-    grad = tl.load(grad_ptr, mask=mask, other=0.0)
-    compressed = tl.load(compressed_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    selected = tl.load(selected_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    sliding = tl.load(sliding_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    do = grad.to(tl.float32)
-    delta_compressed = tl.sum(do * compressed, 1)  # [BLOCK_M], as the next two
-    delta_selected = tl.sum(do * selected, 1)
-    delta_sliding = tl.sum(do * sliding, 1)
-    if copy_ptr is not None:
-        tl.store(copy_ptr + offset, grad, mask=mask)
-    tl.store(signed_ptr + offset, tl.where((compressed_gate < 0)[:, None], -grad, grad), mask=mask)
-    gate_type = grad_gate_ptr.dtype.element_ty
-    tl.store(grad_gate_ptr + row * 3, delta_compressed.to(gate_type), mask=row_mask)
-    tl.store(grad_gate_ptr + row * 3 + 1, delta_selected.to(gate_type), mask=row_mask)
-    tl.store(grad_gate_ptr + row * 3 + 2, delta_sliding.to(gate_type), mask=row_mask)
-    lse_log2 = lse_in_base2(lse - log_abs(selected_gate))
-    tl.store(selected_stats_ptr + row * 2, lse_log2, mask=row_mask)
-    signed_delta = tl.where(selected_gate < 0, -delta_selected, delta_selected)
-    tl.store(selected_stats_ptr + row * 2 + 1, signed_delta, mask=row_mask)
-    tl.store(delta_selected_ptr + row, delta_selected, mask=row_mask)
-    tl.store(delta_sliding_ptr + row, delta_sliding, mask=row_mask)
-    if compressed_lse_ptr is not None:
-        compressed_lse_ptr += b * lse_stride_b + head * lse_stride_h + token * lse_stride_s
-        lse = tl.load(compressed_lse_ptr, mask=row_mask, other=0.0)
-        # -inf less the logarithm of a gate of 0 would be NaN.
-        gated_lse = tl.where(lse == float("-inf"), lse, lse - log_abs(compressed_gate))
-        tl.store(gated_compressed_lse_ptr + row, gated_lse, mask=row_mask)
-        delta = tl.where(compressed_gate < 0, -delta_compressed, delta_compressed)
-        tl.store(compressed_delta_ptr + row, delta, mask=row_mask)
+        # All loads before the first store, which they might have to wait for;
+        # [BLOCK_M, BLOCK_D] each.
+        if CONTIGUOUS:
+            grad = tl.load(grad_ptr + offset, mask=mask, other=0.0)
+        else:
+            start = b * grad_stride_b + token * grad_stride_s + head * grad_stride_h  # [BLOCK_M]
+            where = start[:, None] + column.to(tl.int64)[None, :] * grad_stride_d
+            grad = tl.load(grad_ptr + where, mask=mask, other=0.0)
+        compressed = tl.load(compressed_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        selected = tl.load(selected_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        sliding = tl.load(sliding_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        do = grad.to(tl.float32)
+        delta_compressed = tl.sum(do * compressed, 1)  # [BLOCK_M], as the next two
+        delta_selected = tl.sum(do * selected, 1)
+        delta_sliding = tl.sum(do * sliding, 1)
+        if copy_ptr is not None:
+            tl.store(copy_ptr + offset, grad, mask=mask)
+        signed = tl.where((compressed_gate < 0)[:, None], -grad, grad)
+        tl.store(signed_ptr + offset, signed, mask=mask)
+        gate_type = grad_gate_ptr.dtype.element_ty
+        tl.store(grad_gate_ptr + row * 3, delta_compressed.to(gate_type), mask=row_mask)
+        tl.store(grad_gate_ptr + row * 3 + 1, delta_selected.to(gate_type), mask=row_mask)
+        tl.store(grad_gate_ptr + row * 3 + 2, delta_sliding.to(gate_type), mask=row_mask)
+        lse_log2 = lse_in_base2(lse - log_abs(selected_gate))
+        tl.store(selected_stats_ptr + row * 2, lse_log2, mask=row_mask)
+        signed_delta = tl.where(selected_gate < 0, -delta_selected, delta_selected)
+        tl.store(selected_stats_ptr + row * 2 + 1, signed_delta, mask=row_mask)
+        tl.store(delta_selected_ptr + row, delta_selected, mask=row_mask)
+        tl.store(delta_sliding_ptr + row, delta_sliding, mask=row_mask)
+        if compressed_lse_ptr is not None:
+            lse_row = b * lse_stride_b + head * lse_stride_h + token * lse_stride_s
+            lse = tl.load(compressed_lse_ptr + lse_row, mask=row_mask, other=0.0)
+            # -inf less the logarithm of a gate of 0 would be NaN.
+            gated_lse = tl.where(lse == float("-inf"), lse, lse - log_abs(compressed_gate))
+            tl.store(gated_compressed_lse_ptr + row, gated_lse, mask=row_mask)
+            delta = tl.where(compressed_gate < 0, -delta_compressed, delta_compressed)
+            tl.store(compressed_delta_ptr + row, delta, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])

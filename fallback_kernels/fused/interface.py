@@ -18,20 +18,19 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
-from nsa_flex.fallback_kernels.fused.bwd_gates import (
-    SumGradients,
-    gated_sum_gradients,
-    num_stats,
-)
+from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, num_stats
 from nsa_flex.fallback_kernels.fused.compressed_branch import is_host_bound, is_ranged
 from nsa_flex.fallback_kernels.fused.schedule import (
     Kept,
+    Short,
     run_backward,
     run_branches_backward,
     run_forward,
+    run_gates_backward,
 )
 from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
 from nsa_flex.fallback_kernels.selected.config import index_words
+from nsa_flex.fallback_kernels.short.bwd_dq import empty_masked_stats, with_padding
 from nsa_flex.fallback_kernels.short.chosen import (
     is_masked_backward,
     longest_of,
@@ -266,46 +265,60 @@ def _(
 @planned
 def core_backward_gates(
     grad: Tensor,
-    compressed: Tensor,
-    selected: Tensor,
-    sliding: Tensor,
-    selected_lse: Tensor,
-    gates: Tensor,
-    compressed_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the gates, `SumGradients.signed` and its `stats`.
+    inputs: list[Tensor],
+    results: list[Tensor],
+    scale: float,
+    counts: list[int],
+    document_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the gates, `SumGradients.signed` and its `stats`, and both of `Short`.
 
-    grad: (B, S, Hq, Dv), any strides. The others are as `gated_sum_gradients` takes them.
+    The latter are empty where no document can be short. Arguments as of `core_backward`.
     """
+    config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
-        outputs = (compressed, selected, sliding)
-        grad_gates, sums = gated_sum_gradients(grad, *outputs, selected_lse, gates, compressed_lse)
-    return grad_gates, sums.signed, sums.stats
+        first = run_gates_backward(grad, inputs, results, document_start, scale, config)
+        if first.short is None:
+            grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
+        else:
+            grad_query, short_stats = first.short.query, with_padding(first.short.stats)
+    return first.gates, first.sums.signed, first.sums.stats, grad_query, short_stats
 
 
 @core_backward_gates.register_fake
 def _(
     grad: Tensor,
-    compressed: Tensor,
-    selected: Tensor,
-    sliding: Tensor,
-    selected_lse: Tensor,
-    gates: Tensor,
-    compressed_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    stats = (num_stats(compressed_lse), *grad.shape[:3])
+    inputs: list[Tensor],
+    results: list[Tensor],
+    scale: float,
+    counts: list[int],
+    document_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, *_, gates = inputs[:6]
+    batch, heads, tokens, _ = query.shape
+    ranged = is_ranged(batch, tokens, document_start)
+    stats = (num_stats(results[2] if ranged else None), *grad.shape[:3])
+    config = NSAConfig.of_counts(counts)
+    grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
+    if masked_tokens(query, key, value, document_start, config) > 0:
+        grad_query = _empty_bshd(query)
+        short_stats = with_padding(empty_masked_stats(batch, heads, tokens, query.device))
     return (
         _empty_bshd(gates),
         grad.new_empty(grad.shape),
         grad.new_empty(stats, dtype=torch.float32),
+        grad_query,
+        short_stats,
     )
 
 
-@torch.library.custom_op("nsa_flex::core_backward_branches", mutates_args=("signed",))
+@torch.library.custom_op("nsa_flex::core_backward_branches", mutates_args=("signed", "grad_query"))
 @planned
 def core_backward_branches(
     signed: Tensor,
     stats: Tensor,
+    grad_query: Tensor | None,
+    short_stats: Tensor | None,
     grad: Tensor | None,
     inputs: list[Tensor],
     blocks: Tensor,
@@ -323,6 +336,8 @@ def core_backward_branches(
 
     Args:
         signed, stats: what `core_backward_gates` gave.
+        grad_query, short_stats: this, too, or None where it is empty. The query's gradient is
+            completed there, and the first result is empty then.
         grad: as there, if its memory is there anyway; None if `signed` is all there is of it,
             which it may not be where documents may be short.
         compressed: of `core_forward`, as the next; None where range attention runs.
@@ -330,18 +345,31 @@ def core_backward_branches(
     grad = None if grad is None else grad.contiguous()
     config = NSAConfig.of_counts(counts)
     kept = Kept(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index)
-    call = (inputs, kept, document_start, scale, config, deterministic)
+    short = None
+    if grad_query is not None and short_stats is not None:
+        short = Short(grad_query, short_stats[..., : inputs[0].shape[2]])
+    call = (inputs, kept, document_start, scale, config, deterministic, short)
     with torch.cuda.device_of(signed):
-        return run_branches_backward(grad, SumGradients(signed, stats), *call)
+        grads = run_branches_backward(grad, SumGradients(signed, stats), *call)
+    return grads if short is None else (signed.new_empty(0), *grads[1:])
 
 
 @core_backward_branches.register_fake
 def _(
-    signed: Tensor, stats: Tensor, grad: Tensor | None, inputs: list[Tensor], *_others: Any
+    signed: Tensor,
+    stats: Tensor,
+    grad_query: Tensor | None,
+    short_stats: Tensor | None,
+    grad: Tensor | None,
+    inputs: list[Tensor],
+    *_others: Any,
 ) -> tuple[Tensor, ...]:
     tensors, own = inputs[:5], inputs[6:]
+    grads = [_empty_bshd(x) for x in tensors]
+    if grad_query is not None:
+        grads[0] = signed.new_empty(0)
     return (
-        *(_empty_bshd(x) for x in tensors),
+        *grads,
         *((_empty_bshd(x) for x in own) if own else (signed.new_empty(0), signed.new_empty(0))),
     )
 
@@ -374,27 +402,23 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
         # From here on, what is deleted is freed, unless the graph is retained.
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
-        blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
-            results
+        grad_gates, signed, stats, *short = _gate_gradients(
+            grad, inputs, results, ctx.scale, ctx.counts, document_start
         )
-        del results
-        ranged = is_ranged(inputs[0].shape[0], inputs[0].shape[2], document_start)
-        grad_gates, signed, stats = _gate_gradients(
-            *(grad, compressed, selected, sliding, selected_lse, inputs[5]),
-            compressed_lse if ranged else None,
-        )
-        del selected, sliding
-        of_cudnn = None if ranged else compressed
-        del compressed
-        query, key, value = inputs[:3]
-        config = NSAConfig.of_counts(ctx.counts)
-        # Documents' kernels of two kinds read it, one after the other.
-        is_read_twice = masked_tokens(query, key, value, document_start, config) > 0
+        blocks, compressed, *others, index = results
+        compressed_lse, selected_lse, sliding_lse = others[::2]
+        del results, others
+        if is_ranged(inputs[0].shape[0], inputs[0].shape[2], document_start):
+            compressed = None
+        # Kernels of two kinds read the gradient where documents may be short.
+        is_read_twice = short[0].numel() > 0
         of_branches = _branch_gradients(
-            *(signed, stats, grad if is_read_twice or _is_held(grad) else None, inputs),
-            *(blocks, of_cudnn, compressed_lse, selected_lse, sliding_lse, index, *of_call),
+            *(signed, stats, *(short if is_read_twice else (None, None))),
+            *(grad if is_read_twice or _is_held(grad) else None, inputs),
+            *(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index, *of_call),
         )
-        grads = *of_branches[:5], grad_gates, *of_branches[5:]
+        of_query = short[0] if is_read_twice else of_branches[0]
+        grads = of_query, *of_branches[1:5], grad_gates, *of_branches[5:]
     return *(x.transpose(1, 2) if x.dim() > 1 else None for x in grads), *options
 
 

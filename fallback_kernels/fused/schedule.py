@@ -12,8 +12,9 @@ sums. After the first stage nobody needs the outputs of the selected and the sli
 With documents, a document's first blocks are top-k blocks as far as kernels are concerned: what
 counts as an initial block is counted from the row's start, and only the first document begins
 there. Local blocks are the same with documents and without. Queries of a document that see no more
-blocks than they select have short rows' forward, and short documents their backward: both are
-written last.
+blocks than they select have short rows' forward, which is written last. Short documents have short
+rows' backward: queries in the first stage, while the branches' outputs are there, and nobody
+touches what they have got then; keys at the end, over what others left there.
 
 Offsets are read on the device, so that one launch plan serves all chunks of a prefill. There is no
 backward of them.
@@ -51,18 +52,19 @@ from nsa_flex.fallback_kernels.fused.compressed_branch import (
     is_ranged,
 )
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import sliding_epilogue
+from nsa_flex.fallback_kernels.ranges.bwd import tokens_read_around
 from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
-from nsa_flex.fallback_kernels.short.bwd_dq import Deltas
+from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients as short_query_gradients
 from nsa_flex.fallback_kernels.short.chosen import (
     is_masked,
     is_masked_backward,
     longest_of,
     masked_tokens,
 )
-from nsa_flex.fallback_kernels.short.core import overwrite_gradients
+from nsa_flex.fallback_kernels.short.core import overwrite_key_gradients
 from nsa_flex.fallback_kernels.short.fwd import Chosen, ShortResults, short_forward
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
@@ -215,21 +217,79 @@ def run_backward(
     deterministic: bool,
 ) -> CoreGradients:
     """The results of `core_backward`, all in one step."""
-    blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, index = (
-        results
-    )
+    query, key, value = inputs[:3]
+    if _left_out(query, key, value, document_start, config).document_start is not None:
+        grad = grad.contiguous()  # which the first stage leaves undone there
     rows = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
-    ranged = is_ranged(inputs[0].shape[0], inputs[0].shape[2], document_start)
-    grad_gates, sums = gated_sum_gradients(
-        *(grad, compressed, selected, sliding, selected_lse, inputs[5]),
-        compressed_lse if ranged else None,
-        rows=None if rows is grad else rows,
-    )
+    of_call = (document_start, scale, config)
+    first = run_gates_backward(grad, inputs, results, *of_call, None if rows is grad else rows)
+    blocks, compressed, compressed_lse, _, selected_lse, _, sliding_lse, index = results
     kept = Kept(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index)
     of_branches = run_branches_backward(
-        *(rows, sums, inputs, kept, document_start, scale, config, deterministic)
+        *(rows, first.sums, inputs, kept, *of_call, deterministic, first.short)
     )
-    return *of_branches[:5], grad_gates, *of_branches[5:]
+    return *of_branches[:5], first.gates, *of_branches[5:]
+
+
+@dataclass(frozen=True)
+class Short:
+    """What the queries of short documents beside long ones get before these."""
+
+    query: Tensor  # dQ (B, S, Hq, D) of theirs, contiguous; the rest is to be written
+    stats: Tensor  # as short rows' `query_gradients` returns them
+
+
+@dataclass(frozen=True)
+class GateGradients:
+    """What the backward computes while the outputs of the branches are there."""
+
+    gates: Tensor  # (B, S, Hq, 3)
+    sums: SumGradients
+    short: Short | None  # None where no document can be short
+
+
+def run_gates_backward(
+    grad: Tensor,
+    inputs: list[Tensor],
+    results: list[Tensor],
+    document_start: Tensor | None,
+    scale: float,
+    config: NSAConfig,
+    rows: Tensor | None = None,
+) -> GateGradients:
+    """The first stage. Arguments as of `core_backward`; rows: as of `gated_sum_gradients`.
+
+    Queries of short documents have all their gradients at once, in one pass over the outputs.
+    """
+    query, key, value, *_, gates = inputs[:6]
+    blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, _ = results
+    ranged = is_ranged(query.shape[0], query.shape[2], document_start)
+    left_out = _left_out(query, key, value, document_start, config)
+    grad_gates, sums = gated_sum_gradients(
+        *(grad, compressed, selected, sliding, selected_lse, gates),
+        compressed_lse if ranged else None,
+        rows=rows,
+        left_out=left_out,
+        around=tokens_read_around(config.compress_stride),
+    )
+    if left_out.document_start is None:
+        return GateGradients(grad_gates, sums, None)
+    batch, heads, tokens, dim = query.shape
+    of_short = short_query_gradients(
+        grad.transpose(1, 2),
+        tuple(inputs[:6]),
+        (inputs[6], inputs[7]) if len(inputs) > 6 else None,
+        ShortResults(
+            *(grad, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse)
+        ),
+        left_out.document_start,
+        config,
+        scale,
+        left_out.tokens,
+        blocks,
+        (query.new_empty((batch, tokens, heads, dim)), grad_gates),
+    )
+    return GateGradients(grad_gates, sums, Short(of_short.query, of_short.stats))
 
 
 @dataclass(frozen=True)
@@ -253,10 +313,12 @@ def run_branches_backward(
     scale: float,
     config: NSAConfig,
     deterministic: bool,
+    short: Short | None = None,
 ) -> BranchGradients:
     """Gradients of all inputs but the gates, in their order; writes into `sums.signed`.
 
     grad: (B, S, Hq, Dv), contiguous, or None where `sums.signed` is all there is of it.
+    short: of `run_gates_backward`; the first result is its `query` then.
     """
     query, key, value, compressed_key, compressed_value, gates, *own = inputs
     signed = sums.signed
@@ -282,8 +344,7 @@ def run_branches_backward(
     )
     in_place = grad is None
     if grad is None:
-        # The sign of rows that are left out would not be turned back.
-        assert left_out.document_start is None
+        assert short is None  # signs of rows that are left out are anything
         gates_after_zero = after_zero(gates)
         to_compressed, to_selected = gates_after_zero[..., :2], gates_after_zero[..., ::2]
         switch_gate_sign(signed, to_compressed)  # back to no sign, which the window's kernels want
@@ -303,7 +364,9 @@ def run_branches_backward(
     stores_local = taken_over.num_local == 0  # its dK and dV, by the selected branch's kernels
     zeros = None if stores_local else selected_backward.empty_sums(plan, key)
     of_branches = (of_rows, signed, parts, fold, window_key, window_value, gates)
-    grad_rows, stats = query_gradients(*of_branches, *of_window, zeros, left_out.tokens)
+    grad_rows, stats = query_gradients(
+        *of_branches, *of_window, zeros, left_out.tokens, None if short is None else short.query
+    )
     del of_branches
     del parts  # their memory is large, and the next stage allocates
 
@@ -341,22 +404,18 @@ def run_branches_backward(
         *compressed, grad_key, grad_value = add_splits(of_compressed, key.dtype, of_keys)
         own_key, own_value = signed.new_empty(0), signed.new_empty(0)
     grads = (grad_rows, grad_key, grad_value, compressed[0], compressed[1], own_key, own_value)
-    if left_out.document_start is not None:
-        deltas = Deltas(
-            *(sums.compressed_delta, sums.delta_selected, sums.delta_sliding),
-            *(kept.compressed_lse, kept.selected_lse, kept.sliding_lse),
-        )
-        overwrite_gradients(
+    if short is not None:
+        assert left_out.document_start is not None
+        overwrite_key_gradients(
             grad.transpose(1, 2),
             tuple(inputs[:6]),
             (window_key, window_value) if own else None,
-            deltas,
+            short.stats,
             left_out.document_start,
             config,
             scale,
             left_out.tokens,
-            kept.blocks,
-            grads if own else grads[:5],
+            grads[1:] if own else grads[1:5],
         )
     return grads
 

@@ -69,7 +69,8 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """The kernel of `range_bounds` by itself, for operators that need the bounds inside.
 
-    left_out: queries of documents of up to so many tokens see nothing; there is no offset then.
+    left_out: queries of documents of up to so many tokens see nothing; sizes are of compressed
+        blocks then, and there is no offset.
     early: nor do so many queries of each document, the first ones; likewise.
     """
     first, end = _empty(num_queries, offsets, document_start, device)
@@ -131,7 +132,9 @@ def range_bounds_kernel(
         end = position + 1
     if LEFT_OUT > 0:
         long = is_long(document_start_ptr + b * num_queries, start, LEFT_OUT, num_queries)
-        end = tl.where(long, end, first)
+        # As far on as may be: CTAs of keys of another document pass by those that lie behind them.
+        nothing = tl.minimum(query // STRIDE, num_keys)
+        first, end = tl.where(long, first, nothing), tl.where(long, end, nothing)
     if EARLY > 0:
         end = tl.where(position - start < EARLY, first, end)
     tl.store(first_ptr + b * num_queries + query, first, mask=mask)

@@ -21,13 +21,21 @@ from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, a
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
-from nsa_flex.fallback_kernels.ranges.config import RangesPlan
+from nsa_flex.fallback_kernels.ranges.config import MOST_KEYS, MOST_QUERIES, RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import (
     key_bounds,
     load_ranges,
     load_tile,
     store_tile,
 )
+
+
+def tokens_read_around(stride: int) -> int:
+    """How far from documents that are not left out CTAs of their keys may read gradients.
+
+    A tile may have keys of both kinds, `stride` tokens each, and queries of both see it.
+    """
+    return MOST_KEYS * stride + MOST_QUERIES
 
 
 @triton.jit
@@ -200,6 +208,8 @@ def ranges_gradients(
     one key to the next, which only that needs.
     """
     plan = RangesPlan.of(query, key, value)
+    assert plan.bwd_dkdv.block_m <= MOST_QUERIES
+    assert plan.bwd_dkdv.block_n <= MOST_KEYS
     q, k, v, grad = (rows_contiguous(x) for x in (query, key, value, grad_out))
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys, value_dim = v.shape[1:]

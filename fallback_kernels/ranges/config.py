@@ -40,6 +40,7 @@ class Tiles:
 FWD = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
 BWD_DQ = (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
 BWD_DKDV = (Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles(32, 32, 4, 1))
+MOST_QUERIES, MOST_KEYS = 64, 64  # of a tile
 # float32 is multiplied on FMA units. Larger tiles spill there, and ptxas takes 10 to 20 seconds.
 FLOAT32, FLOAT32_WIDE = (Tiles(16, 32, 4, 1),), (Tiles(16, 32, 8, 1),)  # up to D 128, and beyond
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.common.documents import are_short
+from nsa_flex.fallback_kernels.common.documents import are_long
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
 from nsa_flex.fallback_kernels.selected.fwd_combine import combine_tile_rows, load_initial_or_local
 from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
@@ -69,7 +69,7 @@ def selected_bwd_dq_kernel(
 
     `stats_ptr`: as in the kernel of dK and dV.
     INITIAL_LOCAL: with the initial and local blocks. ADDED: to what is in `grad_query_ptr`.
-    LEFT_OUT: results of documents of up to so many tokens may be anything; without an offset.
+    LEFT_OUT: results of documents of up to so many tokens stay as they are; without an offset.
     """
     query_offset, chunk_start = row_offset(
         offsets_ptr, first_head + tl.program_id(1), query_offset, chunk_start, BLOCK_SIZE
@@ -79,8 +79,10 @@ def selected_bwd_dq_kernel(
         first_head, chunk_start, chunk_tokens, query_offset, num_queries, kv_heads, GROUP,
         NUM_SLOTS, BLOCK_TOKENS, BLOCK_M,
     )  # fmt: skip
-    if LEFT_OUT > 0 and are_short(document_start_ptr, batch, query, num_queries, LEFT_OUT):
-        return
+    if LEFT_OUT > 0:
+        row_mask &= are_long(document_start_ptr, batch, query, num_queries, LEFT_OUT)
+        if tl.max(row_mask.to(tl.int32), 0) == 0:
+            return
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
     grad_query_ptr = group_rows(grad_query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)

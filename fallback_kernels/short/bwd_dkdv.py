@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
-from nsa_flex.fallback_kernels.common.documents import is_long
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -27,8 +26,6 @@ from nsa_flex.fallback_kernels.short.config import plan_of
 from nsa_flex.fallback_kernels.short.spans import ends_of_documents, rows_of_keys
 from nsa_flex.fallback_kernels.sliding.config import stats_descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile, load_stats
-
-CHUNK = 64  # blocks whose documents are looked at together
 
 
 class ShortStats(NamedTuple):
@@ -45,8 +42,7 @@ class Some(NamedTuple):
     """Documents of packed rows by their tokens, and memory of what their keys get."""
 
     grads: list[Tensor]  # contiguous, as `key_gradients` returns them
-    least: int  # documents of more tokens than that
-    most: int  # and of no more than that
+    most: int  # documents of no more tokens than that
 
 
 @triton.jit
@@ -133,13 +129,72 @@ def _add_queries(
     return grad_k, grad_v
 
 
+@triton.jit
+def _add_spans(
+    grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
+    near_begin, near_tiles, far_begin, far_tiles, first_head, heads, scale_log2,
+    is_compressed, reach, window, choice, first_token, own_first,
+    HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+    MASKED: tl.constexpr, SELECT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK / scale and dV with what all queries add, near and far.
+
+    MASKED: token keys, of the document that begins at `own_first`, are for queries that chose
+    their block.
+    """
+    # The block of the document that the tile's keys lie in.
+    block = tl.minimum((first_token - own_first) // SELECT, 63)
+    near_early, far_early = near_tiles, far_tiles
+    # Queries that certainly chose the tile's block first, without looking; then the others.
+    PASSES: tl.constexpr = 2 if MASKED else 1
+    if MASKED:
+        # Early queries of a document chose all its blocks, all queries its first ones, and those
+        # near enough the tile's block that one. Compressed keys are nobody's choice.
+        of_all = is_compressed | (block < INITIAL)
+        early_end = tl.where(of_all, queries.num_tokens + BLOCK_M, own_first + choice)
+        far_early = _tiles_before(early_end, far_begin, far_tiles, BLOCK_M)
+        early_end = tl.maximum(early_end, own_first + (block + LOCAL) * SELECT)
+        near_early = _tiles_before(early_end, near_begin, near_tiles, BLOCK_M)
+    if HAS_NEAR:
+        low, high = rows_of_keys(
+            column, ends, is_compressed, reach, window, True, HAS_NEAR, COMPRESS, STRIDE
+        )
+        begin, tiles = near_begin, near_early
+        for masked in tl.static_range(PASSES):
+            grad_k, grad_v = _add_queries(
+                grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
+                begin, tiles, first_head, heads, NEAR, scale_log2, True, masked,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
+            )  # fmt: skip
+            begin, tiles = near_begin + near_early * BLOCK_M, near_tiles - near_early
+    if HAS_FAR:
+        span = tl.where(is_compressed, COMPRESSED, FAR)
+        low, high = rows_of_keys(
+            column, ends, is_compressed, reach, window, False, HAS_NEAR, COMPRESS, STRIDE
+        )
+        begin, tiles = far_begin, far_early
+        for masked in tl.static_range(PASSES):
+            grad_k, grad_v = _add_queries(
+                grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
+                begin, tiles, first_head, heads, FAR if masked else span, scale_log2,
+                False, masked,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
+            )  # fmt: skip
+            begin, tiles = far_begin + far_early * BLOCK_M, far_tiles - far_early
+    return grad_k, grad_v
+
+
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles", "least", "most",
+        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles", "most",
     ]
 )  # fmt: skip
 def short_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, grad_out_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, document_end_ptr, grad_out_ptr,
+    stats_ptr,
     query_desc, grad_out_desc, stats_desc,
     grad_k_ptr, grad_v_ptr, grad_ck_ptr, grad_cv_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
@@ -147,9 +202,9 @@ def short_bwd_dkdv_kernel(
     cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
     stats_stride_b, stats_stride_h,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
-    reach, window, choice, least, most, scale, scale_log2,
+    reach, window, choice, most, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
-    CHUNK: tl.constexpr, MASKED: tl.constexpr, SELECT: tl.constexpr,
+    MASKED: tl.constexpr, SELECT: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, SOME: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -159,8 +214,9 @@ def short_bwd_dkdv_kernel(
 
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
     document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
-    MASKED: queries chose blocks, `choice` tokens, and `stats_ptr` says which. SOME: of keys of
-    documents of more than `least` tokens and up to `most` alone, others' results stay as they are.
+    MASKED: queries chose blocks, `choice` tokens, and `stats_ptr` says which; of documents that
+    are no longer than that they chose all, and it is not looked at. SOME: of keys of documents of
+    up to `most` tokens alone, others' results stay as they are.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
@@ -185,10 +241,13 @@ def short_bwd_dkdv_kernel(
         document_start_ptr += b * num_tokens
     exists = column < num_keys  # [BLOCK_N]
     token = column * tokens_per_key
+    ends = tl.zeros([BLOCK_N], tl.int32) + num_tokens
+    if document_start_ptr is not None:
+        document_end_ptr += b * num_tokens
+        ends = tl.load(document_end_ptr + token, mask=exists, other=num_tokens)
     if SOME:
         start = tl.load(document_start_ptr + token, mask=exists, other=0)
-        exists = exists & is_long(document_start_ptr, start, least, num_tokens)
-        exists = exists & (is_long(document_start_ptr, start, most, num_tokens) == 0)
+        exists = exists & (ends - start <= most)
         if tl.max(exists.to(tl.int32), 0) == 0:
             return
         key = tl.where(exists, key, num_keys)  # as if it were not there
@@ -205,7 +264,6 @@ def short_bwd_dkdv_kernel(
     # The queries that may see these keys: of documents that have begun where the last key is.
     first_token = tile * BLOCK_N * tokens_per_key
     last_token = first_token + BLOCK_N * tokens_per_key - 1
-    ends = ends_of_documents(document_start_ptr, token, reach, num_tokens, SELECT, CHUNK)
     end = tl.minimum(tl.max(tl.where(exists, ends, 0), 0), last_token + reach)
     near_begin = first_token // BLOCK_M * BLOCK_M
     near_tiles, far_begin = 0, near_begin
@@ -220,52 +278,34 @@ def short_bwd_dkdv_kernel(
         far_tiles = tl.maximum(end - far_begin + BLOCK_M - 1, 0) // BLOCK_M
 
     stats = ShortStats(stats_desc, stats_ptr, query_heads, stats_stride_b, stats_stride_h)
-    own_first = 0  # of the document that the tile's first key lies in
-    if MASKED and document_start_ptr is not None:
-        own_first = tl.load(document_start_ptr + tl.minimum(first_token, num_tokens - 1))
-    # The block of the document that the tile's keys lie in, where MASKED.
-    block = tl.minimum((first_token - own_first) // SELECT, 63)
     first_head = (kv_head * splits + split) * heads_per_cta
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    span = tl.where(is_compressed, COMPRESSED, FAR)
-    # Queries that certainly chose the tile's block first, without looking; then the others.
-    PASSES: tl.constexpr = 2 if MASKED else 1
-    if MASKED:
-        # Early queries of a document chose all its blocks, all queries its first ones, and those
-        # near enough the tile's block that one. Compressed keys are nobody's choice.
-        of_all = is_compressed | (block < INITIAL)
-        early_end = tl.where(of_all, num_tokens + BLOCK_M, own_first + choice)
-        far_early = _tiles_before(early_end, far_begin, far_tiles, BLOCK_M)
-        early_end = tl.maximum(early_end, own_first + (block + LOCAL) * SELECT)
-        near_early = _tiles_before(early_end, near_begin, near_tiles, BLOCK_M)
+    own_first = 0  # of the document that the tile's first key lies in
+    if not MASKED:
+        all_chose: tl.constexpr = True
+    elif document_start_ptr is None:
+        all_chose: tl.constexpr = False  # type: ignore[no-redef]
     else:
-        near_early, far_early = near_tiles, far_tiles
-    if HAS_NEAR:
-        low, high = rows_of_keys(
-            column, ends, is_compressed, reach, window, True, HAS_NEAR, COMPRESS, STRIDE
-        )
-        begin, tiles = near_begin, near_early
-        for masked in tl.static_range(PASSES):
-            grad_k, grad_v = _add_queries(
-                grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
-                begin, tiles, first_head, heads_per_cta, NEAR, scale_log2, True, masked,
-                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
-            )  # fmt: skip
-            begin, tiles = near_begin + near_early * BLOCK_M, near_tiles - near_early
-    if HAS_FAR:
-        low, high = rows_of_keys(
-            column, ends, is_compressed, reach, window, False, HAS_NEAR, COMPRESS, STRIDE
-        )
-        begin, tiles = far_begin, far_early
-        for masked in tl.static_range(PASSES):
-            grad_k, grad_v = _add_queries(
-                grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
-                begin, tiles, first_head, heads_per_cta, FAR if masked else span, scale_log2,
-                False, masked,
-                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
-            )  # fmt: skip
-            begin, tiles = far_begin + far_early * BLOCK_M, far_tiles - far_early
+        own = tl.minimum(first_token, num_tokens - 1)
+        own_first = tl.load(document_start_ptr + own)
+        all_chose = is_compressed | (tl.load(document_end_ptr + own) - own_first <= choice)
+    if all_chose:
+        grad_k, grad_v = _add_spans(
+            grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
+            near_begin, near_tiles, far_begin, far_tiles, first_head, heads_per_cta, scale_log2,
+            is_compressed, reach, window, choice, first_token, own_first,
+            HAS_NEAR, HAS_FAR, COMPRESS, STRIDE, False, SELECT, INITIAL, LOCAL,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        grad_k, grad_v = _add_spans(
+            grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
+            near_begin, near_tiles, far_begin, far_tiles, first_head, heads_per_cta, scale_log2,
+            is_compressed, reach, window, choice, first_token, own_first,
+            HAS_NEAR, HAS_FAR, COMPRESS, STRIDE, True, SELECT, INITIAL, LOCAL,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
+        )  # fmt: skip
 
     grad_k *= scale
     row = split * tl.num_programs(2).to(tl.int64) + b
@@ -277,11 +317,6 @@ def short_bwd_dkdv_kernel(
         grad_v_base = grad_cv_ptr + first * VALUE_DIM
     store_tile(grad_k_base, key, kv_heads * HEAD_DIM, num_keys, grad_k, HEAD_DIM, BLOCK_D)
     store_tile(grad_v_base, key, kv_heads * VALUE_DIM, num_keys, grad_v, VALUE_DIM, BLOCK_DV)
-
-
-def has_one_split(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether one CTA a tile of keys takes all heads of the group: there are enough of them."""
-    return plan_of(query, key, value).head_splits == 1
 
 
 def key_gradients(
@@ -320,9 +355,9 @@ def key_gradients(
         shapes += [(num_blocks, kv_heads, x.shape[3]) for x in (ck, cv)]
     if some is None:
         grads = [torch.empty((splits, batch, *shape), **options) for shape in shapes]
-        least, most = 0, tokens
+        most = tokens
     else:
-        grads, least, most = some
+        grads, most = some
     block_n = plan.bwd_dkdv.block_n
     compressed_tiles = 0 if compressed is None else cdiv(num_blocks, block_n)
     grid = (compressed_tiles + cdiv(tokens, block_n), kv_heads * splits, batch)
@@ -331,14 +366,15 @@ def key_gradients(
     if any(x is None for x in descs):
         descs = [None] * len(descs)
     short_bwd_dkdv_kernel[grid](
-        q, k, v, ck, cv, document_start, do, stats,
+        q, k, v, ck, cv, document_start,
+        None if document_start is None else ends_of_documents(document_start), do, stats,
         *descs, *grads, *(() if compressed else grads),
         *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
-        reach, min(config.window_size, tokens), config.num_selected_tokens, least, most,
+        reach, min(config.window_size, tokens), config.num_selected_tokens, most,
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        HAS_NEAR=near, HAS_FAR=far, CHUNK=CHUNK, MASKED=masked,
+        HAS_NEAR=near, HAS_FAR=far, MASKED=masked,
         SELECT=config.select_block_size, INITIAL=config.num_initial_blocks,
         LOCAL=config.num_local_blocks, SOME=some is not None,
         **plan.constants(), **plan.bwd_dkdv.constants(),

@@ -115,7 +115,7 @@ def short_bwd_dq_kernel(
     do_stride_b, do_stride_h, do_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     lse_stride_b, lse_stride_h, lse_stride_s, stats_stride_b, stats_stride_h, stats_step,
-    num_tokens, num_blocks, query_heads, group, reach, window, scale, scale_log2,
+    num_tokens, num_blocks, query_heads, group, reach, window, choice, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SOME: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -126,12 +126,10 @@ def short_bwd_dq_kernel(
 
     stats: float32 (B, 9 or 14 * Hq, S), three of each span of keys. key_desc and the like: of
     tiles of BLOCK_N keys, or None. With `blocks_ptr`, int32 (B, Hkv, S, n), the selected branch
-    sees those blocks alone, and the last two numbers have a bit for each. stats_step: from one of
-    a head's numbers to the next.
+    sees those blocks alone, `choice` tokens, and the last two numbers have a bit for each; not of
+    documents that are no longer than that. stats_step: from one of a head's numbers to the next.
 
-    SOME: of documents of up to `reach` tokens alone, others' results stay as they are. In place of
-    the branches' outputs there are their deltas then, float32 (B, S, Hq), that of the compressed
-    branch times the sign of its gate; and the gates have their gradients already.
+    SOME: of documents of up to `reach` tokens alone, others' results stay as they are.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -184,29 +182,23 @@ def short_bwd_dq_kernel(
     )  # [BLOCK_M, BLOCK_DV]
     gate_ptr += b * gate_stride_b + wide_head * gate_stride_h + query * gate_stride_s
     gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_M]
-    if SOME:
-        delta_compressed = tl.load(compressed_ptr + stats, mask=row_mask, other=0.0)
-        delta_compressed = tl.where(gate < 0.0, -delta_compressed, delta_compressed)
-        delta_selected = tl.load(selected_ptr + stats, mask=row_mask, other=0.0)
-        delta_sliding = tl.load(sliding_ptr + stats, mask=row_mask, other=0.0)
-    else:
-        delta_compressed = _delta(
-            compressed_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
-            VALUE_DIM, BLOCK_DV,
-        )  # fmt: skip
-        delta_selected = _delta(
-            selected_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
-            VALUE_DIM, BLOCK_DV,
-        )  # fmt: skip
-        delta_sliding = _delta(
-            sliding_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
-            VALUE_DIM, BLOCK_DV,
-        )  # fmt: skip
-        grad_gate_ptr += 3 * stats
-        element = grad_gate_ptr.dtype.element_ty
-        tl.store(grad_gate_ptr, delta_compressed.to(element), mask=row_mask)
-        tl.store(grad_gate_ptr + 1, delta_selected.to(element), mask=row_mask)
-        tl.store(grad_gate_ptr + 2, delta_sliding.to(element), mask=row_mask)
+    delta_compressed = _delta(
+        compressed_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
+        VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip
+    delta_selected = _delta(
+        selected_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
+        VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip
+    delta_sliding = _delta(
+        sliding_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
+        VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip
+    grad_gate_ptr += 3 * stats
+    element = grad_gate_ptr.dtype.element_ty
+    tl.store(grad_gate_ptr, delta_compressed.to(element), mask=row_mask)
+    tl.store(grad_gate_ptr + 1, delta_selected.to(element), mask=row_mask)
+    tl.store(grad_gate_ptr + 2, delta_sliding.to(element), mask=row_mask)
 
     selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
     near_a = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
@@ -257,23 +249,59 @@ def short_bwd_dq_kernel(
     first_block, end_block = block_span(
         first_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
     )  # [BLOCK_M] each
-    grad_q = _add_span(
-        grad_q, q, grad_out, blocks, block_values, first_block, end_block, row_mask,
-        compressed_lse, gate, compressed_b, scale_log2, None, None, None, None, None, None, SELECT,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
-    )  # fmt: skip
-    grad_q = _add_span(
-        grad_q, q, grad_out, keys, values, first_key, far_end, row_mask,
-        selected_lse, selected_gate, far_b, scale_log2,
-        low, high, own_first, float("inf"), 0.0, 0.0, SELECT,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
-    )  # fmt: skip
-    grad_q = _add_span(
-        grad_q, q, grad_out, window_keys, window_values, window_first, end_key, row_mask,
-        near_lse, near_a, near_b, scale_log2,
-        near_low, high, own_first, sliding_lse, window_a, window_b, SELECT,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
-    )  # fmt: skip
+    # At the end where there are two ways for tokens: else registers do not suffice.
+    BY_LENGTH: tl.constexpr = blocks_ptr is not None and document_start_ptr is not None
+    if not BY_LENGTH:
+        grad_q = _add_span(
+            grad_q, q, grad_out, blocks, block_values, first_block, end_block, row_mask,
+            compressed_lse, gate, compressed_b, scale_log2,
+            None, None, None, None, None, None, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
+        )  # fmt: skip
+    if blocks_ptr is None:
+        all_chose: tl.constexpr = True
+    elif document_start_ptr is None:
+        all_chose: tl.constexpr = False  # type: ignore[no-redef]
+    else:
+        start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
+        long = is_long(document_start_ptr, start, choice, num_tokens) & row_mask
+        all_chose = tl.max(long.to(tl.int32), 0) == 0
+    if all_chose:
+        grad_q = _add_span(
+            grad_q, q, grad_out, keys, values, first_key, far_end, row_mask,
+            selected_lse, selected_gate, far_b, scale_log2,
+            None, None, None, float("inf"), 0.0, 0.0, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
+        grad_q = _add_span(
+            grad_q, q, grad_out, window_keys, window_values, window_first, end_key, row_mask,
+            near_lse, near_a, near_b, scale_log2,
+            None, None, None, sliding_lse, window_a, window_b, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        grad_q = _add_span(
+            grad_q, q, grad_out, keys, values, first_key, far_end, row_mask,
+            selected_lse, selected_gate, far_b, scale_log2,
+            low, high, own_first, float("inf"), 0.0, 0.0, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
+        grad_q = _add_span(
+            grad_q, q, grad_out, window_keys, window_values, window_first, end_key, row_mask,
+            near_lse, near_a, near_b, scale_log2,
+            near_low, high, own_first, sliding_lse, window_a, window_b, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
+        # The branches must not end alike: their ends would be merged, and the memory of both
+        # loops' tiles be kept to there.
+        tl.debug_barrier()
+    if BY_LENGTH:
+        grad_q = _add_span(
+            grad_q, q, grad_out, blocks, block_values, first_block, end_block, row_mask,
+            compressed_lse, gate, compressed_b, scale_log2,
+            None, None, None, None, None, None, SELECT,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
+        )  # fmt: skip
     row_stride = query_heads * HEAD_DIM
     store_tile(
         grad_q_ptr + first_row * HEAD_DIM, query, row_stride, num_tokens, grad_q * scale,
@@ -281,43 +309,43 @@ def short_bwd_dq_kernel(
     )  # fmt: skip
 
 
-class Deltas(NamedTuple):
-    """Deltas and log-sum-exps of the branches, float32 (B, S, Hq), contiguous."""
-
-    compressed: Tensor  # times the sign of its gate
-    selected: Tensor
-    sliding: Tensor
-    compressed_lse: Tensor  # (B, Hq, S), any strides
-    selected_lse: Tensor
-    sliding_lse: Tensor
-
-
 class QueryGradients(NamedTuple):
     """What `query_gradients` returns."""
 
     query: Tensor  # (B, S, Hq, D)
-    gates: Tensor | None  # (B, S, Hq, 3)
+    gates: Tensor  # (B, S, Hq, 3)
     stats: Tensor  # float32 (B, 9 or 14 * Hq, S), for the gradients of keys and values
+
+
+def empty_masked_stats(batch: int, heads: int, tokens: int, device: torch.device) -> Tensor:
+    """Memory of `QueryGradients.stats` of queries that chose blocks."""
+    return empty_stats(batch, NUM_STATS_MASKED * heads, tokens, device)
+
+
+def with_padding(stats: Tensor) -> Tensor:
+    """`stats` as operators return them: contiguous, with what follows the last token in a row."""
+    shape = (*stats.shape[:2], stats.stride(1))
+    return stats.as_strided(shape, (stats.stride(0), stats.stride(1), 1))
 
 
 def query_gradients(
     grad: Tensor,
     tensors: tuple[Tensor, ...],
     own: tuple[Tensor, Tensor] | None,
-    results: ShortResults | Deltas,
+    results: ShortResults,
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
     reach: int,
     blocks: Tensor | None = None,
-    into: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> QueryGradients:
     """Gradients of queries and gates; `grad` (B, Hq, S, Dv), the others as of `short_forward`.
 
     Args:
         blocks: int32 (B, Hkv, S, n), contiguous, what queries chose; None if every block.
-        into: dQ (B, S, Hq, D), contiguous. With it, that of documents of up to `reach` tokens is
-            written there and no other, and `results` are `Deltas`.
+        into: gradients of queries (B, S, Hq, D) and gates (B, S, Hq, 3), contiguous, where those
+            of documents of up to `reach` tokens are written, and no others.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
@@ -332,9 +360,11 @@ def query_gradients(
         grad_q = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
         grad_gates = gates.new_empty((batch, tokens, heads, 3))
     else:
-        grad_q, grad_gates = into, None
-    num_stats = NUM_STATS if blocks is None else NUM_STATS_MASKED
-    stats = empty_stats(batch, num_stats * heads, tokens, q.device)
+        grad_q, grad_gates = into
+    if blocks is None:
+        stats = empty_stats(batch, NUM_STATS * heads, tokens, q.device)
+    else:
+        stats = empty_masked_stats(batch, heads, tokens, q.device)
     descs = [descriptor(x, plan.bwd_dq.block_n) for x in (k, v, wk, wv)]
     if any(x is None for x in descs):
         descs = [None] * len(descs)
@@ -347,7 +377,7 @@ def query_gradients(
         *gates.stride(), *results.compressed_lse.stride(),
         *stats.stride()[:2], heads * stats.stride(1),
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
-        scale, base2_scale(scale),
+        config.num_selected_tokens, scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride, SHARED=own is None,
         SOME=into is not None, **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip

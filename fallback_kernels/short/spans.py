@@ -7,8 +7,10 @@ Far keys have one softmax, near keys have two, whose weights differ by a factor 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -37,28 +39,6 @@ def block_span(first, row, num_tokens, num_blocks, COMPRESS: tl.constexpr, STRID
 
 
 @triton.jit
-def ends_of_documents(
-    document_start_ptr, token, reach, num_tokens, SELECT: tl.constexpr, CHUNK: tl.constexpr
-):
-    """One past the last token of the document that each of `token` [BLOCK_N], ascending, lies in.
-
-    At most `num_tokens`; ends more than `reach` behind the last token may be taken for that.
-    Documents start with a block of SELECT tokens.
-    """
-    ends = tl.zeros_like(token) + num_tokens
-    if document_start_ptr is not None:
-        first_block = tl.min(token, 0) // SELECT + 1
-        last_block = tl.minimum(tl.max(token, 0) + reach, num_tokens - 1) // SELECT
-        for chunk in range(first_block, last_block + 1, CHUNK):
-            start = (chunk + tl.arange(0, CHUNK)) * SELECT  # [CHUNK]
-            found = tl.load(document_start_ptr + start, mask=start < num_tokens, other=-1)
-            start = tl.where(found == start, start, num_tokens)
-            later = tl.where(start[None, :] > token[:, None], start[None, :], num_tokens)
-            ends = tl.minimum(ends, tl.min(later, 1))  # [BLOCK_N, CHUNK]
-    return ends
-
-
-@triton.jit
 def rows_of_keys(
     key, ends, is_compressed, reach, window,
     IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
@@ -76,3 +56,11 @@ def rows_of_keys(
         low = tl.where(is_compressed, key * STRIDE + COMPRESS - 1, low)
         high = tl.where(is_compressed, (key + 1) * STRIDE + reach - 1, key + reach)
     return low, tl.minimum(high, ends)
+
+
+def ends_of_documents(document_start: Tensor) -> Tensor:
+    """int32 (B, S): one past the last token of each token's document, and of the gap behind it.
+
+    document_start: int32 (B, S), contiguous. Found on the device, by binary search.
+    """
+    return torch.searchsorted(document_start, document_start, right=True, out_int32=True)

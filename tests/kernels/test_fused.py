@@ -463,11 +463,12 @@ def test_opcheck(differentiable: bool) -> None:
             tensors = [x.detach() for x in (q, k, v, ck, cv, gates, *own) if x is not None]
             backward = (grad, tensors, results[1:], 0.1, PAPER.counts, True)
             torch.library.opcheck(core.core_backward, backward, test_utils=checks)
-            of_gates = (grad, *results[2:7:2], results[5], tensors[5], None)
+            of_gates = (grad, tensors, results[1:], 0.1, PAPER.counts, None)
             torch.library.opcheck(core.core_backward_gates, of_gates, test_utils=checks)
-            _, signed, stats = core.core_backward_gates(*of_gates)
+            _, signed, stats, *_ = core.core_backward_gates(*of_gates)
             kept = [results[i] for i in (1, 2, 3, 5, 7, 8)]
-            of_branches = (signed, stats, None, tensors, *kept, 0.1, PAPER.counts, True, None)
+            of_call = (*kept, 0.1, PAPER.counts, True, None)
+            of_branches = (signed, stats, None, None, None, tensors, *of_call)
             torch.library.opcheck(core.core_backward_branches, of_branches, test_utils=checks)
 
 

@@ -286,12 +286,13 @@ def test_operators_pass_opcheck() -> None:
                 torch.randn_like(results[0]),
                 *(results[i] for i in (1, 3, 5, 7, 8)),
             )
-            of_gates = (grad, *results[2:7:2], selected_lse, inputs[5], lse)
+            of_gates = (grad, inputs, results[1:], *options[:2], start)
             torch.library.opcheck(core.core_backward_gates, of_gates, test_utils=CHECKS)
-            _, signed, stats = core.core_backward_gates(*of_gates)
+            _, signed, stats, *_ = core.core_backward_gates(*of_gates)
             kept = (blocks, None, lse, selected_lse, sliding_lse, index)
             for held in (grad, None):
-                of_branches = (signed, stats, held, inputs, *kept, *options[:2], True, start)
+                of_call = (inputs, *kept, *options[:2], True, start)
+                of_branches = (signed, stats, None, None, held, *of_call)
                 torch.library.opcheck(core.core_backward_branches, of_branches, test_utils=CHECKS)
 
 
