@@ -962,6 +962,7 @@ def sampled_rows(case: Case) -> list[int]:
     return [*rows, 0, 1, case.block_size - 1, case.block_size, last - case.block_size, last]
 
 
+@pytest.mark.large
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
