@@ -262,7 +262,7 @@ def run_gates_backward(
     Queries of short documents have all their gradients at once, in one pass over the outputs.
     """
     query, key, value, *_, gates = inputs[:6]
-    blocks, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse, _ = results
+    blocks, compressed, compressed_lse, selected, selected_lse, sliding, *_ = results
     ranged = is_ranged(query.shape[0], query.shape[2], document_start)
     left_out = _left_out(query, key, value, document_start, config)
     grad_gates, sums = gated_sum_gradients(
@@ -279,9 +279,7 @@ def run_gates_backward(
         grad.transpose(1, 2),
         tuple(inputs[:6]),
         (inputs[6], inputs[7]) if len(inputs) > 6 else None,
-        ShortResults(
-            *(grad, compressed, compressed_lse, selected, selected_lse, sliding, sliding_lse)
-        ),
+        ShortResults(grad, *results[1:-1]),  # the output itself is not needed
         left_out.document_start,
         config,
         scale,

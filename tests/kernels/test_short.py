@@ -508,10 +508,9 @@ def _short_spans_kernel(
 ):  # fmt: skip
     span = tl.program_id(0)
     first, last = tl.load(first_ptr + span), tl.load(last_ptr + span)
-    b = span % 2
     short = is_span_short(
-        document_start_ptr, b, first, last, num_tokens, most, AROUND, PROBES
-    )  # fmt: skip
+        document_start_ptr, span % 2, first, last, num_tokens, most, AROUND, PROBES
+    )
     tl.store(out_ptr + span, short.to(tl.int8))
 
 

@@ -394,9 +394,7 @@ def test_queries_that_see_few_blocks_choose_at_once(
     span = topk_config.SELECT_SPAN
     plan = topk_config.TopkPlan(1, 1, 1, num_queries, 128, span, num_slots, 64, 2, sm90=True)
     chunk = topk_config.QueryChunk(0, num_queries, width, plan.candidates, sm90=True)
-    number = (
-        torch.arange(num_queries) // topk_config.SELECT_QUERIES
-    )  # of a CTA, whose queries agree
+    number = torch.arange(num_queries) // topk_config.SELECT_QUERIES  # of a query's CTA
     first = 30 + number if documents else 0 * number
     own = first + num_slots + torch.randint(span - num_slots, (num_queries,))[number]
     places = [(int(o), int(f), num_slots) for o, f in zip(own, first, strict=True)]
