@@ -107,6 +107,7 @@ def run_forward(
         scale,
         config.num_select_blocks(key.shape[2]),
         config.counts,
+        longest,
     )
     words = index_words(q, value, blocks, config.select_block_size, 0)
     index = torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)

@@ -21,8 +21,12 @@ FEW_SLOTS = 16  # blocks of a query that are taken one by one: `select_few.MOST`
 FEW_BANDED = 512  # rows of so many scores, and up to as many as above, then start from maxima
 SELECT_QUERIES = 8  # of a CTA of `topk_select_kernel`, in calls of so many rows of scores:
 SELECT_MANY_ROWS = 1 << 15
-# Blocks that such queries choose from at once: from more they do it faster one after the other.
-SELECT_SPAN = 32
+SPAN = 32  # queries that see at most so many blocks have `topk_span_kernel`
+SPAN_TOKENS = 64  # most queries of one of its CTAs: rows of a warp group's product
+SPAN_CTAS = 256  # fewer are given fewer queries each, down to
+SPAN_MIN_TOKENS = 16
+SPAN_RESIDUES = (1, 2, 4)  # l'/d
+SPAN_STAGES = 2  # tiles of queries in flight
 SM90_MIN_CTAS = 192  # chunks of fewer CTAs go to the kernel that splits along the keys
 
 
@@ -90,6 +94,8 @@ class TopkPlan:
     select_block_size: int
     element_size: int
     sm90: bool = False  # whether `topk_scores_sm90_kernel` takes the call
+    spans: bool = False  # whether `topk_span_kernel` takes queries that see SPAN blocks
+    longest: int | None = None  # blocks of the longest document, if known
 
     @cached_property
     def group(self) -> int:
@@ -160,9 +166,29 @@ class TopkPlan:
         """No query sits later than if the last one were the last key."""
         return self.num_blocks * self.select_block_size - self.num_queries
 
+    @cached_property
+    def scored(self) -> int:
+        """Queries with so many blocks before their own have scores in memory."""
+        return SPAN if self.spans else self.num_slots
+
+    @cached_property
+    def has_scores(self) -> bool:
+        """Whether some queries may see more blocks than `topk_span_kernel` takes."""
+        return not self.spans or (self.longest or self.num_blocks) > SPAN
+
+    @cached_property
+    def span_tokens(self) -> int:
+        """Queries of a CTA of `topk_span_kernel`, of two blocks at most."""
+        most = min(SPAN_TOKENS, self.select_block_size, next_power_of_2(self.num_queries))
+        tokens = 1 << (most.bit_length() - 1)
+        heads = self.batch * self.kv_heads
+        while tokens > SPAN_MIN_TOKENS and heads * cdiv(self.num_queries, tokens) < SPAN_CTAS:
+            tokens //= 2
+        return max(tokens, SPAN_MIN_TOKENS)
+
     def chunks(self) -> Iterator[QueryChunk]:
-        """All queries, as many at a time as `SCORE_BYTES` holds the scores of."""
-        start = 0
+        """Queries, as many at a time as `SCORE_BYTES` holds the scores of."""
+        start = 0 if self.has_scores else self.num_queries
         while start < self.num_queries:
             chunk = self.chunk(start)
             yield chunk
@@ -209,11 +235,10 @@ class TopkPlan:
         """Queries that a CTA of `topk_select_kernel` takes.
 
         In packed rows most of them may have nothing to choose, and a CTA a query takes longer than
-        their blocks. Of few blocks those of several queries are chosen at once.
+        their blocks.
         """
         rows = num_queries * self.batch * self.kv_heads
-        may_be_many = has_documents or self.num_blocks <= SELECT_SPAN
-        return SELECT_QUERIES if may_be_many and rows >= SELECT_MANY_ROWS else 1
+        return SELECT_QUERIES if has_documents and rows >= SELECT_MANY_ROWS else 1
 
     def tile_constants(self) -> dict[str, Any]:
         """Compile-time arguments that kernels over queries and keys take."""

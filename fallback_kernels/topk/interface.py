@@ -16,6 +16,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import (
     INTERPRETED,
     gluon_unsupported_reason,
+    shared_memory_bytes,
     supports_tma,
     triton_unsupported_reason,
 )
@@ -25,10 +26,19 @@ from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
-from nsa_flex.fallback_kernels.topk.config import SELECT_SPAN, QueryChunk, TopkPlan
+from nsa_flex.fallback_kernels.topk.config import (
+    SPAN,
+    SPAN_MIN_TOKENS,
+    SPAN_RESIDUES,
+    SPAN_STAGES,
+    SPAN_TOKENS,
+    QueryChunk,
+    TopkPlan,
+)
 from nsa_flex.fallback_kernels.topk.lse import compressed_lse_kernel
 from nsa_flex.fallback_kernels.topk.scores import topk_scores_kernel
 from nsa_flex.fallback_kernels.topk.select import topk_select_kernel
+from nsa_flex.fallback_kernels.topk.span import topk_span_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -82,6 +92,27 @@ def sm90_unsupported_reason(
         stride=config.compress_stride,
         select=config.select_block_size,
     )
+
+
+def span_unsupported_reason(
+    query: Tensor, config: NSAConfig, has_documents: bool, num_blocks: int
+) -> str | None:
+    """Why `topk_span_kernel` takes no query; None if it takes those that see few blocks."""
+    select = config.select_block_size
+    residues = select // config.compress_stride
+    element, width = query.element_size(), next_power_of_2(query.shape[3])
+    rows = residues * SPAN + SPAN_STAGES * SPAN_TOKENS
+    if not has_documents and num_blocks > SPAN:
+        return f"rows are documents of {num_blocks} blocks"
+    if config.num_selected_blocks >= SPAN:
+        return f"queries that see no more than {SPAN} blocks choose all of them"
+    if select < SPAN_MIN_TOKENS or residues not in SPAN_RESIDUES:
+        return f"blocks have {select} tokens and {residues} compressed blocks"
+    if element == 4:
+        return "products of float32 tiles so wide do not fit in registers"
+    if rows * width * element > shared_memory_bytes(query.device):
+        return f"tiles of head dim {query.shape[3]} do not fit in shared memory"
+    return None
 
 
 # Shapes repeat from layer to layer and step to step.
@@ -145,8 +176,12 @@ def run_topk(
     scale: float,
     num_blocks: int,
     counts: list[int],
+    longest: int | None = None,
 ) -> Tensor:
-    """What `select_topk_blocks` runs; operators that contain it call this."""
+    """What `select_topk_blocks` runs; operators that contain it call this.
+
+    longest: tokens of the longest document, if known.
+    """
     config = NSAConfig.of_counts(counts)
     batch, heads, num_queries, dim = query.shape
     if num_blocks <= config.num_selected_blocks:
@@ -156,11 +191,13 @@ def run_topk(
     compress = {"COMPRESS": config.compress_block_size, "STRIDE": config.compress_stride}
     select = {
         "SELECT": config.select_block_size,
-        "NUM_SLOTS": config.num_selected_blocks,
         "INITIAL": config.num_initial_blocks,
         "LOCAL": config.num_local_blocks,
     }
     key_tiles = _key_tiles(key, **compress, **select)
+    has_documents, longest_blocks = document_start is not None, None
+    if has_documents and longest is not None:
+        longest_blocks = cdiv(longest, config.select_block_size)
     plan = _plan(
         batch=batch,
         query_heads=heads,
@@ -172,6 +209,8 @@ def run_topk(
         select_block_size=config.select_block_size,
         element_size=query.element_size(),
         sm90=sm90_unsupported_reason(query, key_tiles, config) is None,
+        spans=span_unsupported_reason(query, config, has_documents, num_blocks) is None,
+        longest=longest_blocks,
     )
     shape = (batch, plan.kv_heads, num_queries, config.num_selected_blocks)
     blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
@@ -179,6 +218,10 @@ def run_topk(
     with torch.cuda.device_of(query):
         if lse is None:
             lse = _log_sum_exp(plan, query, key, query_positions, scale, **compress)
+        if plan.spans:
+            _launch_span(
+                plan, query, key, lse, blocks, query_positions, scale, **compress, **select
+            )
         chunks = tuple(plan.chunks())
         workspaces = [
             plan.empty_workspace(query.device) for _ in range(min(NUM_STREAMS, len(chunks)))
@@ -228,7 +271,9 @@ class QueryPositions(NamedTuple):
 
 def _query_positions(positions: Tensor, document_start: Tensor | None) -> QueryPositions:
     positions = positions.contiguous()
-    starts = positions if document_start is None else document_start.contiguous()
+    starts = positions
+    if document_start is not None:  # Triton 3.6 fails to compile a kernel for starts of int64
+        starts = document_start.to(torch.int32).contiguous()
     position_stride, start_stride = (
         x.stride(0) if x.shape[0] > 1 else 0 for x in (positions, starts)
     )
@@ -301,6 +346,49 @@ def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:
     )
 
 
+def _launch_span(
+    plan: TopkPlan,
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    blocks: Tensor,
+    query_positions: QueryPositions,
+    scale: float,
+    **constants: int,
+) -> None:
+    tokens, (block_d, tail_columns) = plan.span_tokens, plan.block_d
+    topk_span_kernel[(cdiv(plan.num_queries, tokens), plan.batch * plan.kv_heads)](
+        query,
+        key,
+        lse,
+        query_positions.positions,
+        query_positions.starts,
+        blocks,
+        *strides(query),
+        *strides(key),
+        *lse.stride(),
+        query_positions.position_stride,
+        query_positions.start_stride,
+        plan.num_queries,
+        key.shape[2],
+        plan.kv_heads,
+        base2_scale(scale),
+        GROUP=plan.group,
+        TOKENS=tokens,
+        HEAD_DIM=plan.head_dim,
+        BLOCK_D=block_d,
+        BLOCK_D_TAIL=tail_columns,
+        SPAN=SPAN,
+        STAGES=SPAN_STAGES,
+        NUM_SLOTS=plan.num_slots,
+        PADDED_SLOTS=next_power_of_2(plan.num_slots),
+        ALL=not plan.has_scores,
+        DOCUMENTS=query_positions.documents,
+        **constants,
+        num_warps=4,
+    )
+
+
 def _launch_scores(
     plan: TopkPlan,
     chunk: QueryChunk,
@@ -326,7 +414,7 @@ def _launch_scores(
 
         scores_sm90.launch_scores(
             plan, chunk, query, key_tiles, lse, where, scores, base2_scale(scale),
-            DOCUMENTS=query_positions.documents, **constants,
+            DOCUMENTS=query_positions.documents, SCORED=plan.scored, **constants,
         )  # fmt: skip
         return
     tiles = cdiv(chunk.size, plan.tile_tokens)
@@ -351,6 +439,7 @@ def _launch_scores(
         chunk.width,
         chunk.pitch,
         base2_scale(scale),
+        SCORED=plan.scored,
         DOCUMENTS=query_positions.documents,
         USE_TMA=key_tiles is not None,
         COMPILED=not INTERPRETED,
@@ -386,6 +475,8 @@ def _launch_select(
         "CANDIDATES": chunk.candidates,
         "THREADS": chunk.threads,
         "DEPTH": chunk.depth,
+        "NUM_SLOTS": plan.num_slots,
+        "SCORED": plan.scored,
         "DOCUMENTS": query_positions.documents,
     }
     queries = plan.queries_of_select(chunk.size, query_positions.documents)
@@ -394,7 +485,6 @@ def _launch_select(
         *arguments,
         **constants,
         QUERIES=queries,
-        SPAN=SELECT_SPAN,
         BANDED=chunk.banded,
         FEW=chunk.few,
         **options,

@@ -208,7 +208,7 @@ def topk_scores_kernel(
     COMPRESS: tl.constexpr,
     STRIDE: tl.constexpr,
     SELECT: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    SCORED: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -244,8 +244,9 @@ def topk_scores_kernel(
         start = tl.load(start_ptr + row_of_batch * start_stride_b + token).to(tl.int32)
         first = start // SELECT
     first_topk, last_topk = first + INITIAL, own - LOCAL
-    # Where all blocks fit, no scores are needed; nor are those of initial and local blocks.
-    crowded = own - first >= NUM_SLOTS
+    # Where few are before a query's own, its blocks need no scores, or are chosen elsewhere; those
+    # of initial and local blocks nobody needs.
+    crowded = own - first >= SCORED
     lowest = tl.min(tl.where(crowded, first_topk, width), 0)
     # Whole vectors are read: to their end -1 marks blocks that are no candidates.
     highest = tl.max(tl.where(crowded, last_topk, -1), 0) // VECTOR * VECTOR + VECTOR - 1

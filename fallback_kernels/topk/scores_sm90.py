@@ -255,7 +255,7 @@ def topk_scores_sm90_kernel(
     COMPRESS: gl.constexpr,
     STRIDE: gl.constexpr,
     SELECT: gl.constexpr,
-    NUM_SLOTS: gl.constexpr,
+    SCORED: gl.constexpr,
     INITIAL: gl.constexpr,
     LOCAL: gl.constexpr,
     DOCUMENTS: gl.constexpr,
@@ -293,7 +293,7 @@ def topk_scores_sm90_kernel(
     token = first_query + gl.minimum(tile * BLOCK_TOKENS + query % BLOCK_TOKENS, last_query)
     own, first = blocks_of(token, position_ptr, start_ptr, SELECT, DOCUMENTS)
     # Where all candidates fit, no scores are needed.
-    crowded = own - first >= NUM_SLOTS
+    crowded = own - first >= SCORED
     lowest = gl.min(gl.where(crowded, first + INITIAL, width), 0)
     highest = gl.max(gl.where(crowded, own - LOCAL, -1), 0)
     if highest < lowest:

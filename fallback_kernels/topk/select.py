@@ -277,6 +277,7 @@ def select_of_query(
     DEPTH: tl.constexpr,
     BANDED: tl.constexpr,
     FEW: tl.constexpr,
+    SCORED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
     """Writes the blocks of `query`, int64, of a KV head; pointers are to what query 0 has."""
@@ -292,9 +293,10 @@ def select_of_query(
         first = tl.load(start_ptr + query).to(tl.int32) // SELECT
     block_ptr += query * NUM_SLOTS
     slot = tl.arange(0, PADDED_SLOTS)
-    if own - first < NUM_SLOTS:  # all candidates fit: nobody wrote scores
-        block = tl.where(slot <= own - first, first + slot, -1)
-        tl.store(block_ptr + slot, block, mask=slot < NUM_SLOTS)
+    if own - first < SCORED:  # nobody wrote scores: all candidates fit, or another kernel chooses
+        if SCORED == NUM_SLOTS:
+            block = tl.where(slot <= own - first, first + slot, -1)
+            tl.store(block_ptr + slot, block, mask=slot < NUM_SLOTS)
     else:
         block = tl.where(slot < INITIAL, first + slot, own - (NUM_SLOTS - 1 - slot))
         initial_local = (slot < INITIAL) | ((slot >= INITIAL + TOPK) & (slot < NUM_SLOTS))
@@ -339,35 +341,6 @@ def select_of_query(
                     store_best(bits, score_ptr, block_ptr, TOPK, CANDIDATES, THREADS, DEPTH)
 
 
-@triton.jit
-def store_of_tile(
-    score_ptr, block_ptr, exists, first, own, pitch, NUM_SLOTS: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """Writes the blocks of the queries that exist [QUERIES], which all see [first, own].
-
-    These are more than are wanted and SPAN at most. A block is taken if fewer than are wanted come
-    before it. Pointers are to what the first query has.
-    """
-    number, span = tl.arange(0, exists.shape[0])[:, None], tl.arange(0, SPAN)[None, :]
-    score_ptr += first
-    end = own - LOCAL - first + 1  # of those that are chosen by their scores
-    candidate = (span >= INITIAL) & (span < end)  # [1, SPAN]
-    mask = exists[:, None] & candidate  # [QUERIES, SPAN]
-    bits = tl.load(score_ptr + (number * pitch + span), mask=mask, other=-1.0)
-    bits = bits.to(tl.int32, bitcast=True)
-    rank = tl.zeros_like(bits)
-    for other in tl.range(INITIAL, end, num_stages=1):
-        its_bits = tl.load(score_ptr + (number * pitch + other), mask=exists[:, None], other=-1.0)
-        its_bits = its_bits.to(tl.int32, bitcast=True)  # [QUERIES, 1]
-        before = (its_bits > bits) | ((its_bits == bits) & (other < span))
-        rank += before.to(tl.int32)
-    taken = (rank < NUM_SLOTS - INITIAL - LOCAL) | (candidate == 0)
-    taken = taken & exists[:, None] & (span <= own - first)
-    slot = tl.cumsum(taken.to(tl.int32), 1) - 1 + number * NUM_SLOTS  # [QUERIES, SPAN]
-    tl.store(block_ptr + slot, tl.zeros_like(slot) + (first + span), mask=taken)
-
-
 @triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
 def topk_select_kernel(
     score_ptr,
@@ -381,7 +354,6 @@ def topk_select_kernel(
     num_queries,
     pitch,
     QUERIES: tl.constexpr,
-    SPAN: tl.constexpr,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
@@ -392,12 +364,13 @@ def topk_select_kernel(
     DEPTH: tl.constexpr,
     BANDED: tl.constexpr,
     FEW: tl.constexpr,
+    SCORED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
     """QUERIES queries of a KV head: top-k blocks lie between the initial and the local ones.
 
-    Queries that see no more blocks than they take, as many do in packed rows, are written at once.
-    So are those that see the same blocks, SPAN at most; others one after the other.
+    Queries with less than SCORED blocks before their own, as most in packed rows may be, have no
+    scores; SCORED above NUM_SLOTS says that `topk_span_kernel` writes their blocks.
     """
     first_of_tile = tl.program_id(0).to(tl.int64) * QUERIES
     batch = tl.program_id(2).to(tl.int64)
@@ -411,7 +384,7 @@ def topk_select_kernel(
         select_of_query(
             score_ptr, block_ptr, position_ptr, start_ptr, first_of_tile, pitch,
             SELECT, NUM_SLOTS, PADDED_SLOTS, INITIAL, LOCAL, CANDIDATES, THREADS, DEPTH,
-            BANDED, FEW, DOCUMENTS,
+            BANDED, FEW, SCORED, DOCUMENTS,
         )  # fmt: skip
     else:
         query = first_of_tile + tl.arange(0, QUERIES)
@@ -420,24 +393,17 @@ def topk_select_kernel(
         first = own * 0
         if DOCUMENTS:
             first = tl.load(start_ptr + query, mask=exists, other=0).to(tl.int32) // SELECT
-        if tl.max(own - first, 0) < NUM_SLOTS:
-            slot = tl.arange(0, PADDED_SLOTS)[None, :]
-            block = first[:, None] + slot  # [QUERIES, PADDED_SLOTS]
-            block = tl.where(block <= own[:, None], block, -1)
-            pointer = block_ptr + query[:, None] * NUM_SLOTS + slot
-            tl.store(pointer, block, mask=exists[:, None] & (slot < NUM_SLOTS))
-            return
-        one_own, one_first = tl.max(own, 0), tl.max(first, 0)
-        same = (exists == 0) | ((own == one_own) & (first == one_first))
-        if (tl.min(same.to(tl.int32), 0) == 1) & (one_own - one_first < SPAN):
-            store_of_tile(
-                score_ptr + first_of_tile * pitch, block_ptr + first_of_tile * NUM_SLOTS,
-                exists, one_first, one_own, pitch, NUM_SLOTS, INITIAL, LOCAL, SPAN,
-            )  # fmt: skip
+        if tl.max(own - first, 0) < SCORED:
+            if SCORED == NUM_SLOTS:
+                slot = tl.arange(0, PADDED_SLOTS)[None, :]
+                block = first[:, None] + slot  # [QUERIES, PADDED_SLOTS]
+                block = tl.where(block <= own[:, None], block, -1)
+                pointer = block_ptr + query[:, None] * NUM_SLOTS + slot
+                tl.store(pointer, block, mask=exists[:, None] & (slot < NUM_SLOTS))
             return
         for i in tl.range(tl.minimum(chunk_queries - first_of_tile, QUERIES), num_stages=1):
             select_of_query(
                 score_ptr, block_ptr, position_ptr, start_ptr, first_of_tile + i, pitch,
                 SELECT, NUM_SLOTS, PADDED_SLOTS, INITIAL, LOCAL, CANDIDATES, THREADS, DEPTH,
-                BANDED, FEW, DOCUMENTS,
+                BANDED, FEW, SCORED, DOCUMENTS,
             )  # fmt: skip

@@ -26,7 +26,6 @@ pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.topk import config as topk_config
 from nsa_flex.fallback_kernels.topk import interface as topk
-from nsa_flex.fallback_kernels.topk import select
 from nsa_flex.fallback_kernels.topk.interface import select_topk_blocks
 
 SMALL = NSAConfig(
@@ -61,6 +60,7 @@ class Case:
     head_dim: int = 16
     documents: bool = False
     dtype: torch.dtype = torch.float32
+    document_blocks: int = 7  # of the documents of the first batch row
 
     @property
     def num_keys(self) -> int:
@@ -83,7 +83,8 @@ class Case:
         """Document of each query: rows of a batch have documents of different lengths."""
         if not self.documents:
             return None
-        length = (7 + 2 * np.arange(self.batch)[:, None]) * self.config.select_block_size
+        blocks = self.document_blocks + 2 * np.arange(self.batch)[:, None]
+        length = blocks * self.config.select_block_size
         return (np.arange(self.num_queries) + self.past) // length * length
 
 
@@ -216,8 +217,9 @@ def test_query_offset(num_queries: int, past: int) -> None:
 
 
 @kernels
-def test_keys_after_the_queries_may_hold_anything() -> None:
-    case = Case(num_queries=10, past=170, unused=100)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_keys_after_the_queries_may_hold_anything(dtype: torch.dtype) -> None:
+    case = Case(num_queries=10, past=170, unused=100, dtype=dtype)
     q, k = inputs(case)
     lse, scores = references(case, q, k)
     k[:, :, case.config.num_compressed_blocks(180) :] = float("nan")
@@ -226,8 +228,9 @@ def test_keys_after_the_queries_may_hold_anything() -> None:
 
 
 @kernels
-def test_offsets_of_batch_rows_differ() -> None:
-    case = Case(num_queries=8, past=200, batch=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_offsets_of_batch_rows_differ(dtype: torch.dtype) -> None:
+    case = Case(num_queries=8, past=200, batch=2, dtype=dtype)
     q, k = inputs(case)
     offset = torch.tensor([[120], [200]], device=DEVICE)
     options = {"config": SMALL, "scale": case.scale, "num_blocks": case.num_blocks}
@@ -242,20 +245,120 @@ def test_offsets_of_batch_rows_differ() -> None:
 
 @kernels
 @pytest.mark.parametrize("together", [False, True], ids=["", "queries together"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("config", "past", "num_queries"), [(SMALL, 108, 38), (SMALL, 205, 6), (DENSE, 205, 6)]
+    ("config", "past", "num_queries", "blocks"),
+    [(SMALL, 108, 38, 7), (SMALL, 205, 6, 7), (DENSE, 205, 6, 7), (SMALL, 500, 70, 33)],
 )
 def test_documents(
     config: NSAConfig,
     past: int,
     num_queries: int,
+    blocks: int,
+    dtype: torch.dtype,
     together: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Over the ends of documents, and where the second one is long enough to choose from."""
+    """Over the ends of documents, and where the second one is long enough to choose from.
+
+    Of the last case some queries see more blocks than `topk_span_kernel` takes, and some fewer.
+    """
     if together:
         monkeypatch.setattr(topk_config, "SELECT_MANY_ROWS", 1)
-    check(Case(config=config, num_queries=num_queries, past=past, batch=2, documents=True))
+    case = Case(config, 2, 1, 2, num_queries, past, 0, 16, True, dtype, blocks)
+    check(case)
+
+
+HALF = torch.float16
+
+
+@kernels
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(group=group, kv_heads=2, dtype=HALF) for group in (1, 3, 8, 24)),
+        *(Case(head_dim=dim, dtype=HALF) for dim in (8, 24, 80, 96, 128, 192, 256)),
+        *(
+            Case(config, 2, 1, 2, 70, past=20 * config.select_block_size + 3, dtype=HALF)
+            for config in (SMALL, PAPER, NARROW, WIDE, APART, DENSE, BARE, FORCED)
+        ),
+        *(Case(num_queries=n, past=0, batch=3, dtype=HALF) for n in (1, 2, 16, 65, 129)),
+        Case(num_queries=512, past=0, dtype=HALF),  # up to the most blocks that it takes
+        Case(PAPER, 2, 2, 4, 3000, 0, 0, 16, True, HALF, 21),
+    ],
+)
+def test_queries_that_see_few_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All by `topk_span_kernel`, and none with scores in memory where the longest is known."""
+    launched = []
+    launch = topk._launch_span
+    monkeypatch.setattr(topk, "_launch_span", lambda *a, **kw: launched.append(launch(*a, **kw)))
+    q, k = inputs(case)
+    lse, scores = references(case, q, k)
+    chosen = choice(case, q, k, lse)
+    assert len(launched) == (case.num_blocks > case.config.num_selected_blocks)
+    assert_best(case, chosen, scores)
+    assert_best(case, choice(case, q, k, None), scores)
+    if not launched:
+        return
+    monkeypatch.delattr(topk, "_launch_scores")
+    monkeypatch.delattr(topk, "_launch_select")
+    longest = topk_config.SPAN * case.config.select_block_size
+    starts = None if case.starts is None else torch.from_numpy(case.starts).int().to(DEVICE)
+    told = topk.run_topk(
+        *(q, k, lse, torch.arange(case.num_queries, device=DEVICE)[None] + case.past, starts),
+        *(case.scale, case.num_blocks, case.config.counts, longest),
+    )
+    assert torch.equal(told, chosen)
+
+
+@kernels
+def test_what_follows_documents_of_a_known_length_has_blocks_too() -> None:
+    """It may be longer than these: any blocks will do that the queries see."""
+    case = Case(num_queries=40, past=560, documents=True, dtype=HALF, document_blocks=40)
+    q, k = inputs(case)
+    lse, _ = references(case, q, k)
+    positions = torch.arange(40, device=DEVICE)[None] + 560
+    starts = torch.zeros_like(positions, dtype=torch.int32)
+    arguments = (case.scale, case.num_blocks, case.config.counts, 32 * 16)
+    blocks = topk.run_topk(q, k, lse, positions, starts, *arguments)
+    assert bool((blocks.diff() > 0).all())
+    assert bool(((blocks >= 0) & (blocks <= (positions // 16)[:, None, :, None])).all())
+
+
+@kernels
+@pytest.mark.parametrize("slots", [3, 12, 31])
+def test_equal_scores_of_few_blocks_take_the_lower_index(slots: int) -> None:
+    """Scores of three values, exactly: keys that are 0 but for some, and no overlap."""
+    case = Case(NSAConfig(8, 8, 16, slots), 1, 1, 2, 64, 440, dtype=HALF)
+    q, k = inputs(case)
+    q[:] = 1.0
+    k[:] = 0.0
+    k[:, :, torch.randperm(case.num_compressed)[: case.num_compressed // 3]] = 0.125
+    lse, scores = references(case, q, k)
+    want = oracle.choose_all(scores.round(9), case.config, case.past)
+    np.testing.assert_array_equal(choice(case, q, k, lse).cpu().numpy(), want)
+
+
+def test_span_refuses_what_it_does_not_take() -> None:
+    q = torch.empty(1, 2, 4096, 128, dtype=torch.bfloat16)
+
+    def reason(
+        query: Tensor = q, config: NSAConfig = PAPER, documents: bool = True, blocks: int = 64
+    ) -> str | None:
+        return topk.span_unsupported_reason(query, config, documents, blocks)
+
+    assert reason() is None
+    assert reason(documents=False, blocks=32) is None
+    for refused, words in (
+        (reason(documents=False), "documents of 64 blocks"),
+        (reason(q.float()), "float32"),
+        (reason(config=NSAConfig(num_selected_blocks=32)), "choose all"),
+        (reason(config=NSAConfig(8, 4, 8, 4)), "8 tokens"),
+        (reason(config=NSAConfig(8, 4, 32, 4)), "8 compressed blocks"),
+        (reason(q.new_empty(1, 2, 4, 512)), "shared memory"),
+    ):
+        assert refused is not None
+        assert words in refused
 
 
 @kernels
@@ -373,40 +476,10 @@ def blocks_of_row(
     starts = torch.tensor([[64 * first]], device=DEVICE) if first else None
     places = topk._query_positions(torch.tensor([[own * 64 + 5]], device=DEVICE), starts)
     row = row_in_memory(scores, own, first, num_slots, chunk).to(DEVICE)
-    topk._launch_select(plan, chunk, row, blocks, places, **ROW_OPTIONS, NUM_SLOTS=num_slots)
+    topk._launch_select(plan, chunk, row, blocks, places, **ROW_OPTIONS)
     want = best_of_row(scores, own, first, num_slots)
     searched = bool((row[width : width + plan.candidates] >= 1.0).any())
     return ChoiceOfRow(blocks.flatten().tolist(), want, searched)
-
-
-@kernels
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("num_slots", [3, 7, 16])
-def test_queries_that_see_few_blocks_choose_at_once(
-    num_slots: int, documents: bool, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of a CTA, if these are the same; the last CTA has fewer queries."""
-    monkeypatch.setattr(topk_config, "SELECT_MANY_ROWS", 1)
-    if INTERPRETED:  # where what is not called need not be there
-        monkeypatch.delattr(select, "select_of_query")
-    num_queries, width = 2 * topk_config.SELECT_QUERIES + 3, 128
-    span = topk_config.SELECT_SPAN
-    plan = topk_config.TopkPlan(1, 1, 1, num_queries, 128, span, num_slots, 64, 2, sm90=True)
-    chunk = topk_config.QueryChunk(0, num_queries, width, plan.candidates, sm90=True)
-    number = torch.arange(num_queries) // topk_config.SELECT_QUERIES  # of a query's CTA
-    first = 30 + number if documents else 0 * number
-    own = first + num_slots + torch.randint(span - num_slots, (num_queries,))[number]
-    places = [(int(o), int(f), num_slots) for o, f in zip(own, first, strict=True)]
-    scores = [row_of_scores(kind, width) for _ in places]
-    rows = [row_in_memory(x, *place, chunk) for x, place in zip(scores, places, strict=True)]
-    want = [best_of_row(x, *place) for x, place in zip(scores, places, strict=True)]
-    blocks = torch.full((1, 1, num_queries, num_slots), -7, dtype=torch.int32, device=DEVICE)
-    starts = (first[None] * 64).to(DEVICE) if documents else None
-    where = topk._query_positions((own[None] * 64 + 63).to(DEVICE), starts)
-    memory = torch.stack(rows).to(DEVICE)
-    topk._launch_select(plan, chunk, memory, blocks, where, **ROW_OPTIONS, NUM_SLOTS=num_slots)
-    assert blocks[0, 0].tolist() == want
 
 
 @kernels
@@ -448,7 +521,7 @@ def test_rows_leave_one_another_alone(
     starts = (first * 64).to(DEVICE) if documents else None
     places = topk._query_positions((own * 64 + 63).to(DEVICE), starts)
     memory = torch.stack(rows).to(DEVICE)
-    topk._launch_select(plan, chunk, memory, blocks, places, **ROW_OPTIONS, NUM_SLOTS=num_slots)
+    topk._launch_select(plan, chunk, memory, blocks, places, **ROW_OPTIONS)
     assert torch.equal(blocks.cpu(), expected)
 
 
@@ -520,8 +593,9 @@ def test_equal_scores_take_the_lower_index(kept: int) -> None:
 
 
 @kernels
-def test_nan_scores_leave_the_forced_blocks() -> None:
-    case = Case(past=160)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nan_scores_leave_the_forced_blocks(dtype: torch.dtype) -> None:
+    case = Case(past=160, dtype=dtype)
     q, k = inputs(case)
     q[:, :, 3] = float("nan")
     k[:, :, 20] = float("nan")
@@ -535,9 +609,10 @@ def test_nan_scores_leave_the_forced_blocks() -> None:
 
 
 @kernels
-def test_extreme_logits() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_extreme_logits(dtype: torch.dtype) -> None:
     """Probabilities of 0 and 1, and compressed keys so large that hidden ones overflow."""
-    case = Case(past=160)
+    case = Case(past=160, dtype=dtype)
     q, k = inputs(case)
     k *= 1e4
     check_lse, scores = references(case, q, k)
@@ -705,7 +780,7 @@ def test_long_sequences(case: Case) -> None:
         Case(NSAConfig(16, 16, 64, 8), 1, 2, 4, 700, 9000, head_dim=128, dtype=BF16),
         Case(NSAConfig(num_selected_blocks=64), 1, 2, 4, 700, 50_000, head_dim=128, dtype=BF16),
         Case(NSAConfig(64, 32, 128, 20, 2, 3), 1, 1, 4, 700, 90_000, head_dim=128, dtype=FP16),
-        Case(NSAConfig(num_selected_blocks=4), 2, 2, 4, 1500, 2000, 0, 128, True, BF16),
+        Case(NSAConfig(num_selected_blocks=4), 2, 2, 4, 1500, 2000, 0, 128, True, BF16, 40),
     ],
 )
 def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
