@@ -126,8 +126,8 @@ def short_bwd_dq_kernel(
 
     stats: float32 (B, 9 or 14 * Hq, S), three of each span of keys. key_desc and the like: of
     tiles of BLOCK_N keys, or None. With `blocks_ptr`, int32 (B, Hkv, S, n), the selected branch
-    sees those blocks alone, `choice` tokens, and the last two numbers have a bit for each; not of
-    documents that are no longer than that. stats_step: from one of a head's numbers to the next.
+    sees those blocks alone, `choice` tokens, and the last two numbers have a bit for each.
+    stats_step: from one of a head's numbers to the next.
 
     SOME: of documents of up to `reach` tokens alone, others' results stay as they are.
     """
@@ -250,8 +250,7 @@ def short_bwd_dq_kernel(
         first_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
     )  # [BLOCK_M] each
     # At the end where there are two ways for tokens: else registers do not suffice.
-    BY_LENGTH: tl.constexpr = blocks_ptr is not None and document_start_ptr is not None
-    if not BY_LENGTH:
+    if blocks_ptr is None:
         grad_q = _add_span(
             grad_q, q, grad_out, blocks, block_values, first_block, end_block, row_mask,
             compressed_lse, gate, compressed_b, scale_log2,
@@ -260,12 +259,9 @@ def short_bwd_dq_kernel(
         )  # fmt: skip
     if blocks_ptr is None:
         all_chose: tl.constexpr = True
-    elif document_start_ptr is None:
-        all_chose: tl.constexpr = False  # type: ignore[no-redef]
     else:
-        start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
-        long = is_long(document_start_ptr, start, choice, num_tokens) & row_mask
-        all_chose = tl.max(long.to(tl.int32), 0) == 0
+        # The first queries of a document do: they see no more than a choice.
+        all_chose = tl.max(tl.where(row_mask, row - first_key, 0), 0) < choice
     if all_chose:
         grad_q = _add_span(
             grad_q, q, grad_out, keys, values, first_key, far_end, row_mask,
@@ -295,7 +291,7 @@ def short_bwd_dq_kernel(
         # The branches must not end alike: their ends would be merged, and the memory of both
         # loops' tiles be kept to there.
         tl.debug_barrier()
-    if BY_LENGTH:
+    if blocks_ptr is not None:
         grad_q = _add_span(
             grad_q, q, grad_out, blocks, block_values, first_block, end_block, row_mask,
             compressed_lse, gate, compressed_b, scale_log2,
