@@ -61,11 +61,17 @@ from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients as short_quer
 from nsa_flex.fallback_kernels.short.chosen import (
     is_masked,
     is_masked_backward,
+    is_masked_in_two,
     longest_of,
     masked_tokens,
 )
 from nsa_flex.fallback_kernels.short.core import overwrite_key_gradients
-from nsa_flex.fallback_kernels.short.fwd import Chosen, ShortResults, short_forward
+from nsa_flex.fallback_kernels.short.fwd import (
+    Chosen,
+    ShortResults,
+    empty_results,
+    short_forward,
+)
 from nsa_flex.fallback_kernels.topk.interface import run_topk
 
 CoreTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -93,7 +99,8 @@ def run_forward(
     is_one_part = is_ranged(query.shape[0], tokens, document_start) and offsets is None
     is_masked_forward = is_one_part and is_masked(q, key, value, config, longest)
     early = NONE_EARLY
-    if document_start is not None and offsets is None and not is_masked_forward:
+    is_early_apart = not is_masked_forward or is_masked_in_two(query, value)
+    if document_start is not None and offsets is None and is_early_apart:
         early = Early(document_start, config.num_selected_tokens)
     parts, fold, compressed_lse = attend_compressed(
         rows, compressed_key, compressed_value, document_start, config, scale, offsets, early
@@ -120,16 +127,12 @@ def run_forward(
     if is_masked_forward:
         if is_indexed:
             selected_prepare.prepare(plan, q, *selected_keys, blocks, scale, storage=storage)
-        whole = short_forward(
-            (q, *tensors[1:]),
-            own,
-            document_start,
-            config,
-            scale,
-            longest,
-            save=differentiable,
-            chosen=Chosen(blocks, parts[0], compressed_lse),
-        )
+        chosen, found = Chosen(blocks, parts[0], compressed_lse), None
+        call = ((q, *tensors[1:]), own, document_start, config, scale)
+        if early.document_start is not None:
+            found = empty_results(q, value, True, differentiable, chosen)
+            short_forward(*call, early.tokens, save=differentiable, into=found)
+        whole = short_forward(*call, longest, save=differentiable, chosen=chosen, into=found)
         return (
             whole.out,
             blocks,

@@ -23,6 +23,7 @@ MASKED_TIMES = 2  # so many times the tokens of a choice
 # for 16 query heads a group, whose products fill up a tile.
 MOST_TILES = 768
 MOST_DIM = 64
+MOST_DIM_ALONE = 128  # of query heads that share their keys with no other
 UNION_GROUP = 16
 MANY_TIMES = 1.5  # so many times the tokens of a choice
 MOST_DIM_BACKWARD = 128
@@ -48,7 +49,16 @@ def is_masked(query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, long
         or group < UNION_GROUP
         or group != next_power_of_2(group)
     )
-    return beats_unions and _fits(query, value, config, tiles.block_n, MOST_DIM, longest)
+    most_dim = MOST_DIM_ALONE if group == 1 else MOST_DIM
+    return beats_unions and _fits(query, value, config, tiles.block_n, most_dim, longest)
+
+
+def is_masked_in_two(query: Tensor, value: Tensor) -> bool:
+    """Whether a masked forward of documents has launches of its own for their first queries.
+
+    These need no words and no range attention; of narrow heads that does not make up for it.
+    """
+    return max(query.shape[3], value.shape[3]) > MOST_DIM
 
 
 def is_masked_backward(

@@ -15,6 +15,7 @@ from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, shared_by
 # Up to D 64; else those of range attention. With fewer registers three and four CTAs fit on an SM.
 FWD = Tiles(128, 64, 4, 2)  # of many CTAs, where queries see all blocks
 FWD_CHOSEN = Tiles(64, 64, 4, 3, registers=168)  # with a choice there are two sums of values
+FWD_CHOSEN_WIDE = Tiles(64, 64, 4, 2)  # beyond D 64: three stages of tiles would spill
 BWD_DQ = Tiles(64, 32, 4, 3, registers=128)  # of many CTAs
 BWD_DKDV = Tiles(64, 64, 4, 2)
 MANY_CTAS = 1024
@@ -35,9 +36,10 @@ def chosen_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
     plan = RangesPlan.of(query, key, value)
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
     itemsize, bytes_given = query.element_size(), shared_memory_bytes(query.device)
-    is_narrow = itemsize < 4 and max(widths) <= NARROW
-    if is_narrow and _fits(FWD_CHOSEN, widths, itemsize, "queries", bytes_given):
-        return FWD_CHOSEN
+    tiles = FWD_CHOSEN if max(widths) <= NARROW else FWD_CHOSEN_WIDE
+    is_small = itemsize < 4 and max(widths) <= WIDEST
+    if is_small and _fits(tiles, widths, itemsize, "queries", bytes_given):
+        return tiles
     return plan.fwd
 
 

@@ -157,7 +157,7 @@ def _add_gated(
     store_tile(out_ptr, query, row_stride, num_tokens, total, DIM, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window", "choice"])
 def short_fwd_kernel(
     q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,
     key_desc, value_desc, window_key_desc, window_value_desc, gate_ptr,
@@ -170,9 +170,9 @@ def short_fwd_kernel(
     ck_stride_b, ck_stride_h, ck_stride_s, cv_stride_b, cv_stride_h, cv_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     lse_stride_b, lse_stride_h, lse_stride_s,
-    num_tokens, num_blocks, query_heads, group, reach, window, scale_log2,
+    num_tokens, num_blocks, query_heads, group, reach, window, choice, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SAVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, LATE: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -182,8 +182,8 @@ def short_fwd_kernel(
 
     SHARED: the window has the selected branch's keys and values. With `blocks_ptr`, int32
     (B, Hkv, S, n), the selected branch sees those blocks alone, and the compressed branch, from
-    which they were chosen, is read. EARLY: of the first `reach` tokens of documents alone, others'
-    results stay as they are.
+    which they were chosen, is read. EARLY: of the first `choice` tokens of documents alone, the
+    others' results stay as they are; LATE: of those others alone.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -194,9 +194,9 @@ def short_fwd_kernel(
     row_mask = row < num_tokens
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
-    if EARLY:
+    if EARLY or LATE:
         start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
-        row_mask = row_mask & (row - start < reach)
+        row_mask = row_mask & ((row - start < choice) == EARLY)
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
         query = tl.where(row_mask, query, num_tokens)  # as if it were not there
@@ -379,8 +379,8 @@ def short_forward(
         reach: tokens of the longest document, at most n * l', or what `is_masked` takes.
         save: whether the branches' own outputs are wanted, for the backward.
         chosen: what is computed already.
-        into: results of others, where those of the first `reach` tokens of each document are
-            written. Without `chosen`.
+        into: results of others, where those of the first n * l' tokens of each document are
+            written, or, with `chosen`, those of the others.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
@@ -390,7 +390,7 @@ def short_forward(
         for x in (query, key, value, *(own or (key, value)), compressed_key, compressed_value)
     )
     batch, heads, tokens, _ = q.shape
-    found = into or _empty_results(q, v, document_start is not None, save, chosen)
+    found = into or empty_results(q, v, document_start is not None, save, chosen)
     descs = [descriptor(x, tiles.block_n) for x in (k, v, wk, wv)]
     if any(x is None for x in descs):
         descs = [None] * len(descs)
@@ -402,15 +402,16 @@ def short_forward(
         *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
         *found.compressed_lse.stride(),
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
-        base2_scale(scale),
+        config.num_selected_tokens, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        SHARED=own is None, SAVE=save, EARLY=into is not None, **slots(config), **plan.constants(),
-        **tiles.constants(),
+        SHARED=own is None, SAVE=save, EARLY=into is not None and chosen is None,
+        LATE=into is not None and chosen is not None,
+        **slots(config), **plan.constants(), **tiles.constants(),
     )  # fmt: skip
     return found
 
 
-def _empty_results(
+def empty_results(
     query: Tensor, value: Tensor, has_documents: bool, save: bool, chosen: Chosen | None
 ) -> ShortResults:
     """Memory of results, and what `chosen` has; arguments as of `short_forward`."""

@@ -33,6 +33,7 @@ from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.fused import interface, schedule
 from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
+from nsa_flex.fallback_kernels.short import chosen
 from nsa_flex.fallback_kernels.short import config as short_config
 from nsa_flex.fallback_kernels.short.chosen import (
     chosen_words,
@@ -446,6 +447,37 @@ def test_documents_masked_by_a_choice(
 
 
 @kernels
+@pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_documents_masked_in_two_launches(
+    batch: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First queries of documents have one of their own, with the compressed branch."""
+    only_masked(monkeypatch)
+    monkeypatch.setattr(chosen, "MOST_DIM", 8)
+    launched = []
+    launch = schedule.short_forward
+    monkeypatch.setattr(
+        schedule, "short_forward", lambda *a, **kw: launched.append(kw) or launch(*a, **kw)
+    )
+    case = Case((31, 190, 5, 97), batch=batch, kv_heads=2, group=1, own=own, config=CHOSEN)
+    _, tensors = core_inputs(check_core(case, 190))
+    first, later = launched
+    assert "chosen" not in first
+    assert later["chosen"] is not None
+    assert later["into"] is first["into"]
+    options = {"document_start": case.document_start(), "max_document_length": 190}
+    options |= {"config": case.config, "scale": case.scale}
+    saving = core_attention(*tensors, **options)
+    with torch.no_grad():  # other kernels than those that save: their sums may round otherwise
+        alone = core_attention(*tensors, **options)
+    real = case.real()
+    for name in ("out", "compressed_lse", "selected_lse", "sliding_lse"):
+        got, want = (getattr(x, name)[:, :, real] for x in (alone, saving))
+        assert_close(name, got, to_float64(want), None, case.dtype)
+
+
+@kernels
 @pytest.mark.parametrize(
     ("documents", "group", "own", "batch"),
     [
@@ -609,7 +641,9 @@ def test_which_rows_are_masked() -> None:
     assert found(paper, 8, 1536, heads=(32, 2)) == (True, True)
     assert found(paper, 8, 1537, heads=(32, 2)) == (False, True)
     assert found(paper, 1, 2048, 128) == (False, True)
+    assert found(paper, 1, 2048, 128, heads=(4, 4)) == (True, True)  # no heads share a tile
     assert found(paper, 1, 2048, 136) == (False, False)
+    assert found(paper, 1, 2048, 136, heads=(4, 4)) == (False, False)
     assert found(NSAConfig(8, 4, 8, 16), 1, 200) == (False, False)  # a tile has several blocks
     assert found(NSAConfig(8, 4, 32, 64), 1, 32 * 64 + 1) == (False, False)  # more than bits
 
