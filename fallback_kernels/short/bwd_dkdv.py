@@ -42,7 +42,8 @@ class Some(NamedTuple):
     """Documents of packed rows by their tokens, and memory of what their keys get."""
 
     grads: list[Tensor]  # contiguous, as `key_gradients` returns them
-    most: int  # documents of no more tokens than that
+    most: int  # documents of no more tokens than that,
+    least: int = 0  # and of more than that
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def _add_spans(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles", "most",
+        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles", "least", "most",
     ]
 )  # fmt: skip
 def short_bwd_dkdv_kernel(
@@ -202,7 +203,7 @@ def short_bwd_dkdv_kernel(
     cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
     stats_stride_b, stats_stride_h,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
-    reach, window, choice, most, scale, scale_log2,
+    reach, window, choice, least, most, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
     MASKED: tl.constexpr, SELECT: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, SOME: tl.constexpr,
@@ -216,7 +217,7 @@ def short_bwd_dkdv_kernel(
     document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
     MASKED: queries chose blocks, `choice` tokens, and `stats_ptr` says which; of documents that
     are no longer than that they chose all, and it is not looked at. SOME: of keys of documents of
-    up to `most` tokens alone, others' results stay as they are.
+    more than `least` and up to `most` tokens alone, others' results stay as they are.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
@@ -247,7 +248,7 @@ def short_bwd_dkdv_kernel(
         ends = tl.load(document_end_ptr + token, mask=exists, other=num_tokens)
     if SOME:
         start = tl.load(document_start_ptr + token, mask=exists, other=0)
-        exists = exists & (ends - start <= most)
+        exists = exists & (ends - start > least) & (ends - start <= most)
         if tl.max(exists.to(tl.int32), 0) == 0:
             return
         key = tl.where(exists, key, num_keys)  # as if it were not there
@@ -353,11 +354,10 @@ def key_gradients(
     shapes = [(tokens, kv_heads, x.shape[3]) for x in (k, v)]
     if compressed is not None:
         shapes += [(num_blocks, kv_heads, x.shape[3]) for x in (ck, cv)]
-    if some is None:
-        grads = [torch.empty((splits, batch, *shape), **options) for shape in shapes]
-        most = tokens
-    else:
-        grads, most = some
+    some_of = some or Some(
+        [torch.empty((splits, batch, *shape), **options) for shape in shapes], tokens
+    )
+    grads = some_of.grads
     block_n = plan.bwd_dkdv.block_n
     compressed_tiles = 0 if compressed is None else cdiv(num_blocks, block_n)
     grid = (compressed_tiles + cdiv(tokens, block_n), kv_heads * splits, batch)
@@ -371,7 +371,8 @@ def key_gradients(
         *descs, *grads, *(() if compressed else grads),
         *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
-        reach, min(config.window_size, tokens), config.num_selected_tokens, most,
+        reach, min(config.window_size, tokens), config.num_selected_tokens,
+        some_of.least, some_of.most,
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         HAS_NEAR=near, HAS_FAR=far, MASKED=masked,

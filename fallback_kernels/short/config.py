@@ -13,9 +13,8 @@ from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, shared_by
 
 # As measured on an H100, whose tiles of queries and keys come by TMA.
 # Up to D 64; else those of range attention. With fewer registers three and four CTAs fit on an SM.
-FWD = Tiles(128, 64, 4, 2)  # of many CTAs, where queries see all blocks
-FWD_CHOSEN = Tiles(64, 64, 4, 3, registers=168)  # with a choice there are two sums of values
-FWD_CHOSEN_WIDE = Tiles(64, 64, 4, 2)  # beyond D 64: three stages of tiles would spill
+FWD = Tiles(64, 64, 4, 3, registers=168)  # of many CTAs, or where queries chose
+FWD_CHOSEN_WIDE = Tiles(64, 64, 4, 2)  # beyond D 64: a choice takes two sums of values
 BWD_DQ = Tiles(64, 32, 4, 3, registers=128)  # of many CTAs
 BWD_DKDV = Tiles(64, 64, 4, 2)
 MANY_CTAS = 1024
@@ -31,12 +30,18 @@ def plan_of(query: Tensor, key: Tensor, value: Tensor) -> RangesPlan:
     return _with_tiles(plan, query.element_size(), many, shared_memory_bytes(query.device))
 
 
+def num_key_tiles(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Tiles of keys and values in the backward, of all KV heads and rows."""
+    batch, heads, tokens, _ = key.shape
+    return batch * heads * cdiv(tokens, plan_of(query, key, value).bwd_dkdv.block_n)
+
+
 def chosen_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
     """Tiles of the forward of a call of short rows whose queries chose blocks."""
     plan = RangesPlan.of(query, key, value)
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
     itemsize, bytes_given = query.element_size(), shared_memory_bytes(query.device)
-    tiles = FWD_CHOSEN if max(widths) <= NARROW else FWD_CHOSEN_WIDE
+    tiles = FWD if max(widths) <= NARROW else FWD_CHOSEN_WIDE
     is_small = itemsize < 4 and max(widths) <= WIDEST
     if is_small and _fits(tiles, widths, itemsize, "queries", bytes_given):
         return tiles

@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.short.bwd_dkdv import Some, key_gradients
 from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients
+from nsa_flex.fallback_kernels.short.config import MANY_CTAS, num_key_tiles
 from nsa_flex.fallback_kernels.short.fwd import ShortResults
 
 
@@ -65,10 +66,17 @@ def overwrite_key_gradients(
     """
     query, key, value, compressed_key, compressed_value, _ = tensors
     rest = (stats, document_start, config, scale, reach)
-    key_gradients(
-        grad, query, (key, value), (compressed_key, compressed_value), *rest,
-        near=own is None, far=True, masked=True, some=Some(list(grads[:4]), reach),
-    )  # fmt: skip
+    into, choice = list(grads[:4]), min(config.num_selected_tokens, reach)
+    # In large calls documents whose queries chose all have a kernel that knows of no choice: its
+    # loops take fewer registers, for which twice as many CTAs that leave are a price.
+    both = [(True, Some(into, reach))]
+    if num_key_tiles(query, key, value) >= MANY_CTAS:
+        both = [(False, Some(into, choice)), (True, Some(into, reach, choice))]
+    for masked, some in both:
+        key_gradients(
+            grad, query, (key, value), (compressed_key, compressed_value), *rest,
+            near=own is None, far=True, masked=masked, some=some,
+        )  # fmt: skip
     if own is not None:
         some = Some(list(grads[4:]), reach)
         key_gradients(grad, query, own, None, *rest, near=True, far=False, some=some)

@@ -35,6 +35,7 @@ from nsa_flex.fallback_kernels.fused.interface import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
 from nsa_flex.fallback_kernels.short import chosen
 from nsa_flex.fallback_kernels.short import config as short_config
+from nsa_flex.fallback_kernels.short import core as short_core
 from nsa_flex.fallback_kernels.short.chosen import (
     chosen_words,
     has_block,
@@ -478,6 +479,7 @@ def test_documents_masked_in_two_launches(
 
 
 @kernels
+@pytest.mark.parametrize("apart", [False, True], ids=["", "documents that chose all apart"])
 @pytest.mark.parametrize(
     ("documents", "group", "own", "batch"),
     [
@@ -489,9 +491,15 @@ def test_documents_masked_in_two_launches(
     ids=["", "own keys", "no long one", "short ones that no long one reads"],
 )
 def test_short_documents_beside_long_ones(
-    documents: tuple[int, ...], group: int, own: bool, batch: int, monkeypatch: pytest.MonkeyPatch
+    documents: tuple[int, ...],
+    group: int,
+    own: bool,
+    batch: int,
+    apart: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Results of each document's first queries, and gradients of each, come from their kernels."""
+    monkeypatch.setattr(short_core, "MANY_CTAS", 1 if apart else 1 << 20)
     monkeypatch.setattr(interface, "is_masked_backward", lambda *_: False)  # of short rows alone
     monkeypatch.setattr(interface, "_is_one_step", lambda *_: batch == 2)
     monkeypatch.setattr(interface, "_is_held", lambda _: False)
