@@ -67,10 +67,10 @@ def overwrite_key_gradients(
     query, key, value, compressed_key, compressed_value, _ = tensors
     rest = (stats, document_start, config, scale, reach)
     into, choice = list(grads[:4]), min(config.num_selected_tokens, reach)
-    # In large calls documents whose queries chose all have a kernel that knows of no choice: its
-    # loops take fewer registers, for which twice as many CTAs that leave are a price.
     both = [(True, Some(into, reach))]
-    if num_key_tiles(query, key, value) >= MANY_CTAS:
+    if query.shape[1] == key.shape[1] and num_key_tiles(query, key, value) >= MANY_CTAS:
+        # Of one head a tile has few iterations. Documents whose queries chose all have a kernel
+        # that knows of no choice: twice as many CTAs that leave cost less than it saves.
         both = [(False, Some(into, choice)), (True, Some(into, reach, choice))]
     for masked, some in both:
         key_gradients(

@@ -479,16 +479,24 @@ def test_documents_masked_in_two_launches(
 
 
 @kernels
-@pytest.mark.parametrize("apart", [False, True], ids=["", "documents that chose all apart"])
 @pytest.mark.parametrize(
-    ("documents", "group", "own", "batch"),
+    ("documents", "group", "own", "batch", "apart"),
     [
-        ((33, 230, 130), 2, False, 1),
-        ((193, 1, 100), 1, True, 1),
-        ((40, 95), 3, False, 2),
-        ((230, 190, 190, 70), 1, False, 1),
+        ((33, 230, 130), 2, False, 1, False),
+        ((193, 1, 100), 1, True, 1, False),
+        ((40, 95), 3, False, 2, False),
+        ((230, 190, 190, 70), 1, False, 1, False),
+        ((193, 1, 100), 1, True, 1, True),
+        ((230, 190, 190, 70), 1, False, 1, True),
     ],
-    ids=["", "own keys", "no long one", "short ones that no long one reads"],
+    ids=[
+        "",
+        "own keys",
+        "no long one",
+        "short ones that no long one reads",
+        "own keys, those that chose all apart",
+        "those that chose all apart",
+    ],
 )
 def test_short_documents_beside_long_ones(
     documents: tuple[int, ...],
@@ -500,11 +508,19 @@ def test_short_documents_beside_long_ones(
 ) -> None:
     """Results of each document's first queries, and gradients of each, come from their kernels."""
     monkeypatch.setattr(short_core, "MANY_CTAS", 1 if apart else 1 << 20)
+    ran = []
+    of_keys = short_core.key_gradients
+    monkeypatch.setattr(
+        short_core,
+        "key_gradients",
+        lambda *call, **options: (
+            ran.append(options.get("masked", False)) or of_keys(*call, **options)
+        ),
+    )
     monkeypatch.setattr(interface, "is_masked_backward", lambda *_: False)  # of short rows alone
     monkeypatch.setattr(interface, "_is_one_step", lambda *_: batch == 2)
     monkeypatch.setattr(interface, "_is_held", lambda _: False)
     monkeypatch.setattr(schedule, "is_masked", lambda *_: False)
-    ran = []
     places = {"short_forward": 5, "short_query_gradients": 7, "overwrite_key_gradients": 7}
     for name, index in places.items():
         each = getattr(schedule, name)
@@ -516,7 +532,7 @@ def test_short_documents_beside_long_ones(
             ),
         )
     check_core(Case(documents, group=group, own=own, batch=batch, config=CHOSEN))
-    assert ran == [96, 192, 192]
+    assert ran == [96, 192, 192, *([False] if apart else []), True, *([False] if own else [])]
 
 
 @kernels
