@@ -419,7 +419,14 @@ def test_rows_masked_by_a_choice(
 @kernels
 @pytest.mark.parametrize(
     ("group", "dims"),
-    [(1, (64, 64)), (7, (40, 24)), pytest.param(16, (48, 64), marks=pytest.mark.gpu)],
+    [
+        (1, (64, 64)),
+        (7, (40, 24)),
+        (1, (80, 72)),
+        pytest.param(16, (48, 64), marks=pytest.mark.gpu),
+        pytest.param(1, (128, 128), marks=pytest.mark.gpu),
+        pytest.param(1, (96, 128), marks=pytest.mark.gpu),
+    ],
 )
 def test_masked_rows_of_other_shapes(
     group: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
