@@ -131,9 +131,9 @@ def topk_span_kernel(
     first_block = tl.min(lowest, 0) - LENT
     column = tl.arange(0, RESIDUES * SPAN)
     key = (first_block + column % SPAN) * RESIDUES + column // SPAN
-    query_ptr += row_of_batch * query_stride_b + first_head * query_stride_h
+    query_ptr += row_of_batch * query_stride_b
     key_ptr += row_of_batch * key_stride_b + head.to(tl.int64) * key_stride_h
-    lse_ptr += row_of_batch * lse_stride_b + first_head * lse_stride_h
+    lse_ptr += row_of_batch * lse_stride_b
     query_ptrs = query_ptr + token.to(tl.int64) * query_stride_s
     lse_ptrs = lse_ptr + token.to(tl.int64) * lse_stride_s
     in_row = tl.minimum(tl.maximum(key, 0), num_keys - 1)
@@ -144,11 +144,13 @@ def topk_span_kernel(
         k_tail = load_rows(key_ptrs, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL)
     p = tl.zeros((TOKENS, RESIDUES * SPAN), tl.float32)  # [TOKENS, RESIDUES * SPAN]
     for i in tl.range(0, GROUP, num_stages=STAGES):
-        q = load_rows(query_ptrs + i * query_stride_h, 0, HEAD_DIM, BLOCK_D)  # [TOKENS, BLOCK_D]
-        lse = tl.load(lse_ptrs + i * lse_stride_h) * LOG2E
+        query_head = first_head + i  # int64
+        of_head = query_ptrs + query_head * query_stride_h
+        q = load_rows(of_head, 0, HEAD_DIM, BLOCK_D)  # [TOKENS, BLOCK_D]
+        lse = tl.load(lse_ptrs + query_head * lse_stride_h) * LOG2E
         logits = tl.dot(q, tl.trans(k))  # [TOKENS, RESIDUES * SPAN]
         if BLOCK_D_TAIL > 0:
-            q_tail = load_rows(query_ptrs + i * query_stride_h, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL)
+            q_tail = load_rows(of_head, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL)
             logits = tl.dot(q_tail, tl.trans(k_tail), logits)
         p += tl.exp2(logits * scale_log2 - lse[:, None])
 

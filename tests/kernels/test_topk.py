@@ -852,6 +852,20 @@ def test_offsets_past_two_to_the_31() -> None:
     assert_best(part, choice(case, q, k, None)[:, :, rows], scores)
 
 
+@pytest.mark.large
+@pytest.mark.gpu
+def test_few_blocks_of_queries_past_two_to_the_31() -> None:
+    """As above, of documents, and with the heads of a group apart in memory."""
+    case = Case(PAPER, 1, 2, 32, 140_000, 0, 0, 256, True, BF16, 30)
+    q, k = inputs(case)
+    q = q.contiguous()
+    assert q.numel() > 2**31
+    rows = slice(case.num_queries - 8, case.num_queries)
+    part = replace(case, num_queries=8, past=case.num_queries - 8)
+    _, scores = references(part, q[:, :, rows], k)
+    assert_best(part, choice(case, q, k, None)[:, :, rows], scores)
+
+
 @pytest.mark.gpu
 def test_chunks_on_two_streams_choose_as_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and as a CUDA graph; a chunk that read too early would see another one's scores."""
