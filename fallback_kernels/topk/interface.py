@@ -94,18 +94,17 @@ def sm90_unsupported_reason(
     )
 
 
-def span_unsupported_reason(
-    query: Tensor, config: NSAConfig, has_documents: bool, num_blocks: int
-) -> str | None:
+def has_spans(config: NSAConfig, has_documents: bool, num_blocks: int) -> bool:
+    """Whether many queries may choose among few blocks, as in packed rows and in short ones."""
+    return config.num_selected_blocks < SPAN and (has_documents or num_blocks <= SPAN)
+
+
+def span_unsupported_reason(query: Tensor, config: NSAConfig) -> str | None:
     """Why `topk_span_kernel` takes no query; None if it takes those that see few blocks."""
     select = config.select_block_size
     residues = select // config.compress_stride
     element, width = query.element_size(), next_power_of_2(query.shape[3])
     rows = residues * SPAN + SPAN_STAGES * SPAN_TOKENS
-    if not has_documents and num_blocks > SPAN:
-        return f"rows are documents of {num_blocks} blocks"
-    if config.num_selected_blocks >= SPAN:
-        return f"queries that see no more than {SPAN} blocks choose all of them"
     if select < SPAN_MIN_TOKENS or residues not in SPAN_RESIDUES:
         return f"blocks have {select} tokens and {residues} compressed blocks"
     if element == 4:
@@ -209,7 +208,8 @@ def run_topk(
         select_block_size=config.select_block_size,
         element_size=query.element_size(),
         sm90=sm90_unsupported_reason(query, key_tiles, config) is None,
-        spans=span_unsupported_reason(query, config, has_documents, num_blocks) is None,
+        spans=has_spans(config, has_documents, num_blocks)
+        and span_unsupported_reason(query, config) is None,
         longest=longest_blocks,
     )
     shape = (batch, plan.kv_heads, num_queries, config.num_selected_blocks)

@@ -342,17 +342,16 @@ def test_equal_scores_of_few_blocks_take_the_lower_index(slots: int) -> None:
 def test_span_refuses_what_it_does_not_take() -> None:
     q = torch.empty(1, 2, 4096, 128, dtype=torch.bfloat16)
 
-    def reason(
-        query: Tensor = q, config: NSAConfig = PAPER, documents: bool = True, blocks: int = 64
-    ) -> str | None:
-        return topk.span_unsupported_reason(query, config, documents, blocks)
+    def reason(query: Tensor = q, config: NSAConfig = PAPER) -> str | None:
+        return topk.span_unsupported_reason(query, config)
 
     assert reason() is None
-    assert reason(documents=False, blocks=32) is None
+    assert topk.has_spans(PAPER, True, 64)
+    assert topk.has_spans(PAPER, False, 32)
+    assert not topk.has_spans(PAPER, False, 33)  # one long document
+    assert not topk.has_spans(NSAConfig(num_selected_blocks=32), True, 64)  # nothing to choose
     for refused, words in (
-        (reason(documents=False), "documents of 64 blocks"),
         (reason(q.float()), "float32"),
-        (reason(config=NSAConfig(num_selected_blocks=32)), "choose all"),
         (reason(config=NSAConfig(8, 4, 8, 4)), "8 tokens"),
         (reason(config=NSAConfig(8, 4, 32, 4)), "8 compressed blocks"),
         (reason(q.new_empty(1, 2, 4, 512)), "shared memory"),
