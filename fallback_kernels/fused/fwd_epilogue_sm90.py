@@ -1,10 +1,11 @@
 """Fused epilogue of the forward on Hopper: three CTAs an SM.
 
-What `fwd_epilogue` computes, in 64 KiB of shared memory and 168 registers a thread, where the
-Triton kernel has two CTAs of 255. The result of the local blocks waits in shared memory until the
-normaliser of the selected branch is known. Every copy overlaps with arithmetic: keys and values
-first, then partial outputs and rows of the compressed branch, into buffers that are free by then,
-and last the results, out of the same buffers. For a backward the branches are written as well.
+What `fwd_epilogue` computes, at head dim 128 in 64 KiB of shared memory and 168 registers a
+thread, where the Triton kernel has two CTAs of 255. The result of the local blocks waits in shared
+memory until the normaliser of the selected branch is known. Every copy overlaps with arithmetic:
+keys and values first, then partial outputs and rows of the compressed branch, into buffers that are
+free by then, and last the results, out of the same buffers. For a backward the branches are written
+as well.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ row_offsets = gluon.jit(sliding_tiles.row_offsets.fn)
 
 BLOCK_M = gl.constexpr(64)  # (token, head in group) rows of a query tile
 BLOCK_N = gl.constexpr(64)  # keys of a block
-BLOCK_D = gl.constexpr(128)  # head dim of queries, keys and values
 BUFFERS = gl.constexpr(4)  # tiles in shared memory: queries, keys, the kept result, and values
-REGISTERS = 168  # of a thread: three CTAs an SM
+REGISTERS = 168  # of a thread: three CTAs an SM; at head dim 64 a fourth would make it spill
+HEAD_DIMS = (64, 128)  # of queries, keys and values: D below, not padded
 
 
 @gluon.jit
@@ -74,7 +75,7 @@ def fetch(desc, at, start, barrier, buffer, is_needed):
         desc,
         [at[0], at[1], start, 0],
         barrier,
-        buffer.reshape([1, 1, BLOCK_N, BLOCK_D]),
+        buffer.reshape(desc.block_type.shape),
         is_needed,
     )
 
@@ -108,7 +109,7 @@ def add_partials(
     acc, partial_lse, partials, slot, rows, branch, buffers, barriers,
     BUFFER: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
-    """`acc` [BLOCK_M, BLOCK_D] plus a slot's weighted partial outputs, in buffer BUFFER, and the
+    """`acc` [BLOCK_M, D] plus a slot's weighted partial outputs, in buffer BUFFER, and the
     next slot's log-sum-exps.
 
     partials: as `fetch_partials` has them. rows: as `load_partial_lse` has them. branch:
@@ -118,7 +119,7 @@ def add_partials(
     weight = gl.exp2(partial_lse - branch[0]) * branch[1]  # [BLOCK_M]
     partial_lse = load_partial_lse(rows, slot + 1)
     mbarrier.wait(barriers[BUFFER], slot // len(buffers) & 1)
-    partial = to_float32(buffers[BUFFER].load(acc.type.layout))  # [BLOCK_M, BLOCK_D]
+    partial = to_float32(buffers[BUFFER].load(acc.type.layout))  # [BLOCK_M, D]
     fetch_partials(partials, slot + len(buffers), barriers[BUFFER], buffers[BUFFER])
     if SOME:
         row_mask = gl.convert_layout(slot < rows[2], gl.SliceLayout(1, acc.type.layout))
@@ -149,7 +150,7 @@ def attend_window(
 
     descs: of keys and values. at: batch row and KV head. blocks: the own block, how many lie in
     the window, how many are needed in all, the tile's first position, and the window. position:
-    of each row. sums: acc [BLOCK_M, BLOCK_D], row_max [BLOCK_M], and row sums by lane
+    of each row. sums: acc [BLOCK_M, D], row_max [BLOCK_M], and row sums by lane
     [BLOCK_M, 4]. last_start: as `tile_start` takes it.
     """
     own_block, window_blocks, steps, first, window = blocks
@@ -198,9 +199,10 @@ def query_rows(first, num_tokens, GROUP: gl.constexpr, EARLY: gl.constexpr, layo
 
 @gluon.jit
 def start_rows(pointer, row, row_mask, buffer):
-    """Starts the copy of rows of BLOCK_D elements to a buffer; masked rows become 0."""
-    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, row.type.layout.parent))
-    pointer = gl.expand_dims(pointer + row * BLOCK_D, 1) + gl.expand_dims(column, 0)
+    """Starts the copy of rows to a buffer, each as wide as that; masked rows become 0."""
+    D: gl.constexpr = buffer.shape[1]
+    column = gl.arange(0, D, gl.SliceLayout(0, row.type.layout.parent))
+    pointer = gl.expand_dims(pointer + row * D, 1) + gl.expand_dims(column, 0)
     # Selecting a pointer hides from the compiler that rows start at multiples of 16 bytes.
     pointer = gl.multiple_of(pointer, (1, 16))
     async_copy.async_copy_global_to_shared(buffer, pointer, gl.expand_dims(row_mask, 1))
@@ -232,7 +234,7 @@ def start_compressed(
 
 @gluon.jit
 def add_rows(acc, buffer, factor):
-    """`acc` [BLOCK_M, BLOCK_D] plus the rows in a buffer, each times its factor [BLOCK_M]."""
+    """`acc` [BLOCK_M, D] plus the rows in a buffer, each times its factor [BLOCK_M]."""
     return acc + scale_rows(to_float32(buffer.load(acc.type.layout)), factor)
 
 
@@ -251,8 +253,9 @@ def write_early_tile(
         first, num_tokens, GROUP, True, gl.SliceLayout(1, MEMORY)
     )
     row = group + row_offsets(token, head_in_group, 1, query_heads)  # [BLOCK_M]
-    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, MEMORY))
-    pointer = gl.expand_dims(pointer + row * BLOCK_D, 1) + gl.expand_dims(column, 0)
+    D: gl.constexpr = buffer.shape[1]
+    column = gl.arange(0, D, gl.SliceLayout(0, MEMORY))
+    pointer = gl.expand_dims(pointer + row * D, 1) + gl.expand_dims(column, 0)
     gl.store(pointer, buffer.load(MEMORY), mask=gl.expand_dims(row_mask, 1))
 
 
@@ -290,10 +293,12 @@ def fused_fwd_epilogue_sm90_kernel(
     TOKENS: gl.constexpr = BLOCK_M // GROUP
     WARPS: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = query_desc.dtype
+    QUERIES: gl.constexpr = query_desc.block_type.shape
+    D: gl.constexpr = QUERIES[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     SLOTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PADDED_SLOTS, 16])
-    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
     head_in_chunk = gl.program_id(1)
@@ -326,10 +331,10 @@ def fused_fwd_epilogue_sm90_kernel(
         steps += FIRST_BLOCKS
 
     # Separate allocations: the compiler then orders no access to one behind those to another.
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
     buffers, barriers = gl.tuple(()), gl.tuple(())
     for _ in gl.static_range(BUFFERS):
-        buffers += (gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], SHARED),)
+        buffers += (gl.allocate_shared_memory(dtype, [BLOCK_M, D], SHARED),)
     # Barriers of keys, values, queries, and each buffer of partial outputs.
     for i in gl.static_range(3 + BUFFERS):
         barriers += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
@@ -338,7 +343,6 @@ def fused_fwd_epilogue_sm90_kernel(
     thread_barrier()
     q, keys, kept, values = buffers[0], buffers[1], buffers[2], buffers[3]
     mbarrier.expect(barriers[2], query_desc.block_type.nbytes)
-    QUERIES: gl.constexpr = query_desc.block_type.shape
     tma.async_copy_global_to_shared(
         query_desc, [batch, first, h, 0, 0], barriers[2], q.reshape(QUERIES)
     )
@@ -351,7 +355,7 @@ def fused_fwd_epilogue_sm90_kernel(
     group = b * num_tokens * query_heads + head
     token, head_in_group, row_mask = query_rows(first, num_tokens, GROUP, EARLY, ROW)
     row = group + row_offsets(token, head_in_group, 1, query_heads)  # [BLOCK_M]
-    acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OUT)
+    acc = gl.zeros([BLOCK_M, D], gl.float32, OUT)
     row_max = gl.full([BLOCK_M], MIN_LOGIT, gl.float32, ROW)
     row_sum = sums_by_lane(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES))
     position = token + query_offset  # [BLOCK_M]
@@ -401,7 +405,7 @@ def fused_fwd_epilogue_sm90_kernel(
     if has_union:
         if SAVE:
             write_tile(sliding_desc, at, first, q, acc)
-            acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OUT)
+            acc = gl.zeros([BLOCK_M, D], gl.float32, OUT)
         copy_token, copy_head, copy_mask = query_rows(
             first, num_tokens, GROUP, EARLY, gl.SliceLayout(1, MEMORY)
         )
@@ -416,7 +420,7 @@ def fused_fwd_epilogue_sm90_kernel(
             logits = qk_product(q, keys.permute((1, 0)), zero)  # [BLOCK_M, BLOCK_N]
         if SAVE:
             write_tile(sliding_desc, at, first, q, acc)
-            acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OUT)
+            acc = gl.zeros([BLOCK_M, D], gl.float32, OUT)
         num_topk = bitmask >> 24
         partials = (partial_desc, first_row, gl.max(num_topk, 0))
         for i in gl.static_range(2 - FIRST):
@@ -509,9 +513,9 @@ def unsupported_reason(
     """Why `launch` does not take a call that `fwd_epilogue` supports; None if it does."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"the Gluon epilogue takes float16 and bfloat16, got {query.dtype}"
-    if not plan.head_dim == plan.value_dim == BLOCK_D.value:
+    if plan.head_dim not in HEAD_DIMS or plan.head_dim != plan.value_dim:
         return (
-            f"the Gluon epilogue takes head dims of {BLOCK_D.value}, got {plan.head_dim} and "
+            f"the Gluon epilogue takes equal head dims of {HEAD_DIMS}, got {plan.head_dim} and "
             f"{plan.value_dim}"
         )
     if plan.block_size != BLOCK_N.value:

@@ -35,10 +35,14 @@ class Tiles:
         }
 
 
-# Best first, as measured on an H200 at D 128; the first that fits into shared memory is taken.
-# Small tiles of one warp group win: two CTAs an SM hide one another's softmax.
+# Best first; the first that fits into shared memory is taken. Small tiles of one warp group win:
+# two CTAs an SM hide one another's softmax, and more of them do so better. Hence the tiles by head
+# dim, which are tried before: with few keys a thread needs no more registers than leave room for
+# three CTAs at D 128 and for four at D 64.
 FWD = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
+FWD_OF = {64: Tiles(64, 32, 4, 3, registers=128), 128: Tiles(64, 32, 4, 3, registers=168)}
 BWD_DQ = (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
+BWD_DQ_OF = {64: Tiles(64, 32, 4, 3, registers=128), 128: Tiles(64, 32, 4, 2, registers=168)}
 BWD_DKDV = (Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles(32, 32, 4, 1))
 MOST_QUERIES, MOST_KEYS = 64, 64  # of a tile
 # float32 is multiplied on FMA units. Larger tiles spill there, and ptxas takes 10 to 20 seconds.
@@ -47,6 +51,10 @@ FLOAT32, FLOAT32_WIDE = (Tiles(16, 32, 4, 1),), (Tiles(16, 32, 8, 1),)  # up to 
 MIN_CTAS = 1024  # of the dK/dV kernel: fewer, and each query head gets CTAs of its own
 LEAST_CTAS = 256  # fewer still, and the queries of a head are shared
 LEAST_QUERIES = 128  # of such a share
+# Early keys are seen by most queries, and no CTA should outlast all others: shares of so many
+# queries, as long as the sums to be added take no more memory than this.
+MANY_QUERIES = 1024
+SUM_BYTES = 64 << 20
 MAX_QUERY_SPLITS = 8
 
 
@@ -102,26 +110,28 @@ def _plan(
 ) -> RangesPlan:
     bytes_given = shared_memory_bytes(device)
     widths = (tile_width(head_dim), tile_width(value_dim))
+    width = max(64, *widths)
 
-    def fitting(candidates: tuple[Tiles, ...], held: str) -> Tiles:
+    def fitting(candidates: tuple[Tiles, ...], best: Tiles | None, held: str) -> Tiles:
         if dtype.itemsize == 4:
-            candidates = FLOAT32 if max(widths) <= 128 else FLOAT32_WIDE
-        for tiles in candidates:
-            if shared_bytes(tiles, widths, dtype.itemsize, held) <= bytes_given:
-                return tiles
-        return candidates[-1]
+            candidates, best = FLOAT32 if width <= 128 else FLOAT32_WIDE, None
+        if best is not None:
+            candidates = (best, *candidates)
+        return first_fitting(candidates, widths, dtype.itemsize, held, bytes_given)
 
-    bwd_dkdv = fitting(BWD_DKDV, "keys")
+    bwd_dkdv = fitting(BWD_DKDV, None, "keys")
     group = query_heads // kv_heads
     ctas = cdiv(num_keys, bwd_dkdv.block_n) * kv_heads * batch
     head_splits = group if ctas < MIN_CTAS else 1
     query_splits, ctas = 1, max(1, ctas) * head_splits
-    most = min(MAX_QUERY_SPLITS, num_queries // LEAST_QUERIES, LEAST_CTAS // ctas)
-    while 2 * query_splits <= most:
+    of_few = min(num_queries // LEAST_QUERIES, LEAST_CTAS // ctas)
+    cta_bytes = 4 * bwd_dkdv.block_n * sum(widths)
+    of_long = min(num_queries // MANY_QUERIES, SUM_BYTES // (ctas * cta_bytes))
+    while 2 * query_splits <= min(MAX_QUERY_SPLITS, max(of_few, of_long)):
         query_splits *= 2
     return RangesPlan(
-        fwd=fitting(FWD, "queries"),
-        bwd_dq=fitting(BWD_DQ, "both"),
+        fwd=fitting(FWD, FWD_OF.get(width), "queries"),
+        bwd_dq=fitting(BWD_DQ, BWD_DQ_OF.get(width), "both"),
         bwd_dkdv=bwd_dkdv,
         head_splits=head_splits,
         query_splits=query_splits,
@@ -129,6 +139,18 @@ def _plan(
         value_dim=value_dim,
         precision="ieee" if dtype.itemsize == 4 else "tf32",
     )
+
+
+def first_fitting(
+    candidates: tuple[Tiles, ...],
+    widths: tuple[int, int],
+    itemsize: int,
+    held: str,
+    bytes_given: int,
+) -> Tiles:
+    """The first that `bytes_given` of shared memory suffice for, else the last."""
+    fitting = (x for x in candidates if shared_bytes(x, widths, itemsize, held) <= bytes_given)
+    return next(fitting, candidates[-1])
 
 
 def shared_bytes(tiles: Tiles, widths: tuple[int, int], itemsize: int, held: str) -> int:

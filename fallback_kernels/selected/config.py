@@ -376,8 +376,10 @@ class SelectedPlan:
 
     @cached_property
     def stream_registers(self) -> int | None:
-        """Register limit of the forward's kernels: three CTAs an SM, no spills."""
-        return 168 if self.num_warps == 4 else None
+        """Register limit of the forward's kernels: three CTAs an SM, or four, no spills."""
+        if self.num_warps != 4:
+            return None
+        return 128 if max(self.head_dim, self.value_dim) <= NARROW else 168
 
     def combine_stages(self, width: int) -> int:
         """Partial outputs in flight in the combine and dQ kernels, rows of `width` columns."""

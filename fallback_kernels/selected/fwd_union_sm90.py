@@ -31,7 +31,6 @@ from nsa_flex.fallback_kernels.selected.prepare import Selection
 
 row_offset = gluon.jit(selected_tiles.row_offset.fn)
 
-REGISTERS = 168  # three CTAs an SM
 LIMIT = gl.constexpr(2.0**64)  # of a row's sum, relative to its own block's highest probability
 
 
@@ -322,7 +321,7 @@ def launch(selection: Selection, out: Tensor, lse: Tensor) -> None:
         CAPACITY=plan.union_capacity,
         WORDS=unions.masks.shape[2],
         num_warps=plan.num_warps,
-        maxnreg=REGISTERS,
+        maxnreg=plan.stream_registers,
     )
 
 

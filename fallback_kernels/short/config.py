@@ -1,4 +1,4 @@
-"""Tile sizes of short rows' kernels: those of range attention, but for some of many CTAs."""
+"""Tile sizes of short rows' kernels: shapes, dtype and device in, integers out."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
-from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, shared_bytes
+from nsa_flex.fallback_kernels.ranges import config as ranges
+from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, first_fitting, shared_bytes
 
-# As measured on an H100, whose tiles of queries and keys come by TMA.
-# Up to D 64; else those of range attention. With fewer registers three and four CTAs fit on an SM.
+# As measured on an H100, whose tiles of queries and keys come by TMA. With fewer registers three
+# and four CTAs fit on an SM. Up to D 64, before those of range attention that hold for any D: what
+# that prefers by head dim is slower here.
 FWD = Tiles(64, 64, 4, 3, registers=168)  # of many CTAs, or where queries chose
 FWD_CHOSEN_WIDE = Tiles(64, 64, 4, 2)  # beyond D 64: a choice takes two sums of values
 BWD_DQ = Tiles(64, 32, 4, 3, registers=128)  # of many CTAs
@@ -42,28 +44,25 @@ def chosen_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
     itemsize, bytes_given = query.element_size(), shared_memory_bytes(query.device)
     tiles = FWD if max(widths) <= NARROW else FWD_CHOSEN_WIDE
-    is_small = itemsize < 4 and max(widths) <= WIDEST
-    if is_small and _fits(tiles, widths, itemsize, "queries", bytes_given):
-        return tiles
-    return plan.fwd
+    if itemsize == 4 or max(widths) > WIDEST:
+        return plan.fwd
+    return first_fitting((tiles, *ranges.FWD), widths, itemsize, "queries", bytes_given)
 
 
 @lru_cache(maxsize=256)
 def _with_tiles(plan: RangesPlan, itemsize: int, many: bool, bytes_given: int) -> RangesPlan:
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
-    if itemsize == 4 or max(widths) > WIDEST or plan.bwd_dkdv.block_n != BWD_DKDV.block_n:
+    if itemsize == 4 or max(widths) > WIDEST:
         return plan
-    narrow = many and max(widths) <= NARROW
-    if narrow and _fits(FWD, widths, itemsize, "queries", bytes_given):
-        plan = replace(plan, fwd=FWD)
-    if narrow and _fits(BWD_DQ, widths, itemsize, "both", bytes_given):
-        plan = replace(plan, bwd_dq=BWD_DQ)
-    if _fits(BWD_DKDV, widths, itemsize, "keys", bytes_given):
+    of_queries, of_both = ranges.FWD, ranges.BWD_DQ
+    if many and max(widths) <= NARROW:
+        of_queries, of_both = (FWD, *of_queries), (BWD_DQ, *of_both)
+    of_call = (widths, itemsize)
+    plan = replace(
+        plan,
+        fwd=first_fitting(of_queries, *of_call, "queries", bytes_given),
+        bwd_dq=first_fitting(of_both, *of_call, "both", bytes_given),
+    )
+    if shared_bytes(BWD_DKDV, *of_call, "keys") <= bytes_given:
         plan = replace(plan, bwd_dkdv=BWD_DKDV)
     return plan
-
-
-def _fits(
-    tiles: Tiles, widths: tuple[int, int], itemsize: int, held: str, bytes_given: int
-) -> bool:
-    return shared_bytes(tiles, widths, itemsize, held) <= bytes_given

@@ -29,6 +29,7 @@ class Tiles(NamedTuple):
     block_n: int  # keys
     warps: int
     stages: int  # streamed tiles in shared memory at once
+    registers: int | None = None  # that a thread may have; None: as many as it wants
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class SlidingPlan:
 
     def forward_tiles(self) -> Tiles:
         """Of the forward; queries stay in shared memory, keys and values stream."""
-        wanted = [Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)]
+        # Narrow ones take so few registers that a third stage would cost the fourth CTA an SM.
+        wanted = [Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)][self._is_narrow :]
         return self._first_fitting(
             wanted, lambda t: t.block_m * self.block_d + t.stages * t.block_n * self.row_width
         )
@@ -90,7 +92,7 @@ class SlidingPlan:
     def dq_tiles(self) -> Tiles:
         """Of dQ; queries and output gradients stay, keys and values stream."""
         return self._first_fitting(
-            [Tiles(64, 64, 4, self._stages)],
+            [Tiles(64, 64, 4, self._stages, self._registers)],
             lambda t: (t.block_m + t.stages * t.block_n) * self.row_width,
         )
 
@@ -98,14 +100,23 @@ class SlidingPlan:
         """Of dK and dV; keys and values stay, queries and output gradients stream."""
         warps = 8 if max(self.head_dim, self.value_dim) > 128 else 4
         return self._first_fitting(
-            [Tiles(64, 64, warps, self._stages)],
+            [Tiles(64, 64, warps, self._stages, self._registers)],
             lambda t: (t.block_n + t.stages * t.block_m) * self.row_width,
         )
 
     @property
+    def _is_narrow(self) -> bool:
+        return self.row_width <= 2 * NARROW
+
+    @property
     def _stages(self) -> int:
         """Tiles in flight in the backward: a third where it leaves room for as many CTAs."""
-        return 3 if self.row_width <= 2 * NARROW else 2
+        return 3 if self._is_narrow else 2
+
+    @property
+    def _registers(self) -> int | None:
+        """Of the backward: three CTAs an SM where that spills little."""
+        return 168 if self._is_narrow else None
 
     def _first_fitting(self, wanted: list[Tiles], elements: Callable[[Tiles], int]) -> Tiles:
         """The first of `wanted` whose `elements` fit shared memory, else smaller ones."""
@@ -155,6 +166,7 @@ class SlidingPlan:
             "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "STAGES": tiles.stages,
             "num_warps": tiles.warps,
+            "maxnreg": tiles.registers,
         }
 
     def query_tile_constants(self, tiles: Tiles) -> dict[str, Any]:

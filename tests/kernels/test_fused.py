@@ -523,13 +523,15 @@ def test_a_training_step_in_a_cuda_graph() -> None:
         (4, 128, 128, 1100, replace(PAPER, num_initial_blocks=0, window_size=200)),
         (2, 128, 64, 700, PAPER),
         (6, 64, 128, 333, PAPER),
+        (32, 64, 64, 1500, PAPER),
+        (2, 64, 64, 700, replace(PAPER, num_initial_blocks=0, window_size=200)),
     ],
-    ids=["G4", "G16-D128", "G1-D128", "G4-D128", "G2-D128", "G1", "G3"],
+    ids=["G4", "G16-D128", "G1-D128", "G4-D128", "G2-D128", "G1", "G3", "G16-D64", "G1-D64"],
 )
 def test_one_kernel_at_the_end_or_two(
     heads: int, dim: int, value_dim: int, length: int, config: NSAConfig
 ) -> None:
-    """One for Hopper where dims are 128, with gradients too; keys of its own make them two."""
+    """One for Hopper at dims of 64 and 128, with gradients too; keys of its own make them two."""
     inputs = inputs_of(2, heads, 2, length, dim, value_dim)
     own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
     options: dict[str, Any] = {"config": config, "return_aux": True}
@@ -542,7 +544,8 @@ def test_one_kernel_at_the_end_or_two(
     # Groups of three leave rows of a tile empty: the two kernels have others.
     hopper = (
         heads != 6
-        and dim == value_dim == 128
+        and dim == value_dim
+        and dim in (64, 128)
         and gluon_unsupported_reason(inputs[0].device) is None
     )
     assert saving_kernels == {
@@ -560,6 +563,7 @@ def test_one_kernel_at_the_end_or_two(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forget_plans")
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
     ("heads", "length", "config", "union_limit"),
     [
@@ -582,11 +586,16 @@ def test_one_kernel_at_the_end_or_two(
     ],
 )
 def test_branches_that_the_end_saves(
-    heads: int, length: int, config: NSAConfig, union_limit: int, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    length: int,
+    config: NSAConfig,
+    union_limit: int,
+    dim: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The output, and gradients that need every branch by itself, against the two kernels."""
     monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
-    inputs = inputs_of(2, heads, 2, length, 128, 128)
+    inputs = inputs_of(2, heads, 2, length, dim, dim)
     own = [x.detach().clone().requires_grad_() for x in inputs[1:3]]
     out, aux = nsa_attention(*inputs, config=config, return_aux=True)
     want = nsa_attention(*inputs, config=config, sliding_key=own[0], sliding_value=own[1])

@@ -354,15 +354,15 @@ def test_is_the_branches_apart(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forget_plans")
 @pytest.mark.parametrize("union_limit", [0, 64])
-@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize(("group", "dim"), [(1, 128), (4, 128), (16, 128), (1, 64), (4, 64)])
 def test_the_kernel_for_hopper_ends_the_forward(
-    group: int, union_limit: int, monkeypatch: pytest.MonkeyPatch
+    group: int, dim: int, union_limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With and without gradients, against the two kernels that keys of its own for the window ask
     for; tiles of lists and of unions.
     """
     monkeypatch.setattr(selected_plan, "UNION_LIMIT", union_limit)
-    inputs, start = on_cuda((128, 128), group, torch.bfloat16, 2500)
+    inputs, start = on_cuda((dim, dim), group, torch.bfloat16, 2500)
     options: dict[str, Any] = {"config": PAPER, "document_start": start}
     own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
     want, found = ends_of(inputs, **options, **own)

@@ -235,7 +235,7 @@ def test_is_the_branches_apart(
         for _ in range(3):
             (out, aux), found = ends_of(inputs, **options)
             one = "fused_fwd_epilogue_kernel"
-            if dim == 128 and gluon_unsupported_reason(out.device) is None:
+            if dim in (64, 128) and gluon_unsupported_reason(out.device) is None:
                 one = "fused_fwd_epilogue_sm90_kernel"
             assert found == {"fused_sliding_epilogue_kernel" if group == 6 else one}
             check(out, aux, want, want_aux)
@@ -254,15 +254,20 @@ def check(out: Tensor, aux: Any, want: Tensor, want_aux: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forget_plans")
 @pytest.mark.parametrize(
-    ("group", "config"),
-    [(1, PAPER), (16, PAPER), (4, replace(PAPER, num_initial_blocks=0, window_size=200))],
-    ids=["G1", "G16", "G4, no initial block"],
+    ("group", "dim", "config"),
+    [
+        (1, 128, PAPER),
+        (16, 128, PAPER),
+        (4, 128, replace(PAPER, num_initial_blocks=0, window_size=200)),
+        (16, 64, PAPER),
+    ],
+    ids=["G1", "G16", "G4, no initial block", "D64"],
 )
 def test_the_kernel_for_hopper_is_its_twin(
-    group: int, config: NSAConfig, monkeypatch: pytest.MonkeyPatch
+    group: int, dim: int, config: NSAConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By rows: a wrong one in a thousand would not show in a norm."""
-    case, inputs = on_cuda(group, 128, 771, 1801, 2700, torch.bfloat16)
+    case, inputs = on_cuda(group, dim, 771, 1801, 2700, torch.bfloat16)
     case = replace(case, config=config)
     inputs = case.poisoned(inputs)
     with torch.no_grad():

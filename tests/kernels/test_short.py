@@ -683,7 +683,8 @@ def test_tiles_of_the_backward_fit_shared_memory() -> None:
     query, key = (torch.empty(8, h, 512, 128, dtype=torch.bfloat16) for h in (12, 2))
     plan = ranges_config.RangesPlan.of(query, key, key)
     assert short_config.plan_of(query, key, key).bwd_dkdv == short_config.BWD_DKDV
-    assert short_config._with_tiles(plan, 2, True, 99 << 10) == plan  # would take 112 KiB
+    fitting = short_config._with_tiles(plan, 2, True, 99 << 10)
+    assert fitting.bwd_dkdv == plan.bwd_dkdv  # would take 112 KiB
     narrow = ranges_config.RangesPlan.of(*(x[..., :64] for x in (query, key, key)))
     fitting = short_config._with_tiles(narrow, 2, True, 99 << 10)
     assert (fitting.bwd_dq, fitting.bwd_dkdv) == (short_config.BWD_DQ, short_config.BWD_DKDV)
