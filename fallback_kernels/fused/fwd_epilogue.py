@@ -5,8 +5,8 @@ A CTA attends them once, keeps the result, goes on through the window, and then 
 and the top-k blocks to the kept result. Without gradients neither the selected nor the sliding
 branch is ever in memory.
 
-Saving the branches for a backward takes more registers than the Triton kernel has; the `_sm90`
-kernel has enough.
+Saving the branches for a backward takes more registers than the Triton kernel has, and its tiles
+have no rows to spare; the `_sm90` kernel has enough, and pads.
 """
 
 from __future__ import annotations
@@ -90,13 +90,17 @@ def unsupported_reason(
         return f"select_block_size is {plan.block_size}; the fused epilogue takes {BLOCK_SIZES}"
     if plan.num_local * plan.block_size > window:
         return f"{plan.num_local} local blocks do not fit a window of {window} keys"
-    if plan.combine_tokens * plan.group != plan.tile_rows:
-        return f"groups of {plan.group} query heads do not fill tiles of {plan.tile_rows} rows"
     if needed > plan.shared_memory:
         return f"{needed} bytes of shared memory are needed; the device has {plan.shared_memory}"
     if not supports_tma(keys[0].device):
         return f"{keys[0].device} has no TMA"
-    return _sm90_unsupported_reason(plan, query, *keys) if save else None
+    reason = _sm90_unsupported_reason(plan, query, *keys)
+    if plan.combine_tokens * plan.group != plan.tile_rows and reason is not None:
+        return (
+            f"groups of {plan.group} query heads do not fill tiles of {plan.tile_rows} rows, and "
+            f"{reason}"
+        )
+    return reason if save else None
 
 
 def _sm90_unsupported_reason(

@@ -1,11 +1,14 @@
 """Fused epilogue of the forward on Hopper: three CTAs an SM.
 
 What `fwd_epilogue` computes, at head dim 128 in 64 KiB of shared memory and 168 registers a
-thread, where the Triton kernel has two CTAs of 255. The result of the local blocks waits in shared
-memory until the normaliser of the selected branch is known. Every copy overlaps with arithmetic:
-keys and values first, then partial outputs and rows of the compressed branch, into buffers that are
-free by then, and last the results, out of the same buffers. For a backward the branches are written
-as well.
+thread, where the Triton kernel has two CTAs of 255. The result of the local blocks waits in
+shared memory until the normaliser of the selected branch is known. Every copy overlaps with
+arithmetic: keys and values first, then partial outputs and rows of the compressed branch, into
+buffers that are free by then, and last the results, out of the same buffers. For a backward the
+branches are written as well.
+
+Tiles are powers of two wide and have a power of two of heads a token. Where a call has fewer, the
+copy engine reads zeros behind them, and writes nothing there.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ BLOCK_M = gl.constexpr(64)  # (token, head in group) rows of a query tile
 BLOCK_N = gl.constexpr(64)  # keys of a block
 BUFFERS = gl.constexpr(4)  # tiles in shared memory: queries, keys, the kept result, and values
 REGISTERS = 168  # of a thread: three CTAs an SM; at head dim 64 a fourth would make it spill
-HEAD_DIMS = (64, 128)  # of queries, keys and values: D below, not padded
+WIDTHS = (64, 128)  # of a tile: head dims of queries, keys and values, padded; D below
 
 
 @gluon.jit
@@ -184,35 +187,46 @@ def attend_window(
 
 
 @gluon.jit
-def query_rows(first, num_tokens, GROUP: gl.constexpr, EARLY: gl.constexpr, layout: gl.constexpr):
-    """Token and head in group of every row, and the mask of rows that exist: [BLOCK_M] each.
+def query_rows(
+    first, num_tokens, GROUP: gl.constexpr, HEADS: gl.constexpr, EARLY: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Token and head in group of every row, the mask of rows whose token exists, and that of rows
+    that exist: [BLOCK_M] each. A token has HEADS rows; those beyond GROUP repeat the last head.
 
     EARLY: a tile may begin before token 0.
     """
     row = gl.arange(0, BLOCK_M, layout)
-    token = first + row // GROUP
-    row_mask = token < num_tokens
+    token = first + row // HEADS
+    token_mask = token < num_tokens
     if EARLY:
-        row_mask = row_mask & (token >= 0)
-    return token, row % GROUP, row_mask
+        token_mask = token_mask & (token >= 0)
+    head_in_group, row_mask = row % HEADS, token_mask
+    if GROUP < HEADS:
+        row_mask = row_mask & (head_in_group < GROUP)
+        head_in_group = gl.minimum(head_in_group, GROUP - 1)
+    return token, head_in_group, token_mask, row_mask
 
 
 @gluon.jit
-def start_rows(pointer, row, row_mask, buffer):
-    """Starts the copy of rows to a buffer, each as wide as that; masked rows become 0."""
+def start_rows(pointer, row, row_mask, buffer, HEAD_DIM: gl.constexpr):
+    """Starts the copy of rows of HEAD_DIM elements to a buffer; masked rows become 0."""
     D: gl.constexpr = buffer.shape[1]
     column = gl.arange(0, D, gl.SliceLayout(0, row.type.layout.parent))
-    pointer = gl.expand_dims(pointer + row * D, 1) + gl.expand_dims(column, 0)
+    pointer = gl.expand_dims(pointer + row * HEAD_DIM, 1) + gl.expand_dims(column, 0)
+    mask = gl.expand_dims(row_mask, 1)
+    if HEAD_DIM < D:
+        mask = mask & gl.expand_dims(column < HEAD_DIM, 0)
     # Selecting a pointer hides from the compiler that rows start at multiples of 16 bytes.
     pointer = gl.multiple_of(pointer, (1, 16))
-    async_copy.async_copy_global_to_shared(buffer, pointer, gl.expand_dims(row_mask, 1))
+    async_copy.async_copy_global_to_shared(buffer, pointer, mask)
     async_copy.commit_group()
 
 
 @gluon.jit
 def start_compressed(
-    parts, fold, tile, buffer, GROUP: gl.constexpr, EARLY: gl.constexpr, STRIDE: gl.constexpr,
-    MEMORY: gl.constexpr,
+    parts, fold, tile, buffer, GROUP: gl.constexpr, HEADS: gl.constexpr, EARLY: gl.constexpr,
+    STRIDE: gl.constexpr, HEAD_DIM: gl.constexpr, MEMORY: gl.constexpr,
 ):  # fmt: skip
     """Starts the copy of a tile's rows of the compressed branch; 0 where they see no block.
 
@@ -220,8 +234,8 @@ def start_compressed(
     first token and first query head, and how many tokens and query heads there are.
     """
     batch, first, head, num_tokens, query_heads = tile
-    token, head_in_group, row_mask = query_rows(
-        first, num_tokens, GROUP, EARLY, gl.SliceLayout(1, MEMORY)
+    token, head_in_group, _, row_mask = query_rows(
+        first, num_tokens, GROUP, HEADS, EARLY, gl.SliceLayout(1, MEMORY)
     )
     rows, first1, first2, first3, reach = fold
     part, residue, width, part_rows, row = fold_position(
@@ -229,7 +243,7 @@ def start_compressed(
     )
     row = ((batch * part_rows + row) * width + residue) * query_heads + head + head_in_group
     pointer = of_range(part, parts[0], parts[1], parts[2], parts[3])
-    start_rows(pointer, row, row_mask & (token >= reach), buffer)
+    start_rows(pointer, row, row_mask & (token >= reach), buffer, HEAD_DIM)
 
 
 @gluon.jit
@@ -240,8 +254,9 @@ def add_rows(acc, buffer, factor):
 
 @gluon.jit
 def write_early_tile(
-    pointer, group, of_tile, buffer, tile, GROUP: gl.constexpr, MEMORY: gl.constexpr
-):
+    pointer, group, of_tile, buffer, tile, GROUP: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, MEMORY: gl.constexpr,
+):  # fmt: skip
     """Writes the rows of a query tile that begins before query 0, which no TMA store takes.
 
     group: the first row of its heads. of_tile: as `start_compressed` takes it.
@@ -249,14 +264,14 @@ def write_early_tile(
     _, first, _, num_tokens, query_heads = of_tile
     buffer.store(tile.to(buffer.dtype))
     thread_barrier()
-    token, head_in_group, row_mask = query_rows(
-        first, num_tokens, GROUP, True, gl.SliceLayout(1, MEMORY)
+    token, head_in_group, _, row_mask = query_rows(
+        first, num_tokens, GROUP, HEADS, True, gl.SliceLayout(1, MEMORY)
     )
     row = group + row_offsets(token, head_in_group, 1, query_heads)  # [BLOCK_M]
-    D: gl.constexpr = buffer.shape[1]
-    column = gl.arange(0, D, gl.SliceLayout(0, MEMORY))
-    pointer = gl.expand_dims(pointer + row * D, 1) + gl.expand_dims(column, 0)
-    gl.store(pointer, buffer.load(MEMORY), mask=gl.expand_dims(row_mask, 1))
+    column = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, MEMORY))
+    pointer = gl.expand_dims(pointer + row * HEAD_DIM, 1) + gl.expand_dims(column, 0)
+    mask = gl.expand_dims(row_mask, 1) & gl.expand_dims(column < HEAD_DIM, 0)
+    gl.store(pointer, buffer.load(MEMORY), mask=mask)
 
 
 @gluon.jit(
@@ -273,7 +288,7 @@ def fused_fwd_epilogue_sm90_kernel(
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     first_head, chunk_start, chunk_tokens, tiles_per_head,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
-    STRIDE: gl.constexpr, GROUP: gl.constexpr, NUM_SLOTS: gl.constexpr,
+    STRIDE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_SLOTS: gl.constexpr,
     INITIAL: gl.constexpr, LOCAL: gl.constexpr, PADDED_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """`fused_fwd_epilogue_kernel`, with one initial block at most.
@@ -290,10 +305,11 @@ def fused_fwd_epilogue_sm90_kernel(
     FIRST_BLOCKS: gl.constexpr = 1 if document_start_ptr is None else 0
     # At an offset tiles begin before the first query, and keys after the last may hold anything.
     EARLY: gl.constexpr = offsets_ptr is not None
-    TOKENS: gl.constexpr = BLOCK_M // GROUP
     WARPS: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = query_desc.dtype
     QUERIES: gl.constexpr = query_desc.block_type.shape
+    TOKENS: gl.constexpr = QUERIES[1]
+    HEADS: gl.constexpr = QUERIES[3]
     D: gl.constexpr = QUERIES[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
@@ -353,7 +369,9 @@ def fused_fwd_epilogue_sm90_kernel(
     b, head = batch.to(gl.int64), h.to(gl.int64) * GROUP
     query_heads = kv_heads * GROUP
     group = b * num_tokens * query_heads + head
-    token, head_in_group, row_mask = query_rows(first, num_tokens, GROUP, EARLY, ROW)
+    token, head_in_group, token_mask, row_mask = query_rows(
+        first, num_tokens, GROUP, HEADS, EARLY, ROW
+    )
     row = group + row_offsets(token, head_in_group, 1, query_heads)  # [BLOCK_M]
     acc = gl.zeros([BLOCK_M, D], gl.float32, OUT)
     row_max = gl.full([BLOCK_M], MIN_LOGIT, gl.float32, ROW)
@@ -378,7 +396,7 @@ def fused_fwd_epilogue_sm90_kernel(
     for c in gl.static_range(3):
         gates += (gl.load(gate_ptr + c * gate_stride_c, mask=row_mask, other=0.0).to(gl.float32),)
     bitmask_ptr += (b * kv_heads + h) * num_tokens
-    bitmask = gl.load(bitmask_ptr + token, mask=row_mask, other=0)  # [BLOCK_M]
+    bitmask = gl.load(bitmask_ptr + token, mask=token_mask, other=0)  # [BLOCK_M]
     first_row = head_in_chunk * chunk_tokens + first_position - chunk_start
     partial_lse_ptrs = partial_lse_ptr + (
         (first_row + token - first).to(gl.int64) * (NUM_SLOTS * GROUP) + head_in_group
@@ -406,12 +424,14 @@ def fused_fwd_epilogue_sm90_kernel(
         if SAVE:
             write_tile(sliding_desc, at, first, q, acc)
             acc = gl.zeros([BLOCK_M, D], gl.float32, OUT)
-        copy_token, copy_head, copy_mask = query_rows(
-            first, num_tokens, GROUP, EARLY, gl.SliceLayout(1, MEMORY)
+        copy_token, copy_head, _mask, copy_mask = query_rows(
+            first, num_tokens, GROUP, HEADS, EARLY, gl.SliceLayout(1, MEMORY)
         )
         copy_row = group + row_offsets(copy_token, copy_head, 1, query_heads)
-        start_rows(selected_ptr, copy_row, copy_mask, spare)
-        start_compressed(parts, fold, of_tile, compressed, GROUP, EARLY, STRIDE, MEMORY)
+        start_rows(selected_ptr, copy_row, copy_mask, spare, HEAD_DIM)
+        start_compressed(
+            parts, fold, of_tile, compressed, GROUP, HEADS, EARLY, STRIDE, HEAD_DIM, MEMORY
+        )
     else:
         # Normaliser of the selected branch: kept result, initial block, partial outputs.
         if FIRST_BLOCKS:
@@ -471,8 +491,9 @@ def fused_fwd_epilogue_sm90_kernel(
                 )  # fmt: skip
                 if s == LAST:
                     start_compressed(
-                        parts, fold, of_tile, compressed, GROUP, EARLY, STRIDE, MEMORY
-                    )
+                        parts, fold, of_tile, compressed, GROUP, HEADS, EARLY, STRIDE, HEAD_DIM,
+                        MEMORY,
+                    )  # fmt: skip
         else:
             for s in range(0, partials[2], len(ring)):
                 for i in gl.static_range(len(ring)):
@@ -481,7 +502,9 @@ def fused_fwd_epilogue_sm90_kernel(
                             acc, slot_lse, partials, s + i, lse_rows, branch, ring, ring_barriers,
                             i, True,
                         )  # fmt: skip
-            start_compressed(parts, fold, of_tile, compressed, GROUP, EARLY, STRIDE, MEMORY)
+            start_compressed(
+                parts, fold, of_tile, compressed, GROUP, HEADS, EARLY, STRIDE, HEAD_DIM, MEMORY
+            )
     async_copy.wait_group(0)
     thread_barrier()
     if has_union:
@@ -497,7 +520,9 @@ def fused_fwd_epilogue_sm90_kernel(
     free = ring[(LAST + 2) % len(ring)]
     if EARLY:
         if first < 0:
-            write_early_tile(selected_ptr, group, of_tile, free, acc, GROUP, MEMORY)
+            write_early_tile(
+                selected_ptr, group, of_tile, free, acc, GROUP, HEADS, HEAD_DIM, MEMORY
+            )
         else:
             write_tile(out_desc, at, first, free, acc)
     else:
@@ -513,11 +538,13 @@ def unsupported_reason(
     """Why `launch` does not take a call that `fwd_epilogue` supports; None if it does."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"the Gluon epilogue takes float16 and bfloat16, got {query.dtype}"
-    if plan.head_dim not in HEAD_DIMS or plan.head_dim != plan.value_dim:
+    if tile_width(plan.head_dim) not in WIDTHS or plan.head_dim != plan.value_dim:
         return (
-            f"the Gluon epilogue takes equal head dims of {HEAD_DIMS}, got {plan.head_dim} and "
+            f"the Gluon epilogue takes equal head dims of 33 to 128, got {plan.head_dim} and "
             f"{plan.value_dim}"
         )
+    if plan.head_dim % 8:
+        return f"the Gluon epilogue copies rows of multiples of 16 bytes, got {plan.head_dim}"
     if plan.block_size != BLOCK_N.value:
         return f"the Gluon epilogue takes blocks of {BLOCK_N.value}, got {plan.block_size}"
     if plan.combine_rows != BLOCK_M.value:
@@ -570,6 +597,7 @@ def launch(
         *scalars,
         STRIDE=stride,
         GROUP=plan.group,
+        HEAD_DIM=plan.head_dim,
         NUM_SLOTS=plan.num_slots,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
@@ -582,13 +610,18 @@ def launch(
 def query_desc(plan: SelectedPlan, x: Tensor) -> TensorDescriptor:
     """Descriptor of (B, S, Hq, D) by query tiles with their group of heads."""
     rows = x.unflatten(2, (plan.kv_heads, plan.group))
-    return _descriptor(rows, [1, plan.combine_tokens, 1, plan.group, plan.value_dim])
+    return _descriptor(rows, [1, plan.combine_tokens, 1, *_tile_of_token(plan)])
 
 
 def partial_desc(plan: SelectedPlan, partials: Tensor) -> TensorDescriptor:
     """Descriptor of partial outputs by query tiles of one slot."""
     rows = partials.view(-1, plan.num_slots, plan.group, plan.value_dim)
-    return _descriptor(rows, [plan.combine_tokens, 1, plan.group, plan.value_dim])
+    return _descriptor(rows, [plan.combine_tokens, 1, *_tile_of_token(plan)])
+
+
+def _tile_of_token(plan: SelectedPlan) -> tuple[int, int]:
+    """Heads and head dims of a token in a tile: those of the call, and what they are padded by."""
+    return plan.combine_rows // plan.combine_tokens, tile_width(plan.value_dim)
 
 
 def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:

@@ -525,13 +525,21 @@ def test_a_training_step_in_a_cuda_graph() -> None:
         (6, 64, 128, 333, PAPER),
         (32, 64, 64, 1500, PAPER),
         (2, 64, 64, 700, replace(PAPER, num_initial_blocks=0, window_size=200)),
+        (6, 128, 128, 900, PAPER),
+        (14, 64, 64, 1300, PAPER),
+        (24, 96, 96, 700, PAPER),
+        (8, 80, 80, 1100, PAPER),
+        (10, 40, 40, 700, PAPER),
     ],
-    ids=["G4", "G16-D128", "G1-D128", "G4-D128", "G2-D128", "G1", "G3", "G16-D64", "G1-D64"],
+    ids=[
+        *("G4", "G16-D128", "G1-D128", "G4-D128", "G2-D128", "G1-D128-64", "G3-D64-128"),
+        *("G16-D64", "G1-D64", "G3-D128", "G7-D64", "G12-D96", "G4-D80", "G5-D40"),
+    ],
 )
 def test_one_kernel_at_the_end_or_two(
     heads: int, dim: int, value_dim: int, length: int, config: NSAConfig
 ) -> None:
-    """One for Hopper at dims of 64 and 128, with gradients too; keys of its own make them two."""
+    """One for Hopper at equal dims, with gradients too; keys of its own make them two."""
     inputs = inputs_of(2, heads, 2, length, dim, value_dim)
     own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
     options: dict[str, Any] = {"config": config, "return_aux": True}
@@ -541,18 +549,14 @@ def test_one_kernel_at_the_end_or_two(
     with torch.no_grad():
         (out, aux), kernels = ends_of(inputs, **options)
         again = nsa_attention(*inputs, config=config)
-    # Groups of three leave rows of a tile empty: the two kernels have others.
-    hopper = (
-        heads != 6
-        and dim == value_dim
-        and dim in (64, 128)
-        and gluon_unsupported_reason(inputs[0].device) is None
-    )
+    hopper = dim == value_dim and gluon_unsupported_reason(inputs[0].device) is None
+    # Groups of three leave rows of a tile empty, which the other kernel has no use for.
+    is_full = heads // 2 in (1, 4, 16)
     assert saving_kernels == {
         "fused_fwd_epilogue_sm90_kernel" if hopper else "fused_sliding_epilogue_kernel"
     }
     one = "fused_fwd_epilogue_sm90_kernel" if hopper else "fused_fwd_epilogue_kernel"
-    assert kernels == {"fused_sliding_epilogue_kernel" if heads == 6 else one}
+    assert kernels == {one if hopper or is_full else "fused_sliding_epilogue_kernel"}
     assert torch.equal(out, again)
     for got, got_aux in ((out, aux), (saving, saving_aux)):
         assert torch.equal(got_aux.blocks, want_aux.blocks)
@@ -563,11 +567,13 @@ def test_one_kernel_at_the_end_or_two(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forget_plans")
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize(
     ("heads", "length", "config", "union_limit"),
     [
         (2, 700, PAPER, 0),
+        (6, 1500, PAPER, 0),
+        (14, 1500, PAPER, 64),
         (8, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3), 0),
         (8, 2077, replace(PAPER, num_selected_blocks=24, num_local_blocks=3), 64),
         (8, 1100, replace(PAPER, num_selected_blocks=10), 64),
@@ -577,6 +583,8 @@ def test_one_kernel_at_the_end_or_two(
     ],
     ids=[
         "all fit",
+        "G3, lists",
+        "G7, unions",
         "20 free, lists",
         "20 free, unions",
         "7 free, unions",

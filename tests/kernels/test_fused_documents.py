@@ -354,7 +354,7 @@ def test_is_the_branches_apart(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forget_plans")
 @pytest.mark.parametrize("union_limit", [0, 64])
-@pytest.mark.parametrize(("group", "dim"), [(1, 128), (4, 128), (16, 128), (1, 64), (4, 64)])
+@pytest.mark.parametrize(("group", "dim"), [(1, 128), (3, 128), (4, 64), (7, 80), (16, 128)])
 def test_the_kernel_for_hopper_ends_the_forward(
     group: int, dim: int, union_limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
