@@ -54,14 +54,12 @@ def _with_tiles(plan: RangesPlan, itemsize: int, many: bool, bytes_given: int) -
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
     if itemsize == 4 or max(widths) > WIDEST:
         return plan
-    of_queries, of_both = ranges.FWD, ranges.BWD_DQ
-    if many and max(widths) <= NARROW:
-        of_queries, of_both = (FWD, *of_queries), (BWD_DQ, *of_both)
+    best = many and max(widths) <= NARROW
     of_call = (widths, itemsize)
     plan = replace(
         plan,
-        fwd=first_fitting(of_queries, *of_call, "queries", bytes_given),
-        bwd_dq=first_fitting(of_both, *of_call, "both", bytes_given),
+        fwd=first_fitting((*(FWD,) * best, *ranges.FWD), *of_call, "queries", bytes_given),
+        bwd_dq=first_fitting((*(BWD_DQ,) * best, *ranges.BWD_DQ), *of_call, "both", bytes_given),
     )
     if shared_bytes(BWD_DKDV, *of_call, "keys") <= bytes_given:
         plan = replace(plan, bwd_dkdv=BWD_DKDV)
