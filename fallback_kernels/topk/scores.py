@@ -21,6 +21,21 @@ from nsa_flex.fallback_kernels.topk.select import VECTOR
 
 
 @triton.jit
+def load_rows(
+    pointers,
+    FIRST_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """[rows, BLOCK_D] from head dim FIRST_DIM on, where `pointers` [rows] are to head dim 0."""
+    dim = FIRST_DIM + tl.arange(0, BLOCK_D)
+    pointers = pointers[:, None] + dim[None, :]
+    if FIRST_DIM + BLOCK_D > HEAD_DIM:
+        return tl.load(pointers, mask=dim[None, :] < HEAD_DIM, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
 def load_queries(
     query_ptr,
     query_stride_h,
@@ -43,12 +58,8 @@ def load_queries(
         tl.broadcast_to(token[None, :], (PADDED_GROUP, BLOCK_TOKENS)),
         (PADDED_GROUP * BLOCK_TOKENS,),
     )
-    dim = FIRST_DIM + tl.arange(0, BLOCK_D)
     offset = head_in_group * query_stride_h + token_of.to(tl.int64) * query_stride_s
-    pointers = query_ptr + offset[:, None] + dim[None, :]
-    if FIRST_DIM + BLOCK_D > HEAD_DIM:
-        return tl.load(pointers, mask=dim[None, :] < HEAD_DIM, other=0.0)
-    return tl.load(pointers)
+    return load_rows(query_ptr + offset, FIRST_DIM, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -71,12 +82,8 @@ def load_keys(
     row = tl.minimum(tl.arange(0, BLOCK_N) * STEP, num_keys - 1 - first_key)
     if not AFTER_ZERO:
         row = tl.maximum(row, -first_key)
-    dim = FIRST_DIM + tl.arange(0, BLOCK_D)
     base = key_ptr + first_key.to(tl.int64) * key_stride_s
-    pointers = base + (row * key_stride_s)[:, None] + dim[None, :]
-    if FIRST_DIM + BLOCK_D > HEAD_DIM:
-        return tl.load(pointers, mask=dim[None, :] < HEAD_DIM, other=0.0)
-    return tl.load(pointers)
+    return load_rows(base + row * key_stride_s, FIRST_DIM, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit

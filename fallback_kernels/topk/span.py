@@ -12,23 +12,9 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
+from nsa_flex.fallback_kernels.topk.scores import load_rows
 
 FAR = tl.constexpr(1 << 30)  # past any block
-
-
-@triton.jit
-def load_rows(
-    pointers,
-    FIRST_DIM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """[rows, BLOCK_D] from head dim FIRST_DIM on, where `pointers` [rows] are to head dim 0."""
-    dim = FIRST_DIM + tl.arange(0, BLOCK_D)
-    pointers = pointers[:, None] + dim[None, :]
-    if FIRST_DIM + BLOCK_D > HEAD_DIM:
-        return tl.load(pointers, mask=dim[None, :] < HEAD_DIM, other=0.0)
-    return tl.load(pointers)
 
 
 @triton.jit
