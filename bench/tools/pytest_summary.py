@@ -15,11 +15,16 @@ from typing import Any
 
 
 def summarize(junit: Path) -> dict[str, Any]:
-    """Counts, wall time, tests that did not pass, and the number of passed tests of each file."""
+    """Counts, wall time, tests that did not pass, and the number of passed tests of each file.
+
+    Of tests that were under way when the run was stopped the file has no name: they count as none.
+    """
     suite = ET.parse(junit).getroot().find("testsuite")
     assert suite is not None, f"{junit} holds no testsuite"
     not_passed, passed = [], Counter[str]()
     for case in suite.iter("testcase"):
+        if case.get("name") is None:
+            continue
         name = f"{case.get('classname')}::{case.get('name')}"
         outcome = next((child.tag for child in case if child.tag in OUTCOMES), None)
         if outcome is None:
@@ -63,8 +68,12 @@ def main() -> None:
     )
     parser.add_argument("junit", type=Path, help="file that pytest --junitxml wrote")
     parser.add_argument("json", type=Path, help="where the summary goes")
+    parser.add_argument(
+        "--machine", type=Path, help="JSON of what ran the tests, if it was another machine"
+    )
     arguments = parser.parse_args()
-    row = {**machine(), **summarize(arguments.junit)}
+    ran = json.loads(arguments.machine.read_text()) if arguments.machine else machine()
+    row = {**ran, **summarize(arguments.junit)}
     arguments.json.write_text(json.dumps(row, indent=2) + "\n")
     print(f"{row['passed']} of {row['tests']} passed")
 

@@ -1,0 +1,30 @@
+"""The summary of a run of the tests: of one that was stopped, and of another machine's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+JUNIT = """<testsuites><testsuite tests="3" time="1.5" timestamp="2026-01-01T00:00:00">
+<testcase classname="tests.a" name="one" time="0.1" />
+<testcase classname="tests.a" name="two" time="0.1"><failure message="no">no</failure></testcase>
+<testcase classname="tests.b" name="three" time="0"><skipped message="no GPU" /></testcase>
+<testcase time="0.003" />
+</testsuite></testsuites>"""
+
+
+def test_a_run_that_was_stopped_on_another_machine(tmp_path: Path) -> None:
+    junit, machine, out = (tmp_path / name for name in ("junit.xml", "machine.json", "out.json"))
+    junit.write_text(JUNIT)
+    machine.write_text('{"device": "a GPU"}')
+    command = [sys.executable, "-m", "nsa_flex.bench.tools.pytest_summary", junit, out]
+    subprocess.run([*command, "--machine", machine], check=True, timeout=120)
+    found = json.loads(out.read_text())
+    assert found["device"] == "a GPU"
+    assert "torch" not in found
+    assert (found["tests"], found["passed"]) == (3, 1)
+    assert found["passed_by_file"] == {"tests.a": 1}
+    outcomes = [x["outcome"] for x in found["not_passed"]]
+    assert outcomes == ["failure", "skipped"]
