@@ -38,6 +38,11 @@ MODEL_HEADS: tuple[Heads, ...] = ((64, 4), (32, 8), (16, 16))
 # G of 1, 4, 8 and 16.
 GROUPS: tuple[Heads, ...] = ((16, 16), (32, 8), (32, 4), (64, 4))
 DIMS = ((64, 64), (128, 128), (192, 128))
+# Heads and head dim of Llama 3.2 1B and 3B, Qwen2.5 1.5B, 7B and 14B: G of 4, 3, 6, 7 and 5.
+FAMILIES: tuple[tuple[Heads, int], ...] = (
+    *(((32, 8), 64), ((24, 8), 128)),
+    *(((12, 2), 128), ((28, 4), 128), ((40, 8), 128)),
+)
 
 
 def grid(
@@ -179,6 +184,16 @@ def groups() -> list[Case]:
     return grid("core", ("nsa", "sdpa-cudnn"), GROUPS, tuple(KI << shift for shift in range(9)))
 
 
+def families() -> list[Case]:
+    """The core against cuDNN at the heads of Llama 3.2 and Qwen2.5, 4k, 16k and 64k tokens."""
+    return [
+        case
+        for length in (4 * KI, 16 * KI, 64 * KI)
+        for heads, dim in FAMILIES
+        for case in grid("core", ("nsa", "sdpa-cudnn"), (heads,), (length,), dims=((dim, dim),))
+    ]
+
+
 def shapes() -> list[Case]:
     """The core for G of 1, 4, 8 and 16 and three head dims, 64k tokens."""
     rivals = ("nsa", "sdpa-cudnn", "flex-dense")
@@ -208,8 +223,8 @@ def compression() -> list[Case]:
 
 def full() -> list[AnyCase]:
     """Everything that the docs show: the cases of all the others on CUDA, each once."""
-    cases: list[AnyCase] = [*headline(), *sweep(), *groups(), *shapes(), *branches()]
-    cases += [*eager(), *packed(), *layers(), *overlap(), *compression(), *models()]
+    cases: list[AnyCase] = [*headline(), *sweep(), *groups(), *shapes(), *families()]
+    cases += [*branches(), *eager(), *packed(), *layers(), *overlap(), *compression(), *models()]
     return [*cases, *compiling()]
 
 
@@ -279,6 +294,7 @@ PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
     "sweep": sweep,
     "groups": groups,
     "shapes": shapes,
+    "families": families,
     "branches": branches,
     "eager": eager,
     "packed": packed,

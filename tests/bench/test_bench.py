@@ -440,7 +440,7 @@ def test_full_has_all_groups_dims_lengths_and_presets():
     for name in set(PRESETS) - {"smoke", "quick"}:
         assert set(preset(name)) <= every
     cases = [case for case in every if isinstance(case, Case) and case.target == "core"]
-    assert {case.group_size for case in cases} == {1, 4, 8, 16}
+    assert {case.group_size for case in cases} == {1, 3, 4, 5, 6, 7, 8, 16}
     assert {(64, 64), (128, 128), (192, 128)} == {(c.head_dim, c.value_dim) for c in cases}
     assert max(case.seq_len for case in cases) == 256 * 1024
     assert {case.implementation for case in cases} == set(TARGETS["core"].implementations())
@@ -505,6 +505,9 @@ def test_presets_of_rows_cover_what_must_be_shown():
     shapes = {(c.group_size, c.head_dim, c.value_dim) for c in preset("shapes")}
     dims = ((64, 64), (128, 128), (192, 128))
     assert shapes == {(group, *dim) for group in (1, 4, 8, 16) for dim in dims}
+    families = {(c.group_size, c.head_dim, c.seq_len) for c in preset("families")}
+    groups = ((4, 64), (3, 128), (6, 128), (7, 128), (5, 128))
+    assert families == {(*each, length << 10) for each in groups for length in (4, 16, 64)}
     steps = {(c.batch, c.seq_len, c.implementation) for c in preset("models") if c.model == "125m"}
     for name in ("nsa", "nsa-eager", "dense", "dense-eager"):
         assert {(batch, n, name) for batch in (1, 16) for n in (512, 1024, 2048)} <= steps
