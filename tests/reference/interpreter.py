@@ -7,6 +7,7 @@ process of their own: a test of each file starts that same file there. On CUDA t
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -62,5 +63,74 @@ def _xor_sums_by_numpy() -> None:
     ReduceOps.generic_reduce = reduce
 
 
+def _patch_the_language_once() -> None:
+    """Within a kernel, spares calls of device functions a second patch of what is patched.
+
+    The interpreter looks through `triton.language` at every call, a fifth of all its time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[str] = set()
+
+    def patch_lang(fn: Any) -> Any:
+        modules = {x.__name__ for x in fn.__globals__.values() if x is tl or x is tl.core}
+        if modules and modules <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(modules)
+        return patch(fn)
+
+    def run_grid(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            run(self, *args, **kwargs)
+        finally:
+            patched.clear()
+
+    interpreter._patch_lang = patch_lang
+    interpreter.GridExecutor.__call__ = run_grid
+
+
+def _dtypes_from_one_table() -> None:
+    """Spares the interpreter a new table of all types for every value."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    of_scalar = functools.cache(interpreter._get_np_dtype)
+    pointer = np.dtype(np.uint64)
+
+    def get_np_dtype(dtype: Any) -> np.dtype:
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return pointer if isinstance(element, tl.pointer_type) else of_scalar(element)
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _check_overflows_by_numpy() -> None:
+    """Makes sums and products of signed integers that do not fit their type errors.
+
+    Unsigned ones wrap, and the choice of blocks means it. The interpreter computes whether they fit
+    by its own operators, two fifths of all its time, and asserts it only where it debugs.
+    """
+    from triton.runtime import interpreter
+
+    operators = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(left: Any, right: Any, operator: Any) -> None:
+        dtype = left.type.scalar
+        if dtype.is_int_unsigned() or not 8 <= dtype.int_bitwidth < 64:
+            return
+        x, y = (each.handle.data.astype(np.int64) for each in (left, right))
+        found = operators[operator.__name__](x, y)
+        lowest, highest = dtype.get_int_min_value(), dtype.get_int_max_value()
+        if found.size and (found.min() < lowest or found.max() > highest):
+            raise OverflowError(f"{dtype} {operator.__name__}: {found.min()} to {found.max()}")
+
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
+
+
 if INTERPRETED:
+    _check_overflows_by_numpy()
     _xor_sums_by_numpy()
+    _patch_the_language_once()
+    _dtypes_from_one_table()
