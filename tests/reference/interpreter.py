@@ -109,8 +109,8 @@ def _dtypes_from_one_table() -> None:
 def _check_overflows_by_numpy() -> None:
     """Makes sums and products of signed integers that do not fit their type errors.
 
-    Unsigned ones wrap, and the choice of blocks means it. The interpreter computes whether they fit
-    by its own operators, two fifths of all its time, and asserts it only where it debugs.
+    Unsigned ones wrap, and the choice of blocks means it. The interpreter computes by its own
+    operators whether they fit, two fifths of all its time, and asserts it only where it debugs.
     """
     from triton.runtime import interpreter
 
