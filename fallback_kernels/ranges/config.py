@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -142,7 +143,7 @@ def _plan(
 
 
 def first_fitting(
-    candidates: tuple[Tiles, ...],
+    candidates: Sequence[Tiles],
     widths: tuple[int, int],
     itemsize: int,
     held: str,

@@ -54,13 +54,15 @@ def _with_tiles(plan: RangesPlan, itemsize: int, many: bool, bytes_given: int) -
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
     if itemsize == 4 or max(widths) > WIDEST:
         return plan
-    best = many and max(widths) <= NARROW
-    of_call = (widths, itemsize)
+    fwd, bwd_dq = list(ranges.FWD), list(ranges.BWD_DQ)
+    if many and max(widths) <= NARROW:
+        fwd.insert(0, FWD)
+        bwd_dq.insert(0, BWD_DQ)
     plan = replace(
         plan,
-        fwd=first_fitting((*(FWD,) * best, *ranges.FWD), *of_call, "queries", bytes_given),
-        bwd_dq=first_fitting((*(BWD_DQ,) * best, *ranges.BWD_DQ), *of_call, "both", bytes_given),
+        fwd=first_fitting(fwd, widths, itemsize, "queries", bytes_given),
+        bwd_dq=first_fitting(bwd_dq, widths, itemsize, "both", bytes_given),
     )
-    if shared_bytes(BWD_DKDV, *of_call, "keys") <= bytes_given:
+    if shared_bytes(BWD_DKDV, widths, itemsize, "keys") <= bytes_given:
         plan = replace(plan, bwd_dkdv=BWD_DKDV)
     return plan

@@ -84,7 +84,8 @@ class SlidingPlan:
     def forward_tiles(self) -> Tiles:
         """Of the forward; queries stay in shared memory, keys and values stream."""
         # Narrow ones take so few registers that a third stage would cost the fourth CTA an SM.
-        wanted = [Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)][self._is_narrow :]
+        stages = (2,) if self._is_narrow else (3, 2)
+        wanted = [Tiles(64, 64, 4, each) for each in stages]
         return self._first_fitting(
             wanted, lambda t: t.block_m * self.block_d + t.stages * t.block_n * self.row_width
         )

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import InterpreterError
 
 from reference.interpreter import INTERPRETED, only_outside, run_in_the_interpreter
 
@@ -43,7 +44,7 @@ def run(number: int, *, unsigned: bool = False) -> Tensor:
 @pytest.mark.parametrize("number", [2**30, -(2**30) - 1])
 def test_sums_that_do_not_fit_are_errors(number: int) -> None:
     """Of signed integers; in a device function too."""
-    with pytest.raises(Exception, match="int32 add"):
+    with pytest.raises(InterpreterError, match="int32 add"):
         run(number)
 
 
@@ -62,7 +63,7 @@ def test_the_language_is_as_it_was_behind_a_kernel_even_if_it_failed() -> None:
 
     before = language()
     run(1)
-    with pytest.raises(Exception, match="int32 add"):
+    with pytest.raises(InterpreterError, match="int32 add"):
         run(2**30)
     assert language() == before
     assert run(3).item() == 6

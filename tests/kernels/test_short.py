@@ -685,6 +685,8 @@ def test_tiles_of_the_backward_fit_shared_memory() -> None:
     assert short_config.plan_of(query, key, key).bwd_dkdv == short_config.BWD_DKDV
     fitting = short_config._with_tiles(plan, 2, True, 99 << 10)
     assert fitting.bwd_dkdv == plan.bwd_dkdv  # would take 112 KiB
+    # Three stages of the forward and tiles of 64 keys of dQ would not fit either.
+    assert (fitting.fwd, fitting.bwd_dq) == (ranges_config.FWD[1], ranges_config.BWD_DQ[1])
     narrow = ranges_config.RangesPlan.of(*(x[..., :64] for x in (query, key, key)))
     fitting = short_config._with_tiles(narrow, 2, True, 99 << 10)
     assert (fitting.bwd_dq, fitting.bwd_dkdv) == (short_config.BWD_DQ, short_config.BWD_DKDV)
