@@ -31,15 +31,19 @@ class JoinedInput:
 
     Args:
         x: (B, S, E).
-        weights: of the maps (N, E) each.
+        maps: weight (N, E) of each and its bias (N,), or None for none.
         parts: what they give, (B, S, N) each.
         gate_logits: (B, S, 3 · Hq), without the bias.
     """
 
     def __init__(
-        self, x: Tensor, weights: Sequence[Tensor], parts: Sequence[Tensor], gate_logits: Tensor
+        self,
+        x: Tensor,
+        maps: Sequence[tuple[Tensor, Tensor | None]],
+        parts: Sequence[Tensor],
+        gate_logits: Tensor,
     ) -> None:
-        self.x, self.weights, self.parts = x, weights, parts
+        self.x, self.maps, self.parts = x, maps, parts
         self.gate_logits = gate_logits
 
     @property
@@ -57,11 +61,12 @@ class JoinedInput:
     ) -> Any:
         if func is not F.linear or not isinstance(args[0], cls):
             raise TypeError(f"the input of an attention layer was joined, and {func} is no map")
-        joined, weight, *bias = args
-        for each, part in zip(joined.weights, joined.parts, strict=True):
-            if each is weight:
+        joined, weight, *others = args
+        bias = others[0] if others else (kwargs or {}).get("bias")
+        for (own_weight, own_bias), part in zip(joined.maps, joined.parts, strict=True):
+            if own_weight is weight and own_bias is bias:  # a weight may be tied, its bias another
                 return part
-        return F.linear(joined.x, weight, *bias, **(kwargs or {}))
+        return F.linear(joined.x, weight, bias)
 
 
 def joined_input(x: Tensor, maps: Sequence[nn.Linear], gates: Gates) -> JoinedInput | None:
@@ -96,7 +101,7 @@ def joined_input(x: Tensor, maps: Sequence[nn.Linear], gates: Gates) -> JoinedIn
     whole = F.pad(torch.cat((*weights, last)), (0, 0, 0, sizes[-1]))
     bias = F.pad(torch.cat(biases), (0, sum(sizes[-2:]))) if biases else None
     *parts, gate_logits, _ = F.linear(x, whole, bias).split(sizes, dim=-1)
-    return JoinedInput(x, weights, parts, gate_logits)
+    return JoinedInput(x, [(each.weight, each.bias) for each in maps], parts, gate_logits)
 
 
 def reads_linearly(module: nn.Module, argument: str, maps: Sequence[str]) -> bool:

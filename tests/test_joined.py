@@ -229,10 +229,13 @@ def test_forwards_without_source_do_not_read_linearly() -> None:
 
 def test_nothing_but_a_map_takes_a_joined_input() -> None:
     x, weight = torch.randn(1, 3, 4), torch.randn(2, 4)
-    joined = JoinedInput(x, [weight], [torch.zeros(1, 3, 2)], torch.zeros(1, 3, 3))
-    other = torch.randn(5, 4)
+    joined = JoinedInput(x, [(weight, None)], [torch.zeros(1, 3, 2)], torch.zeros(1, 3, 3))
+    other, bias = torch.randn(5, 4), torch.randn(2)
     assert torch.equal(F.linear(joined, other), F.linear(x, other))
     assert torch.equal(F.linear(joined, weight), torch.zeros(1, 3, 2))
+    tied = F.linear(x, weight, bias)
+    assert torch.equal(F.linear(joined, weight, bias), tied)
+    assert torch.equal(F.linear(joined, weight, bias=bias), tied)
     assert joined.shape == x.shape
     with pytest.raises(TypeError, match="joined"):
         torch.add(joined, 1)

@@ -17,6 +17,7 @@ from nsa_flex.patching.sites import patched_sites
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_MAY_LACK = {"_raise_exceptions_for_missing_entries": False}  # None then
 # Arguments of from_pretrained that say where files are.
 _HUB_ARGUMENTS = (
     "cache_dir",
@@ -43,32 +44,37 @@ def load(
     The model is built and loaded by transformers, patched as the record in its config says, and
     given the saved `...nsa.*` tensors, in the dtype they were saved in unless `dtype` is among
     the arguments. Only safetensors files are read. `AutoModelForCausalLM.from_pretrained` does
-    the same with such a checkpoint once nsa_flex is imported.
+    the same with such a checkpoint once nsa_flex is imported, and with an adapter of PEFT whose
+    base it is.
 
     Args:
         path: directory or hub name.
         backend: as of `nsa_attention`; the saved one if None.
         model_class: whose `from_pretrained` to call; AutoModelForCausalLM if None.
-        kwargs: passed to `from_pretrained`.
+        kwargs: passed to `from_pretrained`; `variant` says of NSA's tensors, too, which are meant.
 
     Returns:
         the model, in eval mode; with `output_loading_info=True` a pair with transformers' report.
 
     Raises:
-        ValueError: the checkpoint is not of a patched model, or lacks tensors of it.
+        ValueError: the checkpoint is not of a patched model, or lacks tensors of it. (A head that
+            it lacks, of a classifier for example, is a new one, with transformers' warning.)
 
     >>> model = load("my-checkpoint", dtype=torch.bfloat16)  # doctest: +SKIP
     """
     from nsa_flex.patching import hf_saving
 
     hub = {k: v for k, v in kwargs.items() if k in _HUB_ARGUMENTS}
-    wants_report = kwargs.pop("output_loading_info", False)
+    wants_report, adapter = kwargs.pop("output_loading_info", False), _pop_adapter(kwargs)
     config, kwargs = _read_config(path, hub, kwargs)
     record = _pop_record(config, path)
     model, report = _load_unpatched(path, model_class, {**kwargs, "config": config})
     patch_as_recorded(model, record, backend)
-    _assign(model, _read_added(path, hub), cast="dtype" in kwargs or "torch_dtype" in kwargs)
+    added = _read_added(path, hub, kwargs.get("variant"))
+    _assign(model, added, cast="dtype" in kwargs or "torch_dtype" in kwargs)
     hf_saving.name_checkpoint(model, path)
+    if adapter is not None:
+        model.load_adapter(**adapter)
     return (model, report) if wants_report else model
 
 
@@ -82,6 +88,20 @@ def patch_as_recorded(model: Any, record: dict[str, Any], backend: Backend | Non
         backend=record["backend"] if backend is None else backend,
         filter_fn=lambda _, name: any(f".{name}".endswith(f".{known}") for known in names),
     )
+
+
+def _pop_adapter(kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments of `load_adapter`, if the Auto class was called with an adapter of PEFT.
+
+    It hands the adapter's path down beside the path of its base, for the model to load last.
+    """
+    options = dict(kwargs.get("adapter_kwargs") or {})
+    path = options.pop("_adapter_model_path", None)
+    if path is None:
+        return None
+    del kwargs["adapter_kwargs"]
+    name = kwargs.pop("adapter_name", "default")
+    return {"peft_model_id": path, "adapter_name": name, "adapter_kwargs": options}
 
 
 def _read_config(
@@ -127,30 +147,52 @@ def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) 
         )
     finally:
         logging.set_verbosity(verbosity)
-    if report["missing_keys"]:
-        raise ValueError(f"the checkpoint lacks {', '.join(sorted(report['missing_keys']))}")
+    missing = sorted(report["missing_keys"])
+    inside = [key for key in missing if not _is_of_a_head(model, key)]
+    if inside:
+        raise ValueError(f"the checkpoint lacks {', '.join(inside)}")
+    if missing:
+        names = ", ".join(missing)
+        warnings.warn(f"not in the checkpoint, newly initialized: {names}", stacklevel=3)
     unexpected = sorted(key for key in report["unexpected_keys"] if not _is_added(key))
     if unexpected:
         warnings.warn(f"not in the model, left out: {', '.join(unexpected)}", stacklevel=3)
     return model, {**report, "unexpected_keys": set(unexpected)}
 
 
-def _read_added(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that patch added, by the names they were saved under."""
+def _is_of_a_head(model: Any, key: str) -> bool:
+    """Whether a tensor is of what a class puts on top of its base model."""
+    base = model.base_model_prefix
+    return model.base_model is not model and not key.startswith(f"{base}.")
+
+
+def _read_added(path: str | Path, hub: dict[str, Any], variant: str | None) -> dict[str, Tensor]:
+    """The tensors that patch added, by the names they were saved under.
+
+    From the files that transformers reads the others from: a single one where there is one, though
+    shards of another save may lie beside it.
+    """
     from safetensors import safe_open
     from transformers.utils import cached_file
 
-    index = cached_file(path, _INDEX_FILE, _raise_exceptions_for_missing_entries=False, **hub)
-    names = {_SINGLE_FILE}
-    if index is not None:
-        files = json.loads(Path(index).read_text())["weight_map"]
-        names = {file for key, file in files.items() if _is_added(key)}
+    files = [cached_file(path, _of_variant(_SINGLE_FILE, variant), **hub, **_MAY_LACK)]
+    if files == [None]:
+        index = cached_file(path, _of_variant(_INDEX_FILE, variant), **hub)
+        shard_of = json.loads(Path(index).read_text())["weight_map"]
+        names = {name for key, name in shard_of.items() if _is_added(key)}
+        files = [cached_file(path, name, **hub) for name in sorted(names)]
     tensors = {}
-    for name in sorted(names):
-        with safe_open(cached_file(path, name, **hub), framework="pt") as file:
+    for name in files:
+        with safe_open(name, framework="pt") as file:
             keys = [key for key in file.keys() if _is_added(key)]  # noqa: SIM118 -- not a dict
             tensors.update({key: file.get_tensor(key) for key in keys})
     return tensors
+
+
+def _of_variant(name: str, variant: str | None) -> str:
+    """The file that `save_pretrained(variant=...)` writes in the place of `name`."""
+    stem, _, suffix = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{suffix}"
 
 
 def _is_added(key: str) -> bool:

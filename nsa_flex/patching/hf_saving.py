@@ -59,11 +59,29 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
         return type(model).save_pretrained(model, *args, **kwargs)  # a part was unpatched alone
     _check_writable(model)
     config = model.config
+    text = config.get_text_config()
+    # Whoever gave the model another config than its decoder's: the record is of the decoder.
+    lacks_record = "nsa_flex" not in vars(text)
+    if lacks_record:
+        text.nsa_flex = _record_of(model)
     model.config = _SavedConfig(config)
     try:
         return type(model).save_pretrained(model, *args, **kwargs)
     finally:
         model.config = config
+        if lacks_record:
+            del text.nsa_flex
+
+
+def _record_of(model: nn.Module) -> dict[str, Any]:
+    """What `patch` wrote to the config of the decoder in `model`."""
+    records = [each.config.nsa_flex for each in model.modules() if hasattr(each, "nsa_installed")]
+    if len(records) != 1:
+        raise ValueError(
+            f"{type(model).__name__} holds {len(records)} patched decoders, and its config is "
+            "of none of them: save each by itself"
+        )
+    return records[0]
 
 
 def _check_writable(model: Any) -> None:
@@ -85,6 +103,10 @@ class _SavedConfig:
 
     def __init__(self, config: Any) -> None:
         vars(self)["_config"] = config
+
+    @property  # PEFT makes another config of that class
+    def __class__(self) -> Any:
+        return type(vars(self)["_config"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_config"], name)
