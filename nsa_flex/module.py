@@ -200,6 +200,7 @@ class NSAAttention(nn.Module):
             raise ValueError(f"x has {x.shape[0]} rows, the cache holds {cache.batch_size}")
         if cache.is_initialized and x.device != cache.device:
             raise ValueError(f"x is on {x.device}, the cache on {cache.device}: move one")
+        cache.use_phi(self.compress_key, self.compress_value)
         cache.expect(incoming)
         if positions is None:
             positions = self._next_positions(x, attention_mask, cache)
@@ -210,6 +211,8 @@ class NSAAttention(nn.Module):
             query, keys, values, gates, backend=self.backend, return_aux=return_aux
         )
         advance([cache], incoming)
+        if attention_mask is not None:
+            cache.columns.tell_last(attention_mask != 0)
         if aux is not None and incoming.layout is not None:
             aux = _restore_aux(aux, incoming.layout, self.config)
         out = self.o_proj(out.transpose(1, 2).flatten(2))

@@ -26,10 +26,14 @@ class Columns:
         even: whether each row has so many tokens, none of them padding.
     """
 
+    _real: Tensor | None  # (B, columns or more), nonzero where the column of a row is no padding
+    _told: int  # of how many columns that says it; later ones are no padding
+
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.on_device: Tensor | None = None
         self.even = True
+        self._real, self._told = None, 0
         self._on_host: int | None = 0
         self._after: Tensor | None = None  # what `on_device` becomes, where compiled code asked
 
@@ -78,9 +82,39 @@ class Columns:
                 f"room for {num_tokens} more; make a longer one, or one without max_length"
             )
 
+    def tell(self, real: Tensor, told: int) -> None:
+        """Which of the first `told` columns are no padding: (B, told or more), not copied."""
+        self._real, self._told = real, told
+
+    def tell_last(self, real: Tensor) -> None:
+        """Which of the last columns are no padding: (B, so many)."""
+        if torch.compiler.is_compiling():
+            return
+        number = self.number()
+        before = number - real.shape[1]
+        known = real.new_zeros(real.shape[0], 0) if self._real is None else self._real != 0
+        known = known[:, : min(self._told, before)]
+        later = known.new_ones(known.shape[0], before - known.shape[1])
+        self.tell(torch.cat((known, later, real.to(known.dtype)), 1), number)
+
+    def real_among_last(self, num_tokens: int) -> int | Tensor:
+        """How many of the last columns are no padding: in each row (B,), or of every one."""
+        number = self.number()
+        told = min(self._told, number)
+        begin = number - num_tokens
+        if self._real is None or begin >= told:
+            return num_tokens
+        return (self._real[:, begin:told] != 0).sum(1, dtype=torch.int32) + (number - told)
+
+    def pick_rows(self, rows: Tensor) -> None:
+        """The rows `rows` alone, in that order."""
+        if self._real is not None:
+            self._real = self._real[rows.to(self._real.device)]
+
     def take_back(self, num_tokens: int) -> None:
         """So many fewer."""
         self._on_host = self.number() - num_tokens
+        self._told = min(self._told, self._on_host)
         if self.on_device is not None:
             self.on_device.sub_(num_tokens)
 
@@ -88,6 +122,7 @@ class Columns:
         """None at all."""
         self._on_host = 0
         self.even = True
+        self._real, self._told = None, 0
         if self.on_device is not None:
             self.on_device.zero_()
 

@@ -55,6 +55,34 @@ class LayerCache(CacheState):
         heads = num_sets * compress_key.num_kv_heads
         self.sizes = (heads, compress_key.head_dim, compress_value.head_dim)
 
+    def use_phi(self, compress_key: Compression, compress_value: Compression) -> None:
+        """Compress with these from now on: those of the module whose layer of the cache it is.
+
+        Another adapter of the module, or another patch, has others than the cache was made with.
+
+        Raises:
+            ValueError: the cache holds tokens that were compressed by others, or memory for
+                blocks of another size.
+        """
+        if self.compress_key is compress_key and self.compress_value is compress_value:
+            return
+        heads = self.num_sets * compress_key.num_kv_heads
+        sizes = (heads, compress_key.head_dim, compress_value.head_dim)
+        fits = sizes == self.sizes and compress_key.config == self.config
+        if self.is_initialized and not fits:
+            raise ValueError(
+                "this layer of the cache was made for a module of other sizes, or another "
+                "NSAConfig: use a new cache"
+            )
+        if self.is_initialized and self.columns.known != 0:
+            raise ValueError(
+                "this layer of the cache holds tokens that another φ compressed, that of another "
+                "module, another adapter or a patch since undone: reset the cache, or use a new "
+                "one"
+            )
+        self.config, self.sizes = compress_key.config, sizes
+        self.compress_key, self.compress_value = compress_key, compress_value
+
     def expect(self, incoming: IncomingBatch) -> None:
         """Say what the next `update` brings; `advance` must follow once it has been attended.
 

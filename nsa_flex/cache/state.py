@@ -145,7 +145,7 @@ class CacheState:
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` columns; 0 takes back none.
 
-        Of a row that is padded on the left the last tokens are real. Compressed rows past the end
+        Of a row whose last columns are padding so many fewer tokens. Compressed rows past the end
         no longer count; they are written again when their blocks are whole again.
 
         Raises:
@@ -154,11 +154,14 @@ class CacheState:
         self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
+        removed = self.columns.real_among_last(-tokens_to_remove)
         self.columns.take_back(-tokens_to_remove)
-        self.lengths.add_(tokens_to_remove).clamp_(min=0)
+        self.lengths.sub_(removed).clamp_(min=0)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """ValueError if `crop` could not do it."""
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            raise ValueError(f"crop({tokens_to_remove!r}): expected an int")
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number, of tokens to take back from "
@@ -176,6 +179,8 @@ class CacheState:
         self.columns.reset()
         if self.is_initialized:
             self.lengths.zero_()
+            for buffer in self.buffers.tensors:  # NaN would come through where nobody looks
+                buffer.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row `beam_idx[b]` was, in the same memory."""
@@ -189,6 +194,7 @@ class CacheState:
         index = beam_idx.to(self.device)
         self.buffers.reorder(index, self.columns.number(), self.config)
         self.lengths.copy_(self.lengths[index])
+        self.columns.pick_rows(index)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
@@ -202,6 +208,7 @@ class CacheState:
             return
         indices = indices.to(self.device)
         self.buffers, self.lengths = self.buffers.selected(indices), self.lengths[indices]
+        self.columns.pick_rows(indices)
         self.batch_size = self.lengths.shape[0]
         self._mark_static()
 

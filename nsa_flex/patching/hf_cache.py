@@ -7,6 +7,7 @@ whoever made it (`generate`, the model, the caller), it goes on as the same obje
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -28,8 +29,23 @@ _STATIC = ("StaticLayer", "StaticSlidingWindowLayer")
 
 
 def patched_modules(decoder: Decoder) -> list[Attention]:
-    """The patched attention modules of a decoder, in order."""
-    return [module for module in decoder.modules() if layer_of(module) is not None]
+    """The patched attention modules of a decoder that run, in order."""
+    modules = [module for module in decoder.modules() if layer_of(module) is not None]
+    return [module for module in modules if module.layer_idx < layers_in_use(decoder)]
+
+
+def layers_in_use(decoder: Decoder) -> int:
+    """How many of its layers a decoder runs, if fewer than when it was patched.
+
+    As while `generate(assistant_early_exit=...)` drafts.
+    """
+    number = num_layers(decoder.config)
+    return number if number < decoder.nsa_installed.num_layers else sys.maxsize
+
+
+def num_layers(config: Any) -> int:
+    """How many layers a decoder runs, by its config."""
+    return getattr(config, "num_hidden_layers", sys.maxsize)
 
 
 def new_layers(decoder: Decoder, max_length: int | None) -> list[Any]:
@@ -104,6 +120,10 @@ def _move(former: Any, layer: LayerCache, real: Tensor | None) -> None:
         _move_memory(former, layer)
         return
     key, value = former.keys[:, :, :length], former.values[:, :, :length]
+    kind = value.device.type
+    if value.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        # As the next ones come: beside keys that rotation left in float32 the layer widened them.
+        value = value.to(torch.get_autocast_dtype(kind))
     if key.shape[2] < length:
         raise ValueError(
             f"a sliding cache kept {key.shape[2]} of {length} tokens, and NSA needs all: use a "
@@ -116,6 +136,8 @@ def _move(former: Any, layer: LayerCache, real: Tensor | None) -> None:
     layer.begin(incoming)
     layer.update(key, value)
     advance([layer], incoming)
+    if real is not None:
+        layer.columns.tell(real, length)
 
 
 def _move_memory(former: Any, layer: LayerCache) -> None:

@@ -16,9 +16,10 @@ from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import align_packed, align_positions
 from nsa_flex.patching.call_context import CallContext
-from nsa_flex.patching.hf_cache import adopt, holds_nsa
-from nsa_flex.patching.hf_incoming import expect, real_past
-from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Decoder
+from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use
+from nsa_flex.patching.hf_config import KeptLayers
+from nsa_flex.patching.hf_incoming import expect, next_positions, real_past
+from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
 from nsa_flex.patching.hf_paged_call import read_paged_call
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
@@ -33,23 +34,30 @@ class CallHook:
 
     Args:
         arguments: names of the decoder's parameters in order.
-        layer_indices: patched layers; the cache of the first tells how many tokens came before.
+        modules: the patched attention modules; the first one's layer of the cache tells how many
+            tokens came before.
         config: for the block size that documents are aligned to.
         kept_masks: kinds of mask, "full" and "local", that unpatched attention modules read.
         mixing: why a row can hold but one document (`mixing_of_documents`), or None.
+        kept: the unpatched attention modules, if there are some.
+        rotates: whether positions rotate keys, and count from any start as well.
     """
 
     arguments: tuple[str, ...]
-    layer_indices: tuple[int, ...]
+    modules: tuple[Attention, ...]
     config: NSAConfig
     kept_masks: tuple[str, ...]
     mixing: str | None
+    kept: KeptLayers | None
+    rotates: bool
 
     def __call__(
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = {**dict(zip(self.arguments, args, strict=False)), **kwargs} if args else {**kwargs}
         config = decoder.config
+        if self.kept is not None:
+            self.kept.follow(config._attn_implementation)
         if config._attn_implementation not in IMPLEMENTATIONS:
             self._refuse_nsa_cache(call)
             return args, kwargs  # switched by set_attn_implementation, for a while
@@ -77,7 +85,7 @@ class CallHook:
 
     def _refuse_nsa_cache(self, call: dict[str, Any]) -> None:
         cache = call.get("past_key_values")
-        if cache is not None and holds_nsa(cache, self.layer_indices[0]):
+        if cache is not None and holds_nsa(cache, self.modules[0].layer_idx):
             raise ValueError(
                 "past_key_values holds NSA's layers, and the attention implementation is another "
                 "now: start with a new cache"
@@ -85,8 +93,9 @@ class CallHook:
 
     def _caches(self, decoder: Decoder, call: dict[str, Any]) -> list[LayerCache]:
         """NSA's layers of the cache that came, exchanged for transformers' if need be."""
-        cache = call.get("past_key_values")
-        if cache is None:
+        cache, limit = call.get("past_key_values"), layers_in_use(decoder)
+        modules = [module for module in self.modules if module.layer_idx < limit]
+        if cache is None or not modules:
             return []
         if not hasattr(cache, "get_mask_sizes") or hasattr(cache, "self_attention_cache"):
             raise ValueError(
@@ -102,13 +111,18 @@ class CallHook:
             )
         if _is_checkpointing(decoder):
             raise ValueError("past_key_values with gradient checkpointing: leave the cache out")
-        if not holds_nsa(cache, self.layer_indices[0]):
+        if not holds_nsa(cache, modules[0].layer_idx):
             if torch.is_grad_enabled():
                 return []  # keys and values as they are: gradients flow through them
             if torch.compiler.is_compiling() and not cache.is_compileable:
                 return []
             self._adopt(cache, decoder, self._mask(call))
-        return [cache.layers[index] for index in self.layer_indices]
+        layers = cache.layers
+        held = [m for m in modules if holds_nsa(cache, m.layer_idx)]  # others were taken out
+        if not torch.compiler.is_compiling():
+            for module in held:
+                _use_phi(module, layers[module.layer_idx])
+        return [layers[module.layer_idx] for module in held]
 
     @torch.compiler.disable(
         reason="it makes NSA's static cache: pass an nsa_flex.NSACache, or call the model once "
@@ -131,6 +145,8 @@ class CallHook:
         if call.get("cu_seq_lens_q") is not None:
             raise ValueError("cu_seq_lens_q with a cache is not supported: pass use_cache=False")
         mask = self._mask(call)
+        if self._counts_padding(call) and not (mask is None and caches[0].columns.even):
+            call["position_ids"] = next_positions(caches[0], tokens, mask)
         expect(caches, tokens, mask)
         if mask is None and position_ids is not None and tokens.shape[1] > 1:
             _assert_one_document(position_ids, _CACHED_DOCUMENTS)
@@ -140,7 +156,10 @@ class CallHook:
         mask = _padding_mask(call.get("attention_mask"))
         num_keys, cached = self._cache_sizes(call, length)
         if mask is not None:
-            return padded_rows(_fit(mask, num_keys, cached, length), length, cached)
+            mask = _fit(mask, num_keys, cached, length)
+            if self._counts_padding(call):
+                call["position_ids"] = _real_positions(mask, cached, length)
+            return padded_rows(mask, length, cached)
         cu_seqlens, position_ids = call.get("cu_seq_lens_q"), _document_positions(call)
         uses_cache = _uses_cache(decoder, call)
         if cu_seqlens is not None:
@@ -171,9 +190,21 @@ class CallHook:
         )
         return packed_rows(layout)
 
+    def _counts_padding(self, call: dict[str, Any]) -> bool:
+        """Whether the decoder would count padding among the positions.
+
+        Attention to rotated keys is the same from any start. Compressed ones are not, once φ is
+        more than a mean.
+        """
+        return self.rotates and call.get("position_ids") is None and self._takes_positions
+
+    @property
+    def _takes_positions(self) -> bool:
+        return "position_ids" in self.arguments
+
     def _cache_sizes(self, call: dict[str, Any], length: int) -> tuple[int, int | Tensor]:
         """How many keys attention will get, and the index of the first new one."""
-        cache, layer_idx = call.get("past_key_values"), self.layer_indices[0]
+        cache, layer_idx = call.get("past_key_values"), self.modules[0].layer_idx
         if cache is None:
             return length, 0
         num_keys, _ = cache.get_mask_sizes(length, layer_idx)
@@ -214,6 +245,7 @@ def count_tokens(
     if context is None or context.cache is None:
         return
     layers = [layer for layer in context.cache.layers if isinstance(layer, LayerCache)]
+    layers = [layer for layer in layers if layer.handed_out is not None]  # those that ran
     incoming = layers[0].incoming
     assert incoming is not None
     advance(layers, incoming)
@@ -286,6 +318,24 @@ def _assert_restart(position_ids: Tensor, positions: Tensor) -> None:
 
 def _is_checkpointing(decoder: Decoder) -> bool:
     return decoder.training and getattr(decoder, "gradient_checkpointing", False)
+
+
+def _use_phi(module: Attention, layer: LayerCache) -> None:
+    """That a layer of the cache compresses with the φ of `module` that is in force."""
+    nsa = module._modules["nsa"]
+    assert nsa is not None
+    own = nsa._modules  # read past `__getattr__`, at every step
+    used = (layer.compress_key, layer.compress_value)
+    if (own.get("compress_key"), own.get("compress_value")) != used:
+        layer.use_phi(module.nsa.compress_key, module.nsa.compress_value)
+
+
+def _real_positions(mask: Tensor, cached: int | Tensor, length: int) -> Tensor:
+    """Position (B, length) of each new token among the real ones of its row; 0 before them."""
+    positions = ((mask != 0).cumsum(1) - 1).clamp(min=0)
+    if isinstance(cached, int):
+        return positions[:, cached : cached + length]
+    return positions.index_select(1, cached + torch.arange(length, device=mask.device))
 
 
 def _fit(mask: Tensor, num_keys: int, cached: int | Tensor, length: int) -> Tensor:

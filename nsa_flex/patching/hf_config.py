@@ -52,6 +52,26 @@ class OwnConfig:
         return name not in self.before or self.before[name] != value
 
 
+@dataclass(frozen=True)
+class KeptLayers:
+    """The attention modules of a patched decoder that stay unpatched.
+
+    Args:
+        config: theirs alone.
+        implementation: what they run beside NSA.
+    """
+
+    config: Config
+    implementation: str
+
+    def follow(self, implementation: str) -> None:
+        """Run what the decoder makes masks for: its own implementation, while that is not NSA."""
+        if implementation in IMPLEMENTATIONS:
+            implementation = self.implementation
+        if self.config._attn_implementation != implementation:
+            self.config._attn_implementation_internal = implementation
+
+
 @dataclass
 class OwnConfigs:
     """The configs of one patched model.
@@ -73,20 +93,26 @@ class OwnConfigs:
         own = {id(each.original): each.own for each in self.configs}
         _exchange(model, own)
 
-    def keep_apart(self, modules: list[Attention], config: Config, implementation: str) -> None:
+    def keep_apart(
+        self, modules: list[Attention], config: Config, implementation: str
+    ) -> Config | None:
         """Give attention modules that stay unpatched a config that names their implementation.
 
         Args:
             config: the decoder's, a copy already.
+
+        Returns:
+            that config; None if there are no such modules.
         """
         if not modules:
-            return
+            return None
         kept = copy.copy(config)
         kept._attn_implementation_internal = implementation
         original = next(each.original for each in self.configs if each.own is config)
         self.configs.append(OwnConfig(kept, original, copy.deepcopy(vars(kept))))
         for module in modules:
             module.config = kept
+        return kept
 
     def give_back(self, model: nn.Module) -> None:
         """The originals again, in all modules of `model`."""

@@ -21,15 +21,18 @@ from torch.utils.hooks import RemovableHandle
 from nsa_flex.joined import joined_input, reads_linearly
 from nsa_flex.patching import hf_attention, hf_init  # noqa: F401 -- registers the implementation
 from nsa_flex.patching.call_context import LayerInput
+from nsa_flex.patching.hf_cache import num_layers
 from nsa_flex.patching.hf_calls import CallHook, count_tokens
 from nsa_flex.patching.hf_config import (
     Config,
+    KeptLayers,
     OwnConfigs,
     former_implementation,
     write_record,
 )
 from nsa_flex.patching.hf_falcon import OwnForward, own_forwards
 from nsa_flex.patching.hf_handover import hand_over
+from nsa_flex.patching.hf_last_hook import LastHook, register_last
 from nsa_flex.patching.hf_layer_types import kind_of_mask
 from nsa_flex.patching.hf_layers import (
     Attention,
@@ -48,11 +51,15 @@ _PROJECTIONS = ("q_proj", *_JOINED)
 
 @dataclass
 class Installed:
-    """What undoes the patch of a decoder; its attribute `nsa_installed`."""
+    """What undoes the patch of a decoder; its attribute `nsa_installed`.
+
+    num_layers: how many layers its config named then.
+    """
 
     config: Config
-    hooks: list[RemovableHandle | OwnForward]
+    hooks: list[RemovableHandle | LastHook | OwnForward]
     configs: OwnConfigs
+    num_layers: int
 
 
 def install(model: nn.Module, groups: Groups, configs: OwnConfigs) -> None:
@@ -78,26 +85,29 @@ def _install(
     former = former_implementation(config)
     kept = kept_modules(decoder, set(modules))
     masks = kept_masks(kept)
+    own_config = configs.keep_apart(kept, config, former)
     hook = CallHook(
         arguments=parameter_names(decoder),
-        layer_indices=tuple(module.layer_idx for module in modules),
+        modules=tuple(modules),
         config=layer.config,
         kept_masks=tuple(masks),
         mixing=mixing_of_documents(decoder, masks),
+        kept=None if own_config is None else KeptLayers(own_config, former),
+        rotates=any("Rotary" in type(module).__name__ for module in decoder.modules()),
     )
     decoder.nsa_installed = Installed(
         config,
         [
             *(_hook_attention(module) for module in modules),
-            decoder.register_forward_pre_hook(hook, with_kwargs=True),
+            register_last(decoder, hook),
             *hand_over(decoder, modules),
             *own_forwards(modules),
             *refuse_dropped_bounds(model, decoder),
             decoder.register_forward_hook(count_tokens, with_kwargs=True),
         ],
         configs,
+        num_layers(config),
     )
-    configs.keep_apart(kept, config, former)
     configs.in_use.append(config)
     record = {
         "config": layer.config.to_dict(),
@@ -208,9 +218,8 @@ def _is_without_cache(call: dict[str, Any]) -> bool:
     return context is not None and context.cache is None and context.paged is None
 
 
-def _hook_attention(module: Attention) -> RemovableHandle:
+def _hook_attention(module: Attention) -> LastHook:
     arguments = parameter_names(module)
     separate = all(hasattr(module, name) for name in _PROJECTIONS)
     joins = separate and reads_linearly(module, arguments[0], _PROJECTIONS)
-    hook = InputHook(arguments, joins)
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+    return register_last(module, InputHook(arguments, joins))

@@ -38,10 +38,27 @@ def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> Non
     may_complete = None
     if first.is_initialized and not torch.compiler.is_compiling():
         may_complete = first.may_complete(first.known_length, num_tokens)
+    real = None if mask is None or torch.compiler.is_compiling() else _of_columns(mask)
     for cache in caches:
+        if real is not None:
+            cache.columns.tell(real, first.columns.number() + num_tokens)
         cache.columns.agree(first.columns)  # where compiled steps ran, the first asked the device
         known = may_complete is not None and _completes_alike(cache, first)
         cache.begin(incoming, may_complete if known else None)
+
+
+def next_positions(cache: LayerCache, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """Position (B, T) of each new token in its row, which padding has no part in.
+
+    Args: as of `expect`.
+    """
+    batch, num_tokens = tokens.shape[:2]
+    if mask is None:
+        place = torch.arange(num_tokens, device=tokens.device).expand(batch, num_tokens)
+    else:
+        new = _new_tokens(mask, cache, num_tokens).expand(batch, num_tokens)
+        place = ((new != 0).cumsum(1) - 1).clamp(min=0)
+    return place + cache.lengths[:, None] if cache.is_initialized else place
 
 
 def _completes_alike(cache: LayerCache, first: LayerCache) -> bool:
@@ -58,7 +75,12 @@ def real_past(mask: Tensor | None, num_cached: int) -> Tensor | None:
     """Bool (B, cached tokens): which of them are no padding, as `mask` says; None if all are."""
     if mask is None or num_cached == 0:
         return None
-    return (_allowed(mask)[:, 0, -1] if mask.dim() == 4 else mask != 0)[:, :num_cached]
+    return (_of_columns(mask) != 0)[:, :num_cached]
+
+
+def _of_columns(mask: Tensor) -> Tensor:
+    """(B, columns), nonzero where they are no padding."""
+    return _allowed(mask[:, 0, -1]) if mask.dim() == 4 else mask
 
 
 def _check_width(mask: Tensor, cache: LayerCache, num_tokens: int) -> None:

@@ -75,7 +75,8 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _record_of(model: nn.Module) -> dict[str, Any]:
     """What `patch` wrote to the config of the decoder in `model`."""
-    records = [each.config.nsa_flex for each in model.modules() if hasattr(each, "nsa_installed")]
+    decoders: list[Decoder] = [each for each in model.modules() if hasattr(each, "nsa_installed")]
+    records = [decoder.config.nsa_flex for decoder in decoders]
     if len(records) != 1:
         raise ValueError(
             f"{type(model).__name__} holds {len(records)} patched decoders, and its config is "
@@ -104,7 +105,7 @@ class _SavedConfig:
     def __init__(self, config: Any) -> None:
         vars(self)["_config"] = config
 
-    @property  # PEFT makes another config of that class
+    @property  # type: ignore[misc]  # PEFT makes another config of that class
     def __class__(self) -> Any:
         return type(vars(self)["_config"])
 

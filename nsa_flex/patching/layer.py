@@ -131,6 +131,7 @@ class NSALayer(nn.Module):
                 raise ValueError("rows and cache were both given: tell the cache of padding")
             if stored:
                 return self._attend_cached(hidden_states, query, key, value, cache, scale)
+            cache.use_phi(self.compress_key, self.compress_value)
             if cache.incoming is None:
                 cache.expect(IncomingBatch(query.shape[2]))
             assert cache.incoming is not None

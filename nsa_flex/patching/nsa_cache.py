@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -78,15 +79,16 @@ class NSACache(_Base):
         return total
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens of every layer.
+        """Take back the last `-tokens_to_remove` columns of every layer, padding included.
 
         Raises:
-            ValueError: there are not so many, or a layer of another kind cannot. NSA's layers
-                are looked at first: then nothing changed.
+            ValueError: there are not so many, or a layer of another kind cannot. Nothing changed.
         """
         for layer in self.layers:
             if isinstance(layer, LayerCache):
                 layer.check_crop(tokens_to_remove)
+            else:
+                _try_to_crop(layer, tokens_to_remove)
         for layer in self.layers:
             layer.crop(tokens_to_remove)
 
@@ -109,6 +111,18 @@ class NSACache(_Base):
         """The rows `indices` alone."""
         for layer in self.layers:
             layer.batch_select_indices(indices)
+
+
+def _try_to_crop(layer: Any, tokens_to_remove: int) -> None:
+    """ValueError if a layer of transformers cannot: it says so when it is cropped."""
+    twin = copy.copy(layer)  # it crops by taking other tensors, one by one of some in lists
+    for name, value in vars(layer).items():
+        if isinstance(value, list | dict):
+            setattr(twin, name, copy.copy(value))
+    try:
+        twin.crop(tokens_to_remove)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"a {type(layer).__name__} of the cache cannot crop: {error}") from error
 
 
 def _layers_of(model: nn.Module, max_length: int | None) -> list[Any]:

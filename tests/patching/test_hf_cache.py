@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import nsa_flex
 from nsa_flex.cache import LayerCache
 from nsa_flex.patching import hf_cache
-from patching.tiny_models import NSA, tiny_model, tokens
+from patching.tiny_models import NSA, moved, relative_error, tiny_model, tokens
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 KINDS = ["dynamic", "static"]
@@ -155,3 +156,105 @@ def test_layers_are_asked_together_whether_a_block_is_completed(
     torch.testing.assert_close(
         step(model, ids[:, 31:32], cache)[:, -1], model(ids[:, :32]).logits[:, -1]
     )
+
+
+def test_a_cache_goes_on_after_another_patch(model: nn.Module) -> None:
+    """If empty, and without memory for blocks of another size."""
+    cache, filled_one = nsa_flex.NSACache(model), nsa_flex.NSACache(model)
+    ids = tokens(2, 40)
+    step(model, ids[:, :3], filled_one)
+    nsa_flex.unpatch(model)
+    sizes = {"compress_block_size": 16, "compress_stride": 8, "select_block_size": 16}
+    moved(nsa_flex.patch(model, dataclasses.replace(NSA, **sizes)))
+    step(model, ids[:, :30], cache)
+    found = step(model, ids[:, 30:], cache)
+    assert relative_error(found, model(ids, use_cache=False).logits[:, 30:]) < 1e-12
+    filled_one.reset()
+    with pytest.raises(ValueError, match="another NSAConfig"):
+        step(model, ids, filled_one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [None, "selected", "repeated", "reordered"])
+def test_cropping_takes_back_padding_as_padding(
+    model: nn.Module, kind: str, rows: str | None
+) -> None:
+    """Columns, as transformers' own caches do: rows that end with padding lose fewer tokens."""
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :3], mask[1, 25:] = 0, 0
+    real = [ids[0, 3:30], ids[1, :25]]
+    cache = cache_of(moved(model), kind)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    if rows == "selected":
+        cache.batch_select_indices(torch.tensor([1]))
+        real = real[1:]
+    elif rows == "repeated":
+        cache.batch_repeat_interleave(2)
+        real = [real[0], real[0], real[1], real[1]]
+    elif rows == "reordered":
+        cache.reorder_cache(torch.tensor([1, 0]))
+        real = real[::-1]
+    following = tokens(len(real), 6)
+    step(model, following, cache)
+    for layer in cache.layers:
+        layer.crop(-16)  # the six, and ten columns before
+    found = step(model, following, cache)
+    for row, before in enumerate(real):
+        alone = torch.cat((before, following[row]))[None]
+        with torch.no_grad():
+            expected = model(alone, use_cache=False).logits[:, len(before) :]
+        assert relative_error(found[row : row + 1], expected) < 1e-12
+
+
+@pytest.mark.parametrize("max_length", [None, 60])
+def test_a_refused_crop_leaves_all_layers(max_length: int | None) -> None:
+    model = moved(nsa_flex.patch(tiny_model("qwen2-sliding"), NSA))
+    cache, ids = nsa_flex.NSACache(model, max_length=max_length), tokens(2, 50)
+    step(model, ids[:, :40], cache)
+    with pytest.raises(ValueError, match=r"a \w+SlidingWindowLayer of the cache cannot crop"):
+        cache.crop(-5)
+    found = step(model, ids[:, 40:], cache)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 40:]
+    assert relative_error(found, expected) < 1e-12
+
+
+def test_a_plain_cache_goes_on_under_autocast() -> None:
+    model, ids = nsa_flex.patch(tiny_model(), NSA), tokens(2, 50)
+    cache = transformers.DynamicCache()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids[:, :30], past_key_values=cache)  # with gradients: the layers stay transformers'
+        found = step(model, ids[:, 30:], cache)
+        expected = model(ids, use_cache=False).logits[:, 30:]
+    assert isinstance(cache.layers[0], LayerCache)
+    assert cache.layers[0].dtype == torch.bfloat16
+    assert relative_error(found, expected) < 0.03
+
+
+def _lowered(model: nn.Module) -> None:
+    model.config.num_hidden_layers = 2
+
+
+def _taken_out(model: nn.Module) -> None:
+    model.model.layers = model.model.layers[:2]
+
+
+@pytest.mark.parametrize("shorten", [_lowered, _taken_out])
+@pytest.mark.parametrize("own_cache", [False, True])
+def test_a_decoder_that_runs_fewer_layers(shorten: Any, own_cache: bool) -> None:
+    model, ids = moved(nsa_flex.patch(tiny_model(num_hidden_layers=3), NSA)), tokens(2, 40)
+    cache: Any = nsa_flex.NSACache(model) if own_cache else transformers.DynamicCache()
+    shorten(model)
+    step(model, ids[:, :30], cache)
+    found = step(model, ids[:, 30:], cache)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 30:]
+    assert relative_error(found, expected) < 1e-12
+
+
+def test_drafts_by_the_first_layers_are_those_of_all() -> None:
+    model, ids = moved(nsa_flex.patch(tiny_model(num_hidden_layers=3), NSA)), tokens(1, 40)
+    expected = model.generate(ids, max_new_tokens=8, **GREEDY)
+    found = model.generate(ids, max_new_tokens=8, assistant_early_exit=1, **GREEDY)
+    assert torch.equal(found, expected)

@@ -224,3 +224,22 @@ def test_layers_left_out_hold_a_config_that_names_their_attention() -> None:
     kept, patched = (layer.self_attn for layer in model.model.layers)
     assert kept.config._attn_implementation == "sdpa"
     assert patched.config is model.config
+
+
+@pytest.mark.parametrize("family", ["qwen2-sliding", "llama"])
+@pytest.mark.parametrize("other", ["sdpa", "flex_attention"])
+def test_unpatched_layers_follow_another_implementation(family: str, other: str) -> None:
+    """They run what masks are made for; back with NSA, what they ran before."""
+    dense, sparse = twins("eager", family)
+    ids, twin = tokens(1, 20), tokens(1, 20)
+    twin[:, :-1] = ids[:, :-1]  # nothing but the last token is another
+    expected = logits(dense, ids)
+    keep = None if family == "qwen2-sliding" else (lambda _, name: "layers.1" in name)
+    nsa_flex.patch(sparse, NSA, filter_fn=keep)
+    before = logits(sparse, ids)
+    sparse.set_attn_implementation(other)
+    found = logits(sparse, ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(sparse, twin)[:, :-1], found[:, :-1], rtol=1e-4, atol=1e-4)
+    sparse.set_attn_implementation("nsa_flex")
+    assert torch.equal(logits(sparse, ids), before)

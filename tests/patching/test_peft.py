@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import nsa_flex
 from nsa_flex.patching.layer import layer_of
-from patching.tiny_models import NSA, tiny_model, tokens
+from patching.tiny_models import NSA, moved, relative_error, tiny_model, tokens
 
 IDS = tokens(2, 40)
 
@@ -148,3 +148,49 @@ def test_the_adapter_of_a_base_that_was_not_saved_does_not_load_on_the_dense_one
         OSError, match=r"nsa_flex\.patch\(.*save_pretrained it, then nsa_flex\.load"
     ):
         peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_an_adapter_of_transformers_own(patched: bool, tmp_path: Path) -> None:
+    """`add_adapter` and its `save_pretrained`, and the Auto class with the adapter's folder."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    model = tiny_model()
+    if patched:
+        moved(nsa_flex.patch(model, NSA))
+    model.save_pretrained(base)
+    auto = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(base, dtype=torch.float64)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(folder)
+    assert (folder / "adapter_config.json").exists()
+    loaded = auto.from_pretrained(folder, dtype=torch.float64)
+    assert torch.equal(logits(loaded), logits(model))
+    assert patched == any(layer_of(module) is not None for module in loaded.modules())
+
+
+@torch.no_grad()
+def cached_error(model: nn.Module, cache: object) -> float:
+    """How far a second call with the cache is from one call over all tokens."""
+    model(IDS[:, :25], past_key_values=cache)
+    found = model(IDS[:, 25:], past_key_values=cache).logits
+    return relative_error(found, logits(model)[:, 25:])
+
+
+@pytest.mark.parametrize("max_length", [None, 50])
+def test_a_cache_compresses_with_the_adapter_in_force(max_length: int | None) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["nsa"])
+    model = nsa_flex.patch(tiny_model(), NSA)
+    early = nsa_flex.NSACache(model, max_length=max_length)
+    model = peft.get_peft_model(model, config, adapter_name="one")
+    model.add_adapter("two", config)
+    moved(model)
+    assert cached_error(model, early) < 1e-12  # made before there were adapters, and empty
+    cache = nsa_flex.NSACache(model, max_length=max_length)
+    assert cached_error(model, cache) < 1e-12
+    model.set_adapter("two")
+    lengths = [int(layer.get_seq_length()) for layer in cache.layers]
+    with torch.no_grad(), pytest.raises(ValueError, match="another φ compressed"):
+        model(IDS[:, :1], past_key_values=cache)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == lengths
+    cache.reset()
+    assert cached_error(model, cache) < 1e-12

@@ -17,7 +17,7 @@ from torch import nn
 
 import nsa_flex
 from nsa_flex.patching.saved_config import from_saved
-from patching.tiny_models import NSA, tiny_model, tokens
+from patching.tiny_models import NSA, moved, tiny_model, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -269,3 +269,55 @@ def test_the_record_is_json_and_survives_a_copy_of_the_config() -> None:
     assert json.loads(json.dumps(record)) == record
     assert record["config"] == NSA.to_dict()
     assert json.loads(model.config.to_json_string())["nsa_flex"] == record
+
+
+def test_a_variant_is_read_whole(tmp_path: Path) -> None:
+    """NSA's tensors from the files that the others come from."""
+    model, ids = moved(nsa_flex.patch(tiny_model(), NSA)), tokens(1, 40)
+    model.save_pretrained(tmp_path)
+    moved(model)
+    model.save_pretrained(tmp_path, variant="ema")
+    loaded = nsa_flex.load(tmp_path, variant="ema", dtype=torch.float64)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    alone = tmp_path / "alone"
+    model.save_pretrained(alone, variant="ema", max_shard_size="20KB")
+    loaded = nsa_flex.load(alone, variant="ema", dtype=torch.float64)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize(("first", "second"), [("20KB", "5GB"), ("5GB", "20KB")])
+def test_two_saves_in_one_folder_are_not_mixed(first: str, second: str, tmp_path: Path) -> None:
+    """transformers reads the single file, be it the older one."""
+    model, ids = moved(nsa_flex.patch(tiny_model(), NSA)), tokens(1, 40)
+    saved = {}
+    for size in (first, second):
+        trained(moved(model)).save_pretrained(tmp_path, max_shard_size=size)
+        saved[size] = logits(model, ids)
+    loaded = nsa_flex.load(tmp_path, dtype=torch.float64)
+    assert torch.equal(logits(loaded, ids), saved["5GB"])
+
+
+def test_a_head_that_the_checkpoint_lacks_is_a_new_one(tmp_path: Path) -> None:
+    model, ids = moved(nsa_flex.patch(tiny_model(), NSA)), tokens(1, 40)
+    model.save_pretrained(tmp_path)
+    auto = transformers.AutoModelForSequenceClassification
+    with pytest.warns(
+        UserWarning, match=r"not in the checkpoint, newly initialized: score\.weight"
+    ):
+        classifier = auto.from_pretrained(tmp_path, num_labels=3, dtype=torch.float64)
+    assert classifier(ids).logits.shape == (1, 3)
+    with torch.no_grad():
+        hidden = [each.model(ids).last_hidden_state for each in (model, classifier)]
+    assert torch.equal(*hidden)
+
+
+def test_a_config_that_is_not_the_decoders_saves_its_record(tmp_path: Path) -> None:
+    """As after `unpatch` of the decoder alone, or where the model was given a copy."""
+    model, ids = nsa_flex.patch(tiny_model(), NSA), tokens(1, 40)
+    nsa_flex.unpatch(model.model)
+    nsa_flex.patch(model, NSA)
+    assert model.config is not model.model.config
+    moved(model).save_pretrained(tmp_path)
+    loaded = nsa_flex.load(tmp_path, dtype=torch.float64)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert not hasattr(model.config, "nsa_flex")
