@@ -18,7 +18,14 @@ from nsa_flex.dispatch import (
     choose_backends,
     is_fused,
 )
-from nsa_flex.inputs import Inputs, check_documents, check_inputs, known_offset, query_positions
+from nsa_flex.inputs import (
+    Inputs,
+    check_documents,
+    check_inputs,
+    check_scale,
+    known_offset,
+    query_positions,
+)
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 
@@ -161,8 +168,7 @@ def nsa_attention(
     facts = inputs.facts(config, query_offset, document_start)
     choices = choose_backends(facts, backend)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:
-        raise ValueError(f"scale is {scale}; it must be positive")
+    check_scale(scale)
     compressed_key, compressed_value = (
         F.pad(x, (0, 0, 0, 1)) if x.shape[2] == 0 else x
         for x in (compressed_key, compressed_value)

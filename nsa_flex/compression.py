@@ -148,6 +148,7 @@ class Compression(nn.Module):
         kind: one of mean, weighted, linear, mlp; `config.compression` if None.
 
     Raises:
+        TypeError: config is no NSAConfig, or a size no int.
         ValueError: `kind` is unknown, or a size is less than 1.
 
     >>> compress = Compression(NSAConfig(), num_kv_heads=2, head_dim=8)
@@ -172,11 +173,15 @@ class Compression(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, NSAConfig):
+            raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
         kind = config.compression if kind is None else kind
         if kind not in get_args(CompressionKind):
             kinds = ", ".join(get_args(CompressionKind))
             raise ValueError(f"kind is {kind!r}; it must be one of {kinds}")
         for name, size in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+            if not isinstance(size, int):
+                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
         self.config = config

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 CompressionKind = Literal["mean", "weighted", "linear", "mlp"]
 PRODUCTS: tuple[CompressionKind, ...] = ("linear", "mlp")  # matrix products with the weights
+_MOST = 2**31 - 1  # of any size: places of tokens are int32 on devices
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class NSAConfig:
         least = 0 if name == "num_initial_blocks" else 1
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
+        if value > _MOST:
+            raise ValueError(f"{name}={value} must be at most {_MOST}")
 
     def specialize(self) -> None:
         """Makes a compiled graph treat every count as a constant, guarded by its value.

@@ -69,7 +69,7 @@ def align_packed(
 
     Args:
         cu_seqlens: int (M + 1,), document m is tokens cu_seqlens[m] up to cu_seqlens[m + 1];
-            the first is 0. Empty documents are allowed.
+            the first is 0, the last T (an assertion on the device). Empty documents are allowed.
         num_tokens: T, length of the row.
         max_document_length: tokens of the longest document, if the host knows. A longer one raises
             an error on the device (an assertion that the host does not wait for).
@@ -82,17 +82,27 @@ def align_packed(
             max_document_length is less than 1.
         TypeError: max_document_length is not an int.
     """
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+    is_integral = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex())
+    is_integral = is_integral and cu_seqlens.dtype != torch.bool
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or not is_integral:
         raise ValueError(
             f"cu_seqlens must be a 1-D integer tensor (num_documents + 1,), "
             f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens} must be at least 1")
     check_max_document_length(max_document_length)
     num_documents = cu_seqlens.shape[0] - 1
     cu = cu_seqlens.long()
+    lengths = cu.diff()
+    torch._assert_async(
+        (cu[0] == 0) & (cu[-1] == num_tokens) & (lengths >= 0).all(),
+        "cu_seqlens must begin with 0, never descend, and end with the number of tokens: tokens "
+        "past the last document, padding for example, are one more document",
+    )
     if max_document_length is not None:
         torch._assert_async(
-            (cu.diff() <= max_document_length).all(),
+            (lengths <= max_document_length).all(),
             "cu_seqlens hold a document that is longer than max_document_length: pass the length "
             "of the longest",
         )
@@ -137,6 +147,8 @@ def align_positions(
     (an assertion that the host does not wait for), which calls the bound `bound_name`.
     `align_packed` has no such bound.
     """
+    if position_ids.dim() != 2 or 0 in position_ids.shape:
+        raise ValueError(f"position_ids must be (B, S), got {tuple(position_ids.shape)}")
     batch, length = position_ids.shape
     total, gap = batch * length, config.select_block_size - 1
     room = total // 8 + (8 + batch) * gap if max_documents is None else max_documents * gap

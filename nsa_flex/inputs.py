@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Facts
 from nsa_flex.documents import check_max_document_length
 
+_OFFSETS = (int, torch.SymInt, Tensor)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -165,16 +167,36 @@ def check_documents(document_start: Tensor | None, max_document_length: int | No
         )
 
 
+def is_integral(x: Tensor) -> bool:
+    """Whether it holds integers, as offsets and places of tokens are."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def check_scale(scale: float) -> None:
+    """Raises ValueError unless it is positive and finite."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}; it must be positive and finite")
+
+
 def check_positions(
     query: Tensor, key: Tensor, query_offset: int | Tensor | None, document_start: Tensor | None
 ) -> None:
     """Whether the queries lie within the keys, as far as shapes and ints tell."""
+    is_offset = query_offset is None or isinstance(query_offset, _OFFSETS)
+    if isinstance(query_offset, bool) or not is_offset:
+        got = type(query_offset).__name__
+        raise TypeError(f"query_offset must be an int or an int Tensor, got {got}")
+    if document_start is not None and not isinstance(document_start, Tensor):
+        raise TypeError(f"document_start must be a Tensor, got {type(document_start).__name__}")
+    for name, x in (("query_offset", query_offset), ("document_start", document_start)):
+        if isinstance(x, Tensor) and x.device != query.device:
+            raise ValueError(f"{name} is on {x.device}, query on {query.device}: move one")
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     if (query_offset is None or isinstance(query_offset, Tensor)) and q_len > kv_len:
         raise ValueError(f"query has {q_len} tokens, key only {kv_len}")
     if isinstance(query_offset, Tensor):
-        if query_offset.shape != (batch,) or query_offset.is_floating_point():
+        if query_offset.shape != (batch,) or not is_integral(query_offset):
             got = f"{query_offset.dtype} {tuple(query_offset.shape)}"
             raise ValueError(f"query_offset must be an int or int ({batch},), got {got}")
     elif query_offset is not None and (query_offset < 0 or query_offset + q_len > kv_len):
@@ -182,7 +204,7 @@ def check_positions(
             f"query_offset={query_offset} with {q_len} queries leaves the {kv_len} keys"
         )
     if document_start is not None and (
-        document_start.shape != (batch, q_len) or document_start.is_floating_point()
+        document_start.shape != (batch, q_len) or not is_integral(document_start)
     ):
         got = f"{document_start.dtype} {tuple(document_start.shape)}"
         raise ValueError(f"document_start must be int ({batch}, {q_len}), got {got}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,8 +77,10 @@ class NSAAttention(nn.Module):
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         if value_head_dim < 1:
             raise ValueError(f"value_head_dim={value_head_dim} must be at least 1")
-        if rope_theta is not None and rope_theta <= 0:
-            raise ValueError(f"rope_theta={rope_theta} must be positive, or None for no rotation")
+        if rope_theta is not None and not 0 < rope_theta < math.inf:
+            raise ValueError(
+                f"rope_theta={rope_theta} must be positive and finite, or None for no rotation"
+            )
         self.hidden_size = hidden_size
         self.num_query_heads = num_query_heads
         self.num_kv_heads = num_kv_heads

@@ -12,6 +12,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import IMPLEMENTATIONS, BackendName, Facts, choose_backends
 from nsa_flex.inputs import (
     check_positions,
+    check_scale,
     check_shapes,
     check_tensors,
     is_whole,
@@ -127,8 +128,7 @@ def selected_attention(
     config = _config(config, block_size, num_initial_blocks, num_local_blocks)
     _check(query, key, value, blocks, query_offset, document_start)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:
-        raise ValueError(f"scale is {scale}; it must be positive")
+    check_scale(scale)
     facts = _facts(query, key, value, blocks, config, query_offset, document_start)
     chosen_backend = _backend(facts, backend)
     offset, positions = query_positions(query, key, query_offset)

@@ -345,6 +345,12 @@ def bad(**changes: Any) -> dict[str, Any]:
         ),
         (bad(sliding_key=torch.zeros(1, 2, 40, 8)), "must be given together"),
         (bad(scale=0.0), r"scale is 0.0; it must be positive"),
+        (bad(scale=float("nan")), r"scale is nan; it must be positive and finite"),
+        (bad(scale=float("inf")), r"scale is inf; it must be positive and finite"),
+        (bad(query_offset=torch.tensor([True])), r"query_offset must be an int or int \(1,\)"),
+        (bad(query_offset=torch.zeros(1).to("meta")), "query_offset is on meta, query on cpu"),
+        (bad(document_start=torch.zeros(1, 40).bool()), r"document_start must be int \(1, 40\)"),
+        (bad(document_start=torch.zeros(1, 40, device="meta")), "document_start is on meta"),
         (bad(backend="flash"), "backend is 'flash'; it must be one of auto, dense"),
         (bad(backend=3), "backend is 3; it must be one of auto, .*, or a mapping from branches"),
         (bad(backend={"window": "flex"}), r"backend names branches \['window'\]"),
@@ -369,6 +375,23 @@ def test_wrong_types() -> None:
         nsa_attention(**bad(max_document_length=torch.tensor(40)))
     with pytest.raises(TypeError, match="key must be a Tensor, got NoneType"):
         nsa_attention(**bad(key=None))
+    for offset in (3.5, True, "3", [3]):
+        with pytest.raises(TypeError, match="query_offset must be an int or an int Tensor, got"):
+            nsa_attention(**bad(query_offset=offset))
+    with pytest.raises(TypeError, match="document_start must be a Tensor, got list"):
+        nsa_attention(**bad(document_start=[0] * 40))
+
+
+def test_half_precision_products_that_only_the_scale_brings_into_range() -> None:
+    """float16 ends at 65504: a product of keys and queries may not, where a softmax is sharp."""
+    tensors = problem(SMALL, 40)
+    large = [60 * x if name < 2 else x for name, x in enumerate(tensors)]
+    large[3] = 60 * large[3]
+    expected = nsa_attention(*[x.double() for x in large], config=SMALL)
+    found = nsa_attention(*[x.half() for x in large], config=SMALL)
+    products = large[0].double().flatten() @ large[0].double().flatten()
+    assert products > 65504
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
 
 
 def test_explicit_flex_refuses_training_on_cpu() -> None:

@@ -155,6 +155,25 @@ def test_bad_cu_seqlens(cu_seqlens: Tensor) -> None:
         align_packed(cu_seqlens, 4, CONFIG)
 
 
+@pytest.mark.parametrize(
+    "cu_seqlens", [[2, 5, 9], [0, 5, 8], [0, 5, 10], [0, 6, 4, 9], [-1, 9], [9, 5, 0]]
+)
+def test_cu_seqlens_that_do_not_span_the_row(cu_seqlens: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="must begin with 0, never descend, and end with"):
+        align_packed(torch.tensor(cu_seqlens), 9, CONFIG)
+
+
+def test_what_is_no_layout_of_tokens() -> None:
+    for dtype in (torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match="cu_seqlens must be a 1-D integer tensor"):
+            align_packed(torch.zeros(3, dtype=dtype), 9, CONFIG)
+    with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
+        align_packed(torch.zeros(3).int(), 0, CONFIG)
+    for shape in ((9,), (2, 0)):
+        with pytest.raises(ValueError, match=r"position_ids must be \(B, S\)"):
+            align_positions(torch.zeros(shape).long(), CONFIG)
+
+
 def test_a_document_longer_than_it_was_said_to_be_is_refused() -> None:
     cu_seqlens = torch.tensor([0, 3, 3, 10]).int()
     assert align_packed(cu_seqlens, 10, CONFIG).max_document_length is None

@@ -223,6 +223,54 @@ def test_one_of_key_and_cache(arguments: dict[str, bool], message: str) -> None:
         explain(meta(1, 64, 1, 128), **{name: given[name] for name in arguments})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": NSAConfig()}, "config and cache were both given"),
+        ({"query_offset": 3}, "query_offset and cache were both given"),
+        ({"max_document_length": 3}, "max_document_length and cache were both given"),
+        ({"needs_grad": True}, "needs_grad and cache were both given"),
+        ({"query": meta(1, 63, 1, 128)}, "query has 63 heads of 128, the cache"),
+        ({"query": meta(1, 64, 1, 64)}, "query has 64 heads of 64, the cache"),
+        ({"query": meta(2, 64, 1, 128)}, "query has 2 rows, the cache holds 1"),
+    ],
+)
+def test_what_a_cache_decides_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        explain(**{"query": meta(1, 64, 1, 128), "cache": filled_cache("mean"), **arguments})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"query": meta(1, 3, 64, 128)}, "key has 4 heads; query's 3 must be a multiple"),
+        ({"query": meta(2, 8, 64, 128)}, r"key has shape \(1, 4, 64, 128\); expected"),
+        ({"query": meta(1, 8, 64, 64)}, r"key has shape \(1, 4, 64, 128\); expected"),
+        ({"query": meta(1, 8, 64, 128).long()}, "key is torch.bfloat16, query torch.int64"),
+        ({"query": meta(1, 8, 65, 128)}, "query has 65 tokens, key only 64"),
+        ({"query_offset": 99}, "query_offset=99 with 64 queries leaves"),
+        ({"max_document_length": 9}, "was given without document_start"),
+        ({"sliding_key": meta(1, 4, 64, 128)}, "must be given together"),
+    ],
+)
+def test_calls_that_would_be_refused(arguments: dict[str, Any], message: str, device: str) -> None:
+    """Before anybody asks for kernels."""
+    with pytest.raises(ValueError, match=message):
+        explain(
+            **{"query": meta(1, 8, 64, 128), "key": meta(1, 4, 64, 128), **arguments},
+            device=device,
+        )
+
+
+def test_a_cached_call_on_a_backend_of_torch() -> None:
+    explanation = explain(
+        meta(1, 64, 1, 128), cache=filled_cache("mean"), backend="flex", device="cpu"
+    )
+    assert explanation["selected"].backend == "flex"
+    assert not explanation.kernels.names
+
+
 # On a device: what the profiler sees.
 
 

@@ -421,7 +421,7 @@ def test_default_head_dims():
         ((0, 4, 2), {}, "hidden_size=0 must be at least 1"),
         ((24, 4, 0), {}, "num_kv_heads=0 must be at least 1"),
         ((24, 4, 2), {"value_head_dim": 0}, "value_head_dim=0 must be at least 1"),
-        ((24, 4, 2), {"rope_theta": 0.0}, "rope_theta=0.0 must be positive, or None"),
+        ((24, 4, 2), {"rope_theta": 0.0}, "rope_theta=0.0 must be positive and finite, or None"),
         ((24, 4, 2), {"gate_init": "half"}, "init is 'half'; it must be one of paper, dense"),
     ],
 )

@@ -56,12 +56,17 @@ def _made_by_user(name: str) -> Target:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name}: {error}") from error
-    made = factory()
+    try:
+        made = factory()
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(f"{name} could not be called: {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
         raise ValueError(
             f"{name} must return (model_or_fn, inputs) or (model_or_fn, inputs, decode), "
             f"got {type(made).__name__}"
         )
+    if isinstance(made[1], list | tuple) and not made[1]:
+        raise ValueError(f"{name} returned no inputs: pass at least one batch")
     return Target(name, *made)
 
 

@@ -61,6 +61,8 @@ def masked_attention(
     kv_heads = key.shape[1]
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, Hkv, G, Sq, D]
     precision = torch.promote_types(query.dtype, torch.float32)
+    if query.dtype == torch.float16:  # whose products may be infinite before they are scaled
+        grouped, key = grouped.to(precision), key.to(precision)
     scores = (grouped @ key[:, :, None].mT).to(precision) * scale  # [B, Hkv, G, Sq, Sk]
     hidden = ~mask[:, :, None]
     scores = scores.masked_fill(hidden, float("-inf"))

@@ -49,6 +49,11 @@ class LayerCache(CacheState):
         max_length: int | None = None,
         num_sets: int = 1,
     ) -> None:
+        same = (compress_key.config, compress_key.num_kv_heads)
+        if same != (compress_value.config, compress_value.num_kv_heads):
+            raise ValueError(
+                "φ of keys and of values differ in their NSAConfig, or their KV heads"
+            )
         super().__init__(compress_key.config, max_length, num_sets)
         self.compress_key = compress_key
         self.compress_value = compress_value
@@ -58,7 +63,8 @@ class LayerCache(CacheState):
     def use_phi(self, compress_key: Compression, compress_value: Compression) -> None:
         """Compress with these from now on: those of the module whose layer of the cache it is.
 
-        Another adapter of the module, or another patch, has others than the cache was made with.
+        Another adapter of the module, or another patch, has others than the cache was made with;
+        a cache that was read from a file has copies, which are compared once.
 
         Raises:
             ValueError: the cache holds tokens that were compressed by others, or memory for
@@ -68,13 +74,15 @@ class LayerCache(CacheState):
             return
         heads = self.num_sets * compress_key.num_kv_heads
         sizes = (heads, compress_key.head_dim, compress_value.head_dim)
-        fits = sizes == self.sizes and compress_key.config == self.config
-        if self.is_initialized and not fits:
+        if self.is_initialized and sizes != self.sizes:
+            return  # which `update` refuses
+        if self.is_initialized and compress_key.config != self.config:
             raise ValueError(
-                "this layer of the cache was made for a module of other sizes, or another "
-                "NSAConfig: use a new cache"
+                "this layer of the cache was made for another NSAConfig: use a new one"
             )
-        if self.is_initialized and self.columns.known != 0:
+        given, own = (compress_key, compress_value), (self.compress_key, self.compress_value)
+        same = all(_is_copy(*pair) for pair in zip(given, own, strict=True))
+        if self.is_initialized and self.columns.known != 0 and not same:
             raise ValueError(
                 "this layer of the cache holds tokens that another φ compressed, that of another "
                 "module, another adapter or a patch since undone: reset the cache, or use a new "
@@ -336,6 +344,23 @@ class LayerCache(CacheState):
     def _branch(self, x: Tensor, which: int) -> Tensor:
         """Heads of the compressed (0), selected (1) or sliding (2) branch."""
         return x if self.num_sets == 1 else x.chunk(self.num_sets, dim=1)[which]
+
+
+def _is_copy(phi: Compression, other: Compression) -> bool:
+    """Whether both compress alike. Waits for the device; tensors that hold nothing are alike."""
+    if phi.kind != other.kind or phi.config != other.config:
+        return False
+    pairs = list(zip(phi.parameters(), other.parameters(), strict=True))
+    if any(x.shape != y.shape for x, y in pairs):
+        return False
+    return all(_are_equal(x, y) for x, y in pairs)
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    if x.is_meta or y.is_meta:
+        return True
+    y = y.to(x.device)
+    return torch.equal(x, y.to(x.dtype)) or torch.equal(x.to(y.dtype), y)
 
 
 def _changed(phi: Compression, change: Callable[[Tensor], Tensor]) -> Compression:

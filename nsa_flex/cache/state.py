@@ -43,8 +43,12 @@ class CacheState:
     lengths: Tensor
 
     def __init__(self, config: NSAConfig, max_length: int | None, num_sets: int) -> None:
+        if isinstance(max_length, bool) or not isinstance(max_length, int | None):
+            raise TypeError(f"max_length must be an int or None, got {type(max_length).__name__}")
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length={max_length} must be at least 1, or None to grow")
+        if num_sets not in (1, 3):
+            raise ValueError(f"num_sets={num_sets} must be 1, or 3 for keys of each branch")
         self.config = config
         self.max_length = max_length
         self.columns = Columns(max_length)

@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
+from torch.utils._pytree import tree_leaves
 
 from nsa_flex.cli.device import check_device
+from nsa_flex.cli.outputs import check_file
 
 if TYPE_CHECKING:
     from nsa_flex.auditing import AuditReport
@@ -20,6 +23,7 @@ Lengths = Annotated[str, typer.Option(help="Sequence lengths to sweep, the first
 
 
 def audit(
+    context: typer.Context,
     target: Annotated[
         str,
         typer.Argument(
@@ -68,6 +72,9 @@ def audit(
 
     if html is not None:
         _check_page()
+    check_file(html, "--html")
+    check_file(write_baseline, "--write-baseline")
+    _check_target(target, context, patched)
     progress = Console(stderr=True, highlight=False)
     place = check_device(device)
     options = {
@@ -87,6 +94,8 @@ def audit(
         )
     except (ValueError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error), param_hint="TARGET") from error
+    if ":" in target and device != "auto":
+        _check_place(every[0], place)
     reports = [_run(each, max_graphs, options, progress) for each in every]
     _show(reports, as_json, html)
     if write_baseline is not None:
@@ -94,6 +103,29 @@ def audit(
         progress.print(f"wrote {write_baseline}", markup=False)
         raise typer.Exit(0)
     raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+
+
+def _check_target(target: str, context: typer.Context, patched: bool) -> None:
+    """That no option was given which this kind of target has no use for."""
+    is_made, is_own = ":" in target, target in ("self", "nsa_attention", "NSAAttention")
+    if patched and (is_made or is_own):
+        why = "call nsa_flex.patch in the factory" if is_made else "it runs NSA as it is"
+        raise typer.BadParameter(f"{target} is not patched here: {why}", param_hint="--patch")
+    for name in ("lengths", "batch_sizes"):
+        source = context.get_parameter_source(name)
+        if is_made and source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"the inputs of {target} say that", param_hint=option)
+
+
+def _check_place(target: Any, place: torch.device) -> None:
+    """That the inputs of a user's factory are on the device that was asked for."""
+    found = {x.device.type for x in tree_leaves(target.inputs) if isinstance(x, torch.Tensor)}
+    if found and place.type not in found:
+        where = " and ".join(sorted(found))
+        raise typer.BadParameter(
+            f"the inputs of {target.name} are on {where}", param_hint=f"--device {place}"
+        )
 
 
 def _run(target: Any, max_graphs: int | None, options: Any, progress: Console) -> AuditReport:
@@ -107,7 +139,7 @@ def _run(target: Any, max_graphs: int | None, options: Any, progress: Console) -
             if not progress.is_terminal:  # A log has no line that changes.
                 seconds = time.perf_counter() - start
                 text = f"{seconds:6.1f} s  {target.name}: {line}"
-                progress.print(text, markup=False, soft_wrap=True)
+                progress.print(text, markup=False, emoji=False, soft_wrap=True)
 
         most = target.max_graphs if max_graphs is None else max_graphs
         return run(

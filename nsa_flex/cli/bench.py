@@ -20,6 +20,7 @@ from nsa_flex.bench.measure.runner import Options, run
 from nsa_flex.bench.report.rows import Notebook, Row, read_rows
 from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
 from nsa_flex.cli.device import check_device
+from nsa_flex.cli.outputs import SEEDS, check_file, check_folder
 from nsa_flex.cli.shown_table import show_table
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def bench(
         float, typer.Option(min=1, help="About how long each measurement repeats.")
     ] = 300.0,
     compiler: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the inputs.", **SEEDS)] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -175,6 +176,13 @@ def _check_files(path: Path, old: Path | None, plot: Path | None, run_them: bool
     for file in needed:
         if file is not None and not file.exists():
             _refuse(f"there is no file {file}")
+    if run_them:
+        check_folder(path.parent, "--out")
+    for file in (path, plot):
+        if file is not None and file.is_dir():
+            _refuse(f"{file} is a folder")
+    if plot is not None:
+        check_file(plot, "--plot")
     for package in ("pandas", "matplotlib"):  # tables; --plot
         if not _installed(package):
             _refuse(f"it needs {package}; install with: pip install 'nsa-flex[cli,bench]'")

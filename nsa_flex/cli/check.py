@@ -12,6 +12,7 @@ from rich.console import Console
 
 from nsa_flex.cli.device import check_device
 from nsa_flex.cli.dtypes import dtype_name
+from nsa_flex.cli.outputs import SEEDS
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -26,7 +27,7 @@ def check(
     ],
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: CUDA if any.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="fp64 or fp32.")] = "fp64",
-    seed: Annotated[int, typer.Option(help="Of the token ids, gates and φ.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the token ids, gates and φ.", **SEEDS)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Report on stdout as JSON.")] = False,
 ) -> None:
     """Patch a model and try what must hold: causality, padding, packing, caches, saving, …
@@ -66,6 +67,6 @@ def _teller(name: str, progress: Console, status: Any) -> Any:
         status.update(f"{name}: {line}")
         if not progress.is_terminal:  # A log has no line that changes.
             text = f"{time.perf_counter() - start:6.1f} s  {name}: {line}"
-            progress.print(text, markup=False, soft_wrap=True)
+            progress.print(text, markup=False, emoji=False, soft_wrap=True)
 
     return tell

@@ -38,6 +38,7 @@ from nsa_flex.cli.demo_training import Trainee, train
 from nsa_flex.cli.device import check_device
 from nsa_flex.cli.generate_model import be_quiet
 from nsa_flex.cli.info import collect, cxx_compiler
+from nsa_flex.cli.outputs import SEEDS, check_folder
 
 NEEDED_PACKAGES = {"transformers": "hf", "matplotlib": "bench"}
 TIMED_REPEATS = 5
@@ -50,7 +51,9 @@ def demo(
         Path, typer.Option(help="Folder for report.json, losses.png and the model.")
     ] = Path("nsa_flex_demo"),
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: CUDA if any.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of the split, weights, batches and samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the split, weights, batches and samples.", **SEEDS)
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny, no code generation.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Report on stdout, progress on stderr.")
@@ -68,6 +71,7 @@ def demo(
     chosen = check_device(device, "the demo runs")
     size = choose_size(chosen, quick=quick, steps=steps, seq_len=seq_len)
     _check_installed(chosen, size)
+    check_folder(out, "--out")
     report = _Demo(Console(stderr=as_json, highlight=False), size, chosen, seed, out).run()
     if as_json:
         typer.echo(json.dumps(report, indent=2))

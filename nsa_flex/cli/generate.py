@@ -16,6 +16,7 @@ from nsa_flex.cli.device import check_device
 from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.cli.generate_model import Loaded, load
 from nsa_flex.cli.generate_stream import Stream
+from nsa_flex.cli.outputs import SEEDS
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -33,7 +34,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample among this share of probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the samples.", **SEEDS)] = 0,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -59,7 +60,7 @@ def generate(
     kind = DTYPES[dtype_name(dtype, DTYPES)]
     if importlib.util.find_spec("transformers") is None:
         _fail("needs transformers; install with: pip install 'nsa-flex[cli,hf]'")
-    chosen = check_device(device)
+    chosen = check_device(device, "generate runs")
     try:
         loaded = load(model, chosen, kind)
     except ValueError as error:
@@ -78,6 +79,8 @@ def generate(
     if prompt is None:
         _converse(writer, as_json)
         return
+    if prompt == "-" and sys.stdin is None:
+        _fail("stdin is closed")
     report = _turn(writer, sys.stdin.read() if prompt == "-" else prompt)
     if as_json:
         typer.echo(json.dumps({"model": model, **report}, indent=2))

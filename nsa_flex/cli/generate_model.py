@@ -93,6 +93,7 @@ def load(path: str, device: torch.device, dtype: torch.dtype | None) -> Loaded:
         ValueError: there is none, or it holds no decoder that NSA can run in.
     """
     be_quiet()
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -104,7 +105,7 @@ def load(path: str, device: torch.device, dtype: torch.dtype | None) -> Loaded:
         else:
             model = AutoModelForCausalLM.from_pretrained(path, **options)
             nsa_flex.patch(model, init="dense")
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
     model = model.to(device).eval().requires_grad_(False)
     return Loaded(model, _tokens(path, model), patched)

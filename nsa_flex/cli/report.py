@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from nsa_flex.cli.outputs import check_file
+
 
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run: its out.")],
@@ -22,9 +24,10 @@ def report(
     """
     from nsa_flex.training.report import report as page
 
+    check_file(out, "--out")
     try:
         text = page(run)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         typer.echo(f"nsa-flex report: {error}", err=True)
         raise typer.Exit(2) from error
     file = run / "report.html" if out is None else out

@@ -53,7 +53,7 @@ def train(
     name = config or named or ""
     try:
         result = _run(name, tuple(overrides or ()), console, resume=resume, dry=dry)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, FileExistsError, NotADirectoryError) as error:
         typer.echo(f"nsa-flex train: {error}", err=True)
         raise typer.Exit(2) from error
     except RuntimeError as error:

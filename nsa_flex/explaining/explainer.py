@@ -13,7 +13,13 @@ from nsa_flex.dispatch import Backend, choose_backends, is_fused
 from nsa_flex.explaining.calls import AttentionCall, kernels_of, rehearse_cached
 from nsa_flex.explaining.explanation import Explanation
 from nsa_flex.explaining.rehearsal import with_index
-from nsa_flex.inputs import Inputs
+from nsa_flex.inputs import (
+    Inputs,
+    check_documents,
+    check_positions,
+    check_shapes,
+    check_tensors,
+)
 
 
 def explain(
@@ -49,8 +55,9 @@ def explain(
         needs_grad: pretend that a backward pass follows; by default as the tensors say.
 
     Raises:
-        ValueError: a tensor that is not 4-D, a backend that cannot compute what was asked of it,
-            or not one of key and cache.
+        ValueError: shapes, dtypes or places that the call would not take, a backend that cannot
+            compute what was asked of it, not one of key and cache, or with a cache what it
+            decides itself.
 
     >>> q, k = torch.empty(1, 8, 64, 64, device="meta"), torch.empty(1, 2, 64, 64, device="meta")
     >>> print(explain(q, k, device="cpu")["sliding"].backend)
@@ -63,12 +70,41 @@ def explain(
     if cache is not None:
         if key is not None or value is not None:
             raise ValueError("key and cache were both given: the cache knows its keys")
+        told = {
+            "config": config,
+            "sliding_key": sliding_key,
+            "sliding_value": sliding_value,
+            "query_offset": query_offset,
+            "document_start": document_start,
+            "max_document_length": max_document_length,
+            "needs_grad": needs_grad or None,
+        }
+        for name, given in told.items():
+            if given is not None:
+                raise ValueError(f"{name} and cache were both given: the cache decides")
+        _check_query(query, cache)
         choices, kernels = rehearse_cached(query, cache, backend, where)
         return Explanation(choices, lambda: kernels)
     if key is None:
         raise ValueError("neither key nor cache was given: pass the keys, or a layer's cache")
     value = key if value is None else value
-    config = config or NSAConfig()
+    config = NSAConfig() if config is None else config
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    if (sliding_key is None) != (sliding_value is None):
+        raise ValueError("sliding_key and sliding_value must be given together")
+    tensors = {"query": query, "key": key, "value": value}
+    if sliding_key is not None and sliding_value is not None:
+        tensors |= {"sliding_key": sliding_key, "sliding_value": sliding_value}
+    check_tensors(tensors, own_dtype="")
+    batch, kv_heads, kv_len = query.shape[0], *key.shape[1:3]
+    rows = {"key": query.shape[3], "value": value.shape[3]}
+    expected = {name: (batch, kv_heads, kv_len, width) for name, width in rows.items()}
+    if sliding_key is not None:
+        expected |= {f"sliding_{name}": shape for name, shape in expected.items()}
+    check_shapes(tensors, expected)
+    check_positions(query, key, query_offset, document_start)
+    check_documents(document_start, max_document_length)
     inputs = Inputs(query, key, value, key, value, key, value, gates=query)
     facts = replace(inputs.facts(config, query_offset, document_start), device_type=where.type)
     if needs_grad is not None:
@@ -91,3 +127,15 @@ def explain(
         facts.needs_grad,
     )
     return Explanation(choices, lambda: kernels_of(call, where))
+
+
+def _check_query(query: Tensor, cache: LayerCache) -> None:
+    """That queries of this shape could be a call over the cache."""
+    heads, dim = query.shape[1], query.shape[3]
+    phi = cache.compress_key
+    if heads % phi.num_kv_heads or dim != phi.head_dim:
+        raise ValueError(
+            f"query has {heads} heads of {dim}, the cache {phi.num_kv_heads} of {phi.head_dim}"
+        )
+    if cache.is_initialized and query.shape[0] != cache.batch_size:
+        raise ValueError(f"query has {query.shape[0]} rows, the cache holds {cache.batch_size}")

@@ -53,7 +53,10 @@ def _made_by_user(name: str) -> nn.Module:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name}: {error}") from error
-    model = factory()
+    try:
+        model = factory()
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(f"{name} could not be called: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}")
     return model

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa_flex import NSAAttention, NSAConfig
+from nsa_flex import Compression, NSAAttention, NSAConfig
 from nsa_flex.cache import LayerCache, NSACache
 from nsa_flex.cache.room import count_within
 from patching.tiny_models import NSA, relative_error
@@ -299,3 +299,29 @@ def test_chunks_of_rows_with_padding_have_offsets_on_the_device(offsets: list[An
     in_chunks(layer, x, [40, 40], mask, layer.new_cache())
     assert offsets[0] == 0
     assert torch.equal(offsets[1], torch.tensor([40, 27]))
+
+
+@pytest.mark.parametrize("max_length", [None, 60])
+def test_what_was_forgotten_does_not_come_back(max_length: int | None) -> None:
+    """NaN of one request in the memory of the next: 0 times NaN is NaN."""
+    layer = layer_of(NSA)
+    cache, x = layer.new_cache(max_length=max_length), torch.randn(1, 40, 32).double()
+    with torch.no_grad():
+        layer(torch.full_like(x, float("nan")), cache=cache)
+        cache.reset()
+        found = [layer(x[:, :20], cache=cache), layer(x[:, 20:21], cache=cache)]
+        torch.testing.assert_close(torch.cat(found, 1), layer(x[:, :21]))
+
+
+def test_arguments_that_are_no_sizes() -> None:
+    phi = [Compression(NSA, 2, 8) for _ in range(2)]
+    for length in (1.5, True, "3"):
+        with pytest.raises(TypeError, match="max_length must be an int or None"):
+            LayerCache(*phi, max_length=length)
+    with pytest.raises(ValueError, match="num_sets=2 must be 1, or 3"):
+        LayerCache(*phi, num_sets=2)
+    for other in (Compression(NSA, 4, 8), Compression(NSAConfig(), 2, 8)):
+        with pytest.raises(ValueError, match="φ of keys and of values differ"):
+            LayerCache(phi[0], other)
+    with pytest.raises(ValueError, match=r"crop\(-1.5\): expected an int"):
+        LayerCache(*phi).crop(-1.5)

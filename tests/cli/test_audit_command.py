@@ -31,6 +31,12 @@ FACTORIES = """
     def wrong():
         return 3
 
+    def empty():
+        return torch.sin, []
+
+    def failing():
+        raise RuntimeError("no weights here")
+
     def with_decode():
         return torch.cos, torch.ones(2, 8), [lambda: (torch.ones(2, 1),)]
 """
@@ -110,6 +116,12 @@ def test_more_graphs_than_allowed(factories: str) -> None:
         (("no_such_module:f",), "No module named 'no_such_module'"),
         (("FACTORIES:wrong",), "must return (model_or_fn, inputs)"),
         (("FACTORIES:missing",), "has no attribute 'missing'"),
+        (("FACTORIES:empty",), "returned no inputs"),
+        (("FACTORIES:failing",), "could not be called: RuntimeError: no weights here"),
+        (("FACTORIES:clean", "--patch"), "call nsa_flex.patch in the factory"),
+        (("nsa_attention", "--patch"), "it runs NSA as it is"),
+        (("FACTORIES:clean", "--lengths", "5"), "the inputs of FACTORIES:clean say that"),
+        (("FACTORIES:clean", "--device", "meta"), "the inputs of FACTORIES:clean are on cpu"),
         (("llama", "--lengths", "0,x"), "expected positive numbers"),
         (("llama", "--dynamic", "maybe"), "'maybe' is none of none, true, false"),
         (("llama", "--baseline", "missing.json"), "missing.json"),
@@ -124,7 +136,7 @@ def test_wrong_usage_exits_with_2(
     named = [argument.replace("FACTORIES", factories) for argument in arguments]
     code, output = invoke("audit", *named)
     assert code == 2
-    assert text in " ".join(output.replace("│", " ").split())
+    assert text.replace("FACTORIES", factories) in " ".join(output.replace("│", " ").split())
 
 
 def test_family_of_transformers() -> None:

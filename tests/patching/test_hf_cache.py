@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -172,6 +173,17 @@ def test_a_cache_goes_on_after_another_patch(model: nn.Module) -> None:
     filled_one.reset()
     with pytest.raises(ValueError, match="another NSAConfig"):
         step(model, ids, filled_one)
+
+
+def test_a_cache_from_a_file_goes_on(model: nn.Module) -> None:
+    """Its φ is a copy of the model's: compared once, then the model's own."""
+    cache, ids = nsa_flex.NSACache(moved(model)), tokens(2, 40)
+    step(model, ids[:, :30], cache)
+    cache = pickle.loads(pickle.dumps(cache))
+    assert cache.layers[0].compress_key is not model.model.layers[0].self_attn.nsa.compress_key
+    found = step(model, ids[:, 30:], cache)
+    assert relative_error(found, model(ids, use_cache=False).logits[:, 30:]) < 1e-12
+    assert cache.layers[0].compress_key is model.model.layers[0].self_attn.nsa.compress_key
 
 
 @pytest.mark.parametrize("kind", KINDS)

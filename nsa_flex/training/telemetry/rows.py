@@ -67,6 +67,8 @@ def read_rows(folder: Path, artefact: Artefact) -> list[dict[str, Any]]:
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     if artefact == "heartbeat":
         return [json.loads(line) for line in lines]
+    if lines and next(csv.reader(lines[:1])) != columns(artefact):
+        raise ValueError(f"{path} has other columns than that file of a run")
     return list(_typed(lines, schema(artefact)["properties"]))
 
 
