@@ -20,7 +20,7 @@ from nsa_flex.bench.measure.runner import Options, run
 from nsa_flex.bench.report.rows import Notebook, Row, read_rows
 from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
 from nsa_flex.cli.device import check_device
-from nsa_flex.cli.outputs import SEEDS, check_file, check_folder
+from nsa_flex.cli.outputs import SEEDS, check_folder
 from nsa_flex.cli.shown_table import show_table
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def bench(
     if plot is not None:
         from nsa_flex.bench.report.plots import draw
 
+        plot.parent.mkdir(parents=True, exist_ok=True)
         draw(rows, plot)
     _show(rows, verdicts, as_json=as_json, as_markdown=as_markdown)
     slower = verdicts is not None and verdicts.verdict.isin(["slower", "broken"]).any()
@@ -182,7 +183,7 @@ def _check_files(path: Path, old: Path | None, plot: Path | None, run_them: bool
         if file is not None and file.is_dir():
             _refuse(f"{file} is a folder")
     if plot is not None:
-        check_file(plot, "--plot")
+        check_folder(plot.parent, "--plot")
     for package in ("pandas", "matplotlib"):  # tables; --plot
         if not _installed(package):
             _refuse(f"it needs {package}; install with: pip install 'nsa-flex[cli,bench]'")

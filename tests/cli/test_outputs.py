@@ -40,7 +40,7 @@ def test_folders(tmp_path: Path) -> None:
         ["report", "{}", "--out", "{}/no/page.html"],
         ["bench", "--preset", "smoke", "--out", "{}"],
         ["bench", "--preset", "smoke", "--out", "{}/file/rows.json"],
-        ["bench", "--preset", "smoke", "--out", "{}/rows.json", "--plot", "{}/no/plot.png"],
+        ["bench", "--preset", "smoke", "--out", "{}/rows.json", "--plot", "{}/file/plot.png"],
         ["demo", "--out", "{}/file"],
         ["train", "tiny", "--set", "out={}/file"],
         ["generate", "{}", "text", "--seed", "99999999999999999999999"],
