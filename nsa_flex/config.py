@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 CompressionKind = Literal["mean", "weighted", "linear", "mlp"]
 PRODUCTS: tuple[CompressionKind, ...] = ("linear", "mlp")  # matrix products with the weights
-_MOST = 2**31 - 1  # of any size: places of tokens are int32 on devices
+_MOST = 2**63 - 1  # of any size: operators take int64
 
 
 @dataclass(frozen=True)
