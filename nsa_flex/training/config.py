@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -111,8 +112,8 @@ class TrainingSection:
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "batch_size", "accumulate")
         _at_least(self, 0, "warmup_steps", "weight_decay", "max_grad_norm")
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be more than 0")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate={self.learning_rate} must be more than 0, and finite")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers from 0 up to 1")
 
@@ -185,6 +186,10 @@ class TrainConfig:
     engine: EngineSection = field(default_factory=EngineSection)
     run: RunSection = field(default_factory=RunSection)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:  # NumPy's generator takes no other
+            raise ValueError(f"seed={self.seed} must be from 0 up to {2**32 - 1}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types of YAML; `read_config` takes them."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_flex.training.arguments import is_bf16, is_sharded, tokens_per_step, world_size
+from nsa_flex.training.arguments import (
+    check_device,
+    is_bf16,
+    is_sharded,
+    tokens_per_step,
+    world_size,
+)
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.flops import flops_per_token, num_parameters
 from nsa_flex.training.models import build_model, decoder_layers
@@ -19,6 +25,7 @@ def dry_run(config: TrainConfig) -> dict[str, Any]:
         ValueError: as `nsa_flex.training.run.train` does.
     """
     texts = find_texts(config)
+    check_device(config)
     model = build_model(config.model, config.data, texts.tokenizer, values="none")
     layers = decoder_layers(model)
     step = tokens_per_step(config)

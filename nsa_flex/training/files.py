@@ -27,7 +27,7 @@ def find_files(entries: Iterable[str]) -> list[Path]:
     Hidden files and those in hidden folders below an entry are left out.
 
     Raises:
-        ValueError: an entry names none.
+        ValueError: an entry names none, or there is no entry.
     """
     found: set[Path] = set()
     for entry in entries:
@@ -35,6 +35,8 @@ def find_files(entries: Iterable[str]) -> list[Path]:
         if not files:
             raise ValueError(f"data: {entry} names no file; check the path or the pattern")
         found.update(files)
+    if not found:
+        raise ValueError("data: files is empty; name files, folders or patterns")
     return sorted(found)
 
 

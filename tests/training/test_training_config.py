@@ -32,6 +32,7 @@ def of(section: str, **values: Any) -> TrainConfig:
         ("training", {"steps": True}, r"training\.steps is True \(bool\); expected an integer"),
         ("training", {"steps": 0}, r"training: steps=0 must be at least 1"),
         ("training", {"learning_rate": 0}, r"training: learning_rate=0\.0 must be more than 0"),
+        ("training", {"learning_rate": float("nan")}, "learning_rate=nan must be more than 0"),
         ("training", {"betas": [0.9]}, r"training: betas=\(0\.9,\) must be two numbers"),
         ("training", {"betas": 0.9}, r"training\.betas is 0\.9 \(float\); expected a list"),
         ("training", {"schedule": "step"}, r"training\.schedule is 'step' \(str\); expected one"),
@@ -54,6 +55,18 @@ def of(section: str, **values: Any) -> TrainConfig:
 def test_what_is_wrong_is_named(section: str, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         of(section, **values)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_no_generator_takes(seed: int) -> None:
+    mapping = small_mapping(Path("out"), Path("texts"))
+    with pytest.raises(ValueError, match=f"seed={seed} must be from 0 up to 4294967295"):
+        from_mapping(TrainConfig, {**mapping, "seed": seed})
+
+
+def test_no_files_at_all() -> None:
+    with pytest.raises(ValueError, match="data: files is empty"):
+        dry_run(of("data", files=[]))
 
 
 def test_a_section_that_must_be_there() -> None:
