@@ -108,7 +108,7 @@ class Columns:
 
     def pick_rows(self, rows: Tensor) -> None:
         """The rows `rows` alone, in that order."""
-        if self._real is not None:
+        if self._real is not None and self._real.shape[0] > 1:  # one row is that of all
             self._real = self._real[rows.to(self._real.device)]
 
     def take_back(self, num_tokens: int) -> None:

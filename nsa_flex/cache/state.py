@@ -159,6 +159,8 @@ class CacheState:
         if tokens_to_remove == 0:
             return
         removed = self.columns.real_among_last(-tokens_to_remove)
+        if isinstance(removed, Tensor):
+            removed = removed.to(self.device)
         self.columns.take_back(-tokens_to_remove)
         self.lengths.sub_(removed).clamp_(min=0)
 

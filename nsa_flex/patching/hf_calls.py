@@ -196,11 +196,8 @@ class CallHook:
         Attention to rotated keys is the same from any start. Compressed ones are not, once φ is
         more than a mean.
         """
-        return self.rotates and call.get("position_ids") is None and self._takes_positions
-
-    @property
-    def _takes_positions(self) -> bool:
-        return "position_ids" in self.arguments
+        takes_positions = "position_ids" in self.arguments
+        return self.rotates and takes_positions and call.get("position_ids") is None
 
     def _cache_sizes(self, call: dict[str, Any], length: int) -> tuple[int, int | Tensor]:
         """How many keys attention will get, and the index of the first new one."""
