@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa_flex.config import CompressionKind, NSAConfig
+from nsa_flex.config import CompressionKind, NSAConfig, checked_int
 from nsa_flex.plain_modules import is_plain_module
 from nsa_flex.sharded import fill
 
@@ -180,9 +180,7 @@ class Compression(nn.Module):
             kinds = ", ".join(get_args(CompressionKind))
             raise ValueError(f"kind is {kind!r}; it must be one of {kinds}")
         for name, size in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-            if not isinstance(size, int):
-                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
-            if size < 1:
+            if checked_int(name, size) < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
         self.config = config
         self.num_kv_heads = num_kv_heads

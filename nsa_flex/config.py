@@ -14,6 +14,17 @@ PRODUCTS: tuple[CompressionKind, ...] = ("linear", "mlp")  # matrix products wit
 _MOST = 2**63 - 1  # of any size: operators take int64
 
 
+def checked_int(name: str, value: Any) -> int:
+    """What is an integer, NumPy's too, as an int.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    return operator.index(value)
+
+
 @dataclass(frozen=True)
 class NSAConfig:
     """Hyperparameters of Native Sparse Attention (arXiv 2502.11089, sections 3 and 4.1).

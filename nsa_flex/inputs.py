@@ -183,6 +183,7 @@ def check_positions(
 ) -> None:
     """Whether the queries lie within the keys, as far as shapes and ints tell."""
     is_offset = query_offset is None or isinstance(query_offset, _OFFSETS)
+    is_offset = is_offset or hasattr(query_offset, "__index__")  # NumPy's
     if isinstance(query_offset, bool) or not is_offset:
         got = type(query_offset).__name__
         raise TypeError(f"query_offset must be an int or an int Tensor, got {got}")

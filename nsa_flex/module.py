@@ -203,7 +203,8 @@ class NSAAttention(nn.Module):
             raise ValueError(f"x has {x.shape[0]} rows, the cache holds {cache.batch_size}")
         if cache.is_initialized and x.device != cache.device:
             raise ValueError(f"x is on {x.device}, the cache on {cache.device}: move one")
-        cache.use_phi(self.compress_key, self.compress_value)
+        if not torch.compiler.is_compiling():  # which cannot compare
+            cache.use_phi(self.compress_key, self.compress_value)
         cache.expect(incoming)
         if positions is None:
             positions = self._next_positions(x, attention_mask, cache)

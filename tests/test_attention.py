@@ -378,6 +378,10 @@ def test_wrong_types() -> None:
     for offset in (3.5, True, "3", [3]):
         with pytest.raises(TypeError, match="query_offset must be an int or an int Tensor, got"):
             nsa_attention(**bad(query_offset=offset))
+    given = bad()
+    given["query"], given["gates"] = given["query"][:, :, 4:], given["gates"][:, :, 4:]
+    taken = [nsa_attention(**given, query_offset=offset) for offset in (4, np.int64(4))]
+    assert torch.equal(*taken)
     with pytest.raises(TypeError, match="document_start must be a Tensor, got list"):
         nsa_attention(**bad(document_start=[0] * 40))
 

@@ -83,7 +83,7 @@ class Columns:
             )
 
     def tell(self, real: Tensor, told: int) -> None:
-        """Which of the first `told` columns are no padding: (B, told or more), not copied."""
+        """Which of the first `told` columns are no padding: (B, told or more), which stays so."""
         self._real, self._told = real, told
 
     def tell_last(self, real: Tensor) -> None:
@@ -93,7 +93,7 @@ class Columns:
         number = self.number()
         before = number - real.shape[1]
         known = real.new_zeros(real.shape[0], 0) if self._real is None else self._real != 0
-        known = known[:, : min(self._told, before)]
+        known = known[:, : min(self._told, before)].expand(real.shape[0], -1)
         later = known.new_ones(known.shape[0], before - known.shape[1])
         self.tell(torch.cat((known, later, real.to(known.dtype)), 1), number)
 

@@ -17,11 +17,14 @@ class IncomingBatch(NamedTuple):
     num_tokens: T, columns of the batch, padding included.
     layout: moves the real tokens of each row to its front; None where they are there.
     num_real: int32 (B,), real tokens of each row; None where all are.
+    columns: (B, columns so far and T, or more), nonzero where a column is no padding; None if the
+        caller does not say.
     """
 
     num_tokens: int
     layout: DocumentLayout | None = None
     num_real: Tensor | None = None
+    columns: Tensor | None = None
 
     def align(self, x: Tensor) -> Tensor:
         """(B, H, T, D), real tokens first."""

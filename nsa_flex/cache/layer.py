@@ -222,7 +222,7 @@ class LayerCache(CacheState):
         if start is None or torch.compiler.is_compiling():
             return True
         if not self.columns.even:
-            on_cpu = self.device.type == "cpu"
+            on_cpu = self.device.type == "cpu" and not self.lengths.is_meta  # not rehearsed
             return not on_cpu or completes_a_block(self.lengths, num_new, self.config)
         count = self.config.num_compressed_blocks
         return count(start) < count(start + num_new) or self._is_captured()
@@ -383,3 +383,5 @@ def advance(layers: list[LayerCache], incoming: IncomingBatch) -> None:
         layer.incoming = layer.handed_out = layer.pending = None
         if incoming.num_real is not None:
             layer.columns.even = False
+        if incoming.columns is not None:
+            layer.columns.tell(incoming.columns, layer.columns.number())

@@ -12,7 +12,7 @@ from nsa_flex.cache.buffers import Buffers, allocate, mark_static, roomy
 from nsa_flex.cache.columns import Columns
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.memory import Memory, num_bytes
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import NSAConfig, checked_int
 from nsa_flex.decoding import New
 
 
@@ -43,8 +43,8 @@ class CacheState:
     lengths: Tensor
 
     def __init__(self, config: NSAConfig, max_length: int | None, num_sets: int) -> None:
-        if isinstance(max_length, bool) or not isinstance(max_length, int | None):
-            raise TypeError(f"max_length must be an int or None, got {type(max_length).__name__}")
+        if max_length is not None:
+            max_length = checked_int("max_length", max_length)
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length={max_length} must be at least 1, or None to grow")
         if num_sets not in (1, 3):
@@ -156,6 +156,7 @@ class CacheState:
             ValueError: a positive number, or more than there are. Nothing changed.
         """
         self.check_crop(tokens_to_remove)
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove == 0:
             return
         removed = self.columns.real_among_last(-tokens_to_remove)
@@ -166,8 +167,7 @@ class CacheState:
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """ValueError if `crop` could not do it."""
-        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
-            raise ValueError(f"crop({tokens_to_remove!r}): expected an int")
+        tokens_to_remove = checked_int("tokens_to_remove", tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number, of tokens to take back from "

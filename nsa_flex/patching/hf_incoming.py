@@ -38,10 +38,10 @@ def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> Non
     may_complete = None
     if first.is_initialized and not torch.compiler.is_compiling():
         may_complete = first.may_complete(first.known_length, num_tokens)
-    real = None if mask is None or torch.compiler.is_compiling() else _of_columns(mask)
+    if mask is not None and not torch.compiler.is_compiling():
+        # A copy: the caller may go on in the same memory.
+        incoming = IncomingBatch(*incoming[:3], _of_columns(mask).clone())
     for cache in caches:
-        if real is not None:
-            cache.columns.tell(real, first.columns.number() + num_tokens)
         cache.columns.agree(first.columns)  # where compiled steps ran, the first asked the device
         known = may_complete is not None and _completes_alike(cache, first)
         cache.begin(incoming, may_complete if known else None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -316,12 +318,43 @@ def test_what_was_forgotten_does_not_come_back(max_length: int | None) -> None:
 def test_arguments_that_are_no_sizes() -> None:
     phi = [Compression(NSA, 2, 8) for _ in range(2)]
     for length in (1.5, True, "3"):
-        with pytest.raises(TypeError, match="max_length must be an int or None"):
+        with pytest.raises(TypeError, match="max_length must be an int, got"):
             LayerCache(*phi, max_length=length)
     with pytest.raises(ValueError, match="num_sets=2 must be 1, or 3"):
         LayerCache(*phi, num_sets=2)
     for other in (Compression(NSA, 4, 8), Compression(NSAConfig(), 2, 8)):
         with pytest.raises(ValueError, match="φ of keys and of values differ"):
             LayerCache(phi[0], other)
-    with pytest.raises(ValueError, match=r"crop\(-1.5\): expected an int"):
+    with pytest.raises(TypeError, match="tokens_to_remove must be an int, got float"):
         LayerCache(*phi).crop(-1.5)
+    assert LayerCache(*phi, max_length=np.int64(5)).max_length == 5
+
+
+def test_rows_repeated_between_masked_calls() -> None:
+    layer = layer_of(NSA)
+    cache, x, y = (
+        layer.new_cache(),
+        torch.randn(1, 20, 32).double(),
+        torch.randn(2, 3, 32).double(),
+    )
+    mask = torch.ones(1, 20)
+    mask[:, :4] = 0
+    with torch.no_grad():
+        layer(x, attention_mask=mask, cache=cache)
+        cache.batch_repeat_interleave(2)
+        found = layer(y, attention_mask=torch.ones(2, 3), cache=cache)
+        alone = torch.cat((x[:, 4:].expand(2, -1, -1), y), 1)
+        torch.testing.assert_close(found, layer(alone)[:, 16:])
+    cache.crop(-4)
+    assert cache.lengths.tolist() == [15, 15]
+
+
+@pytest.mark.parametrize("max_length", [None, 60])
+def test_a_compiled_layer_takes_a_cache_from_a_file(max_length: int | None) -> None:
+    layer, x = layer_of(NSA), torch.randn(2, 41, 32).double()
+    cache = layer.new_cache(max_length=max_length)
+    with torch.no_grad():
+        layer(x[:, :40], cache=cache)
+        cache = pickle.loads(pickle.dumps(cache))
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x[:, 40:], cache=cache), layer(x)[:, 40:])

@@ -219,6 +219,30 @@ def test_cropping_takes_back_padding_as_padding(
         assert relative_error(found[row : row + 1], expected) < 1e-12
 
 
+def test_a_mask_counts_once_its_call_is_through(model: nn.Module) -> None:
+    """Not that of a call that failed; and as it was then, whatever becomes of its memory."""
+    moved(model)
+    cache, ids, mask = transformers.DynamicCache(), tokens(2, 40), torch.ones(2, 40).long()
+    mask[1, 25:30] = 0
+    with torch.no_grad():
+        model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+        hidden = mask.clone()
+        hidden[1, 30:36] = 0
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(_fail)
+        with pytest.raises(RuntimeError, match="on the way"):
+            model(ids[:, 30:36], attention_mask=hidden[:, :36], past_key_values=cache)
+        handle.remove()
+        model(ids[:, 30:36], past_key_values=cache)
+        mask.fill_(1)
+    for layer in cache.layers:
+        layer.crop(-8)
+        assert layer.lengths.tolist() == [28, 25]
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("on the way")
+
+
 @pytest.mark.parametrize("max_length", [None, 60])
 def test_a_refused_crop_leaves_all_layers(max_length: int | None) -> None:
     model = moved(nsa_flex.patch(tiny_model("qwen2-sliding"), NSA))
