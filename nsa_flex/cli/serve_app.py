@@ -49,6 +49,7 @@ def build_app(
         generation_state=state,
     )
     app.add_exception_handler(HTTPException, _answer_error)
+    app.state.generation = state
     return app
 
 
@@ -60,7 +61,10 @@ async def _answer_error(_request: Request, error: Any) -> JSONResponse:
 
 def run(app: FastAPI, host: str, port: int) -> None:
     """Serve until interrupted; prints the address once it listens."""
-    asyncio.run(_run(app, host, port))
+    try:
+        asyncio.run(_run(app, host, port))
+    finally:  # its thread would keep the process
+        app.state.generation.shutdown()
 
 
 async def _run(app: FastAPI, host: str, port: int) -> None:

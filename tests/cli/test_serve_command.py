@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(checkpoint: Path) -> Iterator[Any]:
-    """A client of a server with room for 512 tokens."""
+    """A client of a server that others use too."""
+    with served(checkpoint) as (client, _):
+        yield client
+
+
+@contextmanager
+def served(checkpoint: Path) -> Iterator[tuple[Any, subprocess.Popen[str]]]:
+    """A client of a server with room for 512 tokens, and its process."""
     main = "from nsa_flex.cli import main; main()"
     command = [sys.executable, "-c", main, "serve", str(checkpoint), "--port", "0"]
     sizes = ["--page-size", "16", "--num-blocks", "32", "--max-batch-tokens", "64"]
@@ -67,8 +76,11 @@ def client(checkpoint: Path) -> Iterator[Any]:
         assert address is not None, "the server did not start"
         with ThreadPoolExecutor(1) as drain:
             drain.submit(process.stderr.read)
-            yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-            process.terminate()
+            client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+            try:
+                yield client, process
+            finally:
+                process.terminate()
     finally:
         process.kill()
         process.wait()
@@ -115,6 +127,16 @@ def test_clients_at_once_get_each_their_answer(
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda p: write(client, checkpoint, p), PROMPTS * 2))
     assert [answer.choices[0].text for answer in answers] == [expected[p] for p in PROMPTS * 2]
+
+
+def test_one_interrupt_ends_a_server_that_has_answered(checkpoint: Path) -> None:
+    with served(checkpoint) as (client, process):
+        write(client, checkpoint, PROMPTS[0])
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(30) == 128 + signal.SIGINT
+        finally:
+            process.kill()
 
 
 def test_a_client_that_goes_away_leaves_the_server_to_others(
