@@ -82,9 +82,7 @@ def align_packed(
             max_document_length is less than 1.
         TypeError: max_document_length is not an int.
     """
-    is_integral = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex())
-    is_integral = is_integral and cu_seqlens.dtype != torch.bool
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or not is_integral:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or not is_integral(cu_seqlens):
         raise ValueError(
             f"cu_seqlens must be a 1-D integer tensor (num_documents + 1,), "
             f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
@@ -115,6 +113,11 @@ def align_packed(
     num_slots = _num_slots(num_tokens, room, config)
     target = _aligned(first, config)
     return _row(first, target, (1, num_tokens), num_slots, config, max_document_length)
+
+
+def is_integral(x: Tensor) -> bool:
+    """Whether it holds integers, as offsets and places of tokens are."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def check_max_document_length(length: object) -> None:
@@ -236,6 +239,14 @@ def align_padded(attention_mask: Tensor) -> DocumentLayout:
     source = row + (place + first).clamp(max=length - 1)
     target = row + (place - first).clamp(min=0)
     return DocumentLayout(source, target, None, place + first >= length, place < first)
+
+
+def real_positions(mask: Tensor) -> Tensor:
+    """Position (B, S) of each token among those of its row that `mask` (B, S) is nonzero at.
+
+    Of padding that of the real token before it, or 0.
+    """
+    return ((mask != 0).cumsum(1) - 1).clamp(min=0)
 
 
 def gather_real(real: Tensor) -> DocumentLayout:

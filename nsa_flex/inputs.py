@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Facts
-from nsa_flex.documents import check_max_document_length
+from nsa_flex.documents import check_max_document_length, is_integral
 
 _OFFSETS = (int, torch.SymInt, Tensor)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -165,11 +165,6 @@ def check_documents(document_start: Tensor | None, max_document_length: int | No
             f"max_document_length={max_document_length} was given without document_start: pass "
             "both, or leave it out, since each row is one document then"
         )
-
-
-def is_integral(x: Tensor) -> bool:
-    """Whether it holds integers, as offsets and places of tokens are."""
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def check_scale(scale: float) -> None:

@@ -14,7 +14,7 @@ from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression, branched, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
-from nsa_flex.documents import DocumentLayout, align_packed, align_padded
+from nsa_flex.documents import DocumentLayout, align_packed, align_padded, real_positions
 from nsa_flex.gates import GateInit, Gates
 from nsa_flex.joined import JoinedInput, joined_input
 from nsa_flex.rotary import apply_rotary, rotary_cos_sin
@@ -231,7 +231,7 @@ class NSAAttention(nn.Module):
         if attention_mask is None:
             place = torch.arange(x.shape[1], device=x.device)
         else:
-            place = ((attention_mask != 0).cumsum(1) - 1).clamp(min=0)
+            place = real_positions(attention_mask)
         return place + cache.lengths[:, None] if cache.is_initialized else place
 
     def _project(

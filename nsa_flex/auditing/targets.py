@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,17 +47,9 @@ def targets_of(
 
 def _made_by_user(name: str) -> Target:
     """`module:factory`: it returns (model_or_fn, inputs) or (model_or_fn, inputs, decode)."""
-    module_name, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}") from error
-    try:
-        made = factory()
-    except Exception as error:  # whatever the user's code raises
-        raise ValueError(f"{name} could not be called: {type(error).__name__}: {error}") from error
+    from nsa_flex.testing.named_models import call_factory
+
+    made = call_factory(name)
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
         raise ValueError(
             f"{name} must return (model_or_fn, inputs) or (model_or_fn, inputs, decode), "

@@ -155,8 +155,7 @@ class CacheState:
         Raises:
             ValueError: a positive number, or more than there are. Nothing changed.
         """
-        self.check_crop(tokens_to_remove)
-        tokens_to_remove = int(tokens_to_remove)
+        tokens_to_remove = self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
         removed = self.columns.real_among_last(-tokens_to_remove)
@@ -165,8 +164,8 @@ class CacheState:
         self.columns.take_back(-tokens_to_remove)
         self.lengths.sub_(removed).clamp_(min=0)
 
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """ValueError if `crop` could not do it."""
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """The number as an int; ValueError if `crop` could not do it."""
         tokens_to_remove = checked_int("tokens_to_remove", tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
@@ -178,6 +177,7 @@ class CacheState:
             raise ValueError(
                 f"crop({tokens_to_remove}) goes past the start: the cache holds {length} tokens"
             )
+        return tokens_to_remove
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
-from nsa_flex.documents import align_packed, align_positions
+from nsa_flex.documents import align_packed, align_positions, real_positions
 from nsa_flex.patching.call_context import CallContext
 from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use
 from nsa_flex.patching.hf_config import KeptLayers
@@ -145,9 +145,9 @@ class CallHook:
         if call.get("cu_seq_lens_q") is not None:
             raise ValueError("cu_seq_lens_q with a cache is not supported: pass use_cache=False")
         mask = self._mask(call)
+        expect(caches, tokens, mask)
         if self._counts_padding(call) and not (mask is None and caches[0].columns.even):
             call["position_ids"] = next_positions(caches[0], tokens, mask)
-        expect(caches, tokens, mask)
         if mask is None and position_ids is not None and tokens.shape[1] > 1:
             _assert_one_document(position_ids, _CACHED_DOCUMENTS)
 
@@ -158,7 +158,7 @@ class CallHook:
         if mask is not None:
             mask = _fit(mask, num_keys, cached, length)
             if self._counts_padding(call):
-                call["position_ids"] = _real_positions(mask, cached, length)
+                call["position_ids"] = _new_positions(mask, cached, length)
             return padded_rows(mask, length, cached)
         cu_seqlens, position_ids = call.get("cu_seq_lens_q"), _document_positions(call)
         uses_cache = _uses_cache(decoder, call)
@@ -327,9 +327,9 @@ def _use_phi(module: Attention, layer: LayerCache) -> None:
         layer.use_phi(module.nsa.compress_key, module.nsa.compress_value)
 
 
-def _real_positions(mask: Tensor, cached: int | Tensor, length: int) -> Tensor:
-    """Position (B, length) of each new token among the real ones of its row; 0 before them."""
-    positions = ((mask != 0).cumsum(1) - 1).clamp(min=0)
+def _new_positions(mask: Tensor, cached: int | Tensor, length: int) -> Tensor:
+    """Position (B, length) of each new token among the real ones of its row."""
+    positions = real_positions(mask)
     if isinstance(cached, int):
         return positions[:, cached : cached + length]
     return positions.index_select(1, cached + torch.arange(length, device=mask.device))

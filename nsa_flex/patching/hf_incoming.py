@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import LayerCache
+from nsa_flex.documents import real_positions
 
 
 def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> None:
@@ -56,8 +57,7 @@ def next_positions(cache: LayerCache, tokens: Tensor, mask: Tensor | None) -> Te
     if mask is None:
         place = torch.arange(num_tokens, device=tokens.device).expand(batch, num_tokens)
     else:
-        new = _new_tokens(mask, cache, num_tokens).expand(batch, num_tokens)
-        place = ((new != 0).cumsum(1) - 1).clamp(min=0)
+        place = real_positions(_new_tokens(mask, cache, num_tokens).expand(batch, num_tokens))
     return place + cache.lengths[:, None] if cache.is_initialized else place
 
 

@@ -46,6 +46,18 @@ def _read(folder: str, dtype: torch.dtype) -> Any:
 
 
 def _made_by_user(name: str) -> nn.Module:
+    model = call_factory(name)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def call_factory(name: str) -> Any:
+    """What the user's `module:function` returns; modules of the working directory are found.
+
+    Raises:
+        ValueError: there is no such function, or it raised something.
+    """
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -54,9 +66,6 @@ def _made_by_user(name: str) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name}: {error}") from error
     try:
-        model = factory()
+        return factory()
     except Exception as error:  # whatever the user's code raises
         raise ValueError(f"{name} could not be called: {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}")
-    return model

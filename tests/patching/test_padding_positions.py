@@ -107,3 +107,15 @@ def test_the_trained_model_is_the_one_that_generates() -> None:
     with torch.no_grad():
         found = model(out.sequences, attention_mask=mask).logits[:, -7:-1]
     assert relative_error(torch.stack(out.logits, 1), found) < 1e-6  # `generate` gives float32
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused_as_one() -> None:
+    """Before positions are made of it."""
+    model, cache = patched(), transformers.DynamicCache()
+    with torch.no_grad():
+        model(IDS[:, :30], attention_mask=MASK[:, :30], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"attention_mask has shape \(4, 10\); expected one"):
+            model(IDS[:, 30:], attention_mask=MASK[:, 30:], past_key_values=cache)
+        last = model(IDS[:, 30:], attention_mask=MASK, past_key_values=cache).logits
+        whole = model(IDS, attention_mask=MASK, use_cache=False).logits
+    assert relative_error(last[MASK[:, 30:] == 1], whole[:, 30:][MASK[:, 30:] == 1]) < 1e-10
