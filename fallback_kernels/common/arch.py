@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from nsa_flex.installed import warn_if_untested
+
+warn_if_untested("triton")
+
 # Gluon is experimental: other versions of Triton may spell it differently.
 GLUON_VERSIONS = ("3.6.", "3.7.")
 SM90_SHARED_MEMORY = 227 << 10  # bytes that one CTA may have on compute capability 9.0
