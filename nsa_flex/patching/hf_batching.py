@@ -77,7 +77,7 @@ def check_batching(model: Any, batching: Any = None, generation: Any = None) -> 
     if not has_page_allocators():
         raise ValueError(
             "continuous batching of a patched model needs a transformers whose engine has cache "
-            "allocators, 5.18 or later: upgrade transformers"
+            "allocators, 5.19 or later: upgrade transformers"
         )
     from transformers import ContinuousBatchingConfig
 

@@ -64,8 +64,12 @@ def _is_paged(cache: Any) -> bool:
 
 
 def has_page_allocators() -> bool:
-    """Whether the engine of continuous batching asks an allocator what a page holds (5.18)."""
-    return importlib.util.find_spec(_ALLOCATORS) is not None
+    """Whether the engine of continuous batching asks, by type of layer, what a page holds (5.19)."""
+    if importlib.util.find_spec(_ALLOCATORS) is None:
+        return False
+    from transformers.generation.continuous_batching import cache_allocators
+
+    return hasattr(cache_allocators.FullAttentionCacheAllocator, "layer_type")
 
 
 def is_checkpointing(decoder: Any) -> bool:
