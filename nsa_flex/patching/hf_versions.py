@@ -64,7 +64,7 @@ def _is_paged(cache: Any) -> bool:
 
 
 def has_page_allocators() -> bool:
-    """Whether the engine of continuous batching asks, by type of layer, what a page holds (5.19)."""
+    """Whether the engine asks an allocator for each type of layer what a page holds (5.19)."""
     if importlib.util.find_spec(_ALLOCATORS) is None:
         return False
     from transformers.generation.continuous_batching import cache_allocators
