@@ -86,6 +86,24 @@ def test_guesses_are_taken_back_from_a_static_cache_of_transformers() -> None:
     assert holds_nsa(found.past_key_values)
 
 
+def test_tokens_are_taken_back_beside_static_sliding_layers_that_keep_all() -> None:
+    model = nsa_flex.patch(tiny_model("qwen2-sliding", sliding_window=64), NSA)
+    cache = nsa_flex.NSACache(model, max_length=60)
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits[:, 30:]
+        model(IDS[:, :35], **{CACHE: cache})
+        if getattr(StaticLayer, "is_croppable", False):
+            cache.crop(-5)
+        else:
+            with pytest.raises(
+                ValueError, match="SlidingWindowLayer of the cache cannot crop: it"
+            ):
+                cache.crop(-5)
+            return
+        found = model(IDS[:, 30:], **{CACHE: cache}).logits
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_mask_function_that_looks_ahead_inside_another() -> None:
     ahead = or_masks(causal_mask_function, lambda *places: torch.tensor(True))
     assert is_custom_mask(ahead)
