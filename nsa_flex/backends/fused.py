@@ -11,7 +11,7 @@ from nsa_flex.config import NSAConfig
 
 if TYPE_CHECKING:
     from nsa_flex.dispatch.facts import Facts
-    from nsa_flex.fallback_kernels.fused.interface import CoreResults
+    from nsa_flex.fallback_kernels.fused.operators import CoreResults
     from nsa_flex.inputs import Inputs
 
 # Backends by branch whose kernels the operator runs: of whole rows, and of documents and offsets.
@@ -46,7 +46,7 @@ def attend(
     query_offset: int | None = None,
 ) -> CoreResults:
     """The core of `nsa_attention` with such inputs, checked; the offset where it has a say."""
-    from nsa_flex.fallback_kernels.fused.interface import core_attention
+    from nsa_flex.fallback_kernels.fused.operators import core_attention
 
     if document_start is not None:
         document_start = document_start.to(torch.int32).contiguous()
