@@ -156,10 +156,15 @@ def _inputs(call: Call) -> tuple[dict[str, Tensor], dict[str, Any]]:
         start = edges[torch.searchsorted(edges, token, right=True) - 1]
         options["document_start"] = start.repeat(call.batch, 1).cuda()
         if call.tells_longest:
-            ends = [*call.documents[1:], tokens]
-            longest = max(b - a for a, b in zip(call.documents, ends, strict=True))
-            options["max_document_length"] = longest
+            options["max_document_length"] = longest_document(call)
     return inputs, options
+
+
+def longest_document(call: Call) -> int:
+    """Tokens of the longest document of packed rows."""
+    assert call.documents is not None
+    ends = [*call.documents[1:], call.num_tokens]
+    return max(end - start for start, end in zip(call.documents, ends, strict=True))
 
 
 def _attend(call: Call, inputs: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:

@@ -48,6 +48,7 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     row_offsets,
     store_rows_at,
 )
+from nsa_flex.reasons import explained
 
 BLOCK_SIZES = (64,)  # blocks are the key tiles: smaller ones leave the tensor cores half empty
 STAGES = 3  # blocks in shared memory at once
@@ -64,6 +65,7 @@ class Epilogue(NamedTuple):
     sliding: Tensor
 
 
+@explained
 def unsupported_reason(
     plan: SelectedPlan,
     query: Tensor,
@@ -72,14 +74,18 @@ def unsupported_reason(
     window: int,
     *,
     save: bool,
+    own_window_keys: bool,
 ) -> str | None:
     """Why `fwd_epilogue` does not take a call, by shapes, memory and device; None if it does.
 
     Args:
-        key, value: of both branches.
+        key, value: of the selected branch.
         window: of the sliding branch, in keys.
         save: whether the branches' own outputs are wanted.
+        own_window_keys: whether the sliding branch has keys and values of its own.
     """
+    if own_window_keys:
+        return "the sliding branch has keys and values of its own"
     block_d, block_dv = tile_width(plan.head_dim), tile_width(plan.value_dim)
     elements = plan.combine_rows * block_d + STAGES * plan.block_size * (block_d + block_dv)
     needed = elements * plan.element_size + SPARE_BYTES
@@ -100,6 +106,7 @@ def unsupported_reason(
     return reason if save else None
 
 
+@explained
 def _sm90_unsupported_reason(
     plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor
 ) -> str | None:

@@ -33,6 +33,7 @@ from nsa_flex.fallback_kernels.fused.route import (
     backward_route_of,
     compressed_kernels,
     is_one_operator,
+    rounded_length,
     route_of,
 )
 from nsa_flex.fallback_kernels.selected.config import index_words
@@ -95,9 +96,7 @@ def core_attention(
     shared = sliding_key is key and sliding_value is value
     own = (None, None) if shared else (sliding_key, sliding_value)
     if max_document_length is not None:
-        # Rounded up, so that packs of other longest documents have the same launch plans.
-        short = config.num_selected_tokens
-        max_document_length = (max_document_length + short - 1) // short * short
+        max_document_length = rounded_length(max_document_length, config)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *own)
     )
@@ -285,6 +284,7 @@ def core_backward_gates(
     scale: float,
     counts: list[int],
     document_start: Tensor | None,
+    max_document_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the gates, `SumGradients.signed` and its `stats`, and both of `Short`.
 
@@ -292,7 +292,7 @@ def core_backward_gates(
     """
     config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
-        route = _backward_route(inputs, counts, document_start)
+        route = _backward_route(inputs, counts, document_start, max_document_length)
         first = run_gates_backward(grad, inputs, results, document_start, scale, config, route)
         if first.short is None:
             grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
@@ -309,10 +309,11 @@ def _(
     scale: float,
     counts: list[int],
     document_start: Tensor | None,
+    max_document_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, *_, gates = inputs[:6]
     batch, heads, tokens, _ = query.shape
-    route = _backward_route(inputs, counts, document_start)
+    route = _backward_route(inputs, counts, document_start, max_document_length)
     stats = (num_stats(results[2] if route.compressed == "ranges" else None), *grad.shape[:3])
     grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
     if route.short_documents:
@@ -346,6 +347,7 @@ def core_backward_branches(
     counts: list[int],
     deterministic: bool,
     document_start: Tensor | None,
+    max_document_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the tensors that `core_forward` takes, but for the gates; else `core_backward`.
 
@@ -363,7 +365,7 @@ def core_backward_branches(
     short = None
     if grad_query is not None and short_stats is not None:
         short = Short(grad_query, short_stats[..., : inputs[0].shape[2]])
-    route = _backward_route(inputs, counts, document_start)
+    route = _backward_route(inputs, counts, document_start, max_document_length)
     call = (inputs, kept, document_start, scale, config, deterministic, route, short)
     with torch.cuda.device_of(signed):
         grads = run_branches_backward(grad, SumGradients(signed, stats), *call)
@@ -422,7 +424,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
         grad_gates, signed, stats, *short = _gate_gradients(
-            grad, inputs, results, ctx.scale, ctx.counts, document_start
+            grad, inputs, results, ctx.scale, ctx.counts, document_start, ctx.longest
         )
         blocks, compressed, *others, index = results
         compressed_lse, selected_lse, sliding_lse = others[::2]
@@ -435,6 +437,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
             *(signed, stats, *(short if is_read_twice else (None, None))),
             *(grad if is_read_twice or _is_held(grad) else None, inputs),
             *(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index, *of_call),
+            ctx.longest,
         )
         of_query = short[0] if is_read_twice else of_branches[0]
         grads = of_query, *of_branches[1:5], grad_gates, *of_branches[5:]

@@ -148,14 +148,13 @@ def route_of(
         short_queries = config.num_selected_tokens
     if masks:
         return Route(compressed, "masked", backward, longest, short_queries)
-    why = "the sliding branch has keys and values of its own" if own_window_keys else None
-    if why is None:
-        has_index = backward is not None and backward.kernels == "lists"
-        why = fwd_epilogue.unsupported_reason(
-            plan_selected(*call, documents, has_index, has_offset),
-            *(query, key, value, config.window_size),
-            save=differentiable,
-        )
+    has_index = backward is not None and backward.kernels == "lists"
+    why = fwd_epilogue.unsupported_reason(
+        plan_selected(*call, documents, has_index, has_offset),
+        *(query, key, value, config.window_size),
+        save=differentiable,
+        own_window_keys=own_window_keys,
+    )
     forward: Literal["epilogue", "two_kernels"] = "epilogue" if why is None else "two_kernels"
     return Route(compressed, forward, backward, longest, short_queries, why)
 
@@ -180,6 +179,12 @@ def backward_route_of(
     if not documents or not masks_backward(query, key, value, config, most):
         most = 0
     return BackwardRoute(compressed, "lists", longest, most)
+
+
+def rounded_length(max_document_length: int, config: NSAConfig) -> int:
+    """Rounded up, so that packs of other longest documents have the same launch plans."""
+    short = config.num_selected_tokens
+    return (max_document_length + short - 1) // short * short
 
 
 def longest_document(tokens: int, documents: bool, max_document_length: int | None) -> int:

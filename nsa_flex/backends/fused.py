@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.reasons import explained
 
 if TYPE_CHECKING:
     from nsa_flex.dispatch.facts import Facts
@@ -19,6 +20,7 @@ FUSED = ("sdpa", "triton", "triton")
 FUSED_RANGES = ("triton", "triton", "triton")
 
 
+@explained
 def unsupported_reason(facts: Facts) -> str | None:
     """Why branches with the backends of `FUSED_RANGES` run one by one; None if together."""
     if facts.whole and not facts.documents:
