@@ -15,7 +15,7 @@ from nsa_flex.cache import LayerCache, NSACache
 from nsa_flex.cache import layer as cache_layer
 from nsa_flex.decoding import MAX_STEP, decode_step
 from nsa_flex.hot_path import count_graphs, find_syncs
-from patching.tiny_models import NSA, tiny_model, tokens
+from patching.tiny_models import NSA, moved, tiny_model, tokens
 from patching.trained_model import lines, trained_model
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -390,3 +390,17 @@ def test_a_model_without_nsa_has_no_such_cache() -> None:
         model.set_attn_implementation("sdpa")
         with pytest.raises(ValueError, match="attention implementation is another now"):
             model(tokens(1, 1), past_key_values=cache)
+
+
+def test_a_hook_on_gates_sees_them_in_every_phase() -> None:
+    model, ids = moved(nsa_flex.patch(tiny_model(), NSA)), tokens(1, 40)
+    seen = []
+    for layer in model.model.layers:
+        gates = layer.self_attn.nsa.gates
+        gates.register_forward_hook(lambda _, args, out: (seen.append(type(out)), out * 0.5)[1])
+    how = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **how)
+    for implementation in ("dynamic", "static"):
+        found = model.generate(ids, cache_implementation=implementation, **how)
+        assert torch.equal(found, expected)
+    assert set(seen) == {torch.Tensor}
