@@ -16,8 +16,9 @@ from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import align_packed, align_positions, real_positions
 from nsa_flex.patching.call_context import CallContext
-from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use
+from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use, num_layers
 from nsa_flex.patching.hf_config import KeptLayers
+from nsa_flex.patching.hf_edited import PatchedLayers
 from nsa_flex.patching.hf_incoming import expect, next_positions, real_past
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
 from nsa_flex.patching.hf_paged_call import read_paged_call
@@ -34,7 +35,7 @@ class CallHook:
 
     Args:
         arguments: names of the decoder's parameters in order.
-        modules: the patched attention modules; the first one's layer of the cache tells how many
+        patched: the patched attention modules; the first one's layer of the cache tells how many
             tokens came before.
         config: for the block size that documents are aligned to.
         kept_masks: kinds of mask, "full" and "local", that unpatched attention modules read.
@@ -44,18 +45,25 @@ class CallHook:
     """
 
     arguments: tuple[str, ...]
-    modules: tuple[Attention, ...]
+    patched: PatchedLayers
     config: NSAConfig
     kept_masks: tuple[str, ...]
     mixing: str | None
     kept: KeptLayers | None
     rotates: bool
 
+    @property
+    def modules(self) -> tuple[Attention, ...]:
+        """The patched attention modules."""
+        return self.patched.modules
+
     def __call__(
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = {**dict(zip(self.arguments, args, strict=False)), **kwargs} if args else {**kwargs}
         config = decoder.config
+        if not torch.compiler.is_compiling():
+            self.patched.look(decoder)
         if self.kept is not None:
             self.kept.follow(config._attn_implementation)
         if config._attn_implementation not in IMPLEMENTATIONS:
@@ -111,6 +119,7 @@ class CallHook:
             )
         if _is_checkpointing(decoder):
             raise ValueError("past_key_values with gradient checkpointing: leave the cache out")
+        self.patched.check_places(num_layers(decoder.config))
         if not holds_nsa(cache, modules[0].layer_idx):
             if torch.is_grad_enabled():
                 return []  # keys and values as they are: gradients flow through them
