@@ -23,8 +23,8 @@ def refuse_parallelism(implementation: str) -> None:
     if found is not attention_forward:
         name = getattr(found, "__qualname__", type(found).__name__)
         raise ValueError(
-            f"transformers' ALL_ATTENTION_FUNCTIONS has {name} for {implementation!r}, as after "
-            "Ulysses sequence parallelism (DeepSpeed's UlyssesSPAttentionHF, accelerate's sp_size) "
-            "wrapped it, and NSA needs whole sequences with all heads: sequence parallelism is "
-            "not supported yet; run without it"
+            f"transformers' ALL_ATTENTION_FUNCTIONS has {name} for {implementation!r}, as "
+            "Ulysses sequence parallelism (DeepSpeed's UlyssesSPAttentionHF, accelerate's "
+            "sp_size) wraps it, and NSA needs whole sequences with all heads: sequence "
+            "parallelism is not supported yet; run without it"
         )

@@ -77,7 +77,6 @@ def function_in_context_parallel() -> None:
 def accelerate_context_parallel() -> None:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
-
     from distributed.recipes import shard_on_cpus
 
     shard_on_cpus()
@@ -202,9 +201,7 @@ def try_all(_device: torch.device, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
-def test_refused_by_name(
-    case: Callable[[], None], outcomes: list[dict[str, list[str]]]
-) -> None:
+def test_refused_by_name(case: Callable[[], None], outcomes: list[dict[str, list[str]]]) -> None:
     for outcome in outcomes:
         kind, text = outcome[case.__name__]
         assert kind == "ValueError", (kind, text)

@@ -167,9 +167,7 @@ def test_new_tokens_go_on_from_the_cache(model: nn.Module, kind: str, masked: bo
 @pytest.mark.parametrize("kind", ["growing", "static", "nsa"])
 @pytest.mark.parametrize("counting", ["real tokens", "columns"])
 @torch.no_grad()
-def test_padded_rows_go_on_either_way_to_count(
-    model: nn.Module, kind: str, counting: str
-) -> None:
+def test_padded_rows_go_on_either_way_to_count(model: nn.Module, kind: str, counting: str) -> None:
     cache = caches(model)[kind]
     mask = torch.cat((PADDED, torch.ones(2, 9, dtype=torch.long)), 1)
     columns = torch.arange(49).expand(2, -1)
@@ -260,8 +258,8 @@ import sys, torch, nsa_flex
 from nsa_flex.cache import NSACache
 from patching.tiny_models import tiny_model, tokens
 config = nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128)
-model = nsa_flex.patch(tiny_model(hidden_size=256, head_dim=64, max_position_embeddings=2048), config)
-model, case = model.to("cuda", torch.bfloat16), sys.argv[1]
+sizes = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
+model, case = nsa_flex.patch(tiny_model(**sizes), config).to("cuda", torch.bfloat16), sys.argv[1]
 ids, places = tokens(2, 640).cuda(), torch.arange(640, device="cuda")[None]
 shift = 640 * ("shard" in case)
 with torch.no_grad():
