@@ -272,7 +272,8 @@ with torch.no_grad():
             step(ids[:, :1], position_ids=places[:, :1] + place + shift, past_key_values=cache)
     else:
         forward = torch.compile(model) if "compiled" in case else model
-        forward(ids, position_ids=places + shift, use_cache=False)
+        mask = torch.ones_like(ids) if "compiled" in case else None
+        forward(ids, position_ids=places + shift, attention_mask=mask, use_cache=False)
 torch.cuda.synchronize()
 print("went through")
 """
