@@ -28,6 +28,7 @@ from nsa_flex.inputs import (
 )
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
+from nsa_flex.sharded import refuse_context_parallel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -143,14 +144,15 @@ def nsa_attention(
 
     Raises:
         TypeError: an input that is no tensor, or a max_document_length that is no int.
-        ValueError: shapes, head counts, dtypes or devices that do not fit together, or a backend
-            that cannot compute what was asked of it.
+        ValueError: shapes, head counts, dtypes or devices that do not fit together, a backend
+            that cannot compute what was asked of it, or a call inside torch's `context_parallel`.
 
     >>> q, k, v = (torch.randn(1, heads, 128, 16) for heads in (4, 2, 2))
     >>> ck, cv = (x.unfold(2, 32, 16).mean(-1) for x in (k, v))
     >>> nsa_attention(q, k, v, ck, cv, torch.ones(1, 4, 128, 3), config=NSAConfig()).shape
     torch.Size([1, 4, 128, 16])
     """
+    refuse_context_parallel()
     inputs = Inputs(
         query,
         key,

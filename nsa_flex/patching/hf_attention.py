@@ -17,7 +17,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from nsa_flex.patching.call_context import CallContext, LayerInput
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
-from nsa_flex.patching.hf_refusals import check_arguments, check_mask, check_tokens, check_window
+from nsa_flex.patching.hf_refusals import (
+    check_arguments,
+    check_heads,
+    check_mask,
+    check_tokens,
+    check_window,
+)
 from nsa_flex.patching.hf_versions import is_custom_mask
 
 _ADDED = (
@@ -54,7 +60,7 @@ def attention_forward(
     Raises:
         ValueError: the module is not patched; or the call asks for dropout, soft-capping, sinks, a
             mask of the layer's own or another thing that NSA does not compute; or keys and values
-            are not those that the cache of the layer gave.
+            are not those that the cache of the layer gave; or heads are split over ranks.
         RuntimeError: the module was called outside its decoder.
     """
     layer = getattr(module, "nsa", None)
@@ -69,6 +75,7 @@ def attention_forward(
             "decoder, or put into one that is not patched, or its decoder layer does not hand "
             "keyword arguments down; call the decoder, or unpatch the model"
         )
+    check_heads(name, query, key, layer.shape)
     check_arguments(name, dropout, kwargs, nsa_call)
     check_window(name, kwargs.get("sliding_window"), module.config)
     check_mask(name, attention_mask, nsa_input.attention_mask, full=nsa_call.full_masks)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
-from nsa_flex.documents import align_packed, align_positions, real_positions
+from nsa_flex.documents import align_packed, align_positions
 from nsa_flex.patching.call_context import CallContext
 from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use, num_layers
 from nsa_flex.patching.hf_config import KeptLayers
@@ -22,6 +22,13 @@ from nsa_flex.patching.hf_edited import PatchedLayers
 from nsa_flex.patching.hf_incoming import expect, next_positions, real_past
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
 from nsa_flex.patching.hf_paged_call import read_paged_call
+from nsa_flex.patching.hf_parallel import refuse_parallelism
+from nsa_flex.patching.hf_positions import (
+    assert_cached_positions,
+    assert_padded_positions,
+    assert_positions,
+    new_positions,
+)
 from nsa_flex.patching.hf_versions import cache_of, is_checkpointing
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
@@ -70,6 +77,7 @@ class CallHook:
         if config._attn_implementation not in IMPLEMENTATIONS:
             self._refuse_nsa_cache(call)
             return args, kwargs  # switched by set_attn_implementation, for a while
+        refuse_parallelism(config._attn_implementation)
         if call.get("output_attentions") or getattr(config, "output_attentions", False):
             raise ValueError(
                 "output_attentions=True is not supported: NSA never forms attention weights; "
@@ -158,6 +166,8 @@ class CallHook:
         expect(caches, tokens, mask)
         if self._counts_padding(call) and not (mask is None and caches[0].columns.even):
             call["position_ids"] = next_positions(caches[0], tokens, mask)
+        elif position_ids is not None:
+            assert_cached_positions(call, position_ids, caches[0], tokens, mask)
         if mask is None and position_ids is not None and tokens.shape[1] > 1:
             _assert_one_document(position_ids, _CACHED_DOCUMENTS)
 
@@ -165,13 +175,15 @@ class CallHook:
         batch, length = _tokens(call).shape[:2]
         mask = _padding_mask(call.get("attention_mask"))
         num_keys, cached = self._cache_sizes(call, length)
+        position_ids = _document_positions(call)
         if mask is not None:
             mask = _fit(mask, num_keys, cached, length)
             if self._counts_padding(call):
-                call["position_ids"] = _new_positions(mask, cached, length)
+                call["position_ids"] = new_positions(mask, cached, length)
+            elif position_ids is not None:
+                assert_padded_positions(call, position_ids, mask, cached, length)
             return padded_rows(mask, length, cached)
-        cu_seqlens, position_ids = call.get("cu_seq_lens_q"), _document_positions(call)
-        uses_cache = _uses_cache(decoder, call)
+        cu_seqlens, uses_cache = call.get("cu_seq_lens_q"), _uses_cache(decoder, call)
         if cu_seqlens is not None:
             self._check_packed(call, batch, uses_cache)
             layout = align_packed(cu_seqlens, length, self.config, _longest(call))
@@ -179,15 +191,16 @@ class CallHook:
                 self._check_masks_to_come(call)
                 call["position_ids"] = layout.positions
             elif position_ids is not None:
+                assert_positions(call, position_ids)
                 _assert_restart(position_ids, layout.positions)
             return packed_rows(layout)
-        if position_ids is None or length == 1:
+        if position_ids is None:
             return _unpadded_rows(batch, num_keys, cached, length)
-        if uses_cache:
-            _assert_one_document(position_ids, _CACHED_DOCUMENTS)
-            return _unpadded_rows(batch, num_keys, cached, length)
-        if self.mixing is not None:
-            _assert_one_document(position_ids, self.mixing)
+        one_document = _CACHED_DOCUMENTS if uses_cache else self.mixing
+        if one_document is not None or length == 1:
+            assert_positions(call, position_ids, cached)
+            if one_document is not None:
+                _assert_one_document(position_ids, one_document)
             return _unpadded_rows(batch, num_keys, cached, length)
         if position_ids.dim() != 2:
             raise ValueError(
@@ -331,14 +344,6 @@ def _use_phi(module: Attention, layer: LayerCache) -> None:
     used = (layer.compress_key, layer.compress_value)
     if (own.get("compress_key"), own.get("compress_value")) != used:
         layer.use_phi(module.nsa.compress_key, module.nsa.compress_value)
-
-
-def _new_positions(mask: Tensor, cached: int | Tensor, length: int) -> Tensor:
-    """Position (B, length) of each new token among the real ones of its row."""
-    positions = real_positions(mask)
-    if isinstance(cached, int):
-        return positions[:, cached : cached + length]
-    return positions.index_select(1, cached + torch.arange(length, device=mask.device))
 
 
 def _fit(mask: Tensor, num_keys: int, cached: int | Tensor, length: int) -> Tensor:

@@ -45,6 +45,7 @@ from nsa_flex.patching.hf_layers import (
     parameter_names,
 )
 from nsa_flex.patching.hf_packing import mixing_of_documents, refuse_dropped_bounds
+from nsa_flex.patching.hf_refusals import check_mask_kept
 from nsa_flex.patching.layer import NSALayer
 
 Groups = dict[Decoder, list[Attention]]
@@ -208,6 +209,7 @@ class InputHook:
         call = kwargs
         if args:
             call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        check_mask_kept(type(module).__name__, call)
         name = "hidden_states" if "hidden_states" in call else self.arguments[0]
         hidden_states, joined = call[name], None
         if self.joins and _is_without_cache(call) and type(module.nsa) is NSALayer:
