@@ -6,6 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from nsa_flex.training.config import TrainConfig
 
 INTERRUPTED = 130
+# What torch raises where processes do not find one another.
+_NO_GROUP = (dist.DistError,) if dist.is_available() else ()
 
 
 def train(
@@ -79,7 +82,7 @@ def train(
             result = _run(chosen, console, resume=resume, resume_from=resume_from, changes=told)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise _exit(error, 2) from error
-    except (TrainingError, MemoryError) as error:
+    except (TrainingError, MemoryError, *_NO_GROUP) as error:
         raise _exit(error, 1) from error
     if _is_first():
         _print(result, console, as_json=as_json)

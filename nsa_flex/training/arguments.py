@@ -32,6 +32,19 @@ def local_rank() -> int:
     return _of_environment("LOCAL_RANK", 0)
 
 
+def check_launcher() -> None:
+    """Raise ValueError if several processes are promised, and this one does not know its place.
+
+    accelerate would train alone then, as if it were all of them.
+    """
+    missing = [name for name in ("RANK", "LOCAL_RANK") if name not in os.environ]
+    if world_size() > 1 and missing:
+        raise ValueError(
+            f"the environment has WORLD_SIZE={world_size()} without {' and '.join(missing)}: "
+            "start the processes with torchrun"
+        )
+
+
 def _of_environment(name: str, otherwise: int) -> int:
     text = os.environ.get(name, str(otherwise))
     if not text.isdigit():

@@ -21,6 +21,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from nsa_flex.training.arguments import (
     check_device,
+    check_launcher,
     is_bf16,
     is_sharded,
     rank,
@@ -76,6 +77,7 @@ def train(
         TrainingError: the run could not go on, or its last checkpoint is damaged; earlier ones are
             whole.
     """
+    check_launcher()
     run, asked = Path(config.out), Resume(resume, resume_from, changes)
     with _memory_told(run), contextlib.ExitStack() as stack:
         start = find_start(config, asked)
