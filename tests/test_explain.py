@@ -128,6 +128,20 @@ def test_keys_of_its_own_keep_the_sliding_branch_out_of_the_epilogue(
     assert own.names != shared.names
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_few_queries_run_the_decode_kernels(on_device: bool) -> None:
+    query, key = meta(1, 64, 16, 128), meta(1, 4, 65536, 128)
+    offset = torch.empty(1, dtype=torch.int64, device="meta") if on_device else 1000
+    told = explain(query, key, device=GPU, query_offset=offset, needs_grad=False)
+    assert {choice.backend for choice in told.choices.values()} == {"triton"}
+    assert {run.stage for run in told.kernels.forward} == {"decode"}
+    own = explain(query, key, device=GPU, sliding_key=key, sliding_value=meta(*key.shape))
+    assert own["sliding"].reason.endswith("the sliding branch has keys of its own")
+    assert "decode" not in {run.stage for run in own.kernels.forward}
+    tall = explain(meta(1, 512, 16, 128), key, device=GPU)
+    assert "128 query heads share a KV head; the decode kernels take" in tall["sliding"].reason
+
+
 def test_a_decode_step_runs_on_triton() -> None:
     told = explain(meta(1, 64, 1, 128), cache=filled_cache("mean"), device=GPU)
     assert {choice.backend for choice in told.choices.values()} == {"triton"}
@@ -297,6 +311,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "core, training": {"grad": True},
     "core, keys of its own": {"grad": True, "own": True},
     "few tokens": {"tokens": 640},
+    "few queries": {"queries": 3},
     "float32": {"dtype": torch.float32, "grad": True},
     "documents": {"documents": True, "grad": True},
     "selected and sliding alone": {"backend": {"compressed": "dense"}, "grad": True},
@@ -312,7 +327,7 @@ def test_the_profiler_sees_the_kernels_of_a_call(name: str) -> None:
     case |= CALLS[name]
     dtype, grad, tokens = case["dtype"], case["grad"], case["tokens"]
     num_blocks = NSAConfig().num_compressed_blocks(tokens)
-    lengths = {"query": (64, tokens), "key": (4, tokens), "value": (4, tokens)}
+    lengths = {"query": (64, case.get("queries", tokens)), "key": (4, tokens), "value": (4, tokens)}
     lengths |= {"compressed_key": (4, num_blocks), "compressed_value": (4, num_blocks)}
     if case.get("own"):
         lengths |= {"sliding_key": (4, tokens), "sliding_value": (4, tokens)}
@@ -320,7 +335,8 @@ def test_the_profiler_sees_the_kernels_of_a_call(name: str) -> None:
         each: random(1, heads, length, 128, dtype=dtype, grad=grad)
         for each, (heads, length) in lengths.items()
     }
-    gates = torch.rand(1, 64, tokens, 3, dtype=dtype, device="cuda", requires_grad=grad)
+    gates_shape = (*inputs["query"].shape[:3], 3)
+    gates = torch.rand(gates_shape, dtype=dtype, device="cuda", requires_grad=grad)
     options: dict[str, Any] = {"backend": case["backend"]}
     if case.get("documents"):
         places = torch.arange(tokens, device="cuda")[None]
