@@ -94,7 +94,7 @@ class Inputs(NamedTuple):
             return "triton is not installed"
         from nsa_flex.fallback_kernels.decode import checks
 
-        sizes = (*self.key.shape[1:3], self.value.shape[3])
+        sizes = (self.key.shape[1], self.key.shape[2], self.value.shape[3])
         return checks.sizes_unsupported_reason(self.query, *sizes, config)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -99,14 +100,28 @@ def test_the_device_is_why_gluon_does_not_run(imagine: Callable[..., None]) -> N
 def test_the_version_of_triton_is_why_gluon_does_not_run(
     imagine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton.__version__", "3.9.1")
+    monkeypatch.setattr("triton.__version__", "4.0.1")
+    arch._warn_of_version.cache_clear()
     imagine(*arch.SM90)
-    kernels = explain(*pair(), device=GPU, needs_grad=True).kernels
-    assert not kernels.names & kernels_of("_sm90")
-    assert any(
-        line.endswith("written for Triton 3.6.x and 3.7.x, got 3.9.1")
-        for line in kernels.passed_over
-    )
+    with pytest.warns(UserWarning, match="kernels for Hopper and the fast launcher") as told:
+        kernels = [explain(*pair(), device=GPU, needs_grad=grad).kernels for grad in (True, False)]
+    assert not (kernels[0].names | kernels[1].names) & kernels_of("_sm90")
+    reason = "written for Triton 3.6.x, 3.7.x, 3.8.x and 3.9.x, got 4.0.1"
+    assert any(line.endswith(reason) for line in kernels[0].passed_over)
+    (warning,) = (str(each.message) for each in told)  # once, whatever asks
+    assert reason in warning
+    assert "at 64k tokens and 64/4 heads a forward takes about 9 % longer" in warning
+
+
+def test_only_hopper_is_warned_of_a_version(
+    imagine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", "4.0.1")
+    arch._warn_of_version.cache_clear()
+    imagine(*A100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explain(*pair(), device=GPU, needs_grad=True).kernels.names
 
 
 def test_float32_says_why_not(imagine: Callable[..., None]) -> None:
@@ -327,7 +342,11 @@ def test_the_profiler_sees_the_kernels_of_a_call(name: str) -> None:
     case |= CALLS[name]
     dtype, grad, tokens = case["dtype"], case["grad"], case["tokens"]
     num_blocks = NSAConfig().num_compressed_blocks(tokens)
-    lengths = {"query": (64, case.get("queries", tokens)), "key": (4, tokens), "value": (4, tokens)}
+    lengths = {
+        "query": (64, case.get("queries", tokens)),
+        "key": (4, tokens),
+        "value": (4, tokens),
+    }
     lengths |= {"compressed_key": (4, num_blocks), "compressed_value": (4, num_blocks)}
     if case.get("own"):
         lengths |= {"sliding_key": (4, tokens), "sliding_value": (4, tokens)}

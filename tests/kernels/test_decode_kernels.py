@@ -311,7 +311,7 @@ def test_the_step_is_its_parts(tokens: int) -> None:
 @kernels
 @pytest.mark.parametrize(("tokens", "past"), [(1, (150, 150)), (3, (5, 167)), (16, (150, 150))])
 def test_few_queries_against_a_longer_past(tokens: int, past: tuple[int, ...]) -> None:
-    """As `nsa_attention` runs them: an offset of the host or of the device, keys of any strides."""
+    """As `nsa_attention` runs them: offsets of the host or of the device, keys of any strides."""
     problem = Problem(Case(past=past, tokens=tokens))
     problem.store()
     key, value, *compressed = problem.cache
