@@ -14,9 +14,11 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from nsa_flex import decoding
+from nsa_flex.backends import decode as few_queries
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.gates import GateLogits
+from nsa_flex.inputs import Inputs
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
 from reference.interpreter import (
@@ -304,6 +306,23 @@ def test_the_step_is_its_parts(tokens: int) -> None:
     assert torch.equal(aux.blocks, attended_aux.blocks)
     for x, old in zip(problem.cache, before, strict=True):
         torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize(("tokens", "past"), [(1, (150, 150)), (3, (5, 167)), (16, (150, 150))])
+def test_few_queries_against_a_longer_past(tokens: int, past: tuple[int, ...]) -> None:
+    """As `nsa_attention` runs them: offsets of the host or of the device, keys of any strides."""
+    problem = Problem(Case(past=past, tokens=tokens))
+    problem.store()
+    key, value, *compressed = problem.cache
+    key = key.mT.contiguous().mT
+    inputs = Inputs(problem.query, key, value, *compressed, key, value, problem.gates)
+    offset = past[0] if len(set(past)) == 1 else problem.lengths.long()
+    out, aux = few_queries.attend(inputs, SMALL, 0.25, offset, return_aux=True)
+    assert aux is not None
+    check(problem, out, aux)
+    again, _ = few_queries.attend(inputs, SMALL, 0.25, offset, return_aux=False)
+    assert torch.equal(again, out)
 
 
 @kernels
