@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 # One thread a worker: several compiled kernels with a thread per core each only disturb one another.
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help env demo bench audit test families matrix lint format unit wheel-test gpu-test docs clean
+.PHONY: help env demo bench audit test families matrix compat lint format unit wheel-test gpu-test docs clean
 
 help:
 	@echo "make demo        train, compile and audit a small patched Llama on real text"
@@ -23,6 +23,7 @@ help:
 	@echo "make families    check every decoder of transformers, write docs/guide/families.md anew"
 	@echo "make matrix      compile changed kernels for six GPU architectures, without a GPU"
 	@echo "make test        lint, type check and every test this machine can run"
+	@echo "make compat      the tests in the oldest and newest torch, Triton, transformers and Python"
 	@echo "make lint        ruff, mypy and the import contracts"
 	@echo "make format      let ruff rewrite what it can"
 	@echo "make unit        the CPU tests alone; ARGS='-k causal --seed 7' narrows them"
@@ -60,6 +61,9 @@ families: $(STAMP)
 matrix: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -W ignore -m nsa_flex.bench.tools.matrix \
 	  --jobs $(JOBS) $(ARGS)
+
+compat: $(STAMP)
+	$(BIN)/python -m nsa_flex.bench.tools.compat $(ARGS)
 
 test: lint audit unit
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \

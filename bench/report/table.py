@@ -32,6 +32,7 @@ from nsa_flex.bench.report.cells import (
     tokens,
     waits,
 )
+from nsa_flex.bench.report.compat import tested
 from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
 from nsa_flex.bench.report.rows import Row, read_rows
 
@@ -321,6 +322,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "quantized": quantizing,
     "serving": serving,
     "prefixes": prefixes,
+    "tested": tested,
     "reasons": reasons,
 }
 

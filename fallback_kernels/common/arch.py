@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from nsa_flex.installed import warn_if_untested
+
+warn_if_untested("triton")
+
 # Versions whose Gluon, which is experimental, and whose way to launch kernels are known here.
 TRITON_VERSIONS: tuple[str, ...] = ("3.6.", "3.7.", "3.8.", "3.9.")
 # Without both on Hopper, from bench/results/hopper_off_h200.json.

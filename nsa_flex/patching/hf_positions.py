@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.documents import POSITIONS_RULE, real_positions
 from nsa_flex.patching.hf_incoming import new_tokens, next_positions
+from nsa_flex.patching.hf_versions import cache_of
 
 
 def assert_positions(
@@ -45,7 +46,7 @@ def assert_positions(
     if padding is not None:
         holds = holds | padding
     holds = holds.all()
-    if torch.compiler.is_compiling() and call.get("past_key_values") is not None:
+    if torch.compiler.is_compiling() and cache_of(call) is not None:
         call["position_ids"] = asserted(call["position_ids"], holds)
     else:
         torch._assert_async(holds, POSITIONS_RULE)
