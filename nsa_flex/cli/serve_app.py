@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import torch
@@ -61,6 +62,9 @@ async def _answer_error(_request: Request, error: Any) -> JSONResponse:
 
 def run(app: FastAPI, host: str, port: int) -> None:
     """Serve until interrupted; prints the address once it listens."""
+    # A shell starts background jobs with interrupts ignored. uvicorn takes them all the same, and
+    # would then end with 0.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         asyncio.run(_run(app, host, port))
     finally:  # its thread would keep the process
