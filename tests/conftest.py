@@ -81,13 +81,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.get_closest_marker("long") is None,
         )
     )
+    left_out = {item for item in items if is_left_out(item, config.option.markexpr)}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
     if torch.cuda.is_available():
         spread_large(items)
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    if left_out:
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=left_out)
+
+
+def is_left_out(item: pytest.Item, expression: str) -> bool:
+    """What this machine cannot run, and what runs only where the expression after `-m` names it.
+
+    A GPU is fast enough for exhaustive tests: `make gpu-test` runs them all.
+    """
+    if item.get_closest_marker("gpu"):
+        return not torch.cuda.is_available()
+    return item.get_closest_marker("exhaustive") is not None and "exhaustive" not in expression
 
 
 def spread_large(items: list[pytest.Item]) -> None:

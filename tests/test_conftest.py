@@ -20,8 +20,11 @@ def run_pytest(folder: Path, test: str, *arguments: str) -> str:
     """Output of pytest, with our conftest, on one file that holds `test`."""
     (folder / "test_it.py").write_text(test)
     (folder / "conftest.py").write_text(CONFTEST.read_text())
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs CUDA\n")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    gpu: needs CUDA\n    exhaustive:\n"
+    )
     environment = os.environ | {"PYTHONPATH": str(CONFTEST.parent), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no second for those not needed here
     command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.stdout
@@ -55,6 +58,14 @@ def test_without_cuda_gpu_tests_are_deselected_and_a_failure_names_the_seed(
     assert "CUDA: none, gpu tests left out" in output
     assert "seed: 77 (--seed 77 repeats it)" in output
     assert "repeat with --seed 77" in output
+
+
+def test_exhaustive_tests_run_where_the_expression_names_them(tmp_path: Path) -> None:
+    test = "import pytest\n@pytest.mark.exhaustive\ndef test_more(): pass\ndef test_one(): pass\n"
+    assert "1 passed, 1 deselected" in run_pytest(tmp_path, test, "-m", "not gpu")
+    output = run_pytest(tmp_path, test, "-m", "exhaustive and not gpu", "-v")
+    assert "test_more PASSED" in output
+    assert "1 passed, 1 deselected" in output
 
 
 def test_hypothesis_starts_every_example_from_the_same_torch_state() -> None:

@@ -63,9 +63,17 @@ def client(checkpoint: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def served(checkpoint: Path) -> Iterator[tuple[Any, subprocess.Popen[str]]]:
-    """A client of a server with room for 512 tokens, and its process."""
-    main = "from nsa_flex.cli import main; main()"
+def served(
+    checkpoint: Path, interrupts: str = "default_int_handler"
+) -> Iterator[tuple[Any, subprocess.Popen[str]]]:
+    """A client of a server with room for 512 tokens, and its process.
+
+    interrupts: how Python handles them as the process starts.
+    """
+    main = (
+        f"import signal; signal.signal(signal.SIGINT, signal.{interrupts});"
+        "from nsa_flex.cli import main; main()"
+    )
     command = [sys.executable, "-c", main, "serve", str(checkpoint), "--port", "0"]
     sizes = ["--page-size", "16", "--num-blocks", "32", "--max-batch-tokens", "64"]
     process = subprocess.Popen(
@@ -136,12 +144,18 @@ def test_clients_at_once_get_each_their_answer(
     assert [answer.choices[0].text for answer in answers] == [expected[p] for p in PROMPTS * 2]
 
 
-def test_one_interrupt_ends_a_server_that_has_answered(checkpoint: Path) -> None:
-    with served(checkpoint) as (client, process):
+@pytest.mark.parametrize(
+    "interrupts",
+    ["SIG_IGN", pytest.param("default_int_handler", marks=pytest.mark.exhaustive)],
+    ids=["ignored at the start", "as usual"],
+)
+def test_one_interrupt_ends_a_server_that_has_answered(checkpoint: Path, interrupts: str) -> None:
+    """Also one that a script started with `&`: its shell ignores interrupts for it."""
+    with served(checkpoint, interrupts) as (client, process):
         write(client, checkpoint, PROMPTS[0])
         process.send_signal(signal.SIGINT)
         try:
-            assert process.wait(30) == 128 + signal.SIGINT
+            assert process.wait(120) == 128 + signal.SIGINT
         finally:
             process.kill()
 
