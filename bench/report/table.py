@@ -33,6 +33,7 @@ from nsa_flex.bench.report.cells import (
     waits,
 )
 from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
+from nsa_flex.bench.report.quality import quality
 from nsa_flex.bench.report.rows import Row, read_rows
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
@@ -321,6 +322,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "quantized": quantizing,
     "serving": serving,
     "prefixes": prefixes,
+    "quality": quality,
     "reasons": reasons,
 }
 
