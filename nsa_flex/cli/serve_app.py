@@ -152,7 +152,7 @@ class _Checked:
         """As transformers' own, with 400 and the reason."""
         problem = problem_of(body, self.body)
         if problem is not None:
-            raise HTTPException(400, problem)  # type: ignore[arg-type]
+            raise HTTPException(400, problem)
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """As transformers' own."""
