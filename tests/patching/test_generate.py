@@ -302,6 +302,14 @@ def contents(cache: Any) -> list[Tensor]:
             lambda model, cache: model(
                 lines(5)[None], past_key_values=cache, position_ids=torch.zeros(1, 5).long()
             ),
+            r"position_ids break the rule",
+        ),
+        (
+            lambda model, cache: model(
+                lines(5)[None],
+                past_key_values=cache,
+                position_ids=torch.tensor([[40, 41, 0, 1, 2]]),
+            ),
             r"position_ids restart",
         ),
         (lambda model, cache: cache.layers[0].offload(), r"cannot be offloaded"),
