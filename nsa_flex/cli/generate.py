@@ -110,6 +110,8 @@ class Writer:
         Raises:
             ValueError: there is no token, or no room for so many.
         """
+        from nsa_flex.patching.hf_versions import CACHE
+
         model = self.loaded.model
         said = self.loaded.tokens.encode(text, follows=bool(self.ids))
         ids = self.ids + said
@@ -125,8 +127,8 @@ class Writer:
             model.generate(
                 torch.tensor([ids], device=model.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
-                past_key_values=self.cache,
                 streamer=stream,
+                **{CACHE: self.cache},
                 **self.options,
             )
         self.ids = ids + stream.ids

@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from nsa_flex.patching.call_context import CallContext, LayerInput
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
 from nsa_flex.patching.hf_refusals import check_arguments, check_mask, check_tokens, check_window
+from nsa_flex.patching.hf_versions import is_custom_mask
 
 _ADDED = (
     "the decoder is patched, and its {name} with layer_idx={place} is not: it was put there after "
@@ -111,8 +112,7 @@ def mask_for_attention(
     if record is None:
         raise ValueError(_NOT_PATCHED.format(what="it has no record of a patch"))
     kind = "full" if kwargs.get("local_size") is None else "local"
-    custom = kwargs.get("use_vmap") or getattr(mask_function, "__name__", "") == "or_mask"
-    if kind == "full" and custom:
+    if kind == "full" and (kwargs.get("use_vmap") or is_custom_mask(mask_function)):
         raise ValueError(
             "a custom mask function (bidirectional image or prefix tokens, for example) is not "
             "supported: NSA is causal attention"

@@ -22,6 +22,7 @@ from nsa_flex.patching.hf_edited import PatchedLayers
 from nsa_flex.patching.hf_incoming import expect, next_positions, real_past
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
 from nsa_flex.patching.hf_paged_call import read_paged_call
+from nsa_flex.patching.hf_versions import cache_of, is_checkpointing
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
 _CACHED_DOCUMENTS = "a cache cannot tell documents apart: pass use_cache=False"
@@ -85,7 +86,7 @@ class CallHook:
         caches = self._caches(decoder, call)
         if caches:
             self._expect(caches, call)
-            call["nsa_call"] = CallContext(cache=call["past_key_values"], **told)
+            call["nsa_call"] = CallContext(cache=cache_of(call), **told)
             return (), call
         call["nsa_call"] = CallContext(rows=self._rows(decoder, call, max_documents), **told)
         if self._would_search_documents(decoder, call):
@@ -93,33 +94,33 @@ class CallHook:
         return (), call
 
     def _refuse_nsa_cache(self, call: dict[str, Any]) -> None:
-        cache = call.get("past_key_values")
+        cache = cache_of(call)
         if cache is not None and holds_nsa(cache, self.modules[0].layer_idx):
             raise ValueError(
-                "past_key_values holds NSA's layers, and the attention implementation is another "
-                "now: start with a new cache"
+                "the cache holds NSA's layers, and the attention implementation is another now: "
+                "start with a new cache"
             )
 
     def _caches(self, decoder: Decoder, call: dict[str, Any]) -> list[LayerCache]:
         """NSA's layers of the cache that came, exchanged for transformers' if need be."""
-        cache, limit = call.get("past_key_values"), layers_in_use(decoder)
+        cache, limit = cache_of(call), layers_in_use(decoder)
         modules = [module for module in self.modules if module.layer_idx < limit]
         if cache is None or not modules:
             return []
         if not hasattr(cache, "get_mask_sizes") or hasattr(cache, "self_attention_cache"):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; NSA runs with DynamicCache, "
-                "StaticCache and NSACache"
+                f"the cache is a {type(cache).__name__}; NSA runs with DynamicCache, StaticCache "
+                "and NSACache"
             )
         # The flag, since is_exporting() is True under any torch.compile of torch 2.11.
         if torch.compiler._is_exporting_flag and not torch.is_grad_enabled():
             raise ValueError(
-                "exporting (torch.export) a call with past_key_values is not supported: the "
-                "exported program would lose what NSA adds to the cache; compile the model with "
+                "exporting (torch.export) a call with a cache is not supported: the exported "
+                "program would lose what NSA adds to the cache; compile the model with "
                 "torch.compile, or export it with use_cache=False"
             )
-        if _is_checkpointing(decoder):
-            raise ValueError("past_key_values with gradient checkpointing: leave the cache out")
+        if is_checkpointing(decoder):
+            raise ValueError("a cache with gradient checkpointing: leave the cache out")
         self.patched.check_places(num_layers(decoder.config))
         if not holds_nsa(cache, modules[0].layer_idx):
             if torch.is_grad_enabled():
@@ -211,7 +212,7 @@ class CallHook:
 
     def _cache_sizes(self, call: dict[str, Any], length: int) -> tuple[int, int | Tensor]:
         """How many keys attention will get, and the index of the first new one."""
-        cache, layer_idx = call.get("past_key_values"), self.modules[0].layer_idx
+        cache, layer_idx = cache_of(call), self.modules[0].layer_idx
         if cache is None:
             return length, 0
         num_keys, _ = cache.get_mask_sizes(length, layer_idx)
@@ -290,9 +291,9 @@ def _document_positions(call: dict[str, Any]) -> Tensor | None:
 
 
 def _uses_cache(decoder: Decoder, call: dict[str, Any]) -> bool:
-    if call.get("past_key_values") is not None:
+    if cache_of(call) is not None:
         return True
-    if _is_checkpointing(decoder):
+    if is_checkpointing(decoder):
         return False
     use_cache = call.get("use_cache")
     return bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
@@ -321,10 +322,6 @@ def _assert_restart(position_ids: Tensor, positions: Tensor) -> None:
         "position_ids count on where a document of cu_seq_lens_q begins: pass position_ids that "
         "restart at each document (some models make plain ones where none are passed)",
     )
-
-
-def _is_checkpointing(decoder: Decoder) -> bool:
-    return decoder.training and getattr(decoder, "gradient_checkpointing", False)
 
 
 def _use_phi(module: Attention, layer: LayerCache) -> None:

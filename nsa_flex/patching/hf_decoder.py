@@ -7,7 +7,7 @@ input (`LayerInput`), and what the caller of the decoder said of padding, docume
 (`CallContext`, read by `hf_calls.CallHook`). Attention modules that stay unpatched hold a config
 that names the implementation the decoder had before, and get its masks.
 
-Checked against transformers 5.17 and 5.23.
+What differs between versions of transformers is in `hf_versions`.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ else:
 class NSACache(_Base):
     """Keys and values of a model with NSA, raw and compressed, for decoding.
 
-    For a transformers model that was patched it is a `Cache` to pass as `past_key_values`; layers
-    that stayed as they were have transformers' own caches in it. `generate` needs none: it makes
-    the caches of NSA's layers by itself. For other modules pass `cache.layers[i]` to the i-th NSA
-    module.
+    For a transformers model that was patched it is a `Cache` to pass as `cache` (before
+    transformers 5.24 as `past_key_values`); layers that stayed as they were have transformers'
+    own caches in it. `generate` needs none: it makes the caches of NSA's layers by itself. For
+    other modules pass `cache.layers[i]` to the i-th NSA module.
 
     Args:
         model: a patched model, or one with `NSAAttention` modules.

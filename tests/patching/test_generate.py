@@ -374,7 +374,7 @@ def test_caches_that_move_or_round_keys_are_refused(model: nn.Module, kind: str)
         message = "DynamicCache offloads keys and values"
     else:
         cache.layers[1] = Rounded()
-        message = "layer 1 of past_key_values is a Rounded; NSA's keys and values are neither"
+        message = "layer 1 of the cache is a Rounded; NSA's keys and values are neither"
     with pytest.raises(ValueError, match=message):
         model.generate(lines(40)[None], past_key_values=cache, max_new_tokens=3, **GREEDY)
     assert not any(isinstance(layer, LayerCache) for layer in cache.layers)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import nsa_flex
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.patching.hf_layer_types import kind_of_mask
+from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.testing.tiny_decoders import tiny_decoder
 from patching.tiny_models import NSA, SIZES, relative_error, tiny_model, tokens
 
@@ -269,8 +270,8 @@ def test_a_module_that_is_used_twice_in_a_forward() -> None:
 
 
 def test_keys_that_never_reached_the_cache() -> None:
-    def elsewhere(forward: Any, past_key_values: Any, **rest: Any) -> Any:
-        return forward(past_key_values=None, **rest)
+    def elsewhere(forward: Any, **arguments: Any) -> Any:
+        return forward(**{**arguments, CACHE: None})
 
     model = with_forward(elsewhere)
     with pytest.raises(ValueError, match="attends keys that it did not put into its layer"):
@@ -322,7 +323,7 @@ def test_exporting_a_step_with_a_cache() -> None:
 
     with (
         torch.no_grad(),
-        pytest.raises(Exception, match=r"exporting \(torch\.export\) a call with past_key_values"),
+        pytest.raises(Exception, match=r"exporting \(torch\.export\) a call with a cache"),
     ):
         torch.export.export(Step(), (IDS[:1, :1],))
 
