@@ -60,12 +60,23 @@ def test_without_cuda_gpu_tests_are_deselected_and_a_failure_names_the_seed(
     assert "repeat with --seed 77" in output
 
 
+HAS_EXHAUSTIVE = """
+import pytest
+@pytest.mark.exhaustive
+def test_more(): pass
+def test_one(): pass
+@pytest.mark.kept(lambda x: x == 2)
+@pytest.mark.parametrize("y", [3])
+@pytest.mark.parametrize("x", [1, 2])
+def test_some(x, y): pass
+"""
+
+
 def test_exhaustive_tests_run_where_the_expression_names_them(tmp_path: Path) -> None:
-    test = "import pytest\n@pytest.mark.exhaustive\ndef test_more(): pass\ndef test_one(): pass\n"
-    assert "1 passed, 1 deselected" in run_pytest(tmp_path, test, "-m", "not gpu")
-    output = run_pytest(tmp_path, test, "-m", "exhaustive and not gpu", "-v")
-    assert "test_more PASSED" in output
-    assert "1 passed, 1 deselected" in output
+    output = run_pytest(tmp_path, HAS_EXHAUSTIVE, "-m", "not gpu", "-v")
+    assert re.findall(r"::(\S+) PASSED", output) == ["test_one", "test_some[2-3]"]
+    output = run_pytest(tmp_path, HAS_EXHAUSTIVE, "-m", "exhaustive and not gpu", "-v")
+    assert re.findall(r"::(\S+) PASSED", output) == ["test_more", "test_some[1-3]"]
 
 
 def test_hypothesis_starts_every_example_from_the_same_torch_state() -> None:

@@ -345,6 +345,7 @@ def tiny(out: Path, *arguments: str) -> list[str]:
     return [*command, "--set", f"out={out}", "--json", *arguments]
 
 
+@pytest.mark.exhaustive
 def test_the_tiny_config_killed_and_resumed_on_a_cpu(tmp_path: Path) -> None:
     """To a falling loss, with all artefacts, in less than three minutes of one core."""
     out = tmp_path / "run"

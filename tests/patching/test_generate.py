@@ -44,6 +44,7 @@ def caches_of(model: nn.Module, length: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.kept(lambda cache: cache == "static")
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_512_greedy_tokens_are_those_of_the_full_pass(model: nn.Module, cache: str | None) -> None:
     ids = lines(40)[None]

@@ -32,7 +32,9 @@ def run_in_the_interpreter(
 ) -> None:
     """Runs the tests of `file` that need no GPU in the interpreter, with this run's seed."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # seconds for those not needed here
+    plugins = ["no:cacheprovider", "pytest_timeout", "_hypothesis_pytestplugin"]
+    command = [sys.executable, "-m", "pytest", "-q", *(f"-p{name}" for name in plugins)]
     result = subprocess.run(
         [*command, "--seed", str(config.option.seed), "-m", marks, file],
         env=environment,
