@@ -10,6 +10,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, align_positions
 from nsa_flex.explaining import Explanation, explain
 from nsa_flex.gates import Gates
+from nsa_flex.installed import warn_if_untested
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import Adapter, AttentionShape, load, patch, register_adapter, unpatch
 from nsa_flex.quantization import quantization_filter
@@ -50,6 +51,8 @@ __all__ = [
     "telemetry",
     "unpatch",
 ]
+
+warn_if_untested("torch")
 
 
 def __getattr__(name: str) -> Any:

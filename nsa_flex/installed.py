@@ -1,11 +1,17 @@
-"""Which optional packages there are, without importing them."""
+"""Which packages there are, and in which versions, without importing them."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import re
+import warnings
 from importlib import metadata
 
 from torch.torch_version import TorchVersion
+
+# The oldest and the newest release of each that the tests of `make compat` pass with.
+TESTED = {"torch": ("2.11", "2.14"), "triton": ("3.6", "3.8"), "transformers": ("5.15", "5.24")}
 
 
 def installed(name: str) -> bool:
@@ -27,6 +33,32 @@ def at_least(distribution: str, version: str) -> bool:
         return TorchVersion(metadata.version(distribution)) >= version
     except metadata.PackageNotFoundError:
         return False
+
+
+@functools.cache
+def warn_if_untested(package: str) -> None:
+    """One warning if `package` is installed in a release outside of `TESTED`.
+
+    Patch releases (the third number) are those of a tested one. Without metadata, as of nightly
+    builds under another name, there is nothing to compare and no warning.
+    """
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return
+    oldest, newest = TESTED[package]
+    is_older = _release(found) < _release(oldest)
+    if is_older or _release(found) > _release(newest):
+        warnings.warn(
+            f"{package} {found} is {'older' if is_older else 'newer'} than the versions that "
+            f"nsa_flex is tested with, {oldest} to {newest}: suspect it first if something fails",
+            stacklevel=2,
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Its first two numbers."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 HAS_TRITON = installed("triton")

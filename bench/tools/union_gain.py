@@ -91,9 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "choices", type=Path, help="of bench/tools/quality.py or record_choices.py"
-    )
+    parser.add_argument("choices", type=Path, help="of bench/tools/record_choices.py")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=(64, 128))

@@ -51,11 +51,13 @@ def decoding_batches(
     """
     from transformers import StaticCache
 
+    from nsa_flex.patching.hf_versions import CACHE
+
     def step(cached: int) -> dict[str, Any]:
         cache = StaticCache(config=model.config, max_cache_len=CACHED_TOKENS + steps + MOST_CALLS)
         with torch.no_grad():
-            model(input_ids=_tokens(1, cached, device), past_key_values=cache, use_cache=True)
-        return {"input_ids": _tokens(1, 1, device), "past_key_values": cache, "use_cache": True}
+            model(_tokens(1, cached, device), use_cache=True, **{CACHE: cache})
+        return {"input_ids": _tokens(1, 1, device), CACHE: cache, "use_cache": True}
 
     return [lambda cached=CACHED_TOKENS + i: step(cached) for i in range(steps)]  # type: ignore[misc]
 

@@ -16,7 +16,7 @@ from nsa_flex.cli.device import check_device
 from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.cli.generate_model import Loaded, load
 from nsa_flex.cli.generate_stream import Stream
-from nsa_flex.cli.outputs import SEEDS
+from nsa_flex.cli.outputs import SEEDS, print_json
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -83,7 +83,7 @@ def generate(
         _fail("stdin is closed")
     report = _turn(writer, sys.stdin.read() if prompt == "-" else prompt)
     if as_json:
-        typer.echo(json.dumps({"model": model, **report}, indent=2))
+        print_json({"model": model, **report})
 
 
 @dataclass
@@ -110,6 +110,8 @@ class Writer:
         Raises:
             ValueError: there is no token, or no room for so many.
         """
+        from nsa_flex.patching.hf_versions import CACHE
+
         model = self.loaded.model
         said = self.loaded.tokens.encode(text, follows=bool(self.ids))
         ids = self.ids + said
@@ -125,8 +127,8 @@ class Writer:
             model.generate(
                 torch.tensor([ids], device=model.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
-                past_key_values=self.cache,
                 streamer=stream,
+                **{CACHE: self.cache},
                 **self.options,
             )
         self.ids = ids + stream.ids

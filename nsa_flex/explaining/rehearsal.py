@@ -57,15 +57,22 @@ def rehearsing(device: torch.device) -> Iterator[Told]:
 
     A CUDA device need not be there; it has an index.
     """
-    told, devices = Told(), _Devices(device)
+    told = Told()
     with ExitStack() as stack:
         if HAS_TRITON:
             stack.enter_context(_on_a_device(device))
             stack.enter_context(_noting_launches(told))
         stack.enter_context(_noting_reasons(told))
-        stack.enter_context(_Bodies(devices))
-        stack.enter_context(devices)
+        stack.enter_context(pretending(device))
         yield told
+
+
+@contextmanager
+def pretending(device: torch.device) -> Iterator[None]:
+    """Within, meta tensors say they are on `device`, and nsa_flex's operators run their bodies."""
+    devices = _Devices(device)
+    with _Bodies(devices), devices:
+        yield
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 from typing import Any
 
 from torch import nn
@@ -16,9 +15,8 @@ from torch import nn
 from nsa_flex.config import NSAConfig
 from nsa_flex.paging import rows_per_page
 from nsa_flex.patching.hf_layers import Decoder, holders_of, is_attention
+from nsa_flex.patching.hf_versions import has_page_allocators
 from nsa_flex.patching.layer import layer_of
-
-_ALLOCATORS = "transformers.generation.continuous_batching.cache_allocators"
 
 
 def install(model: nn.Module, decoders: set[Decoder]) -> None:
@@ -76,10 +74,10 @@ def check_batching(model: Any, batching: Any = None, generation: Any = None) -> 
     Raises:
         ValueError: they do not; the message names why.
     """
-    if importlib.util.find_spec(_ALLOCATORS) is None:
+    if not has_page_allocators():
         raise ValueError(
             "continuous batching of a patched model needs a transformers whose engine has cache "
-            f"allocators ({_ALLOCATORS}), as 5.23 has: upgrade transformers"
+            "allocators, 5.19 or later: upgrade transformers"
         )
     from transformers import ContinuousBatchingConfig
 

@@ -108,7 +108,7 @@ def _check_kind(cache: Cache, modules: list[Attention]) -> None:
             kind = type(cache.layers[module.layer_idx]).__name__
         if kind not in _GROWING + _STATIC:
             raise ValueError(
-                f"layer {module.layer_idx} of past_key_values is a {kind}; NSA's keys and values "
+                f"layer {module.layer_idx} of the cache is a {kind}; NSA's keys and values "
                 f"are neither quantized nor kept otherwise: {advice}"
             )
 

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from nsa_flex.patching.call_context import CallContext
 from nsa_flex.patching.hf_families import family_of
 from nsa_flex.patching.hf_layers import Attention, Decoder
+from nsa_flex.patching.hf_versions import cache_of
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -67,7 +68,7 @@ def _send_from_decoder(decoder: Decoder, args: tuple[Any, ...], call: dict[str, 
 
 def _next_positions(call: dict[str, Any]) -> Tensor:
     """The positions that a decoder takes where none are passed: (1, S), after the cached ones."""
-    embeds, cache = call.get("inputs_embeds"), call.get("past_key_values")
+    embeds, cache = call.get("inputs_embeds"), cache_of(call)
     tokens = call["input_ids"] if embeds is None else embeds
     cached = 0 if cache is None else cache.get_seq_length()
     return (torch.arange(tokens.shape[1], device=tokens.device) + cached)[None]

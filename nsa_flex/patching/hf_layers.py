@@ -11,6 +11,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from nsa_flex.patching.hf_families import family_of, read_shape
 from nsa_flex.patching.hf_features import feature_of_module
+from nsa_flex.patching.hf_versions import check_known
 from nsa_flex.patching.layer import AttentionShape
 
 # The attention implementation of a patched decoder, as its config names it.
@@ -72,6 +73,7 @@ def attention_shape(module: Attention, decoder: Decoder) -> AttentionShape:
             f"{type(module).__name__} has {feature}, which NSA does not compute: leave such "
             "layers out with filter_fn"
         )
+    check_known(module, decoder)
     if not family_of(module).calls_interface and "forward" in vars(module):
         raise ValueError(
             f"{type(module).__name__} has a forward of its own on the instance, which patch would "
@@ -105,12 +107,8 @@ def _unsupported_feature(module: Attention, decoder: Decoder) -> str | None:
 
 def _hands_down_arguments(module: Attention, decoder: Decoder) -> bool:
     """Whether what the hooks add reaches the attention function."""
-    wanted = {"attention_mask", "position_ids", "past_key_values"}
-    return (
-        (decoder._supports_attention_backend or not family_of(module).declares_interface)
-        and wanted <= set(inspect.signature(decoder.forward).parameters)
-        and all(_takes_any_argument(part) for part in (decoder, module))
-    )
+    declares = decoder._supports_attention_backend or not family_of(module).declares_interface
+    return declares and all(_takes_any_argument(part) for part in (decoder, module))
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:

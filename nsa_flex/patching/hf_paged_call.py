@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.paging import LayerPages, Length, PagedBatch, Slots
+from nsa_flex.patching.hf_versions import take_paged_cache
 
 
 class PagedCall(NamedTuple):
@@ -24,13 +25,15 @@ class PagedCall(NamedTuple):
 def read_paged_call(call: dict[str, Any]) -> PagedCall | None:
     """The engine's arguments among those of a decoder; None if it did not call.
 
+    Takes its cache out of them.
+
     Raises:
         ValueError: the engine was set up without NSA's pages.
     """
-    cache = call.get("cache")
+    cache = take_paged_cache(call)
     if cache is None:
         return None
-    pages = next(iter(cache.cache_allocators.values()))
+    pages = next(iter(getattr(cache, "cache_allocators", {}).values()), cache)
     if getattr(pages, "batches", None) is None:
         raise ValueError(
             f"the cache of continuous batching has a {type(pages).__name__}, which keeps no "
@@ -39,21 +42,21 @@ def read_paged_call(call: dict[str, Any]) -> PagedCall | None:
         )
     num_keys = call["cu_seq_lens_k"][pages.layer_type].diff()
     batch = (
-        _any_batch(call, pages, num_keys)
+        _any_batch(call, cache, pages, num_keys)
         if call.get("block_table") is None
         else _batch_of_steps(call, pages, num_keys)
     )
     return PagedCall(batch, pages.layers)
 
 
-def _any_batch(call: dict[str, Any], pages: Any, num_keys: Tensor) -> PagedBatch:
+def _any_batch(call: dict[str, Any], cache: Any, pages: Any, num_keys: Tensor) -> PagedBatch:
     """A batch for which the engine lists where each token goes, and the pages of each request."""
     lengths, cu_seqlens = pages.lengths(), call["cu_seq_lens_q"]
     num_tokens = sum(length.new for length in lengths)
     (written,), (blocks,) = call["write_index"], call["read_index"]
     between = pages.block_physical_stride
     written = written[:num_tokens]
-    width = table_width(lengths, pages, call["cache"].max_blocks_per_request, cu_seqlens.device)
+    width = table_width(lengths, pages, cache.max_blocks_per_request, cu_seqlens.device)
     return PagedBatch.of(
         lengths,
         cu_seqlens,

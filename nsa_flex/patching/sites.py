@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nsa_flex.installed import warn_if_untested
 from nsa_flex.patching.adapters import Adapter, find_adapter, has_own_forward, is_installed
 from nsa_flex.patching.layer import AttentionShape, layer_of
 
@@ -74,6 +75,7 @@ class Site:
 
 def _transformers_layers() -> ModuleType:
     """What knows transformers' attention; imported only where there may be some."""
+    warn_if_untested("transformers")  # first: all that fails from here on may come of the version
     from nsa_flex.patching import hf_layers
 
     return hf_layers

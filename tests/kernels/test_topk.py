@@ -149,6 +149,7 @@ def check(case: Case) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda group: group in (1, 3, 16))
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
 def test_group_sizes(group: int) -> None:
     check(Case(group=group))
@@ -184,6 +185,7 @@ def test_many_slots() -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda num_blocks: num_blocks in (129, 1100))
 @pytest.mark.parametrize("num_blocks", [129, 400, 513, 1100, 4100])
 def test_wide_rows_of_scores(num_blocks: int) -> None:
     """Rows of scores that fill one and several warps."""
@@ -244,6 +246,7 @@ def test_offsets_of_batch_rows_differ(dtype: torch.dtype) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda dtype, together: (dtype == torch.float16) == together)
 @pytest.mark.parametrize("together", [False, True], ids=["", "queries together"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import nsa_flex
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.patching.hf_layer_types import kind_of_mask
+from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.testing.tiny_decoders import tiny_decoder
 from patching.tiny_models import NSA, SIZES, relative_error, tiny_model, tokens
 
@@ -218,16 +219,17 @@ def test_a_window_that_the_config_does_not_tell() -> None:
 
 
 class Attends:
-    """A transformers attention function in the place of NSA's, which it calls by `how`."""
+    """A module that calls attention by `how`: a function in the place of NSA's own, unnoticed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, how: Callable[..., Any]) -> None:
-        from nsa_flex.patching import hf_attention
+        from nsa_flex.patching import hf_attention, hf_parallel
 
         def call(module: nn.Module, *tensors: Any, **named: Any) -> Any:
             return how(hf_attention.attention_forward, module, *tensors, **named)
 
         functions = hf_attention.AttentionInterface._global_mapping
         monkeypatch.setitem(functions, "nsa_flex", call)
+        monkeypatch.setattr(hf_parallel, "attention_forward", call)
 
 
 def other_values(attend: Any, module: Any, query: Any, key: Any, value: Any, *rest: Any, **named):
@@ -269,8 +271,8 @@ def test_a_module_that_is_used_twice_in_a_forward() -> None:
 
 
 def test_keys_that_never_reached_the_cache() -> None:
-    def elsewhere(forward: Any, past_key_values: Any, **rest: Any) -> Any:
-        return forward(past_key_values=None, **rest)
+    def elsewhere(forward: Any, **arguments: Any) -> Any:
+        return forward(**{**arguments, CACHE: None})
 
     model = with_forward(elsewhere)
     with pytest.raises(ValueError, match="attends keys that it did not put into its layer"):
@@ -322,7 +324,7 @@ def test_exporting_a_step_with_a_cache() -> None:
 
     with (
         torch.no_grad(),
-        pytest.raises(Exception, match=r"exporting \(torch\.export\) a call with past_key_values"),
+        pytest.raises(Exception, match=r"exporting \(torch\.export\) a call with a cache"),
     ):
         torch.export.export(Step(), (IDS[:1, :1],))
 
