@@ -19,7 +19,9 @@ GPU = torch.device("cuda", 0)
 SEEDS = range(60)
 
 
-@pytest.fixture(autouse=True, params=[arch.SM90, arch.Device((8, 0), arch.SM90_SHARED_MEMORY)], ids=str)
+@pytest.fixture(
+    autouse=True, params=[arch.SM90, arch.Device((8, 0), arch.SM90_SHARED_MEMORY)], ids=str
+)
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     with arch.imagining(GPU, request.param):
         yield
