@@ -87,7 +87,7 @@ def family(name: str, config: str | None = None, **extras: Any) -> nn.Module:
         ),
         (
             lambda: family("DeepseekV32", **LATENT),
-            r"has an indexer that chooses keys \(layer type indexed_attention\)",
+            r"has an indexer that chooses keys \(layer type (indexed|deepseek_sparse)_attention\)",
         ),
         (
             lambda: family("DeepseekV3", **LATENT),
