@@ -272,11 +272,11 @@ def test_a_gradient_of_any_strides(
     monkeypatch.setattr(core_compressed, "causal", causal)
     monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)
     batch, length, blocks = 2, 23, SMALL.num_compressed_blocks(23)
-    sizes = [(4, length, 16), *[(2, length, 16)] * 2, *[(2, blocks, 16)] * 2, (4, length, 3)]
+    sizes = [(2, length, 16), *[(1, length, 16)] * 2, *[(1, blocks, 16)] * 2, (2, length, 3)]
     inputs = [leaf((batch, *size), torch.float32, "cpu") for size in sizes]
     q, k, v, ck, cv, gates = inputs
     start = torch.zeros(batch, length, dtype=torch.int32) if documents else None
-    memory = torch.randn(batch, length, 4, 17)
+    memory = torch.randn(batch, length, 2, 17)
     of_tokens = memory[:, :1, :, :16].contiguous()
     same = {
         "contiguous": memory[..., :16].contiguous().transpose(1, 2),
@@ -284,7 +284,7 @@ def test_a_gradient_of_any_strides(
         "columns first": memory[..., :16].permute(3, 2, 1, 0).contiguous().permute(3, 1, 2, 0),
         "padded": memory[..., :16].transpose(1, 2),
     }
-    repeated = of_tokens.expand(batch, length, 4, 16).transpose(1, 2)
+    repeated = of_tokens.expand(batch, length, 2, 16).transpose(1, 2)
 
     def gradients(grad: Tensor) -> tuple[Tensor, ...]:
         out = core_attention(

@@ -162,7 +162,7 @@ def check(case: Case) -> None:
 
 
 @kernels
-@settings(max_examples=6 if INTERPRETED else 30, deadline=None)
+@settings(max_examples=3 if INTERPRETED else 30, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     queries=st.integers(1, 50),

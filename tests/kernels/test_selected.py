@@ -337,7 +337,7 @@ def union_of(case: Case, blocks: Tensor, queries: range) -> dict[int, set[int]]:
 
 
 @kernels
-@pytest.mark.kept(lambda case: case.dtype == torch.float32)
+@pytest.mark.kept(lambda case: case.group != 16)
 @pytest.mark.parametrize(
     "case",
     [
@@ -380,7 +380,7 @@ def alike(case: Case, one: list[int], other: list[int]) -> bool:
 
 
 @kernels
-@pytest.mark.kept(lambda group, num_slots: (group, num_slots) in ((1, 32), (4, 16)))
+@pytest.mark.kept(lambda group, num_slots: (group, num_slots) in ((1, 32), (16, 16)))
 @pytest.mark.parametrize(
     ("heads", "group", "num_slots", "num_queries"),
     [(2, 1, 16, 150), (1, 1, 32, 150), (2, 3, 10, 100), (2, 4, 16, 100), (2, 16, 16, 33)],
@@ -598,6 +598,7 @@ def test_empty_inputs(shape: tuple[int, int, int, int]) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda batch, group: (batch, group) in ((2, 1), (1, 6)))
 @pytest.mark.parametrize(
     ("batch", "num_queries", "group"),
     [(1, 75, 1), (2, 45, 1), (3, 10, 1), (1, 75, 6), (2, 45, 6)],

@@ -179,6 +179,7 @@ def check(case: Case) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda length, own: (length in (7, 9, 38, 80)) == own)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
 def test_lengths(length: int, own: bool) -> None:
@@ -186,6 +187,7 @@ def test_lengths(length: int, own: bool) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda documents, own: (documents[0] in (80, 16)) != own)
 @pytest.mark.parametrize(
     "documents", [(80, 80), (1, 80, 1, 17), (33, 5, 64), (16, 16, 16, 16), (1, 1)]
 )
@@ -247,6 +249,7 @@ def test_query_heads_of_a_group_together_and_apart(
 
 
 @kernels
+@pytest.mark.kept(lambda own: own)
 @pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
 def test_packed_is_alone(own: bool) -> None:
     case = Case((50, 17, 80), own=own)
@@ -320,6 +323,7 @@ def test_any_packing(documents: list[int], own: bool, window: int) -> None:
     check(Case(tuple(documents), group=1, config=config, own=own))
 
 
+@pytest.mark.exhaustive
 @kernels
 def test_the_papers_sizes() -> None:
     """Some tiles of keys are inside of the window, some outside, some on its edge."""
@@ -373,6 +377,7 @@ def check_core(case: Case, longest: int | None = None) -> dict[str, Tensor]:
 
 
 @kernels
+@pytest.mark.kept(lambda own: own)
 @pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
 def test_the_core_gives_gradients_and_all_blocks(own: bool) -> None:
     case = Case((70,), batch=2, kv_heads=2, own=own)
@@ -389,6 +394,7 @@ def only_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda own: own)
 @pytest.mark.parametrize(
     ("length", "own", "batch"), [(97, False, 2), (131, True, 1)], ids=["", "own keys"]
 )
@@ -411,6 +417,7 @@ def test_rows_masked_by_a_choice(
 
 
 @kernels
+@pytest.mark.kept(lambda group: group == 1)
 @pytest.mark.parametrize(
     ("group", "dims"),
     [
@@ -431,6 +438,7 @@ def test_masked_rows_of_other_shapes(
 
 
 @kernels
+@pytest.mark.kept(lambda own, splits: own != splits)
 @pytest.mark.parametrize("splits", [False, True], ids=["", "heads apart"])
 @pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
 def test_documents_masked_by_a_choice(
@@ -449,6 +457,7 @@ def test_documents_masked_by_a_choice(
 
 
 @kernels
+@pytest.mark.kept(lambda batch, own: batch == 1 and own)
 @pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_documents_masked_in_two_launches(
@@ -480,6 +489,7 @@ def test_documents_masked_in_two_launches(
 
 
 @kernels
+@pytest.mark.kept(lambda documents, own, apart: len(documents) < 4 and own == apart)
 @pytest.mark.parametrize(
     ("documents", "group", "own", "batch", "apart"),
     [
@@ -543,6 +553,7 @@ def test_short_documents_beside_long_ones(
 
 
 @kernels
+@pytest.mark.kept(lambda own: own)
 @pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
 def test_both_steps_pass_opcheck(own: bool) -> None:
     """The operators of a backward in two steps, where documents may be short."""

@@ -276,6 +276,7 @@ HALF = torch.float16
 
 
 @kernels
+@pytest.mark.kept(lambda case: case.num_queries < 3000)
 @pytest.mark.parametrize(
     "case",
     [
@@ -288,6 +289,7 @@ HALF = torch.float16
         *(Case(num_queries=n, past=0, batch=3, dtype=HALF) for n in (1, 2, 16, 65, 129)),
         Case(num_queries=512, past=0, dtype=HALF),  # up to the most blocks that it takes
         Case(PAPER, 2, 2, 4, 3000, 0, 0, 16, True, HALF, 21),
+        Case(SMALL, 2, 1, 2, 200, 0, 0, 16, True, HALF, 9),
     ],
 )
 def test_queries_that_see_few_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,6 +487,9 @@ def blocks_of_row(
 
 
 @kernels
+@pytest.mark.kept(
+    lambda width, num_queries, documents: num_queries == 19 or (width == 1024) == documents
+)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("width", "num_slots"), [(512, 16), (1024, 4), (2048, 16)])
 @pytest.mark.parametrize("num_queries", [1, 7, 19])
