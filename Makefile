@@ -14,14 +14,16 @@ STAMP := $(VENV)/.installed
 # One thread a worker: several compiled kernels with a thread per core each only disturb one another.
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help env demo bench audit test families compat lint format unit wheel-test gpu-test docs clean
+.PHONY: help env demo bench audit test exhaustive families matrix compat lint format unit wheel-test gpu-test docs clean
 
 help:
 	@echo "make demo        train, compile and audit a small patched Llama on real text"
 	@echo "make bench       measure NSA against dense attention; ARGS='--preset headline'"
 	@echo "make audit       nsa-flex audit of nsa_flex itself: graphs, breaks, recompilations, syncs"
 	@echo "make families    check every decoder of transformers, write docs/guide/families.md anew"
-	@echo "make test        lint, type check and every test this machine can run"
+	@echo "make matrix      compile changed kernels for six GPU architectures, without a GPU"
+	@echo "make test        lint, type check and the tests, on CPU and GPU"
+	@echo "make exhaustive  the CPU tests that make test leaves out: more sizes of the same"
 	@echo "make compat      the tests in the oldest and newest torch, Triton, transformers and Python"
 	@echo "make lint        ruff, mypy and the import contracts"
 	@echo "make format      let ruff rewrite what it can"
@@ -57,6 +59,10 @@ audit: $(STAMP)
 families: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m nsa_flex.bench.tools.sweep_families
 
+matrix: $(STAMP)
+	OMP_NUM_THREADS=1 nice $(BIN)/python -W ignore -m nsa_flex.bench.tools.matrix \
+	  --jobs $(JOBS) $(ARGS)
+
 compat: $(STAMP)
 	$(BIN)/python -m nsa_flex.bench.tools.compat $(ARGS)
 
@@ -76,6 +82,9 @@ format: $(STAMP)
 
 unit: $(STAMP)
 	$(PYTEST) -m "not gpu" -n $(JOBS) --dist worksteal $(ARGS)
+
+exhaustive: $(STAMP)
+	$(PYTEST) -m "exhaustive and not gpu" -n $(JOBS) --dist worksteal $(ARGS)
 
 wheel-test: $(STAMP)
 	$(PYTEST) tests/test_packaging.py $(ARGS)

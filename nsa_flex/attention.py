@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_flex.backends import fused
+from nsa_flex.backends import decode, fused
 from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import (
@@ -16,6 +16,7 @@ from nsa_flex.dispatch import (
     Backend,
     BranchName,
     choose_backends,
+    is_decoded,
     is_fused,
 )
 from nsa_flex.inputs import (
@@ -28,6 +29,7 @@ from nsa_flex.inputs import (
 )
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
+from nsa_flex.sharded import refuse_context_parallel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -143,14 +145,15 @@ def nsa_attention(
 
     Raises:
         TypeError: an input that is no tensor, or a max_document_length that is no int.
-        ValueError: shapes, head counts, dtypes or devices that do not fit together, or a backend
-            that cannot compute what was asked of it.
+        ValueError: shapes, head counts, dtypes or devices that do not fit together, a backend
+            that cannot compute what was asked of it, or a call inside torch's `context_parallel`.
 
     >>> q, k, v = (torch.randn(1, heads, 128, 16) for heads in (4, 2, 2))
     >>> ck, cv = (x.unfold(2, 32, 16).mean(-1) for x in (k, v))
     >>> nsa_attention(q, k, v, ck, cv, torch.ones(1, 4, 128, 3), config=NSAConfig()).shape
     torch.Size([1, 4, 128, 16])
     """
+    refuse_context_parallel()
     inputs = Inputs(
         query,
         key,
@@ -174,8 +177,15 @@ def nsa_attention(
         for x in (compressed_key, compressed_value)
     )
 
+    tensors = inputs._replace(compressed_key=compressed_key, compressed_value=compressed_value)
+
+    if is_decoded(facts, backend):
+        out, aux = decode.attend(tensors, config, scale, query_offset, return_aux=return_aux)
+        if aux is None:
+            return out
+        return out, NSAAux(aux.blocks, BranchLSE(*aux.lse.unbind(-1)))
+
     if is_fused(choices, facts):
-        tensors = inputs._replace(compressed_key=compressed_key, compressed_value=compressed_value)
         core = fused.attend(
             tensors,
             config,
@@ -187,8 +197,8 @@ def nsa_attention(
         )
         if not return_aux:
             return core.out
-        aux: list[Any] = list(core[1:])  # none of it None, since it was asked for
-        return core.out, NSAAux(aux[0], BranchLSE(*aux[1:]))
+        found: list[Any] = list(core[1:])  # none of it None, since it was asked for
+        return core.out, NSAAux(found[0], BranchLSE(*found[1:]))
 
     offset, positions = query_positions(query, key, query_offset)
 

@@ -16,6 +16,13 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.moved_tokens import move_tokens
 
+# On CUDA a message may have 254 characters; Inductor for the CPU takes no quotation marks.
+POSITIONS_RULE = (
+    "position_ids break the rule: each is the one before plus one, 0 where a document begins, or "
+    "of padding, and the first is 0 or counts the cached tokens. Shards of a sequence break it: "
+    "context and sequence parallelism are not supported"
+)
+
 
 class DocumentLayout(NamedTuple):
     """Where every token goes, and back.
@@ -142,7 +149,8 @@ def align_positions(
 ) -> DocumentLayout:
     """Layout of packed rows whose `position_ids` (B, S) restart at every document.
 
-    A document ends where the next position is not one more. The rows become one row. The unused
+    Each position is the one before plus one, or 0 where a document begins (an assertion on the
+    device, which the host does not wait for). The rows become one row. The unused
     slots behind the documents must be bounded without reading values: by l' - 1 for each of
     `max_documents`, whatever their lengths. By default by an eighth of the tokens and l' - 1 for
     each row and eight more: room for documents of 4 * l' tokens on average, of any lengths that
@@ -157,6 +165,7 @@ def align_positions(
     room = total // 8 + (8 + batch) * gap if max_documents is None else max_documents * gap
     new = torch.ones_like(position_ids, dtype=torch.bool)
     new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    torch._assert_async((~new | (position_ids == 0)).all(), POSITIONS_RULE)
     document = new.flatten().cumsum(0)
     first = torch.searchsorted(document, document)
     target, num_slots = _aligned(first, config), _num_slots(total, room, config)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa_flex.plain_modules import is_plain_module
+from nsa_flex.plain_modules import has_hooks, is_plain_module
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -191,6 +191,12 @@ class Gates(nn.Module):
         if columns % ALIGNED_COLUMNS:
             weight = F.pad(weight, (0, 0, 0, -columns % ALIGNED_COLUMNS))
         return F.linear(x, weight)[..., :columns] + self.linear.bias
+
+
+def gates_of_step(gates: Any, x: Tensor) -> Tensor | GateLogits:
+    """What `Gates` gives for a decode step: as logits, unless hooks are to see its gates."""
+    as_logits = type(gates) is Gates and not has_hooks(gates)
+    return gates(x, as_logits=True) if as_logits else gates(x)
 
 
 def _is_apart(linear: nn.Module) -> bool:

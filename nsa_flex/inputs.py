@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import Facts
+from nsa_flex.dispatch import FEW_QUERIES, Facts
 from nsa_flex.documents import check_max_document_length, is_integral
+from nsa_flex.installed import HAS_TRITON
 
 _OFFSETS = (int, torch.SymInt, Tensor)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -66,6 +67,8 @@ class Inputs(NamedTuple):
     ) -> Facts:
         """What dispatch looks at."""
         query, key = self.query, self.key
+        whole = is_whole(query, key, query_offset)
+        few = not whole and query.shape[2] <= FEW_QUERIES
         return Facts(
             device_type=query.device.type,
             dtype=query.dtype,
@@ -74,13 +77,25 @@ class Inputs(NamedTuple):
             num_query_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             num_queries=query.shape[2],
-            whole=is_whole(query, key, query_offset),
+            whole=whole,
             documents=document_start is not None,
             needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
             select_block_size=config.select_block_size,
             num_selected_blocks=config.num_selected_blocks,
             known_offset=not isinstance(query_offset, Tensor),
+            decode_problem=self._decode_problem(config) if few else None,
         )
+
+    def _decode_problem(self, config: NSAConfig) -> str | None:
+        """Why the decode kernels do not take these sizes; None if they do."""
+        if self.sliding_key is not self.key or self.sliding_value is not self.value:
+            return "the sliding branch has keys of its own"
+        if not HAS_TRITON:
+            return "triton is not installed"
+        from nsa_flex.fallback_kernels.decode import checks
+
+        sizes = (self.key.shape[1], self.key.shape[2], self.value.shape[3])
+        return checks.sizes_unsupported_reason(self.query, *sizes, config)
 
 
 def check_inputs(

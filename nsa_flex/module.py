@@ -15,7 +15,7 @@ from nsa_flex.compression import Compression, branched, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, real_positions
-from nsa_flex.gates import GateInit, Gates
+from nsa_flex.gates import GateInit, Gates, gates_of_step
 from nsa_flex.joined import JoinedInput, joined_input
 from nsa_flex.rotary import apply_rotary, rotary_cos_sin
 
@@ -210,7 +210,8 @@ class NSAAttention(nn.Module):
             positions = self._next_positions(x, attention_mask, cache)
         query, keys, values = self._project(x, positions)
         keys, values = cache.update(keys, values)
-        gates = self.gates(x, as_logits=cache.is_step(x.shape[1], self.backend))
+        is_step = cache.is_step(x.shape[1], self.backend)
+        gates = gates_of_step(self.gates, x) if is_step else self.gates(x)
         out, aux = cache.attend(
             query, keys, values, gates, backend=self.backend, return_aux=return_aux
         )

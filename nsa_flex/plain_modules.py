@@ -9,6 +9,20 @@ from torch.nn.modules import module as every_module
 _PLAIN = {nn.Parameter, torch.Tensor}
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks see calls of `module`: registered on it, or on all modules."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or every_module._global_forward_pre_hooks
+        or every_module._global_forward_hooks
+        or every_module._global_backward_pre_hooks
+        or every_module._global_backward_hooks
+    )
+
+
 def is_plain_module(
     module: nn.Module, kind: type[nn.Module], may_lack: tuple[str, ...] = ()
 ) -> bool:
@@ -27,9 +41,6 @@ def is_plain_module(
         type(module) is kind
         and "forward" not in module.__dict__
         and module._compiled_call_impl is None
-        and not (module._forward_pre_hooks or module._forward_hooks)
-        and not (module._backward_pre_hooks or module._backward_hooks)
-        and not (every_module._global_forward_pre_hooks or every_module._global_forward_hooks)
-        and not (every_module._global_backward_pre_hooks or every_module._global_backward_hooks)
+        and not has_hooks(module)
         and kinds <= _PLAIN
     )

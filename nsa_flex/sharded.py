@@ -1,9 +1,15 @@
-"""Parameters that are sharded over ranks (DTensors, as `fully_shard` makes them)."""
+"""What is sharded over ranks: parameters (DTensors, as `fully_shard` makes them), sequences."""
 
 from __future__ import annotations
 
+from types import FunctionType
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+# Where `context_parallel` lies, which puts a function of its own in the place of SDPA.
+_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental."
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -24,3 +30,14 @@ def fill(parameter: Tensor, value: Tensor) -> None:
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         value = distribute_tensor(value.contiguous(), mesh, placements)
     parameter.copy_(value)
+
+
+def refuse_context_parallel() -> None:
+    """ValueError inside torch's `context_parallel`, where each rank has a shard of a sequence."""
+    sdpa = F.scaled_dot_product_attention
+    if isinstance(sdpa, FunctionType) and (sdpa.__module__ or "").startswith(_CONTEXT_PARALLEL):
+        raise ValueError(
+            "the call is inside torch's context_parallel, which gives each rank a shard of the "
+            "sequence, and NSA would attend the shard alone: context parallelism is not "
+            "supported yet; call outside it, with whole sequences"
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import inspect
 import random
 import secrets
 import sys
@@ -56,6 +58,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.torch_generator = TorchGenerator(config.option.seed)  # type: ignore[attr-defined]
     hypothesis.register_random(config.torch_generator)  # type: ignore[attr-defined]
     poisoned_memory.install()
+    if not torch.cuda.is_available():  # where garbage holds no memory of a device
+        gc.set_threshold(20_000, 20, 20)  # collecting took a tenth of all time
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections need not look at what importing made."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -71,23 +81,42 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"repeat with --seed {config.option.seed}")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Cases of which a test's `kept` says no are exhaustive."""
+    if (mark := item.get_closest_marker("kept")) is None:
+        return
+    (kept,) = mark.args
+    values = item.callspec.params  # type: ignore[attr-defined]
+    if not kept(**{name: values[name] for name in inspect.signature(kept).parameters}):
+        item.add_marker("exhaustive")
+
+
 @pytest.hookimpl(trylast=True)  # after `-m` left out what it does
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # No worker shall come upon a test of a minute at the end: files in Triton's interpreter, then
     # what compiles much.
     items.sort(
         key=lambda item: (
-            item.name != "test_kernels_under_the_interpreter",
+            not item.name.startswith("test_kernels_under_the_interpreter"),
             item.get_closest_marker("long") is None,
         )
     )
+    left_out = {item for item in items if is_left_out(item, config.option.markexpr)}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
     if torch.cuda.is_available():
         spread_large(items)
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    if left_out:
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=left_out)
+
+
+def is_left_out(item: pytest.Item, expression: str) -> bool:
+    """What this machine cannot run, and what runs only where the expression after `-m` names it.
+
+    A GPU is fast enough for exhaustive tests: `make gpu-test` runs them all.
+    """
+    if item.get_closest_marker("gpu"):
+        return not torch.cuda.is_available()
+    return item.get_closest_marker("exhaustive") is not None and "exhaustive" not in expression
 
 
 def spread_large(items: list[pytest.Item]) -> None:

@@ -20,8 +20,11 @@ def run_pytest(folder: Path, test: str, *arguments: str) -> str:
     """Output of pytest, with our conftest, on one file that holds `test`."""
     (folder / "test_it.py").write_text(test)
     (folder / "conftest.py").write_text(CONFTEST.read_text())
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs CUDA\n")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    gpu: needs CUDA\n    exhaustive:\n"
+    )
     environment = os.environ | {"PYTHONPATH": str(CONFTEST.parent), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no second for those not needed here
     command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.stdout
@@ -55,6 +58,25 @@ def test_without_cuda_gpu_tests_are_deselected_and_a_failure_names_the_seed(
     assert "CUDA: none, gpu tests left out" in output
     assert "seed: 77 (--seed 77 repeats it)" in output
     assert "repeat with --seed 77" in output
+
+
+HAS_EXHAUSTIVE = """
+import pytest
+@pytest.mark.exhaustive
+def test_more(): pass
+def test_one(): pass
+@pytest.mark.kept(lambda x: x == 2)
+@pytest.mark.parametrize("y", [3])
+@pytest.mark.parametrize("x", [1, 2])
+def test_some(x, y): pass
+"""
+
+
+def test_exhaustive_tests_run_where_the_expression_names_them(tmp_path: Path) -> None:
+    output = run_pytest(tmp_path, HAS_EXHAUSTIVE, "-m", "not gpu", "-v")
+    assert re.findall(r"::(\S+) PASSED", output) == ["test_one", "test_some[2-3]"]
+    output = run_pytest(tmp_path, HAS_EXHAUSTIVE, "-m", "exhaustive and not gpu", "-v")
+    assert re.findall(r"::(\S+) PASSED", output) == ["test_more", "test_some[1-3]"]
 
 
 def test_hypothesis_starts_every_example_from_the_same_torch_state() -> None:

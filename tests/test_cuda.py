@@ -157,8 +157,33 @@ def test_documents_and_offsets_run_on_the_kernels(
         assert_close(f"gradient of {name}", grad, exact, plain_grad, dtype, least=least)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("queries", "offset"), [(1, 799), (16, 500), (7, (3, 600))])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_few_queries_run_on_the_decode_kernels(
+    dtype: torch.dtype, queries: int, offset: Any, compiled: bool
+) -> None:
+    query, *others, gates = (x.detach() for x in problem((64, 64, 4, dtype, PAPER, 800, 2)))
+    inputs = [query[:, :, :queries], *others, gates[:, :, :queries]]
+    place = offset if isinstance(offset, int) else torch.tensor(offset, device="cuda")
+    told = explain(*inputs[:3], query_offset=place)
+    assert {run.stage for run in told.kernels.forward} == {"decode"}
+    call = torch.compile(nsa_attention, fullgraph=True) if compiled else nsa_attention
+    options: dict[str, Any] = {"config": PAPER, "query_offset": place, "return_aux": True}
+    out, aux = call(*inputs, **options)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call(*inputs, **options)
+        torch.cuda.synchronize()
+    assert any(event.name.startswith("decode_combine") for event in profiler.events())
+    arrays, blocks = [to_float64(x) for x in inputs], aux.blocks.cpu().numpy()
+    scores = oracle.forward(*arrays, PAPER, offset=offset).scores
+    assert oracle.choice_excess(blocks, scores, PAPER, offset) <= CHOICE_ROUNDING
+    want = oracle.forward(*arrays, PAPER, offset=offset, blocks=blocks)
+    assert_close("output", out, want.out, eager_with_masks(inputs, blocks, offset, None), dtype)
+
+
 def eager_with_masks(
-    inputs: list[Tensor], blocks: np.ndarray, offset: int, starts: np.ndarray | None
+    inputs: list[Tensor], blocks: np.ndarray, offset: Any, starts: np.ndarray | None
 ) -> Tensor:
     """`eager_nsa` with the oracle's masks."""
     q, k, v, ck, cv, gates = inputs

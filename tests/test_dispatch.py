@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_flex import explain
-from nsa_flex.dispatch import IMPLEMENTATIONS, Facts, choose_backends, is_fused
+from nsa_flex.dispatch import IMPLEMENTATIONS, Facts, choose_backends, is_decoded, is_fused
 
 CUDA = Facts(
     device_type="cuda",
@@ -71,6 +71,45 @@ def test_auto(changes: dict[str, object], expected: tuple[str, ...]) -> None:
 def test_one_operator(changes: dict[str, object], together: bool) -> None:
     facts = replace(CUDA, **changes)  # type: ignore[arg-type]
     assert is_fused(choose_backends(facts), facts) == together
+
+
+FEW = replace(CUDA, whole=False, num_queries=16, needs_grad=False, decode_problem=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "problem"),
+    [
+        ({}, "auto", None),
+        ({"known_offset": False}, "auto", None),
+        ({"needs_grad": True}, "auto", "they have no backward"),
+        ({"documents": True}, "auto", "they take one document a row"),
+        ({"decode_problem": "too many"}, "auto", "too many"),
+        ({}, {"sliding": "auto"}, "they run all three branches together"),
+    ],
+)
+def test_few_queries_against_a_longer_past(
+    changes: dict[str, object], backend: object, problem: str | None
+) -> None:
+    facts = replace(FEW, **changes)  # type: ignore[arg-type]
+    choices = choose_backends(facts, backend)  # type: ignore[arg-type]
+    assert is_decoded(facts, backend) == (problem is None)  # type: ignore[arg-type]
+    for choice in choices.values():
+        if problem is None:
+            assert choice.backend == "triton"
+            assert choice.reason.startswith("the decode kernels: at most 16 queries")
+        else:
+            assert choice.backend == "dense"
+            assert choice.reason.endswith(f"longer past; not the decode kernels: {problem}")
+
+
+@pytest.mark.parametrize("changes", [{"num_queries": 17}, {"whole": True}, {"device_type": "cpu"}])
+def test_other_calls_are_no_decode_steps(changes: dict[str, object]) -> None:
+    assert not is_decoded(replace(FEW, **changes), "auto")  # type: ignore[arg-type]
+
+
+def test_a_named_backend_computes_few_queries() -> None:
+    assert backends(FEW, "triton") == ("triton", "triton", "triton")
+    assert not is_decoded(FEW, "triton")
 
 
 def test_an_explicit_choice_is_taken_and_the_rest_is_auto() -> None:

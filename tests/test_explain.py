@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -99,14 +100,28 @@ def test_the_device_is_why_gluon_does_not_run(imagine: Callable[..., None]) -> N
 def test_the_version_of_triton_is_why_gluon_does_not_run(
     imagine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton.__version__", "3.9.1")
+    monkeypatch.setattr("triton.__version__", "4.0.1")
+    arch._warn_of_version.cache_clear()
     imagine(*arch.SM90)
-    kernels = explain(*pair(), device=GPU, needs_grad=True).kernels
-    assert not kernels.names & kernels_of("_sm90")
-    assert any(
-        line.endswith("written for Triton 3.6.x and 3.7.x, got 3.9.1")
-        for line in kernels.passed_over
-    )
+    with pytest.warns(UserWarning, match="kernels for Hopper and the fast launcher") as told:
+        kernels = [explain(*pair(), device=GPU, needs_grad=grad).kernels for grad in (True, False)]
+    assert not (kernels[0].names | kernels[1].names) & kernels_of("_sm90")
+    reason = "written for Triton 3.6.x, 3.7.x, 3.8.x and 3.9.x, got 4.0.1"
+    assert any(line.endswith(reason) for line in kernels[0].passed_over)
+    (warning,) = (str(each.message) for each in told)  # once, whatever asks
+    assert reason in warning
+    assert "at 64k tokens and 64/4 heads a forward takes about 9 % longer" in warning
+
+
+def test_only_hopper_is_warned_of_a_version(
+    imagine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", "4.0.1")
+    arch._warn_of_version.cache_clear()
+    imagine(*A100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explain(*pair(), device=GPU, needs_grad=True).kernels.names
 
 
 def test_float32_says_why_not(imagine: Callable[..., None]) -> None:
@@ -126,6 +141,20 @@ def test_keys_of_its_own_keep_the_sliding_branch_out_of_the_epilogue(
     own = explain(query, key, device=GPU, sliding_key=meta(*key.shape), sliding_value=key).kernels
     assert {run.stage for run in own.forward} == {run.stage for run in shared.forward}
     assert own.names != shared.names
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_few_queries_run_the_decode_kernels(on_device: bool) -> None:
+    query, key = meta(1, 64, 16, 128), meta(1, 4, 65536, 128)
+    offset = torch.empty(1, dtype=torch.int64, device="meta") if on_device else 1000
+    told = explain(query, key, device=GPU, query_offset=offset, needs_grad=False)
+    assert {choice.backend for choice in told.choices.values()} == {"triton"}
+    assert {run.stage for run in told.kernels.forward} == {"decode"}
+    own = explain(query, key, device=GPU, sliding_key=key, sliding_value=meta(*key.shape))
+    assert own["sliding"].reason.endswith("the sliding branch has keys of its own")
+    assert "decode" not in {run.stage for run in own.kernels.forward}
+    tall = explain(meta(1, 512, 16, 128), key, device=GPU)
+    assert "128 query heads share a KV head; the decode kernels take" in tall["sliding"].reason
 
 
 def test_a_decode_step_runs_on_triton() -> None:
@@ -297,6 +326,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "core, training": {"grad": True},
     "core, keys of its own": {"grad": True, "own": True},
     "few tokens": {"tokens": 640},
+    "few queries": {"queries": 3},
     "float32": {"dtype": torch.float32, "grad": True},
     "documents": {"documents": True, "grad": True},
     "selected and sliding alone": {"backend": {"compressed": "dense"}, "grad": True},
@@ -312,7 +342,11 @@ def test_the_profiler_sees_the_kernels_of_a_call(name: str) -> None:
     case |= CALLS[name]
     dtype, grad, tokens = case["dtype"], case["grad"], case["tokens"]
     num_blocks = NSAConfig().num_compressed_blocks(tokens)
-    lengths = {"query": (64, tokens), "key": (4, tokens), "value": (4, tokens)}
+    lengths = {
+        "query": (64, case.get("queries", tokens)),
+        "key": (4, tokens),
+        "value": (4, tokens),
+    }
     lengths |= {"compressed_key": (4, num_blocks), "compressed_value": (4, num_blocks)}
     if case.get("own"):
         lengths |= {"sliding_key": (4, tokens), "sliding_value": (4, tokens)}
@@ -320,7 +354,8 @@ def test_the_profiler_sees_the_kernels_of_a_call(name: str) -> None:
         each: random(1, heads, length, 128, dtype=dtype, grad=grad)
         for each, (heads, length) in lengths.items()
     }
-    gates = torch.rand(1, 64, tokens, 3, dtype=dtype, device="cuda", requires_grad=grad)
+    gates_shape = (*inputs["query"].shape[:3], 3)
+    gates = torch.rand(gates_shape, dtype=dtype, device="cuda", requires_grad=grad)
     options: dict[str, Any] = {"backend": case["backend"]}
     if case.get("documents"):
         places = torch.arange(tokens, device="cuda")[None]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
+from nsa_flex import NSAAttention
 from nsa_flex import gates as gates_module
 from nsa_flex.gates import GateLinear, Gates
 from reference import oracle
@@ -278,3 +279,29 @@ def test_bad_arguments(arguments, init, message):
 def test_bad_shapes(shape):
     with pytest.raises(ValueError, match=r"x has shape .*; expected \(batch, tokens, hidden_s"):
         Gates(16, 4)(torch.randn(shape))
+
+
+@pytest.mark.parametrize("register", ["module", "every module"])
+def test_a_hook_sees_the_gates_of_a_decode_step(register):
+    layer, x = NSAAttention(32, 4, 2), torch.randn(1, 9, 32)
+    seen = []
+
+    def halved(module, args, out):
+        if module is layer.gates:
+            seen.append(out)
+            return out / 2
+        return None
+
+    with torch.no_grad():
+        if register == "module":
+            layer.gates.register_forward_hook(halved)
+            expected = layer(x)
+        else:
+            handle = torch.nn.modules.module.register_module_forward_hook(halved)
+            expected = layer(x)
+        cache = layer.new_cache()
+        found = [layer(part, cache=cache) for part in x.split([6, 1, 2], dim=1)]
+    if register != "module":
+        handle.remove()
+    assert [tuple(each.shape) for each in seen[1:]] == [(1, 4, n, 3) for n in (6, 1, 2)]
+    torch.testing.assert_close(torch.cat(found, 1), expected)

@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from nsa_flex.bench.cases.case import Case
 from nsa_flex.config import NSAConfig
 
@@ -60,19 +58,29 @@ def keys_seen(part: str, length: int, config: NSAConfig) -> int:
     >>> keys_seen("dense", 4, NSAConfig()), keys_seen("sliding", 4, NSAConfig(window_size=2))
     (10, 7)
     """
-    t = np.arange(length, dtype=np.int64)
     if part == "dense":
-        seen = t + 1
-    elif part == "compressed":
-        first_seen = config.compress_block_size - 1
-        seen = np.where(t < first_seen, 0, (t - first_seen) // config.compress_stride + 1)
-    elif part == "selected":
-        own, place = np.divmod(t, config.select_block_size)
-        earlier = np.minimum(own, config.num_selected_blocks - 1)
-        seen = earlier * config.select_block_size + place + 1
-    else:
-        seen = np.minimum(t + 1, config.window_size)
-    return int(seen.sum())
+        return _up_to(length)
+    if part == "compressed":
+        blocks, rest = divmod(
+            max(0, length - config.compress_block_size + 1), config.compress_stride
+        )
+        return config.compress_stride * _up_to(blocks) + rest * (blocks + 1)
+    if part == "selected":
+        size, most = config.select_block_size, config.num_selected_blocks - 1
+        own, rest = divmod(length, size)
+        earlier = size * _capped(own, most) + rest * min(own, most)
+        return size * earlier + own * _up_to(size) + _up_to(rest)
+    return _capped(length + 1, config.window_size)
+
+
+def _up_to(n: int) -> int:
+    """1 + ... + n."""
+    return n * (n + 1) // 2
+
+
+def _capped(n: int, most: int) -> int:
+    """The sum of min(i, most) over i < n."""
+    return _up_to(min(n - 1, most)) + max(0, n - 1 - most) * most
 
 
 def parts_of(case: Case) -> tuple[str, ...]:

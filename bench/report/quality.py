@@ -1,4 +1,4 @@
-"""NSA beside dense attention after training: held-out losses at equal tokens and equal seconds."""
+"""What variants learn at equal tokens: a table and a plot of the rows of `bench.quality`."""
 
 from __future__ import annotations
 
@@ -6,97 +6,119 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-Found = dict[str, Any]
-BRANCHES = ("compressed", "selected", "sliding")
+from nsa_flex.bench.report.cells import EMPTY
+from nsa_flex.bench.report.cells import tokens as length
+from nsa_flex.bench.report.rows import Row
+
+BASE = "dense"  # what the others are compared with
+GROUP = ["size", "seq_len", "tokens"]
 
 
-def summarize(results: list[Found]) -> Found:
-    """One result of `bench.tools.quality` for each attention, and how they compare.
+def quality(rows: list[Row]) -> pd.DataFrame:
+    """One line a variant, of runs with as many tokens: mean of the seeds ± half their range.
 
-    Returns:
-        "models" by attention; "equal_tokens", the losses at the last step that all measured;
-        "equal_seconds", at the end of the shortest run, between measurements by interpolation;
-        None of a run that had not measured by then.
+    "after dense" is its loss less that of dense attention with the same seeds. Losses are
+    held-out nats a token.
     """
-    models = {each["attention"]: each for each in results}
-    steps = set.intersection(*({e["step"] for e in each["evaluations"]} for each in results))
-    seconds = min(each["evaluations"][-1]["seconds"] for each in results)
-    return {
-        "models": models,
-        "equal_tokens": _at_step(models, max(steps)),
-        "equal_seconds": _at_seconds(models, seconds),
-    }
+    lines = []
+    for (size, seq_len, count), group in _groups(rows).items():
+        by_variant: dict[str, list[Row]] = {}
+        for row in group:
+            by_variant.setdefault(row["variant"], []).append(row)
+        dense = {row["seed"]: row["loss"] for row in by_variant.get(BASE, [])}
+        for name, runs in by_variant.items():
+            behind = [row["loss"] - dense[row["seed"]] for row in runs if row["seed"] in dense]
+            speed = np.mean([row["tokens"] / row["seconds"] for row in runs])
+            lines.append(
+                {
+                    "model": size,
+                    "context": length(seq_len),
+                    "tokens": f"{count / 1e6:.0f} M",
+                    "variant": name,
+                    "parameters": f"{runs[0]['parameters'] / 1e6:.1f} M",
+                    "seeds": str(len(runs)),
+                    "held-out loss": _spread([row["loss"] for row in runs]),
+                    "after dense": _spread(behind, "+.3f"),
+                    "last quarter": _spread([last_quarter(row) for row in runs]),
+                    "names far back": _spread([loss for row in runs for loss in _far(row)]),
+                    "tokens/s": f"{speed:,.0f}",
+                    "commit": runs[0]["commit"],
+                }
+            )
+    return pd.DataFrame(lines)
 
 
-def _at_step(models: dict[str, Found], step: int) -> Found:
-    found: Found = {"step": step}
-    for name, each in models.items():
-        (row,) = (row for row in each["evaluations"] if row["step"] == step)
-        found |= {"tokens": row["tokens"], f"{name}_loss": row["loss"]}
-        found[f"{name}_seconds"] = row["seconds"]
-        found[f"{name}_last_quarter"] = _last_quarter(row)
-    return found
-
-
-def _last_quarter(row: Found) -> float:
+def last_quarter(row: Row) -> float:
     """Loss of the last quarter of positions, where a context is long."""
     places = row["by_position"]
-    return round(float(np.mean(places[-len(places) // 4 :])), 4)
+    return float(np.mean(places[-(len(places) // 4) :]))
 
 
-def _at_seconds(models: dict[str, Found], seconds: float) -> Found:
-    found: Found = {"seconds": seconds}
-    for name, each in models.items():
-        rows = each["evaluations"]
-        times = [row["seconds"] for row in rows]
-        known = times[0] <= seconds
-        for what, digits in (("loss", 4), ("tokens", None)):
-            value = float(np.interp(seconds, times, [row[what] for row in rows]))
-            found[f"{name}_{what}"] = round(value, digits) if known else None
-    return found
+def _far(row: Row) -> list[float]:
+    """Loss on names that came last far back; nothing if there is none."""
+    return [row["names"]["far"]["loss"]] if "far" in row["names"] else []
 
 
-def draw(found: Found, path: Path) -> None:
-    """One PNG: losses over tokens, over seconds and by position, and gates over steps."""
+def _groups(rows: list[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """Runs that compare: of the same size, length and tokens."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["target"] == "quality" and "by_position" in row:
+            groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
+    return groups
+
+
+def _spread(values: list[float], style: str = ".3f") -> str:
+    """Mean ± half the range.
+
+    >>> _spread([1.0, 1.1, 1.5]), _spread([2.0]), _spread([])
+    ('1.200 ± 0.250', '2.000', '-')
+    """
+    if not values:
+        return EMPTY
+    mean = f"{np.mean(values):{style}}"
+    return mean if len(values) == 1 else f"{mean} ± {(max(values) - min(values)) / 2:.3f}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """One PNG of the runs with the most tokens: losses over tokens, by position and on names."""
     from matplotlib.figure import Figure
 
+    group = max(_groups(rows).items(), key=lambda each: (each[0][2], len(each[1])))[1]
+    names = list(dict.fromkeys(row["variant"] for row in group))
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     axes = figure.subplots(2, 2)
-    for name, each in found["models"].items():
-        rows = each["evaluations"]
-        losses = [row["loss"] for row in rows]
-        axes[0, 0].plot([row["tokens"] / 1e6 for row in rows], losses, "o-", ms=3, label=name)
-        axes[0, 1].plot([row["seconds"] for row in rows], losses, "o-", ms=3, label=name)
-        (row,) = (row for row in rows if row["step"] == found["equal_tokens"]["step"])
-        length = each["config"]["data"]["seq_len"]
-        places = (np.arange(len(row["by_position"])) + 0.5) * length / len(row["by_position"])
-        axes[1, 0].plot(places, row["by_position"], label=name)
-        if each["gates"]:
-            _draw_shares(each["gates"], axes[1, 1])
-    names = ("million tokens", "seconds of training", "position", "step")
-    for place, name in zip(axes.flat, names, strict=True):
-        place.set_xlabel(name)
-        place.grid(alpha=0.3)
-        place.legend()
-    for place in axes.flat[:3]:
+    for number, name in enumerate(names):
+        runs = [row for row in group if row["variant"] == name]
+        style: dict[str, Any] = {"color": f"C{number}"}
+        for row in runs:
+            told = style | ({"label": name} if row is runs[0] else {})
+            count, seconds, losses = np.array(row["curve"]).T
+            axes[0, 0].plot(count / 1e6, losses, "o-", ms=3, **told)
+            axes[0, 1].plot(seconds, losses, "o-", ms=3, **told)
+        places = np.mean([row["by_position"] for row in runs], 0)
+        positions = (np.arange(len(places)) + 0.5) * runs[0]["seq_len"] / len(places)
+        axes[1, 0].plot(positions, places, label=name, **style)
+        kinds = ("first", "near", "middle", "far")
+        found = [
+            np.mean([row["names"].get(kind, {}).get("loss", np.nan) for row in runs])
+            for kind in kinds
+        ]
+        axes[1, 1].plot(kinds, found, "o-", label=name, **style)
+    titles = ("million tokens", "seconds of training", "position", "a name that came before")
+    for place, title in zip(axes.flat, titles, strict=True):
+        place.set_xlabel(title)
         place.set_ylabel("held-out nats a token")
-    axes[1, 0].set_title(f"after {found['equal_tokens']['tokens'] / 1e6:.0f} M tokens", fontsize=9)
-    axes[1, 1].set_ylabel("share of a branch, mean of the layers")
-    first = next(iter(found["models"].values()))
-    figure.suptitle(f"{first['device']}, torch {first['torch']}", fontsize=9)
+        place.grid(alpha=0.3)
+        place.legend(fontsize=8)
+    for place in (axes[0, 0], axes[0, 1]):
+        place.set_ylim(top=np.percentile([row["curve"][0][2] for row in group], 90))
+    first = group[0]
+    figure.suptitle(
+        f"{first['size']}, {length(first['seq_len'])} tokens of context, {first['device']}",
+        fontsize=9,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-
-
-def _draw_shares(gates: list[Found], axes: Any) -> None:
-    """Mean of the layers, and their range."""
-    steps = sorted({row["step"] for row in gates})
-    for branch in BRANCHES:
-        values = [
-            [row[f"share_{branch}"] for row in gates if row["step"] == step] for step in steps
-        ]
-        (line,) = axes.plot(steps, [np.mean(each) for each in values], "o-", ms=3, label=branch)
-        low, high = [min(each) for each in values], [max(each) for each in values]
-        axes.fill_between(steps, low, high, alpha=0.15, color=line.get_color())
-    axes.set_ylim(0, 1)

@@ -34,6 +34,7 @@ from nsa_flex.bench.report.cells import (
 )
 from nsa_flex.bench.report.compat import tested
 from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
+from nsa_flex.bench.report.quality import quality
 from nsa_flex.bench.report.rows import Row, read_rows
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
@@ -323,6 +324,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "serving": serving,
     "prefixes": prefixes,
     "tested": tested,
+    "quality": quality,
     "reasons": reasons,
 }
 

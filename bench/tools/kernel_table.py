@@ -122,7 +122,8 @@ def _flat(row: Facts) -> Facts:
 
 def page(found: list[Kernel], facts: Facts, results: Path) -> str:
     """The page, in Markdown."""
-    parts = [INTRODUCTION.format(versions=" and ".join(_gluon_versions()))]
+    *versions, last = _gluon_versions()
+    parts = [INTRODUCTION.format(versions=f"{', '.join(versions)} and {last}")]
     for folder, about in facts["folders"].items():
         members = [kernel for kernel in found if kernel.folder == folder]
         lines = [_line(kernel, facts["kernels"][kernel.name], about) for kernel in members]
@@ -156,9 +157,10 @@ def _row(name: str, row: Facts, results: Path) -> str:
 def _gluon_versions() -> list[str]:
     """The versions of Triton that `common/arch.py` names."""
     for node in ast.parse((SOURCES / "common" / "arch.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GLUON_VERSIONS":
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TRITON_VERSIONS":
+            assert node.value is not None
             return [version.rstrip(".") for version in ast.literal_eval(node.value)]
-    raise ValueError("fallback_kernels/common/arch.py has no GLUON_VERSIONS")
+    raise ValueError("fallback_kernels/common/arch.py has no TRITON_VERSIONS")
 
 
 def main() -> None:

@@ -60,7 +60,9 @@ def row_of(
     for name, limit in (("unions", selected_plan.UNION_LIMIT), ("partials", 0)):
         with mock.patch.object(selected_plan, "UNION_LIMIT", limit), torch.no_grad():
             forget()
-            plan = selected_plan.SelectedPlan.of(query, key, value, blocks, block_size, *counts, 0)
+            plan = selected_plan.SelectedPlan.of(
+                *(query, key, value, blocks.shape[3], block_size, *counts, 0)
+            )
             sizes = build_block_unions(plan, blocks).sizes
             row[f"{name}_share"] = round((sizes >= 0).float().mean().item(), 4)
             row[f"{name}_ms"] = round(
@@ -89,9 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "choices", type=Path, help="of bench/tools/quality.py or record_choices.py"
-    )
+    parser.add_argument("choices", type=Path, help="of bench/tools/record_choices.py")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=(64, 128))

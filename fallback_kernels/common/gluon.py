@@ -1,11 +1,27 @@
-"""What the Gluon kernels share: a CTA-wide barrier, and arithmetic by single instructions."""
+"""What the Gluon kernels share: what versions of Triton name differently, and arithmetic by single
+instructions.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
+
+def _either(module: Any, *names: str) -> Any:
+    """What has one of these names; the first that is there."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+thread_barrier = _either(gl, "thread_barrier", "barrier")  # 3.7 renamed it
+# 3.8 renamed the copies; 3.9 keeps the names before, and raises where a kernel uses them.
+tma_load = _either(tma, "async_load", "async_copy_global_to_shared")
+tma_store = _either(tma, "async_store", "async_copy_shared_to_global")
+async_load = _either(async_copy, "async_load", "async_copy_global_to_shared")
 
 
 @gluon.jit

@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.arch import version_unsupported_reason
 from nsa_flex.fallback_kernels.common.plan_native import PROBLEMS, native
 from nsa_flex.fallback_kernels.common.plan_steps import (
     Allocation,
@@ -26,8 +28,6 @@ from nsa_flex.fallback_kernels.common.plan_steps import (
     resolved,
 )
 
-# Versions of Triton whose kernels take their parameters as is known here.
-LAUNCHER_VERSIONS = ("3.6.", "3.7.")
 MAP_ALIGNMENT = 64  # of a CUtensorMap, bytes
 # Of Triton's types, as the `struct` module spells them.
 FORMATS = {
@@ -127,8 +127,10 @@ class PackedLaunch:
     ) -> None:
         """Raises `Unpacked`."""
         launcher = compiled.run
-        if not triton.__version__.startswith(LAUNCHER_VERSIONS):
-            raise Unpacked(f"Triton {triton.__version__}")
+        device = triton.runtime.driver.active.get_current_device()
+        reason = version_unsupported_reason(torch.device("cuda", device))
+        if reason is not None:
+            raise Unpacked(reason)
         if type(launcher).__name__ != "CudaLauncher":
             raise Unpacked(f"a launcher {type(launcher).__name__}")
         if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -142,8 +144,7 @@ class PackedLaunch:
         try:
             packed = _Parameters(compiled, args, pointers, descriptors)
             handle = module.prepare(
-                *(compiled.function, triton.runtime.driver.active.get_current_device()),
-                *(grid, 32 * num_warps, shared),
+                *(compiled.function, device, grid, 32 * num_warps, shared),
                 *(launcher.launch_cooperative_grid, launcher.launch_pdl),
                 *packed.tables(),
             )
@@ -249,7 +250,7 @@ class _Parameters:
             if isinstance(kind, tuple):
                 raise ValueError("a tuple of arguments")
             if i in of_maps:
-                expanded = _make_tensordesc_arg(compiled.run)(x, next(metas, None))
+                expanded = _expanded(compiled.run, x, next(metas, None))
                 self._add_descriptor(expanded, len(x.shape), of_maps[i])
             elif kind.startswith("*"):
                 # A pointer that is no tensor's is that of None.
@@ -290,10 +291,13 @@ class _Parameters:
             self._add(struct.pack(kind, x))
 
 
-def _make_tensordesc_arg(launcher: Any) -> Any:
-    """Triton's function that makes a tensor map, shape and strides of a descriptor."""
+def _expanded(launcher: Any, descriptor: Any, meta: Any) -> list[Any]:
+    """Tensor map, shape and strides of a descriptor, as Triton makes them."""
     module: Any = sys.modules[type(launcher).__module__]
-    return module.make_tensordesc_arg
+    make = module.make_tensordesc_arg
+    # From 3.8 on it takes the launcher's other arguments, which CUDA has no use for.
+    others = (None,) * (make.__code__.co_argcount - 2)
+    return list(make(descriptor, meta, *others))
 
 
 class _Pointer:

@@ -23,6 +23,9 @@ def unsupported_reason(
     query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, num_sets: int = 1
 ) -> str | None:
     """Why the decode kernels do not take these shapes, dtypes or devices; None if they do."""
+    reason = triton_unsupported_reason(query.device)
+    if reason is not None:
+        return reason
     sizes = (key.shape[1] // num_sets, key.shape[2], value.shape[3])
     return sizes_unsupported_reason(query, *sizes, config, num_sets)
 
@@ -35,7 +38,7 @@ def sizes_unsupported_reason(
     config: NSAConfig,
     num_sets: int = 1,
 ) -> str | None:
-    """`unsupported_reason`, by the cache's sizes."""
+    """`unsupported_reason` on any device, by the cache's sizes."""
     tokens, dim = query.shape[2], max(query.shape[3], value_dim)
     per_block = config.select_block_size // config.compress_stride
     limits = (
@@ -47,9 +50,6 @@ def sizes_unsupported_reason(
         (per_block, 64, "compressed keys start in a block"),
         (query.shape[0] * kv_heads * num_sets, MAX_HEADS, "KV heads in all batch rows"),
     )
-    reason = triton_unsupported_reason(query.device)
-    if reason is not None:
-        return reason
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the decode kernels take {DTYPES}"
     for number, most, meaning in limits:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.decode import checks
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
@@ -26,6 +27,9 @@ def unsupported_reason(
     """Why the kernels do not take such a step; None if they do. Arguments as of `attend`."""
     if query.dtype != key.dtype:
         return f"query is {query.dtype}, and the pages hold {key.dtype}"
+    reason = triton_unsupported_reason(query.device)
+    if reason is not None:
+        return reason
     sizes = (key.shape[2], table.shape[1] * key.shape[1], value.shape[3])
     return checks.sizes_unsupported_reason(query, *sizes, config)
 

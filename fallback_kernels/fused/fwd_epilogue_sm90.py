@@ -25,7 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nsa_flex.fallback_kernels.common.gluon import thread_barrier, to_float32
+from nsa_flex.fallback_kernels.common.gluon import (
+    async_load,
+    thread_barrier,
+    tma_load,
+    tma_store,
+    to_float32,
+)
 from nsa_flex.fallback_kernels.common.softmax import LN2, MIN_LOGIT
 from nsa_flex.fallback_kernels.common.strides import has_tma_strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
@@ -74,7 +80,7 @@ def tile_start(block, last_start):
 def fetch(desc, at, start, barrier, buffer, is_needed):
     """Starts the TMA load of keys or values from `start` on, of (batch row, KV head) `at`."""
     mbarrier.expect(barrier, desc.block_type.nbytes, pred=is_needed)
-    tma.async_copy_global_to_shared(
+    tma_load(
         desc,
         [at[0], at[1], start, 0],
         barrier,
@@ -92,9 +98,7 @@ def fetch_partials(partials, slot, barrier, buffer):
     desc, first_row, num_slots = partials
     mbarrier.expect(barrier, desc.block_type.nbytes, pred=slot < num_slots)
     shape: gl.constexpr = desc.block_type.shape
-    tma.async_copy_global_to_shared(
-        desc, [first_row, slot, 0, 0], barrier, buffer.reshape(shape), slot < num_slots
-    )
+    tma_load(desc, [first_row, slot, 0, 0], barrier, buffer.reshape(shape), slot < num_slots)
 
 
 @gluon.jit
@@ -141,7 +145,7 @@ def write_tile(desc, at, first, buffer, tile):
     fence_async_shared()
     thread_barrier()
     shape: gl.constexpr = desc.block_type.shape
-    tma.async_copy_shared_to_global(desc, [at[0], first, at[1], 0, 0], buffer.reshape(shape))
+    tma_store(desc, [at[0], first, at[1], 0, 0], buffer.reshape(shape))
 
 
 @gluon.jit
@@ -219,7 +223,7 @@ def start_rows(pointer, row, row_mask, buffer, HEAD_DIM: gl.constexpr):
         mask = mask & gl.expand_dims(column < HEAD_DIM, 0)
     # Selecting a pointer hides from the compiler that rows start at multiples of 16 bytes.
     pointer = gl.multiple_of(pointer, (1, 16))
-    async_copy.async_copy_global_to_shared(buffer, pointer, mask)
+    async_load(buffer, pointer, mask)
     async_copy.commit_group()
 
 
@@ -359,9 +363,7 @@ def fused_fwd_epilogue_sm90_kernel(
     thread_barrier()
     q, keys, kept, values = buffers[0], buffers[1], buffers[2], buffers[3]
     mbarrier.expect(barriers[2], query_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        query_desc, [batch, first, h, 0, 0], barriers[2], q.reshape(QUERIES)
-    )
+    tma_load(query_desc, [batch, first, h, 0, 0], barriers[2], q.reshape(QUERIES))
     own_start = tile_start(own_block, last_start)
     fetch(key_desc, at, own_start, barriers[0], keys, True)
     fetch(value_desc, at, own_start, barriers[1], values, True)
@@ -535,7 +537,10 @@ def fused_fwd_epilogue_sm90_kernel(
 def unsupported_reason(
     plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor
 ) -> str | None:
-    """Why `launch` does not take a call that `fwd_epilogue` supports; None if it does."""
+    """Why `launch` does not take a call that `fwd_epilogue` supports; None if it does.
+
+    A query that is not in (B, S, H, D) memory is copied there before.
+    """
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"the Gluon epilogue takes float16 and bfloat16, got {query.dtype}"
     if tile_width(plan.head_dim) not in WIDTHS or plan.head_dim != plan.value_dim:
@@ -551,7 +556,8 @@ def unsupported_reason(
         return f"the Gluon epilogue takes tiles of {BLOCK_M.value} rows, got {plan.combine_rows}"
     if plan.num_initial > 1:
         return f"the Gluon epilogue takes one initial block, got {plan.num_initial}"
-    if not all(has_tma_strides(x) for x in (query, key, value)):
+    is_copied = not query.transpose(1, 2).is_contiguous()
+    if not all(has_tma_strides(x) for x in (key, value, *(() if is_copied else (query,)))):
         return "query, key or value has strides or an address that TMA does not take"
     return None
 

@@ -16,13 +16,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nsa_flex.fallback_kernels.common.gluon import thread_barrier
+from nsa_flex.fallback_kernels.common.gluon import thread_barrier, tma_load
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.selected import tiles as selected_tiles
@@ -38,7 +37,7 @@ LIMIT = gl.constexpr(2.0**64)  # of a row's sum, relative to its own block's hig
 def fetch(tiles, at, block, buffer, barrier, BLOCK_SIZE: gl.constexpr):
     """Start the TMA copy of a block of (batch, KV head) `at` into a buffer that all have read."""
     mbarrier.expect(barrier, tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(tiles, [at[0], at[1], block * BLOCK_SIZE, 0], barrier, buffer)
+    tma_load(tiles, [at[0], at[1], block * BLOCK_SIZE, 0], barrier, buffer)
 
 
 @gluon.jit

@@ -22,14 +22,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as HostDescriptor
 
-from nsa_flex.fallback_kernels.common.gluon import fast_exp2, thread_barrier
+from nsa_flex.fallback_kernels.common.gluon import fast_exp2, thread_barrier, tma_load
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.common.strides import strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
@@ -314,7 +313,7 @@ def topk_scores_sm90_kernel(
     thread_barrier()
     for m in gl.static_range(RESIDUES):
         mbarrier.expect(arrived[m], key_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(
+        tma_load(
             key_tiles,
             [batch, head, m, first_tile * BLOCK_N, 0],
             arrived[m],
@@ -405,7 +404,7 @@ def topk_scores_sm90_kernel(
             mbarrier.expect(arrived[m], key_tiles.block_type.nbytes, pred=more)
             # The copy follows a residue later: that one's barrier lies between both.
             for late in gl.static_range(max(m - 1, 0), m + m // (RESIDUES - 1)):
-                tma.async_copy_global_to_shared(
+                tma_load(
                     key_tiles,
                     [batch, head, late, (first_tile + step + 1) * BLOCK_N, 0],
                     arrived[late],

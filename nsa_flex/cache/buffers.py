@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +80,13 @@ def num_rows(config: NSAConfig, num_tokens: int) -> int:
 def roomy(num_tokens: int) -> int:
     """A quarter, or 256 tokens, more: growing copies each token a constant number of times."""
     return -(-(num_tokens + max(256, num_tokens // 4)) // 64) * 64
+
+
+def lasting() -> contextlib.AbstractContextManager[Any]:
+    """For tensors that are changed later: one made in `inference_mode` could only be there."""
+    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 def mark_static(tensors: list[Tensor]) -> None:

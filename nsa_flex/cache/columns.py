@@ -97,6 +97,15 @@ class Columns:
         later = known.new_ones(known.shape[0], before - known.shape[1])
         self.tell(torch.cat((known, later, real.to(known.dtype)), 1), number)
 
+    def real(self, batch_size: int) -> Tensor | None:
+        """Bool (B, columns): which of them are no padding; None if nobody said."""
+        if self._real is None:
+            return None
+        number = self.number()
+        real = self._real[:, : min(self._told, number)] != 0
+        later = number - real.shape[1]
+        return torch.nn.functional.pad(real, (0, later), value=True).expand(batch_size, -1)
+
     def real_among_last(self, num_tokens: int) -> int | Tensor:
         """How many of the last columns are no padding: in each row (B,), or of every one."""
         number = self.number()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex.cache.buffers import Buffers, allocate, mark_static, roomy
+from nsa_flex.cache.buffers import Buffers, allocate, lasting, mark_static, roomy
 from nsa_flex.cache.columns import Columns
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.memory import Memory, num_bytes
@@ -102,13 +102,26 @@ class CacheState:
 
     @property
     def keys(self) -> Tensor | None:
-        """(B, sets * Hkv, C, D), under the name that transformers gives it; None before any."""
-        return self.buffers.key if self.is_initialized else None
+        """(B, sets * Hkv, T, D) of the columns that came in, as transformers' layers have them.
+
+        Zeros at padding. None before any; where static the buffer, of tokens from slot 0 on.
+        """
+        return self._by_column(self.buffers.key) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
-        """(B, sets * Hkv, C, Dv), likewise."""
-        return self.buffers.value if self.is_initialized else None
+        """(B, sets * Hkv, T, Dv), likewise."""
+        return self._by_column(self.buffers.value) if self.is_initialized else None
+
+    def _by_column(self, buffer: Tensor) -> Tensor:
+        if self.max_length is not None:
+            return buffer
+        real = None if self.columns.even else self.columns.real(self.batch_size)
+        if real is None:
+            return buffer[:, :, : self.columns.number()]
+        slots = (real.cumsum(1) - 1).clamp(min=0)[:, None, :, None].to(buffer.device)
+        tokens = buffer.gather(2, slots.expand(-1, buffer.shape[1], -1, buffer.shape[3]))
+        return tokens.masked_fill(~real[:, None, :, None].to(buffer.device), 0)
 
     def memory(self) -> Memory:
         """Bytes that are allocated now."""
@@ -126,11 +139,12 @@ class CacheState:
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for rows like these, of which there may be no token yet."""
         capacity = roomy(key_states.shape[2]) if self.max_length is None else self.max_length
-        self.buffers = allocate(key_states, value_states, capacity, self.num_sets, self.config)
         self.batch_size = key_states.shape[0]
         self.dtype, self.device = value_states.dtype, value_states.device
-        self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
-        self.columns.use(self.device)
+        with lasting():
+            self.buffers = allocate(key_states, value_states, capacity, self.num_sets, self.config)
+            self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
+            self.columns.use(self.device)
         self.is_initialized = True
         self._mark_static()
 
@@ -138,7 +152,8 @@ class CacheState:
         if self.max_length is None:
             needed = self.columns.number() + num_tokens
             if needed > self.buffers.key.shape[2]:
-                self.buffers = self.buffers.grown(roomy(needed), self.config)
+                with lasting():
+                    self.buffers = self.buffers.grown(roomy(needed), self.config)
 
     def _mark_static(self) -> None:
         if self.columns.on_device is not None:
@@ -213,7 +228,8 @@ class CacheState:
         if not self.is_initialized:
             return
         indices = indices.to(self.device)
-        self.buffers, self.lengths = self.buffers.selected(indices), self.lengths[indices]
+        with lasting():
+            self.buffers, self.lengths = self.buffers.selected(indices), self.lengths[indices]
         self.columns.pick_rows(indices)
         self.batch_size = self.lengths.shape[0]
         self._mark_static()
@@ -228,10 +244,12 @@ class CacheState:
         """A copy of the tokens, with the same φ: to go on from one prefix in several ways."""
         twin = copy.copy(self)
         twin.incoming = twin.handed_out = twin.pending = None
-        twin.columns = copy.deepcopy(self.columns, memo)
+        with lasting():
+            twin.columns = copy.deepcopy(self.columns, memo)
+            if self.is_initialized:
+                twin.buffers = copy.deepcopy(self.buffers, memo)
+                twin.lengths = copy.deepcopy(self.lengths, memo)
         if self.is_initialized:
-            twin.buffers = copy.deepcopy(self.buffers, memo)
-            twin.lengths = copy.deepcopy(self.lengths, memo)
             twin._mark_static()
         memo[id(self)] = twin
         return twin

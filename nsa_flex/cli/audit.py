@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from torch.utils._pytree import tree_leaves
 
 from nsa_flex.cli.device import check_device
-from nsa_flex.cli.outputs import check_file
+from nsa_flex.cli.outputs import check_file, json_alone, print_json
 
 if TYPE_CHECKING:
     from nsa_flex.auditing import AuditReport
@@ -85,18 +84,20 @@ def audit(
         "measured": measure,
     }
     try:
-        every = targets.targets_of(
-            target,
-            lengths=_numbers(lengths, "--lengths"),
-            batch_sizes=_numbers(batch_sizes, "--batch-sizes"),
-            patched=patched,
-            device=place,
-        )
+        with json_alone(as_json):
+            every = targets.targets_of(
+                target,
+                lengths=_numbers(lengths, "--lengths"),
+                batch_sizes=_numbers(batch_sizes, "--batch-sizes"),
+                patched=patched,
+                device=place,
+            )
     except (ValueError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error), param_hint="TARGET") from error
     if ":" in target and device != "auto":
         _check_place(every[0], place)
-    reports = [_run(each, max_graphs, options, progress) for each in every]
+    with json_alone(as_json):
+        reports = [_run(each, max_graphs, options, progress) for each in every]
     _show(reports, as_json, html)
     if write_baseline is not None:
         save(_joined(reports), write_baseline)
@@ -160,7 +161,7 @@ def _show(reports: list[AuditReport], as_json: bool, html: Path | None) -> None:
         html.write_text(page(*reports))
     if as_json:
         every = [report.to_dict() for report in reports]
-        typer.echo(json.dumps(every[0] if len(every) == 1 else every, indent=2, default=str))
+        print_json(every[0] if len(every) == 1 else every)
         return
     for report in reports:
         typer.echo(f"{report}\n")

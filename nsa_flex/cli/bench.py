@@ -20,7 +20,7 @@ from nsa_flex.bench.measure.runner import Options, run
 from nsa_flex.bench.report.rows import Notebook, Row, read_rows
 from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
 from nsa_flex.cli.device import check_device
-from nsa_flex.cli.outputs import SEEDS, check_folder
+from nsa_flex.cli.outputs import SEEDS, check_folder, print_json
 from nsa_flex.cli.shown_table import show_table
 
 if TYPE_CHECKING:
@@ -102,7 +102,11 @@ def bench(
     shapes = shapes_of(heads, seq_len, head_dim, batch, dtype)
     cases = _cases(name, shapes, only or []) if run_them or list_them else []
     if list_them:
-        typer.echo("\n".join(case.key for case in cases))
+        keys = [case.key for case in cases]
+        if as_json:
+            print_json(keys)
+        else:
+            typer.echo("\n".join(keys))
         return
     if run_them:
         _check_runnable(name, where, cases)
@@ -242,7 +246,7 @@ def _show(
 
     if as_json:
         told = [] if verdicts is None else json.loads(verdicts.to_json(orient="records"))
-        typer.echo(json.dumps({"rows": rows, "verdicts": told}, indent=2))
+        print_json({"rows": rows, "verdicts": told})
         return
     tables = table.tables_of(rows)
     if verdicts is not None:

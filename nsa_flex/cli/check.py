@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from nsa_flex.cli.device import check_device
 from nsa_flex.cli.dtypes import dtype_name
-from nsa_flex.cli.outputs import SEEDS
+from nsa_flex.cli.outputs import SEEDS, print_json
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -56,7 +55,10 @@ def check(
             report = check_model(subject, name=model, seed=seed, tell=tell)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
-    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -38,7 +38,7 @@ from nsa_flex.cli.demo_training import Trainee, train
 from nsa_flex.cli.device import check_device
 from nsa_flex.cli.generate_model import be_quiet
 from nsa_flex.cli.info import collect, cxx_compiler
-from nsa_flex.cli.outputs import SEEDS, check_folder
+from nsa_flex.cli.outputs import SEEDS, check_folder, print_json
 
 NEEDED_PACKAGES = {"transformers": "hf", "matplotlib": "bench"}
 TIMED_REPEATS = 5
@@ -74,7 +74,7 @@ def demo(
     check_folder(out, "--out")
     report = _Demo(Console(stderr=as_json, highlight=False), size, chosen, seed, out).run()
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        print_json(report)
     raise typer.Exit(1 if report["wrong"] else 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import torch
@@ -12,6 +11,7 @@ from rich.table import Table
 
 import nsa_flex
 from nsa_flex.cli.dtypes import dtype_name
+from nsa_flex.cli.outputs import print_json
 from nsa_flex.config import CompressionKind
 from nsa_flex.dispatch import BRANCHES
 
@@ -87,7 +87,7 @@ def explain(
         typer.echo(f"nsa-flex explain: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
-        typer.echo(json.dumps(explanation.to_dict(), indent=2))
+        print_json(explanation.to_dict())
     else:
         table = Table("branch", "backend", "why")
         for branch in BRANCHES:

@@ -16,7 +16,7 @@ from nsa_flex.cli.device import check_device
 from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.cli.generate_model import Loaded, load
 from nsa_flex.cli.generate_stream import Stream
-from nsa_flex.cli.outputs import SEEDS
+from nsa_flex.cli.outputs import SEEDS, print_json
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -83,7 +83,7 @@ def generate(
         _fail("stdin is closed")
     report = _turn(writer, sys.stdin.read() if prompt == "-" else prompt)
     if as_json:
-        typer.echo(json.dumps({"model": model, **report}, indent=2))
+        print_json({"model": model, **report})
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nsa_flex
+from nsa_flex.cli.outputs import print_json
 from nsa_flex.installed import HAS_FLASH_ATTN
 
 PACKAGES = ("torch", "numpy", "triton", "flash-attn", "transformers", "torchao")
@@ -32,7 +32,7 @@ def info(
     """
     facts = collect()
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         Console().print(_table(facts))
 

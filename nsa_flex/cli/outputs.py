@@ -1,9 +1,14 @@
-"""Where commands write: looked at before the work, not after it."""
+"""Where commands write: files, looked at before the work, not after it, and JSON on stdout."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import sys
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -37,3 +42,21 @@ def check_folder(path: Path, option: str) -> None:
         raise typer.BadParameter(f"{nearest} is no folder", param_hint=option)
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise typer.BadParameter(f"{nearest} cannot be written to", param_hint=option)
+
+
+def json_alone(as_json: bool) -> AbstractContextManager[Any]:
+    """Within, what others print goes to stderr, where stdout is for JSON."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+def print_json(value: Any) -> None:
+    """`value` as JSON on stdout; NaN and infinities, which JSON has not, as null."""
+    typer.echo(json.dumps(_finite(value), indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

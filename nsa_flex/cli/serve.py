@@ -36,8 +36,9 @@ def serve(
     """Serve a model that runs NSA to many clients at once (continuous batching).
 
     Endpoints: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /health. A
-    checkpoint of an unpatched model is patched on loading (init="dense"), untrained. The first
-    request's sampling options hold for all. Exits with 2 if the model cannot be served.
+    checkpoint of an unpatched model is patched on loading (init="dense"), untrained. Each request
+    has a temperature and top_p of its own; a field that is not honoured (n, stop, seed, logprobs,
+    response_format, penalties) is answered with 400. Exits with 2 if the model cannot be served.
 
     Example: `nsa-flex serve my-checkpoint --port 8000`
     """

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import os
+from typing import TYPE_CHECKING, Annotated, Any
 
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from nsa_flex.training.errors import TrainingError
+from nsa_flex.training.errors import TrainingError, in_one_line
+
+if TYPE_CHECKING:
+    from nsa_flex.training.config import TrainConfig
 
 INTERRUPTED = 130
+# What torch raises where processes do not find one another.
+_NO_GROUP = (dist.DistError,) if dist.is_available() else ()
 
 
 def train(
@@ -27,6 +34,17 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in out.")
     ] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option("--resume-from", help="Go on from this checkpoint: its steps, or its path."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--change",
+            help="section.key=value that the run goes on with otherwise than before; repeatable.",
+        ),
+    ] = None,
     dry: Annotated[
         bool,
         typer.Option("--dry-run", help="Say parameters, memory, tokens and graphs, and stop."),
@@ -39,28 +57,50 @@ def train(
 
     Checkpoints are whole or not there: a run that was killed goes on with `--resume` as if
     nothing had happened. Ctrl-C ends it after the step, with a checkpoint. Exits with 1 if the run
-    could not go on, with 2 on wrong usage, with 130 after Ctrl-C.
+    could not go on, with 2 on wrong usage, with 130 after Ctrl-C. Of several processes the first
+    one prints the result.
 
     Example: `nsa-flex train tiny`
 
     Example: `nsa-flex train 125m --set data.files=[books,code] --set out=runs/first --dry-run`
 
+    Example: `nsa-flex train my.yaml --resume --change training.learning_rate=1e-4`
+
     Example: `torchrun --nproc-per-node 8 -m nsa_flex.cli train my.yaml --resume`
     """
     if (config is None) == (named is None):
         raise typer.BadParameter("give one config: a file or a shipped one's name")
+    if changes and not (resume or resume_from):
+        raise typer.BadParameter("--change needs --resume; a run begins with --set")
     console = Console(stderr=as_json, highlight=False)
-    name = config or named or ""
     try:
-        result = _run(name, tuple(overrides or ()), console, resume=resume, dry=dry)
-    except (ValueError, ModuleNotFoundError, FileExistsError, NotADirectoryError) as error:
-        typer.echo(f"nsa-flex train: {error}", err=True)
-        raise typer.Exit(2) from error
-    except RuntimeError as error:
-        if not isinstance(error, TrainingError):
-            raise
-        typer.echo(f"nsa-flex train: {error}", err=True)
-        raise typer.Exit(1) from error
+        chosen = _config(config or named or "", [*(overrides or ()), *(changes or ())])
+        if dry:
+            result = _dry_run(chosen)
+        else:
+            told = [each.partition("=")[0] for each in changes or ()]
+            result = _run(chosen, console, resume=resume, resume_from=resume_from, changes=told)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise _exit(error, 2) from error
+    except (TrainingError, MemoryError, *_NO_GROUP) as error:
+        raise _exit(error, 1) from error
+    if _is_first():
+        _print(result, console, as_json=as_json)
+    if result.get("stopped"):
+        raise typer.Exit(INTERRUPTED)
+
+
+def _exit(error: Exception, code: int) -> typer.Exit:
+    typer.echo(f"nsa-flex train: {in_one_line(error)}", err=True)
+    return typer.Exit(code)
+
+
+def _is_first() -> bool:
+    """Whether this is rank 0 of its job."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _print(result: dict[str, Any], console: Console, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:
@@ -69,21 +109,24 @@ def train(
         typer.echo(
             f"nsa-flex train: stopped; {result['checkpoint']} goes on with --resume", err=True
         )
-        raise typer.Exit(INTERRUPTED)
 
 
-def _run(
-    name: str, overrides: tuple[str, ...], console: Console, *, resume: bool, dry: bool
-) -> dict[str, Any]:
+def _config(name: str, overrides: list[str]) -> TrainConfig:
     from nsa_flex.cli.generate_model import be_quiet
     from nsa_flex.training.config import read_config
 
-    chosen = read_config(name, overrides)
+    chosen = read_config(name, tuple(overrides))
     be_quiet()
-    if dry:
-        from nsa_flex.training.dry_run import dry_run
+    return chosen
 
-        return dry_run(chosen)
+
+def _dry_run(chosen: TrainConfig) -> dict[str, Any]:
+    from nsa_flex.training.dry_run import dry_run
+
+    return dry_run(chosen)
+
+
+def _run(chosen: TrainConfig, console: Console, **options: Any) -> dict[str, Any]:
     from nsa_flex.cli.train_progress import ProgressCallback
     from nsa_flex.training.arguments import tokens_per_step
     from nsa_flex.training.run import leave_process_group
@@ -91,7 +134,7 @@ def _run(
 
     progress = ProgressCallback(console, tokens_per_step(chosen), chosen.data.seq_len)
     try:
-        result = train_model(chosen, resume=resume, callbacks=[progress])
+        result = train_model(chosen, callbacks=[progress], **options)
     finally:
         progress.close()
     leave_process_group()

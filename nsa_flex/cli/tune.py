@@ -21,6 +21,7 @@ from nsa_flex.bench.report.rows import Notebook, Row
 from nsa_flex.cli.bench_options import dims_of, log_case, pairs_of, progress_bar
 from nsa_flex.cli.device import check_device
 from nsa_flex.cli.dtypes import dtype_name
+from nsa_flex.cli.outputs import print_json
 from nsa_flex.tuning import VERSIONS, Entry, parse, tuned_entries, tuned_file
 
 
@@ -170,7 +171,7 @@ def _show(path: Path, *, as_json: bool) -> None:
         raise typer.Exit(1) from error
     if as_json:
         found = {"file": str(path), "counts": bool(entries), **json.loads(text)}
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
         return
     console = Console(highlight=False)
     console.print(_table(entries))

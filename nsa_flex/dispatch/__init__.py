@@ -4,9 +4,16 @@
 each backend cannot compute, `implementations` what runs. Nothing here reads a tensor's values.
 """
 
-from nsa_flex.dispatch.facts import BRANCHES, Backend, BackendName, BranchName, Facts
+from nsa_flex.dispatch.facts import (
+    BRANCHES,
+    FEW_QUERIES,
+    Backend,
+    BackendName,
+    BranchName,
+    Facts,
+)
 from nsa_flex.dispatch.implementations import IMPLEMENTATIONS
-from nsa_flex.dispatch.table import CUDA_ORDER, FEW_QUERIES, Choice, choose_backends, is_fused
+from nsa_flex.dispatch.table import CUDA_ORDER, Choice, choose_backends, is_decoded, is_fused
 from nsa_flex.dispatch.unsupported import unsupported_reason
 
 __all__ = [
@@ -20,6 +27,7 @@ __all__ = [
     "Choice",
     "Facts",
     "choose_backends",
+    "is_decoded",
     "is_fused",
     "unsupported_reason",
 ]

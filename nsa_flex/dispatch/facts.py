@@ -14,6 +14,9 @@ Backend = BackendName | Mapping[BranchName, BackendName]
 
 BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
 
+# Queries against a longer past: up to so many, tables cost more than they save.
+FEW_QUERIES = 16
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -32,6 +35,13 @@ class Facts:
     select_block_size: int = 64
     num_selected_blocks: int = 16
     known_offset: bool = True  # the host knows where the queries are
+    # Why the decode kernels do not take such sizes; None if they do.
+    decode_problem: str | None = "they run all three branches together"
+
+    @property
+    def few(self) -> bool:
+        """Whether a few queries meet a longer past."""
+        return not self.whole and self.num_queries <= FEW_QUERIES
 
     @property
     def half(self) -> bool:

@@ -12,9 +12,16 @@ from typing import get_args
 import torch
 
 from nsa_flex.backends import fused
-from nsa_flex.dispatch.facts import BRANCHES, Backend, BackendName, BranchName, Facts
+from nsa_flex.dispatch.facts import (
+    BRANCHES,
+    FEW_QUERIES,
+    Backend,
+    BackendName,
+    BranchName,
+    Facts,
+)
 from nsa_flex.dispatch.implementations import IMPLEMENTATIONS
-from nsa_flex.dispatch.unsupported import unsupported_reason
+from nsa_flex.dispatch.unsupported import decode_unsupported_reason, unsupported_reason
 from nsa_flex.tuning import lookup, tuned_entries
 
 # What `auto` tries on CUDA, best first; `dense` is what always works.
@@ -23,9 +30,6 @@ CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
     "selected": ("triton", "flex", "dense"),
     "sliding": ("triton", "flex", "dense"),
 }
-
-# Queries against a longer past: up to so many, one matrix product beats building tables.
-FEW_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,12 @@ def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName,
     """
     wanted = _wanted(backend)
     return {name: _choose(name, wanted[name], facts, backend) for name in BRANCHES}
+
+
+def is_decoded(facts: Facts, backend: Backend) -> bool:
+    """Whether the decode kernels run all branches."""
+    asked = not isinstance(backend, str) or backend != "auto"
+    return not asked and facts.few and decode_unsupported_reason(facts) is None
 
 
 def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
@@ -85,8 +95,8 @@ def _choose(branch: BranchName, wanted: str, facts: Facts, backend: Backend) -> 
     if facts.device_type != "cuda":
         reason = "trains everywhere" if facts.needs_grad else "FlexAttention gains nothing here"
         return Choice(branch, "dense", f"on {facts.device_type}: {reason}")
-    if not facts.whole and facts.num_queries <= FEW_QUERIES:
-        return Choice(branch, "dense", f"at most {FEW_QUERIES} queries against a longer past")
+    if facts.few:
+        return _choose_for_few(branch, facts, backend)
     passed_over: list[str] = []
     tuned = _tuned(branch, facts)
     for rank, name in enumerate((*tuned, *CUDA_ORDER[branch])):
@@ -96,6 +106,14 @@ def _choose(branch: BranchName, wanted: str, facts: Facts, backend: Backend) -> 
             return Choice(branch, name, "; ".join([source, *passed_over]))
         passed_over.append(f"not {name}: {problem}")
     raise AssertionError("dense computes everything")
+
+
+def _choose_for_few(branch: BranchName, facts: Facts, backend: Backend) -> Choice:
+    why = f"at most {FEW_QUERIES} queries against a longer past"
+    if is_decoded(facts, backend):
+        return Choice(branch, "triton", f"the decode kernels: {why}")
+    problem = decode_unsupported_reason(facts) or "they run all three branches together"
+    return Choice(branch, "dense", f"{why}; not the decode kernels: {problem}")
 
 
 def _asked_for(branch: BranchName, wanted: str, facts: Facts) -> Choice:

@@ -16,6 +16,19 @@ def unsupported_reason(backend: str, branch: BranchName, facts: Facts) -> str | 
     return _REASONS[backend](branch, facts)
 
 
+def decode_unsupported_reason(facts: Facts) -> str | None:
+    """Why the decode kernels do not take few queries against a longer past; None if they do."""
+    if facts.device_type != "cuda":
+        return f"they need a CUDA device, got {facts.device_type}"
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if facts.needs_grad:
+        return "they have no backward"
+    if facts.documents:
+        return "they take one document a row"
+    return facts.decode_problem
+
+
 def _dense(branch: BranchName, facts: Facts) -> str | None:
     return None
 

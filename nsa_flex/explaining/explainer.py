@@ -105,7 +105,8 @@ def explain(
     check_shapes(tensors, expected)
     check_positions(query, key, query_offset, document_start)
     check_documents(document_start, max_document_length)
-    inputs = Inputs(query, key, value, key, value, key, value, gates=query)
+    own = None if sliding_key is None or sliding_value is None else (sliding_key, sliding_value)
+    inputs = Inputs(query, key, value, key, value, *(own or (key, value)), gates=query)
     facts = replace(inputs.facts(config, query_offset, document_start), device_type=where.type)
     if needs_grad is not None:
         facts = replace(facts, needs_grad=needs_grad)
@@ -115,7 +116,6 @@ def explain(
     if is_fused(choices, facts) and facts.whole and every_block:
         why = f"documents of up to {config.num_selected_tokens} tokens, which select every block"
         choices = {name: replace(choice, reason=why) for name, choice in choices.items()}
-    own = None if sliding_key is None or sliding_value is None else (sliding_key, sliding_value)
     call = AttentionCall(
         (query, key, value),
         own,
@@ -125,6 +125,7 @@ def explain(
         document_start,
         max_document_length,
         facts.needs_grad,
+        is_fused(choices, facts),
     )
     return Explanation(choices, lambda: kernels_of(call, where))
 

@@ -98,6 +98,9 @@ def unpatch(model: ModelT) -> ModelT:
         if site.decoder is None:
             adapters.remove(site.module)
     groups = _by_decoder(sites)
+    for module in model.modules():
+        if "nsa_installed" in vars(module):  # all its layers may have been exchanged since
+            groups.setdefault(module, [])
     if groups:
         _transformers_chunks().remove(model, set(groups))
         _transformers_batching().remove(model, set(groups))

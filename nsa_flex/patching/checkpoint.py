@@ -13,7 +13,9 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.patching.apply import patch
-from nsa_flex.patching.sites import patched_sites
+from nsa_flex.patching.layer import layer_of
+from nsa_flex.patching.sites import Site, find_sites, patched_sites
+from nsa_flex.patching.wrapped import is_offloaded
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -43,22 +45,26 @@ def load(
 
     The model is built and loaded by transformers, patched as the record in its config says, and
     given the saved `...nsa.*` tensors, in the dtype they were saved in unless `dtype` is among
-    the arguments. Only safetensors files are read. `AutoModelForCausalLM.from_pretrained` does
-    the same with such a checkpoint once nsa_flex is imported, and with an adapter of PEFT whose
-    base it is.
+    the arguments. Only safetensors files are read. `from_pretrained` of the Auto classes does the
+    same with such a checkpoint once nsa_flex is imported, and with an adapter of PEFT whose base
+    it is.
 
     Args:
         path: directory or hub name.
         backend: as of `nsa_attention`; the saved one if None.
-        model_class: whose `from_pretrained` to call; AutoModelForCausalLM if None.
-        kwargs: passed to `from_pretrained`; `variant` says of NSA's tensors, too, which are meant.
+        model_class: whose `from_pretrained` to call; if None that of the class which was saved.
+        kwargs: passed to `from_pretrained`. `variant` says of NSA's tensors, too, which are meant.
+            `attn_implementation` is for attention that is not patched, or no more; a warning says
+            so where there is none.
 
     Returns:
         the model, in eval mode; with `output_loading_info=True` a pair with transformers' report.
 
     Raises:
-        ValueError: the checkpoint is not of a patched model, or lacks tensors of it. (A head that
-            it lacks, of a classifier for example, is a new one, with transformers' warning.)
+        ValueError: the checkpoint is not of a patched model, is of a class that transformers does
+            not have, lacks tensors of the model, or has some of NSA that no layer takes; or
+            `device_map` offloads. (A head that it lacks, of a classifier for example, is a new
+            one, with a warning.)
 
     >>> model = load("my-checkpoint", dtype=torch.bfloat16)  # doctest: +SKIP
     """
@@ -68,10 +74,14 @@ def load(
     wants_report, adapter = kwargs.pop("output_loading_info", False), _pop_adapter(kwargs)
     config, kwargs = _read_config(path, hub, kwargs)
     record = _pop_record(config, path)
+    attention = config._attn_implementation or kwargs.get("attn_implementation")
     model, report = _load_unpatched(path, model_class, {**kwargs, "config": config})
+    _check_not_offloaded(model)
     patch_as_recorded(model, record, backend)
+    _say_what_attends(model, attention)
     added = _read_added(path, hub, kwargs.get("variant"))
-    _assign(model, added, cast="dtype" in kwargs or "torch_dtype" in kwargs)
+    cast = "dtype" in kwargs or "torch_dtype" in kwargs
+    _assign(model, added, record["layers"], cast=cast)
     hf_saving.name_checkpoint(model, path)
     if adapter is not None:
         model.load_adapter(**adapter)
@@ -80,14 +90,51 @@ def load(
 
 def patch_as_recorded(model: Any, record: dict[str, Any], backend: Backend | None = None) -> None:
     """Patch the layers that `record` names, the entry nsa_flex of a patched model's config."""
-    names = record["layers"]
+    chosen = {site.module for site in _recorded_sites(model, record["layers"])}
     patch(
         model,
         NSAConfig.from_dict(record["config"]),
         init=record["init"],
         backend=record["backend"] if backend is None else backend,
-        filter_fn=lambda _, name: any(f".{name}".endswith(f".{known}") for known in names),
+        filter_fn=lambda module, _: module in chosen,
     )
+
+
+def _recorded_sites(model: Any, names: list[str]) -> list[Site]:
+    """The layers of these names in their decoder, which other parts of `model` may have too."""
+    sites = [site for site in find_sites(model) if _named(site.name, names) is not None]
+    text = model.config.get_text_config()
+    return [site for site in sites if getattr(site.decoder, "config", None) is text] or sites
+
+
+def _named(place: str, names: list[str]) -> str | None:
+    """The one of `names` that `place` ends with; prefixes differ from model to model."""
+    return next((name for name in names if f".{place}".endswith(f".{name}")), None)
+
+
+def _check_not_offloaded(model: Any) -> None:
+    if any(is_offloaded(module) for module in model.modules()):
+        raise ValueError(
+            "device_map offloads a part of the model, and NSA's layers are added to it while it "
+            "is loaded: leave device_map out, or give one that offloads nothing, and call "
+            "accelerate.dispatch_model(model, device_map, offload_dir=...) or "
+            "accelerate.cpu_offload(model) on the loaded model"
+        )
+
+
+def _say_what_attends(model: Any, asked: Any) -> None:
+    """A warning where an attention implementation was asked for that attends nowhere."""
+    config = model.config
+    others = config.get_text_config() is not config or any(
+        site.decoder is not None and layer_of(site.module) is None for site in find_sites(model)
+    )
+    if isinstance(asked, str) and asked != "nsa_flex" and not others:
+        warnings.warn(
+            f"attn_implementation={asked!r}: all attention layers of the checkpoint are patched, "
+            "and run NSA. It takes effect once nsa_flex.unpatch is called, or "
+            f"model.set_attn_implementation({asked!r}), which turns NSA off",
+            stacklevel=3,
+        )
 
 
 def _pop_adapter(kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -135,10 +182,9 @@ def _pop_record(config: Any, path: str | Path) -> dict[str, Any]:
 
 def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) -> Any:
     """The model without its NSA layers, which transformers does not know, and its report."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    loader = AutoModelForCausalLM if model_class is None else model_class
+    loader = _saved_class(kwargs["config"]) if model_class is None else model_class
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would list every tensor of NSA; the rest is checked below
     try:
@@ -158,6 +204,22 @@ def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) 
     if unexpected:
         warnings.warn(f"not in the model, left out: {', '.join(unexpected)}", stacklevel=3)
     return model, {**report, "unexpected_keys": set(unexpected)}
+
+
+def _saved_class(config: Any) -> Any:
+    """The class of the model that was saved; for one that comes with its code an Auto class."""
+    import transformers
+
+    names = config.architectures or []
+    if not names or hasattr(config, "auto_map"):
+        return transformers.AutoModelForCausalLM
+    found = getattr(transformers, names[0], None)
+    if found is None:
+        raise ValueError(
+            f"the checkpoint is of a {names[0]}, which transformers does not have: pass "
+            "model_class=, that class or an Auto class that knows it"
+        )
+    return found
 
 
 def _is_of_a_head(model: Any, key: str) -> bool:
@@ -199,19 +261,27 @@ def _is_added(key: str) -> bool:
     return ".nsa." in f".{key}"
 
 
-def _assign(model: Any, saved: dict[str, Tensor], *, cast: bool) -> None:
-    """Put the saved tensors into the layers; transformers may save under another prefix."""
-    inside = model.config.get_text_config().nsa_flex["layers"]
-    by_place = {key[key.index(name) :]: key for name in inside for key in saved if name in key}
+def _assign(model: Any, saved: dict[str, Tensor], names: list[str], *, cast: bool) -> None:
+    """Put the saved tensors into the layers `names`; prefixes are those of the model saved."""
+    keys: dict[str | None, dict[str, str]] = {}
+    for key in saved:
+        place, _, parameter = key.rpartition(".nsa.")
+        keys.setdefault(_named(place, names), {})[parameter] = key
+    left = dict.fromkeys(saved)
     for site in patched_sites(model):
-        name = next(name for name in inside if f".{site.name}".endswith(f".{name}"))
+        found = keys.get(_named(site.name, names), {})
         state = site.module.nsa.state_dict()
-        missing = [
-            f"{site.name}.nsa.{key}" for key in state if f"{name}.nsa.{key}" not in by_place
-        ]
+        missing = [f"{site.name}.nsa.{name}" for name in state if name not in found]
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(missing)}")
-        for key, own in state.items():
-            tensor = saved[by_place[f"{name}.nsa.{key}"]]
-            state[key] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
+        for name, own in state.items():
+            tensor = saved[found[name]]
+            state[name] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
+            left.pop(found[name])
         site.module.nsa.load_state_dict(state, assign=True)
+    if left:
+        raise ValueError(
+            f"the checkpoint has NSA tensors that no layer takes: {', '.join(left)}; its "
+            "config.json (num_hidden_layers, nsa_flex.layers) is of a model with other layers, as "
+            "one was written whose layers were added or moved after patch: save it anew"
+        )

@@ -17,8 +17,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from nsa_flex.patching.call_context import CallContext, LayerInput
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
-from nsa_flex.patching.hf_refusals import check_arguments, check_mask, check_tokens, check_window
+from nsa_flex.patching.hf_refusals import (
+    check_arguments,
+    check_heads,
+    check_mask,
+    check_tokens,
+    check_window,
+)
 from nsa_flex.patching.hf_versions import is_custom_mask
+
+_ADDED = (
+    "the decoder is patched, and its {name} with layer_idx={place} is not: it was put there after "
+    "patch; call nsa_flex.unpatch(model), then nsa_flex.patch(model)"
+)
 
 _NOT_PATCHED = (
     "the config of this model names nsa_flex as its attention, as that of a patched model does, "
@@ -49,28 +60,28 @@ def attention_forward(
     Raises:
         ValueError: the module is not patched; or the call asks for dropout, soft-capping, sinks, a
             mask of the layer's own or another thing that NSA does not compute; or keys and values
-            are not those that the cache of the layer gave.
+            are not those that the cache of the layer gave; or heads are split over ranks.
         RuntimeError: the module was called outside its decoder.
     """
     layer = getattr(module, "nsa", None)
-    if layer is None:
-        what = f"its {type(module).__name__} is not patched"
-        raise ValueError(_NOT_PATCHED.format(what=what))
     name = type(module).__name__
+    if layer is None and nsa_call is not None:
+        raise ValueError(_ADDED.format(name=name, place=module.layer_idx))
+    if layer is None:
+        raise ValueError(_NOT_PATCHED.format(what=f"its {name} is not patched"))
     if nsa_input is None or nsa_call is None:
         raise RuntimeError(
             f"{name} was not told of padding and packed documents: it was called outside its "
-            "decoder, or its decoder layer does not hand keyword arguments down; call the "
-            "decoder, or unpatch the model"
+            "decoder, or put into one that is not patched, or its decoder layer does not hand "
+            "keyword arguments down; call the decoder, or unpatch the model"
         )
+    check_heads(name, query, key, layer.shape)
     check_arguments(name, dropout, kwargs, nsa_call)
     check_window(name, kwargs.get("sliding_window"), module.config)
     check_mask(name, attention_mask, nsa_input.attention_mask, full=nsa_call.full_masks)
     if nsa_call.paged is not None:
-        pages = nsa_call.paged.layers[module.layer_idx]
-        output = layer.attend_pages(
-            nsa_input.hidden_states, query, key, value, pages, nsa_call.paged.batch, scale=scaling
-        )
+        paged = (nsa_call.paged.layers[module.layer_idx], nsa_call.paged.batch)
+        output = layer(nsa_input.hidden_states, query, key, value, scale=scaling, paged=paged)
     elif nsa_call.cache is None:
         check_tokens(name, query, key, nsa_call.rows)
         output = layer(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import transformers
+from transformers.models.auto import modeling_auto
 
 from nsa_flex.patching.checkpoint import load
 from nsa_flex.patching.hf_checkpoint_config import NSACheckpointConfig
 
-_AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
-
 
 def register() -> None:
     """Tell the Auto classes how to read the model type that patched models have on disk."""
-    for name in _AUTO_CLASSES:
-        auto = getattr(transformers, name)
-        reader = type(f"NSA{name}", (_Reader,), {"auto_class": auto})
-        auto.register(NSACheckpointConfig, reader, exist_ok=True)
+    for name in dir(modeling_auto):
+        auto = getattr(modeling_auto, name)
+        if name.startswith("AutoModel") and hasattr(auto, "_model_mapping"):
+            reader = type(f"NSA{name}", (_Reader,), {"auto_class": auto})
+            auto.register(NSACheckpointConfig, reader, exist_ok=True)
 
 
 class _Reader:

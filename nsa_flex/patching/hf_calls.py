@@ -14,13 +14,21 @@ from torch import Tensor
 
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
-from nsa_flex.documents import align_packed, align_positions, real_positions
+from nsa_flex.documents import align_packed, align_positions
 from nsa_flex.patching.call_context import CallContext
-from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use
+from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use, num_layers
 from nsa_flex.patching.hf_config import KeptLayers
+from nsa_flex.patching.hf_edited import PatchedLayers
 from nsa_flex.patching.hf_incoming import expect, next_positions, real_past
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
 from nsa_flex.patching.hf_paged_call import read_paged_call
+from nsa_flex.patching.hf_parallel import refuse_parallelism
+from nsa_flex.patching.hf_positions import (
+    assert_cached_positions,
+    assert_padded_positions,
+    assert_positions,
+    new_positions,
+)
 from nsa_flex.patching.hf_versions import cache_of, is_checkpointing
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
@@ -35,7 +43,7 @@ class CallHook:
 
     Args:
         arguments: names of the decoder's parameters in order.
-        modules: the patched attention modules; the first one's layer of the cache tells how many
+        patched: the patched attention modules; the first one's layer of the cache tells how many
             tokens came before.
         config: for the block size that documents are aligned to.
         kept_masks: kinds of mask, "full" and "local", that unpatched attention modules read.
@@ -45,23 +53,31 @@ class CallHook:
     """
 
     arguments: tuple[str, ...]
-    modules: tuple[Attention, ...]
+    patched: PatchedLayers
     config: NSAConfig
     kept_masks: tuple[str, ...]
     mixing: str | None
     kept: KeptLayers | None
     rotates: bool
 
+    @property
+    def modules(self) -> tuple[Attention, ...]:
+        """The patched attention modules."""
+        return self.patched.modules
+
     def __call__(
         self, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = {**dict(zip(self.arguments, args, strict=False)), **kwargs} if args else {**kwargs}
         config = decoder.config
+        if not torch.compiler.is_compiling():
+            self.patched.look(decoder)
         if self.kept is not None:
             self.kept.follow(config._attn_implementation)
         if config._attn_implementation not in IMPLEMENTATIONS:
             self._refuse_nsa_cache(call)
             return args, kwargs  # switched by set_attn_implementation, for a while
+        refuse_parallelism(config._attn_implementation)
         if call.get("output_attentions") or getattr(config, "output_attentions", False):
             raise ValueError(
                 "output_attentions=True is not supported: NSA never forms attention weights; "
@@ -72,6 +88,7 @@ class CallHook:
         told: dict[str, Any] = {"passed": tuple(call), "full_masks": "full" in self.kept_masks}
         paged = read_paged_call(call)
         if paged is not None:
+            self.patched.check_places(num_layers(config))
             call["nsa_call"] = CallContext(paged=paged, **told)
             return (), _with_plain_mask(call)
         caches = self._caches(decoder, call)
@@ -112,6 +129,7 @@ class CallHook:
             )
         if is_checkpointing(decoder):
             raise ValueError("a cache with gradient checkpointing: leave the cache out")
+        self.patched.check_places(num_layers(decoder.config))
         if not holds_nsa(cache, modules[0].layer_idx):
             if torch.is_grad_enabled():
                 return []  # keys and values as they are: gradients flow through them
@@ -149,6 +167,8 @@ class CallHook:
         expect(caches, tokens, mask)
         if self._counts_padding(call) and not (mask is None and caches[0].columns.even):
             call["position_ids"] = next_positions(caches[0], tokens, mask)
+        elif position_ids is not None:
+            assert_cached_positions(call, position_ids, caches[0], tokens, mask)
         if mask is None and position_ids is not None and tokens.shape[1] > 1:
             _assert_one_document(position_ids, _CACHED_DOCUMENTS)
 
@@ -156,13 +176,15 @@ class CallHook:
         batch, length = _tokens(call).shape[:2]
         mask = _padding_mask(call.get("attention_mask"))
         num_keys, cached = self._cache_sizes(call, length)
+        position_ids = _document_positions(call)
         if mask is not None:
             mask = _fit(mask, num_keys, cached, length)
             if self._counts_padding(call):
-                call["position_ids"] = _new_positions(mask, cached, length)
+                call["position_ids"] = new_positions(mask, cached, length)
+            elif position_ids is not None:
+                assert_padded_positions(call, position_ids, mask, cached, length)
             return padded_rows(mask, length, cached)
-        cu_seqlens, position_ids = call.get("cu_seq_lens_q"), _document_positions(call)
-        uses_cache = _uses_cache(decoder, call)
+        cu_seqlens, uses_cache = call.get("cu_seq_lens_q"), _uses_cache(decoder, call)
         if cu_seqlens is not None:
             self._check_packed(call, batch, uses_cache)
             layout = align_packed(cu_seqlens, length, self.config, _longest(call))
@@ -170,15 +192,16 @@ class CallHook:
                 self._check_masks_to_come(call)
                 call["position_ids"] = layout.positions
             elif position_ids is not None:
+                assert_positions(call, position_ids)
                 _assert_restart(position_ids, layout.positions)
             return packed_rows(layout)
-        if position_ids is None or length == 1:
+        if position_ids is None:
             return _unpadded_rows(batch, num_keys, cached, length)
-        if uses_cache:
-            _assert_one_document(position_ids, _CACHED_DOCUMENTS)
-            return _unpadded_rows(batch, num_keys, cached, length)
-        if self.mixing is not None:
-            _assert_one_document(position_ids, self.mixing)
+        one_document = _CACHED_DOCUMENTS if uses_cache else self.mixing
+        if one_document is not None or length == 1:
+            assert_positions(call, position_ids, cached)
+            if one_document is not None:
+                _assert_one_document(position_ids, one_document)
             return _unpadded_rows(batch, num_keys, cached, length)
         if position_ids.dim() != 2:
             raise ValueError(
@@ -324,14 +347,6 @@ def _use_phi(module: Attention, layer: LayerCache) -> None:
         layer.use_phi(module.nsa.compress_key, module.nsa.compress_value)
 
 
-def _new_positions(mask: Tensor, cached: int | Tensor, length: int) -> Tensor:
-    """Position (B, length) of each new token among the real ones of its row."""
-    positions = real_positions(mask)
-    if isinstance(cached, int):
-        return positions[:, cached : cached + length]
-    return positions.index_select(1, cached + torch.arange(length, device=mask.device))
-
-
 def _fit(mask: Tensor, num_keys: int, cached: int | Tensor, length: int) -> Tensor:
     """The padding mask, filled up over the places that a static cache has yet to use."""
     is_static = isinstance(cached, Tensor) or num_keys > cached + length
@@ -367,6 +382,5 @@ def _padding_mask(mask: Any) -> Tensor | None:
     shape = tuple(getattr(mask, "shape", ()))
     raise ValueError(
         f"attention_mask has shape {shape}; expected a padding mask (batch, tokens). NSA chooses "
-        "what each query attends: custom masks are not supported, nor is a static cache while "
-        "filter_fn leaves full-attention layers unpatched"
+        "what each query attends: custom masks are not supported"
     )

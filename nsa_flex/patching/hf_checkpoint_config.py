@@ -35,6 +35,10 @@ class NSACheckpointConfig(PreTrainedConfig):
         config.__dict__.update(vars(base), base=base, architectures=architectures)
         return (config, unused) if return_unused else config
 
+    def to_json_file(self, *args: Any, **kwargs: Any) -> None:
+        """Write what was read: `base` with its record."""
+        self.base.to_json_file(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         """What the class of `base` knows beyond the attributes."""
         if name.startswith("__") or "base" not in vars(self):

@@ -138,7 +138,7 @@ def own_configs(model: nn.Module) -> OwnConfigs:
     memo: dict[int, Any] = {}
     originals: dict[int, Config] = {}
     for _, _, config in _held(model):
-        for each in _with_nested(config):
+        for each in with_nested(config):
             originals[id(each)] = each
     pairs = [(copy.deepcopy(config, memo), config) for config in originals.values()]
     return OwnConfigs(
@@ -161,6 +161,23 @@ def write_record(decoder: Decoder, record: dict[str, Any]) -> None:
     decoder.config._attn_implementation_internal = IMPLEMENTATION
 
 
+def share_config(decoder: Decoder) -> None:
+    """Give the decoder's config to its modules that have a copy, as copies of layers do."""
+    inside = [vars(each).get("config") for each in decoder.modules() if _is_patched(each)]
+    for module in decoder.modules():
+        config = vars(module).get("config")
+        if "nsa_flex" in getattr(config, "__dict__", ()) and not _is_among(config, inside):
+            module.config = decoder.config
+
+
+def _is_patched(module: nn.Module) -> bool:
+    return "nsa_installed" in vars(module)
+
+
+def _is_among(config: Config, configs: list[Config]) -> bool:
+    return any(config is each for each in configs)
+
+
 def _is_config(value: Any) -> bool:
     return isinstance(value, PreTrainedConfig)
 
@@ -172,11 +189,12 @@ def _held(model: nn.Module) -> Iterator[tuple[nn.Module, str, Config]]:
                 yield module, name, value
 
 
-def _with_nested(config: Config) -> Iterator[Config]:
+def with_nested(config: Config) -> Iterator[Config]:
+    """A config and those inside it."""
     yield config
     for value in vars(config).values():
         if _is_config(value):
-            yield from _with_nested(value)
+            yield from with_nested(value)
 
 
 def _exchange(model: nn.Module, replacements: dict[int, Config]) -> None:

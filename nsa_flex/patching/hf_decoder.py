@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from nsa_flex.joined import joined_input, reads_linearly
-from nsa_flex.patching import hf_attention, hf_init  # noqa: F401 -- registers the implementation
+
+# The first registers the implementation, the last what saves a patched model.
+from nsa_flex.patching import hf_attention, hf_init, hf_saving  # noqa: F401
 from nsa_flex.patching.call_context import LayerInput
 from nsa_flex.patching.hf_cache import num_layers
 from nsa_flex.patching.hf_calls import CallHook, count_tokens
@@ -28,11 +30,13 @@ from nsa_flex.patching.hf_config import (
     KeptLayers,
     OwnConfigs,
     former_implementation,
+    share_config,
     write_record,
 )
-from nsa_flex.patching.hf_falcon import OwnForward, own_forwards
+from nsa_flex.patching.hf_edited import PatchedLayers
+from nsa_flex.patching.hf_falcon import OwnForward, give_back_forwards, own_forwards
 from nsa_flex.patching.hf_handover import hand_over
-from nsa_flex.patching.hf_last_hook import LastHook, register_last
+from nsa_flex.patching.hf_last_hook import LastHook, register_last, remove_copies
 from nsa_flex.patching.hf_layer_types import kind_of_mask
 from nsa_flex.patching.hf_layers import (
     Attention,
@@ -41,6 +45,7 @@ from nsa_flex.patching.hf_layers import (
     parameter_names,
 )
 from nsa_flex.patching.hf_packing import mixing_of_documents, refuse_dropped_bounds
+from nsa_flex.patching.hf_refusals import check_mask_kept
 from nsa_flex.patching.layer import NSALayer
 
 Groups = dict[Decoder, list[Attention]]
@@ -88,7 +93,7 @@ def _install(
     own_config = configs.keep_apart(kept, config, former)
     hook = CallHook(
         arguments=parameter_names(decoder),
-        modules=tuple(modules),
+        patched=PatchedLayers(decoder, tuple(modules)),
         config=layer.config,
         kept_masks=tuple(masks),
         mixing=mixing_of_documents(decoder, masks),
@@ -127,6 +132,10 @@ def remove(model: nn.Module, groups: Groups) -> None:
         hf_init.remove(decoder)
         for hook in decoder.nsa_installed.hooks:
             hook.remove()
+        for module in decoder.modules():
+            remove_copies(module)
+        give_back_forwards(groups[decoder])
+        share_config(decoder)
         decoder.nsa_installed.configs.release(decoder.nsa_installed.config)
     for decoder in groups:
         decoder.nsa_installed.configs.give_back(model)
@@ -200,6 +209,7 @@ class InputHook:
         call = kwargs
         if args:
             call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        check_mask_kept(type(module).__name__, call)
         name = "hidden_states" if "hidden_states" in call else self.arguments[0]
         hidden_states, joined = call[name], None
         if self.joins and _is_without_cache(call) and type(module.nsa) is NSALayer:

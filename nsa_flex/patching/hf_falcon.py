@@ -18,6 +18,13 @@ def own_forwards(modules: list[Attention]) -> list[OwnForward]:
     return [OwnForward(module) for module in modules if not family_of(module).calls_interface]
 
 
+def give_back_forwards(modules: list[Attention]) -> None:
+    """What `OwnForward.remove` does, for copies of its module."""
+    for module in modules:
+        if getattr(vars(module).get("forward"), "__func__", None) is _forward:
+            del module.forward
+
+
 class OwnForward:
     """`forward` of one FalconAttention, until `remove`."""
 

@@ -33,7 +33,7 @@ def expect(caches: list[LayerCache], tokens: Tensor, mask: Tensor | None) -> Non
     incoming = IncomingBatch(num_tokens)
     if mask is not None:
         _check_width(mask, first, num_tokens)
-        incoming = incoming_batch(_new_tokens(mask, first, num_tokens).expand(batch, num_tokens))
+        incoming = incoming_batch(new_tokens(mask, first, num_tokens).expand(batch, num_tokens))
         if first.is_initialized and not torch.compiler.is_compiling():
             _assert_same_past(mask, first, num_tokens)
     may_complete = None
@@ -57,7 +57,7 @@ def next_positions(cache: LayerCache, tokens: Tensor, mask: Tensor | None) -> Te
     if mask is None:
         place = torch.arange(num_tokens, device=tokens.device).expand(batch, num_tokens)
     else:
-        place = real_positions(_new_tokens(mask, cache, num_tokens).expand(batch, num_tokens))
+        place = real_positions(new_tokens(mask, cache, num_tokens).expand(batch, num_tokens))
     return place + cache.lengths[:, None] if cache.is_initialized else place
 
 
@@ -94,7 +94,7 @@ def _check_width(mask: Tensor, cache: LayerCache, num_tokens: int) -> None:
         )
 
 
-def _new_tokens(mask: Tensor, cache: LayerCache, num_tokens: int) -> Tensor:
+def new_tokens(mask: Tensor, cache: LayerCache, num_tokens: int) -> Tensor:
     """Entries of the new tokens: (B or 1, T), nonzero where they are real."""
     known = cache.known_length
     if known is not None:

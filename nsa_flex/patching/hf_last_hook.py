@@ -38,6 +38,14 @@ def register_last(module: nn.Module, hook: Any) -> LastHook:
     return LastHook(module, handle)
 
 
+def remove_copies(module: nn.Module) -> None:
+    """Undo the hooks of this package that a module has as a copy of another, by no handle."""
+    hooks: Any = module._forward_pre_hooks
+    for number in [number for number, hook in hooks.items() if _is_own(hook)]:
+        del hooks[number], module._forward_pre_hooks_with_kwargs[number]
+        vars(module).pop("register_forward_pre_hook", None)
+
+
 def _register_before_own(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:
     """`register_forward_pre_hook` of the module's class, but before hooks of this package."""
     handle = type(module).register_forward_pre_hook(module, *args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa_flex.patching.call_context import CallContext
+from nsa_flex.patching.layer import AttentionShape
 from nsa_flex.patching.rows import Rows
 
 # Whoever passes them, they ask for more than softmax(scale * q k) v over all earlier keys.
@@ -133,3 +134,35 @@ def check_tokens(name: str, query: Tensor, key: Tensor, rows: Rows) -> None:
                 f"{name} attends {kind} (batch, tokens) {found}, but the call of its decoder has "
                 f"{expected}: NSA cannot tell padding and documents among others"
             )
+
+
+def check_heads(name: str, query: Tensor, key: Tensor, shape: AttentionShape) -> None:
+    """Queries and keys against the layer, whose heads may be split over ranks since `patch`.
+
+    Raises:
+        ValueError: they have other numbers of heads.
+    """
+    found, expected = (query.shape[1], key.shape[1]), (shape.num_query_heads, shape.num_kv_heads)
+    if found != expected:
+        raise ValueError(
+            f"{name} attends {found[0]} query and {found[1]} KV heads, and was patched with "
+            f"{expected[0]} and {expected[1]}: tensor parallelism (a tp_plan, parallelize_module) "
+            "and Ulysses sequence parallelism, which split heads over ranks, are not supported "
+            "yet; run without them, or leave the attention layers out of the plan"
+        )
+
+
+def check_mask_kept(name: str, call: dict[str, Any]) -> None:
+    """That no hook called the attention module without its mask, as causal attention.
+
+    Args:
+        name: the module's type.
+        call: its keyword arguments.
+    """
+    context: CallContext | None = call.get("nsa_call")
+    if call.get("is_causal") and context is not None and "is_causal" not in context.passed:
+        raise ValueError(
+            f"{name} was given is_causal=True in the place of its attention_mask, as accelerate's "
+            "context parallelism (ParallelismConfig(cp_size=...)) does: it is not supported yet; "
+            "prepare the model without it"
+        )

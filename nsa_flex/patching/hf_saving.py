@@ -1,32 +1,46 @@
-"""`save_pretrained` of a patched transformers model."""
+"""What transformers writes of a patched model.
+
+Whatever saves a model of transformers (the model, a trainer, an accelerator, a call of the class)
+goes through `PreTrainedModel.save_pretrained`, and its config through `to_json_file`. Importing
+this module extends these two, once and for all models, since a patched decoder may come to lie in
+a model that `patch` never saw: a reward model made around it, for example. A model saves a record
+of the NSA layers that it has then, and a config with such a record is written as no reader can
+take for a dense model's.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.utils import CONFIG_NAME
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from nsa_flex.patching.hf_cache import num_layers
+from nsa_flex.patching.hf_config import former_implementation, with_nested
+from nsa_flex.patching.hf_edited import number_of_layer
 from nsa_flex.patching.hf_layers import Decoder, holders_of
-from nsa_flex.patching.layer import layer_of
+from nsa_flex.patching.layer import NSALayer, layer_of
 from nsa_flex.patching.saved_config import to_saved
+from nsa_flex.patching.sites import Site, patched_sites
 
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 # In the place of a hub name, which it cannot be: what asks the hub for it shows this text.
 _UNSAVED = "nsa_flex.patch({former}), in memory only: save_pretrained it, then nsa_flex.load"
 
 
 def install(model: nn.Module, decoders: set[Decoder]) -> None:
-    """Let every transformers model in `model` that holds a patched decoder save as what it is.
+    """Let no transformers model in `model` name the checkpoint that it was made from any more.
 
-    Nor does it name the checkpoint it was made from any more, which is that of another model.
-    Trainers take a reference model or a tokenizer, and PEFT the base of an adapter, from there.
+    That is of another model. Trainers take a reference model or a tokenizer, and PEFT the base of
+    an adapter, from there.
     """
     holders = holders_of(model, decoders, "save_pretrained")
     for holder in holders:
-        holder.save_pretrained = functools.partial(_save_pretrained, holder)
         holder.nsa_former_names = (holder.name_or_path, holder.config.name_or_path)
     for holder in holders:
         former, _ = holder.nsa_former_names
@@ -38,7 +52,7 @@ def remove(model: nn.Module, decoders: set[Decoder]) -> None:
     for holder in holders_of(model, decoders, "save_pretrained"):
         if hasattr(holder, "nsa_former_names"):
             _name(holder, *holder.nsa_former_names)
-            del holder.nsa_former_names, holder.save_pretrained
+            del holder.nsa_former_names
 
 
 def name_checkpoint(model: nn.Module, path: Any) -> None:
@@ -53,36 +67,79 @@ def _name(holder: Any, name: str, config_name: str) -> None:
     holder.config.name_or_path = config_name
 
 
-def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """As the class's own, which writes what `_SavedConfig` makes of the config."""
-    if all(layer_of(module) is None for module in model.modules()):
-        return type(model).save_pretrained(model, *args, **kwargs)  # a part was unpatched alone
-    _check_writable(model)
-    config = model.config
-    text = config.get_text_config()
-    # Whoever gave the model another config than its decoder's: the record is of the decoder.
-    lacks_record = "nsa_flex" not in vars(text)
-    if lacks_record:
-        text.nsa_flex = _record_of(model)
-    model.config = _SavedConfig(config)
-    try:
-        return type(model).save_pretrained(model, *args, **kwargs)
-    finally:
-        model.config = config
-        if lacks_record:
-            del text.nsa_flex
+def record_of(model: Any) -> dict[str, Any] | None:
+    """What a checkpoint must say of the NSA layers that `model` has now; None if it has none.
 
-
-def _record_of(model: nn.Module) -> dict[str, Any]:
-    """What `patch` wrote to the config of the decoder in `model`."""
-    decoders: list[Decoder] = [each for each in model.modules() if hasattr(each, "nsa_installed")]
-    records = [decoder.config.nsa_flex for decoder in decoders]
-    if len(records) != 1:
+    Raises:
+        ValueError: no such record can describe them, or the model that its config describes has
+            other layers.
+    """
+    sites = list(patched_sites(model))
+    if not sites:
+        return None
+    owners = {model if site.decoder is None else site.decoder for site in sites}
+    if len(owners) > 1:
         raise ValueError(
-            f"{type(model).__name__} holds {len(records)} patched decoders, and its config is "
-            "of none of them: save each by itself"
+            f"{type(model).__name__} holds {len(owners)} patched decoders, and a checkpoint "
+            "records the NSA layers of one: save each by itself"
         )
-    return records[0]
+    (owner,) = owners
+    names = {module: _plain_name(name) for name, module in owner.named_modules()}
+    layers = [names[site.module] for site in sites]
+    record = {**_settings(sites), "layers": layers, **_of_unpatched(owner)}
+    _check_layers(model, owner, layers)
+    return record
+
+
+def _plain_name(name: str) -> str:
+    """The name as tensors are saved by: wrappers of FSDP and of checkpointing are left out."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _settings(sites: list[Site]) -> dict[str, Any]:
+    """What `patch` was told of the layers; ValueError if not the same of all."""
+    first = sites[0]
+    settings = _settings_of(layer_of(first.module))
+    for site in sites:
+        if _settings_of(layer_of(site.module)) != settings:
+            raise ValueError(
+                f"{site.name} was patched otherwise than {first.name} (config, init or backend), "
+                "and a checkpoint records one patch for all layers: unpatch and patch the model "
+                "as a whole, or torch.save its state dict"
+            )
+    return settings
+
+
+def _settings_of(layer: NSALayer | None) -> dict[str, Any]:
+    assert layer is not None
+    return {"config": layer.config.to_dict(), "init": layer.init, "backend": layer.backend}
+
+
+def _of_unpatched(owner: Any) -> dict[str, Any]:
+    """What `patch` wrote of the unpatched layers; of a model that it never saw what they run."""
+    record = vars(owner.config).get("nsa_flex", {})
+    return {
+        "attn_implementation": record.get(
+            "attn_implementation", former_implementation(owner.config)
+        ),
+        "kept_masks": record.get("kept_masks", []),
+    }
+
+
+def _check_layers(model: Any, owner: Any, layers: list[str]) -> None:
+    """That a model built from the config has these layers, and none that was dropped."""
+    number = num_layers(model.config.get_text_config())
+    former = vars(owner.config).get("nsa_flex", {}).get("layers", [])
+    there = {_plain_name(name) for name, _ in owner.named_modules()}
+    dropped = [name for name in former if name not in there and number_of_layer(name) < number]
+    added = [name for name in layers if number_of_layer(name) >= number]
+    for names, what in ((added, "has"), (dropped, "has no")):
+        if names:
+            raise ValueError(
+                f"{type(model).__name__} {what} {', '.join(names)}, and its config says "
+                f"num_hidden_layers={number}: layers were added or dropped after patch; set "
+                "num_hidden_layers (and what else the config says of each layer) to what is there"
+            )
 
 
 def _check_writable(model: Any) -> None:
@@ -99,25 +156,61 @@ def _check_writable(model: Any) -> None:
             )
 
 
-class _SavedConfig:
-    """A config in all but the file that it writes."""
+@contextlib.contextmanager
+def _recorded(model: Any, record: dict[str, Any] | None) -> Iterator[None]:
+    """Have the config of `model` say so much of its NSA layers and no more.
 
-    def __init__(self, config: Any) -> None:
-        vars(self)["_config"] = config
+    The config may be one that `patch` never saw, or that of a patched model which a dense one was
+    made from: then for as long as it is written.
+    """
+    former = [
+        (config, vars(config)["nsa_flex"])
+        for config in with_nested(model.config)
+        if "nsa_flex" in vars(config)
+    ]
+    text = model.config if record is None else model.config.get_text_config()
+    stays = any(config is text for config, _ in former) and record is not None
+    for config, _ in former:
+        del config.nsa_flex
+    if record is not None:
+        text.nsa_flex = record
+    try:
+        yield
+    finally:
+        if record is not None and not stays:
+            del text.nsa_flex
+        for config, what in former:
+            if record is None or config is not text:
+                config.nsa_flex = what
 
-    @property  # type: ignore[misc]  # PEFT makes another config of that class
-    def __class__(self) -> Any:
-        return type(vars(self)["_config"])
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_config"], name)
+def _extend_models() -> None:
+    save = PreTrainedModel.save_pretrained
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_config"], name, value)
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        record = record_of(self)
+        if record is not None:
+            _check_writable(self)
+        with _recorded(self, record):
+            return save(self, *args, **kwargs)
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write config.json, of a model type of its own."""
-        vars(self)["_config"].save_pretrained(save_directory, **kwargs)
-        path = Path(save_directory) / CONFIG_NAME
-        saved = to_saved(json.loads(path.read_text()))
-        path.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+    PreTrainedModel.save_pretrained = save_pretrained
+
+
+def _extend_configs() -> None:
+    write = PreTrainedConfig.to_json_file
+
+    @functools.wraps(write)
+    def to_json_file(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
+        write(self, json_file_path, *args, **kwargs)
+        if any("nsa_flex" in vars(config) for config in with_nested(self)):
+            path = Path(json_file_path)
+            saved = to_saved(json.loads(path.read_text()))
+            path.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+
+    PreTrainedConfig.to_json_file = to_json_file
+
+
+_extend_models()
+_extend_configs()

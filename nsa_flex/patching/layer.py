@@ -13,7 +13,7 @@ from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression, branched, compress_both
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
-from nsa_flex.gates import GateInit, Gates
+from nsa_flex.gates import GateInit, Gates, gates_of_step
 from nsa_flex.joined import JoinedInput
 from nsa_flex.paging import LayerPages, NewTokens, PagedBatch, PagedLayer, attend
 from nsa_flex.patching.rows import Rows
@@ -102,6 +102,7 @@ class NSALayer(nn.Module):
         cache: LayerCache | None = None,
         stored: bool = False,
         joined: JoinedInput | None = None,
+        paged: tuple[LayerPages, PagedBatch] | None = None,
     ) -> Tensor:
         """NSA of queries against keys and values.
 
@@ -119,6 +120,8 @@ class NSALayer(nn.Module):
             stored: whether the caller called `cache.update`, gives what it returned as `key` and
                 `value`, and counts the tokens afterwards (`advance`).
             joined: of `joined_input`, if keys and values come from it; without a cache.
+            paged: pages of this layer, which keys and values are added to, and whose the tokens
+                are: those of several requests in one row.
 
         Returns:
             (B, Hq, Sq, Dv) in the dtype of `value`.
@@ -126,6 +129,8 @@ class NSALayer(nn.Module):
         Raises:
             ValueError: both `rows` and `cache` are given, or the tokens do not fit the cache.
         """
+        if paged is not None:
+            return self._attend_pages(hidden_states, query, key, value, *paged, scale)
         if cache is not None:
             if rows is not None:
                 raise ValueError("rows and cache were both given: tell the cache of padding")
@@ -177,11 +182,12 @@ class NSALayer(nn.Module):
         scale: float | None,
     ) -> Tensor:
         """NSA of the tokens that `cache.update` took in last and gave `key` and `value` for."""
-        gates = self.gates(hidden_states, as_logits=cache.is_step(query.shape[2], self.backend))
+        is_step = cache.is_step(query.shape[2], self.backend)
+        gates = gates_of_step(self.gates, hidden_states) if is_step else self.gates(hidden_states)
         output, _ = cache.attend(query, key, value, gates, scale=scale, backend=self.backend)
         return output
 
-    def attend_pages(
+    def _attend_pages(
         self,
         hidden_states: Tensor,
         query: Tensor,
@@ -189,25 +195,13 @@ class NSALayer(nn.Module):
         value: Tensor,
         pages: LayerPages,
         batch: PagedBatch,
-        *,
-        scale: float | None = None,
+        scale: float | None,
     ) -> Tensor:
-        """NSA of the new tokens of several requests in one row, stored in pages on the way.
-
-        Args:
-            hidden_states: (1, T, E).
-            query: (1, Hq, T, D), key: (1, Hkv, T, D), value: (1, Hkv, T, Dv).
-            pages: of this layer.
-            batch: which tokens are whose.
-            scale: as of `forward`.
-
-        Returns:
-            (1, Hq, T, Dv) in the dtype of `value`.
-        """
+        """NSA of the new tokens (1, H, T, D) of several requests, stored in pages on the way."""
         gates = self.gates(hidden_states)
         new = NewTokens(query.to(value.dtype), key.to(value.dtype), value, gates)
-        paged = PagedLayer(pages, self.compress_key, self.compress_value, self.backend)
-        return attend(paged, new, batch, query.shape[-1] ** -0.5 if scale is None else scale)
+        layer = PagedLayer(pages, self.compress_key, self.compress_value, self.backend)
+        return attend(layer, new, batch, query.shape[-1] ** -0.5 if scale is None else scale)
 
     def new_cache(self, *, max_length: int | None = None) -> LayerCache:
         """An empty cache for this layer; static with room for `max_length` tokens, or growing."""

@@ -19,7 +19,37 @@ _SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def world_size() -> int:
     """Processes of this job, as torchrun tells."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _of_environment("WORLD_SIZE", 1)
+
+
+def rank() -> int:
+    """Number of this process in its job."""
+    return _of_environment("RANK", 0)
+
+
+def local_rank() -> int:
+    """Number of this process on its machine."""
+    return _of_environment("LOCAL_RANK", 0)
+
+
+def check_launcher() -> None:
+    """Raise ValueError if several processes are promised, and this one does not know its place.
+
+    accelerate would train alone then, as if it were all of them.
+    """
+    missing = [name for name in ("RANK", "LOCAL_RANK") if name not in os.environ]
+    if world_size() > 1 and missing:
+        raise ValueError(
+            f"the environment has WORLD_SIZE={world_size()} without {' and '.join(missing)}: "
+            "start the processes with torchrun"
+        )
+
+
+def _of_environment(name: str, otherwise: int) -> int:
+    text = os.environ.get(name, str(otherwise))
+    if not text.isdigit():
+        raise ValueError(f"the environment has {name}={text!r}; expected a number, as of torchrun")
+    return int(text)
 
 
 def uses_cuda(config: TrainConfig) -> bool:
@@ -41,7 +71,11 @@ def check_device(config: TrainConfig) -> None:
             "engine.parallel is fsdp, and accelerate shards on GPUs alone: take ddp, or shard a "
             "model of your own with fully_shard"
         )
-    uses_cuda(config)
+    if uses_cuda(config) and local_rank() >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK is {local_rank()}, and torch sees {torch.cuda.device_count()} CUDA "
+            "devices: start one process a device"
+        )
 
 
 def is_bf16(config: TrainConfig) -> bool:
@@ -55,11 +89,14 @@ def is_sharded(config: TrainConfig) -> bool:
     return config.engine.parallel == "fsdp" and "WORLD_SIZE" in os.environ
 
 
+def rows_per_step(config: TrainConfig) -> int:
+    """Rows of an optimizer step on all ranks."""
+    return config.training.batch_size * config.training.accumulate * world_size()
+
+
 def tokens_per_step(config: TrainConfig) -> int:
     """Tokens of an optimizer step on all ranks."""
-    training = config.training
-    rows = training.batch_size * training.accumulate * world_size()
-    return rows * config.data.seq_len
+    return rows_per_step(config) * config.data.seq_len
 
 
 def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArguments:
@@ -114,6 +151,7 @@ def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArgumen
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         disable_tqdm=True,
+        ignore_data_skip=True,  # the rows of a resumed run begin after those trained on
         report_to=[],
         use_cache=False,
         **options,

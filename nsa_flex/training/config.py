@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -14,6 +15,9 @@ from nsa_flex.gates import GateInit
 from nsa_flex.training.config_reading import from_mapping
 
 # The optional sections of a config and their fields; docs/guide/train-command.md has the table.
+
+
+LONGEST_WAIT = threading.TIMEOUT_MAX
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class DataSection:
             tokens see all before them, the end-of-document token included.
         documents_per_row: of separate documents at most so many begin in a row, which fixes the
             shapes; a row with more ends in padding.
+        leave_out: files, folders and globs of `files` and `held_out_files` that are not read. Of
+            one that a resumed run leaves out, nothing comes after the rows trained on so far.
         shuffle: documents among which the next one is drawn; 1 keeps their order.
         workers: 1 reads and tokenises in a process of its own, 0 between steps.
     """
@@ -74,6 +80,7 @@ class DataSection:
     seq_len: int = 2048
     documents: Literal["separate", "joined"] = "separate"
     documents_per_row: int = 4
+    leave_out: tuple[str, ...] = ()
     shuffle: int = 256
     workers: Literal[0, 1] = 0
 
@@ -112,6 +119,7 @@ class TrainingSection:
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "batch_size", "accumulate")
         _at_least(self, 0, "warmup_steps", "weight_decay", "max_grad_norm")
+        _finite(self, "weight_decay", "max_grad_norm")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate={self.learning_rate} must be more than 0, and finite")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -144,7 +152,8 @@ class RunSection:
 
     Args:
         log_every: rows of training.csv.
-        gates_every: rows of gates.csv and fallback_counters.csv; 0 leaves them out.
+        gates_every: rows of gates.csv and fallback_counters.csv, a multiple of `log_every`; 0
+            leaves them out.
         eval_every: held-out losses, of `eval_rows` rows; 0 measures none.
         save_every: checkpoints, a multiple of `log_every`; of these `keep` are kept. 0 writes none
             but on Ctrl-C.
@@ -164,8 +173,16 @@ class RunSection:
     def __post_init__(self) -> None:
         _at_least(self, 1, "log_every", "eval_rows", "keep")
         _at_least(self, 0, "gates_every", "eval_every", "save_every")
-        if self.heartbeat_seconds <= 0:
-            raise ValueError(f"heartbeat_seconds={self.heartbeat_seconds} must be more than 0")
+        if not 0 < self.heartbeat_seconds <= LONGEST_WAIT:
+            raise ValueError(
+                f"heartbeat_seconds={self.heartbeat_seconds} must be more than 0, and at most "
+                f"{LONGEST_WAIT:g}"
+            )
+        if self.gates_every % self.log_every:
+            raise ValueError(
+                f"gates_every={self.gates_every} must be a multiple of "
+                f"log_every={self.log_every}: gates are measured where rows are logged"
+            )
         if self.save_every % self.log_every:
             raise ValueError(
                 f"save_every={self.save_every} must be a multiple of log_every={self.log_every}: "
@@ -222,10 +239,12 @@ def read_config(name: str, overrides: tuple[str, ...] = ()) -> TrainConfig:
         path = shipped_configs()[name]
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for each in overrides:
-            _override(values, each, yaml)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no mapping of sections; nsa-flex train needs one")
+    for each in overrides:
+        _override(values, each, yaml)
     return from_mapping(TrainConfig, values)
 
 
@@ -238,7 +257,10 @@ def _override(values: dict[str, Any], text: str, yaml: Any) -> None:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise ValueError(f"{name}: {section} is not a section")
-    values[key] = yaml.safe_load(value)
+    try:
+        values[key] = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _yaml() -> Any:
@@ -257,6 +279,12 @@ def _at_least(section: Any, least: int, *names: str) -> None:
     for name in names:
         if getattr(section, name) < least:
             raise ValueError(f"{name}={getattr(section, name)} must be at least {least}")
+
+
+def _finite(section: Any, *names: str) -> None:
+    for name in names:
+        if not math.isfinite(getattr(section, name)):
+            raise ValueError(f"{name}={getattr(section, name)} must be finite")
 
 
 def _plain(value: Any) -> Any:

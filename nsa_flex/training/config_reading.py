@@ -30,7 +30,7 @@ def from_mapping(cls: type[T], values: Any, where: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            raise ValueError(_unknown(_join(where, key), str(key), list(fields)))
+            raise ValueError(unknown_key(_join(where, key), str(key), list(fields)))
     for name, field in fields.items():
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and name not in values:
@@ -81,7 +81,8 @@ def _plain(kind: Any, value: Any, where: str) -> Any:
     raise ValueError(f"{where} is {_shown(value)}; expected {names.get(kind, 'a mapping')}")
 
 
-def _unknown(where: str, key: str, known: list[str]) -> str:
+def unknown_key(where: str, key: str, known: list[str]) -> str:
+    """What is said of a key that is none of `known`."""
     near = difflib.get_close_matches(key, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
     return f"unknown key {where}; {hint}"

@@ -21,10 +21,11 @@ LONGEST_DOCUMENT = 1 << 26
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 
 
-def find_files(entries: Iterable[str]) -> list[Path]:
+def find_files(entries: Iterable[str], *, outside: Path | None = None) -> list[Path]:
     """All files that `entries` name (files, folders, globs, "stdlib"), sorted, each once.
 
-    Hidden files and those in hidden folders below an entry are left out.
+    Hidden files and those in hidden folders below an entry are left out, and what lies in
+    `outside`, which is written while they are read.
 
     Raises:
         ValueError: an entry names none, or there is no entry.
@@ -32,12 +33,26 @@ def find_files(entries: Iterable[str]) -> list[Path]:
     found: set[Path] = set()
     for entry in entries:
         files = _standard_library() if entry == "stdlib" else _files_of(entry)
+        if outside is not None:
+            files = _outside(outside, files)
         if not files:
-            raise ValueError(f"data: {entry} names no file; check the path or the pattern")
+            besides = "" if outside is None else f" outside of {outside}"
+            raise ValueError(
+                f"data: {entry} names no file{besides}; check the path or the pattern"
+            )
         found.update(files)
     if not found:
         raise ValueError("data: files is empty; name files, folders or patterns")
     return sorted(found)
+
+
+def named_files(entries: Iterable[str]) -> set[str]:
+    """Absolute paths of what `entries` name; of one that names nothing, itself."""
+    return {
+        str(path.absolute())
+        for entry in entries
+        for path in (_files_of(entry) or [Path(entry).expanduser()])
+    }
 
 
 def documents(path: Path, text_field: str = "text") -> Iterator[str | bytes]:
@@ -59,8 +74,8 @@ def documents(path: Path, text_field: str = "text") -> Iterator[str | bytes]:
     except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, _zstd_error()) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else error
         raise TrainingError(
-            f"data: {path} cannot be read ({type(error).__name__}: {reason}); mend it or leave it "
-            "out of data.files, then resume"
+            f"data: {path} cannot be read ({type(error).__name__}: {reason}); resume once it can, "
+            f"or go on without it: --resume --change data.leave_out=[{path}]"
         ) from error
 
 
@@ -73,6 +88,12 @@ def _files_of(entry: str) -> list[Path]:
         return [each for each in below if not _is_hidden(each.relative_to(path))]
     matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 -- absolute patterns
     return [each for each in matches if each.is_file()]
+
+
+def _outside(folder: Path, files: list[Path]) -> list[Path]:
+    root = folder.resolve()
+    real = {parent: parent.resolve() for parent in {path.parent for path in files}}
+    return [path for path in files if not real[path.parent].is_relative_to(root)]
 
 
 def _is_hidden(path: Path) -> bool:

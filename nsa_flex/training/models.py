@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,8 @@ from torch.utils.checkpoint import (
 from nsa_flex.patching import load, patch
 from nsa_flex.patching.checkpoint import patch_as_recorded
 from nsa_flex.training.config import DataSection, EngineSection, ModelSection
+from nsa_flex.training.config_reading import unknown_key
+from nsa_flex.training.errors import blamed_on
 from nsa_flex.training.presets import PRESETS
 from nsa_flex.training.shards import reserve, without_values
 from nsa_flex.training.tokenizers import Tokenizer
@@ -71,7 +73,7 @@ def _from_config(
     _check_vocabulary(config.get_text_config().vocab_size, tokenizer)  # before it takes memory
     record = vars(config.get_text_config()).pop("nsa_flex", None)
     _check_dense(section, patched=record is not None)
-    with _PLACES[values]():
+    with blamed_on("the model"), _PLACES[values]():
         model = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()  # undone where parameters went to the meta device one by one
     if record is None:
@@ -108,17 +110,20 @@ def _from_checkpoint(section: ModelSection) -> Any:
         raise ValueError(
             f"model.checkpoint: {file} does not exist; expected what save_pretrained wrote"
         )
-    saved = "nsa_flex" in json.loads(file.read_text())
+    with blamed_on(f"model.checkpoint: {file} cannot be read"):
+        saved = "nsa_flex" in json.loads(file.read_text())
     _check_dense(section, patched=saved)
-    if saved:
-        return load(path, dtype=torch.float32)
-    return _transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with blamed_on(f"model.checkpoint: {path} cannot be loaded"):
+        if saved:
+            return load(path, dtype=torch.float32)
+        return _transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def _config(section: ModelSection, data: DataSection, tokenizer: Tokenizer) -> Any:
     transformers = _transformers()
     if section.checkpoint is not None:
-        config = transformers.AutoConfig.from_pretrained(section.checkpoint)
+        with blamed_on(f"model.checkpoint: {section.checkpoint} cannot be loaded"):
+            config = transformers.AutoConfig.from_pretrained(section.checkpoint)
         return getattr(config, "base", config)
     if section.preset is not None and section.preset not in PRESETS:
         raise ValueError(f"model.preset is {section.preset}; expected one of {', '.join(PRESETS)}")
@@ -132,10 +137,28 @@ def _config(section: ModelSection, data: DataSection, tokenizer: Tokenizer) -> A
         **preset,
         **(section.config or {}),
     }
-    try:
-        return transformers.AutoConfig.for_model(values.pop("model_type", "unnamed"), **values)
-    except ValueError as error:
-        raise ValueError(f"model.config: {error}") from error
+    with blamed_on("model.config"):
+        config = transformers.AutoConfig.for_model(values.pop("model_type", "unnamed"), **values)
+    _check_keys(config, section.config or {}, "model.config")
+    return config
+
+
+def _check_keys(config: Any, given: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a key of `given` that the class of `config` does not know.
+
+    transformers keeps what it does not know as an attribute; what it translates it takes away.
+    """
+    known = {"model_type", *vars(type(config)()), *config.attribute_map}
+    for key, value in given.items():
+        if key in vars(config) and key not in known:
+            raise ValueError(unknown_key(f"{where}.{key}", key, _public(known)))
+        part = getattr(config, key, None)
+        if isinstance(value, Mapping) and key in config.sub_configs:
+            _check_keys(part, value, f"{where}.{key}")
+
+
+def _public(names: set[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def _is_patched(model: Any) -> bool:

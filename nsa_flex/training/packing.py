@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from nsa_flex.training.config import DataSection
+from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.files import documents
 from nsa_flex.training.tokenizers import Tokenizer
 
@@ -43,6 +45,10 @@ class PackedRows(IterableDataset):
         held_out: None takes all documents; True the held-out share of them, False the others.
             Which ones follows from the names of their files and their numbers there.
         epochs: None for no end.
+        skip: rows that are not given: those trained on.
+        left_out: file to the number of rows, skipped ones included, after which nothing more is
+            read of it. The rows up to there are as if it were not left out.
+        changed: files left out that are not what they were.
     """
 
     def __init__(
@@ -54,14 +60,20 @@ class PackedRows(IterableDataset):
         seed: int,
         held_out: bool | None,
         epochs: int | None = None,
+        skip: int = 0,
+        left_out: Mapping[Path, int] | None = None,
+        changed: Collection[Path] = (),
     ) -> None:
         self.files, self.tokenizer, self.data = files, tokenizer, data
         self.seed, self.held_out, self.epochs = seed, held_out, epochs
+        self.skip, self.left_out, self.changed = skip, left_out or {}, changed
+        self._packed = 0  # rows of the last iterator so far
 
     def __iter__(self) -> Iterator[Row]:
-        return self._rows()
+        return itertools.islice(self._rows(), self.skip, None)
 
     def _rows(self) -> Iterator[Row]:
+        self._packed = 0
         ids: list[np.ndarray] = []
         starts: list[int] = []
         filled, length = 0, self.data.seq_len
@@ -73,6 +85,7 @@ class PackedRows(IterableDataset):
                 ids.append(piece)
                 filled += len(piece)
                 if filled == length or len(starts) == limit:
+                    self._packed += 1
                     yield self._row(ids, starts, filled)
                     ids, starts, filled = [], [], 0
         if filled:
@@ -100,7 +113,7 @@ class PackedRows(IterableDataset):
     def _texts(self, files: list[Path]) -> Iterator[str | bytes]:
         any_text = False
         for path in files:
-            for number, text in enumerate(documents(path, self.data.text_field)):
+            for number, text in enumerate(self._documents_of(path)):
                 if text and self._takes(path, number):
                     any_text = True
                     yield text
@@ -109,6 +122,21 @@ class PackedRows(IterableDataset):
             raise ValueError(
                 f"data.files hold no {which}document: add text, or change data.held_out_share"
             )
+
+    def _documents_of(self, path: Path) -> Iterator[str | bytes]:
+        """Those of a file that is left out end where they did when it was."""
+        last = self.left_out.get(path, math.inf)
+        if self._packed >= last:
+            return
+        if path in self.changed:
+            raise TrainingError(
+                f"data: {path} is left out, but rows trained on hold documents of it, and it is "
+                "gone or has changed: put it back as it was, or choose another out"
+            )
+        for text in documents(path, self.data.text_field):
+            yield text
+            if self._packed >= last:
+                return
 
     def _takes(self, path: Path, number: int) -> bool:
         if self.held_out is None:

@@ -35,7 +35,7 @@ def report(run: Path) -> str:
     gates, beats = read_rows(run, "gates"), read_rows(run, "heartbeat")
     return _template().render(
         run=run.resolve().name,
-        facts=_facts(rows, beats),
+        facts=_facts(rows, beats) | _changed(read_rows(run, "changes")),
         figures=_figures(rows, gates, beats),
         counters=_last_of(read_rows(run, "fallback_counters")),
         fallbacks=_fallbacks(read_rows(run, "fallback_counters")),
@@ -60,6 +60,14 @@ def _facts(rows: list[dict[str, Any]], beats: list[dict[str, Any]]) -> dict[str,
         if rates:
             facts["tokens a second"] = f"{sorted(rates)[len(rates) // 2]:,.0f}"
     return facts
+
+
+def _changed(changes: list[dict[str, Any]]) -> dict[str, str]:
+    """What sessions did otherwise than those before, by setting."""
+    found: dict[str, list[str]] = {}
+    for row in changes:
+        found.setdefault(row["key"], [row["before"]]).append(f"{row['after']} from {row['step']}")
+    return {key: ", ".join(values) for key, values in found.items()}
 
 
 def _figures(

@@ -3,86 +3,129 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PrinterCallback, TrainerCallback
 
 from nsa_flex.training.arguments import (
     check_device,
+    check_launcher,
     is_bf16,
     is_sharded,
+    rank,
+    rows_per_step,
     tokens_per_step,
     training_arguments,
+    world_size,
 )
-from nsa_flex.training.config import TrainConfig, read_config
-from nsa_flex.training.errors import TrainingError
+from nsa_flex.training.config import TrainConfig
+from nsa_flex.training.errors import TrainingError, in_one_line
+from nsa_flex.training.lock import locked
 from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
-from nsa_flex.training.saving import folder_aside, last_checkpoint, remove_unfinished, step_of
+from nsa_flex.training.record import Record
+from nsa_flex.training.resuming import Resume, Start, check_sharding, find_start, open_run
+from nsa_flex.training.saving import folder_aside, last_checkpoint
 from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.stopping import StopCallback
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import without_logits
-from nsa_flex.training.telemetry.schemas import file_name
-from nsa_flex.training.texts import Texts, find_texts
+from nsa_flex.training.texts import Texts, find_texts, texts_as_before
 from nsa_flex.training.tokenizers import Tokenizer
 from nsa_flex.training.trainer import SHARDED_WEIGHTS, Trainer
 
-CONFIG_FILE = "config.yaml"
 MODEL_FOLDER = "model"
 
 
 def train(
-    config: TrainConfig, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    resume_from: str | None = None,
+    changes: Collection[str] = (),
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> dict[str, Any]:
     """Run a config, or go on with it from its last checkpoint; call it on every rank of a job.
 
     Args:
         resume: continue what is in `config.out`; without a checkpoint there, from the start.
+        resume_from: continue from this checkpoint, by its steps or its path. Those of more steps
+            are renamed: the run has left them behind.
+        changes: keys ("training.learning_rate") of what `config` means to do otherwise than the
+            run so far; changes.csv keeps them.
         callbacks: further ones for the Trainer.
 
     Returns:
         what `summary` says of the run.
 
     Raises:
-        ValueError: the config does not fit its files, model or machine; or `config.out` holds a
-            run already, or on resuming one of another config. Nothing was changed.
-        TrainingError: the run could not go on; its last checkpoint is whole.
+        ValueError: the config does not fit its files, model or machine; `config.out` holds a run
+            already, or another process runs there; or on resuming, a change was not told or would
+            falsify the run, or the data are other ones. Nothing was changed.
+        TrainingError: the run could not go on, or its last checkpoint is damaged; earlier ones are
+            whole.
     """
+    check_launcher()
+    run, asked = Path(config.out), Resume(resume, resume_from, changes)
+    with _memory_told(run), contextlib.ExitStack() as stack:
+        start = find_start(config, asked)
+        done = start.checkpoint is not None and start.step >= config.training.steps
+        texts = find_texts(config) if done else _texts(config, start)
+        check_device(config)
+        torch.manual_seed(config.seed)
+        # Under FSDP rank 0's weights are shared out; the others' are not read.
+        values: Values = "all" if rank() == 0 or not is_sharded(config) else "buffers"
+        model = build_model(config.model, config.data, texts.tokenizer, values=values)
+        if start.checkpoint is not None and done:
+            if rank() == 0 and not (run / MODEL_FOLDER).exists():  # killed at the very end
+                stack.enter_context(locked(run))
+                _save_finished(model, texts.tokenizer, start.checkpoint, run / MODEL_FOLDER)
+            return summary(run, stopped=False, seconds=0.0)
+        held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
+        if rank() == 0:
+            run.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(run))
+            open_run(config, asked, start)
+            texts = texts.with_record(world_size())
+        return _train(config, texts, model, held_out, start, callbacks)
+
+
+def _train(
+    config: TrainConfig,
+    texts: Texts,
+    model: Any,
+    held_out: list[Any],
+    start: Start,
+    callbacks: Sequence[TrainerCallback],
+) -> dict[str, Any]:
     run = Path(config.out)
-    _check_run(config, run, resume=resume)
-    texts = find_texts(config)
-    check_device(config)
-    torch.manual_seed(config.seed)
-    # Under FSDP rank 0's weights are shared out; the others' are not read.
-    values: Values = "all" if _rank() == 0 or not is_sharded(config) else "buffers"
-    model = build_model(config.model, config.data, texts.tokenizer, values=values)
-    checkpoint = last_checkpoint(run) if resume else None
-    if checkpoint is not None and step_of(checkpoint) >= config.training.steps:
-        if _rank() == 0 and not (run / MODEL_FOLDER).exists():  # killed at the very end
-            _save_finished(model, texts.tokenizer, checkpoint, run / MODEL_FOLDER)
-        return summary(run, stopped=False, seconds=0.0)
-    held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
-    _open_run(config, run)
-    trainer, stop, telemetry = _trainer(config, texts, model, held_out, callbacks)
-    start = time.perf_counter()
+    trainer, stop, telemetry = _trainer(config, texts, model, held_out, start, callbacks)
+    begun = time.perf_counter()
     shared = from_rank_0(trainer.accelerator) if is_sharded(config) else contextlib.nullcontext()
     with _told(run, telemetry), stop.listening(), shared:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
         if not stop.stopped:
             save_model(trainer, run / MODEL_FOLDER)
-    return summary(run, stopped=stop.stopped, seconds=time.perf_counter() - start)
+    return summary(run, stopped=stop.stopped, seconds=time.perf_counter() - begun)
+
+
+def _texts(config: TrainConfig, start: Start) -> Texts:
+    if start.checkpoint is None or start.record is None:
+        return find_texts(config)
+    check_sharding(config, start.checkpoint)
+    return texts_as_before(config, start.record, str(start.checkpoint), reads=rank() == 0)
 
 
 def leave_process_group() -> None:
@@ -141,40 +184,8 @@ def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
     }
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def _needs_held_out(config: TrainConfig) -> bool:
     return bool(config.run.eval_every or config.run.gates_every)
-
-
-def _check_run(config: TrainConfig, run: Path, *, resume: bool) -> None:
-    file = run / CONFIG_FILE
-    if not (file.exists() and (run / file_name("training")).exists()):  # nothing was trained
-        return
-    if not resume:
-        raise ValueError(f"{run} holds a run already: resume it (--resume), or choose another out")
-    before, now = read_config(str(file)).to_dict(), config.to_dict()
-    changed = [name for name in now if name not in ("run", "out") and now[name] != before[name]]
-    if changed:
-        raise ValueError(
-            f"{file} differs from the config in {', '.join(changed)}: resume with what the run "
-            "was started with, or choose another out"
-        )
-
-
-def _open_run(config: TrainConfig, run: Path) -> None:
-    """The run's folder, with its config; what a killed process left half written is removed."""
-    if _rank() != 0:
-        return
-    import yaml
-
-    run.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(run)
-    aside = run / f".{CONFIG_FILE}"
-    aside.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
-    aside.rename(run / CONFIG_FILE)
 
 
 def _trainer(
@@ -182,6 +193,7 @@ def _trainer(
     texts: Texts,
     model: Any,
     held_out: list[Any],
+    start: Start,
     callbacks: Sequence[TrainerCallback],
 ) -> tuple[Trainer, StopCallback, TelemetryCallback]:
     arguments = training_arguments(config, type(decoder_layers(model)[0]).__name__)
@@ -198,10 +210,13 @@ def _trainer(
     )
     if is_bf16(config) and not is_sharded(config):
         trainer.autocast_dtype = torch.bfloat16
+    if texts.record is not None:  # on rank 0, which writes it
+        trainer.record_at = functools.partial(_record_at, texts.record, config, start)
     telemetry = TelemetryCallback(
         probe=_probe(trainer, texts, held_out) if config.run.gates_every else None,
         measures=bool(config.run.gates_every),
         tokens_per_step=tokens_per_step(config),
+        first_tokens=_rows_at(config, start, start.step) * config.data.seq_len,
         gates_every=config.run.gates_every or 1,
         heartbeat_seconds=config.run.heartbeat_seconds,
         strict=config.run.strict,
@@ -209,6 +224,16 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(telemetry)
     return trainer, stop, telemetry
+
+
+def _record_at(record: Record, config: TrainConfig, start: Start, step: int) -> Record:
+    return dataclasses.replace(record, rows=_rows_at(config, start, step))
+
+
+def _rows_at(config: TrainConfig, start: Start, step: int) -> int:
+    """Rows trained on at a step of this session, those of earlier ones included."""
+    before = 0 if start.record is None else start.record.rows
+    return before + (step - start.step) * rows_per_step(config)
 
 
 def _probe(trainer: Trainer, texts: Texts, held_out: list[Any]) -> Callable[[], Any]:
@@ -230,25 +255,35 @@ def _probe(trainer: Trainer, texts: Texts, held_out: list[Any]) -> Callable[[], 
 
 @contextlib.contextmanager
 def _told(run: Path, telemetry: TelemetryCallback) -> Iterator[None]:
-    """Within, errors close the artefacts; those of the machine say what to do about them."""
+    """Within, errors close the artefacts; those of the disk and of workers say what to do."""
     try:
         yield
     except BaseException as error:
         telemetry.close(error)
-        told = _of_the_machine(error, run)
-        if told is None:
+        if isinstance(error, (OSError, SafetensorError)):
+            raise TrainingError(f"{error}: mend that, then {_after(run)}") from error
+        if "DataLoader worker" in str(error):
+            if isinstance(error, (TrainingError, ValueError)):
+                raise type(error)(in_one_line(error)) from error
+            raise TrainingError(f"{in_one_line(error)}: {_after(run)}") from error
+        raise
+
+
+@contextlib.contextmanager
+def _memory_told(run: Path) -> Iterator[None]:
+    """Within, too little memory is an error that says what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not (known or "allocate memory" in str(error)):
             raise
-        raise told from error
-
-
-def _of_the_machine(error: BaseException, run: Path) -> TrainingError | None:
-    last = last_checkpoint(run)
-    after = "start again" if last is None else f"resume from {last.name}, which is whole"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
-        return TrainingError(
+        raise TrainingError(
             f"out of memory ({error}): lower training.batch_size and raise training.accumulate, "
-            f"or set engine.checkpointing to selective or full; then {after}"
-        )
-    if isinstance(error, OSError):
-        return TrainingError(f"{error}: mend that, then {after}")
-    return None
+            f"or set engine.checkpointing to selective or full, by --change; then {_after(run)}"
+        ) from error
+
+
+def _after(run: Path) -> str:
+    last = last_checkpoint(run)
+    return "start again" if last is None else f"resume from {last.name}, which is whole"

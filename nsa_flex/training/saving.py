@@ -18,9 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nsa_flex.training.errors import TrainingError
+from nsa_flex.training.record import RECORD_FILE
 
 PREFIX = "checkpoint-"
 _ASIDE = ".writing"
+_ABANDONED = "abandoned-"
 
 
 @contextlib.contextmanager
@@ -43,7 +45,7 @@ def written_aside(run: Path, step: int, *, writes: bool = True) -> Iterator[Path
             aside.mkdir(parents=True)
         yield aside
         if writes:
-            _flush(aside / name)
+            _finish(aside / name)
             if (run / name).exists():  # written before the run was killed, and reached again
                 shutil.rmtree(run / name)
             (aside / name).rename(run / name)
@@ -58,15 +60,78 @@ def written_aside(run: Path, step: int, *, writes: bool = True) -> Iterator[Path
         ) from error
 
 
-def remove_unfinished(run: Path) -> None:
-    """Remove what a killed process left half written."""
-    shutil.rmtree(run / _ASIDE, ignore_errors=True)
+def checkpoints(run: Path) -> list[Path]:
+    """All that have their place in `run`, by steps."""
+    found = [path for path in run.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdigit()]
+    return sorted(found, key=step_of)
 
 
 def last_checkpoint(run: Path) -> Path | None:
-    """The whole checkpoint with the most steps, or None."""
-    found = [path for path in run.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdigit()]
-    return max(found, key=lambda path: int(path.name[len(PREFIX) :]), default=None)
+    """The one with the most steps, or None."""
+    return max(checkpoints(run), key=step_of, default=None)
+
+
+def chosen_checkpoint(run: Path, name: str) -> Path:
+    """A checkpoint by its steps or its path.
+
+    Raises:
+        ValueError: there is no such folder, or its name does not say the steps.
+    """
+    path = run / f"{PREFIX}{name}" if name.isdigit() else Path(name)
+    if not path.is_dir() or not path.name[len(PREFIX) :].isdigit():
+        there = ", ".join(str(step_of(each)) for each in checkpoints(run)) or "none"
+        raise ValueError(f"{path} is no checkpoint; {run} has those of the steps: {there}")
+    return path
+
+
+def set_aside(run: Path, start: Path) -> None:
+    """Rename the checkpoints that a run has left behind by going on from `start`."""
+    for path in checkpoints(run):
+        if step_of(path) >= step_of(start) and path.resolve() != start.resolve():
+            aside = run / f"{_ABANDONED}{step_of(path)}"
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def check_whole(checkpoint: Path, run: Path) -> None:
+    """Raise TrainingError if a file of `checkpoint` is damaged; it is named, and what to do."""
+    wrong = _damage(checkpoint)
+    if wrong is None:
+        return
+    earlier = [path for path in checkpoints(run) if step_of(path) < step_of(checkpoint)]
+    whole = next((path for path in reversed(earlier) if _damage(path) is None), None)
+    after = (
+        "no earlier one is whole: choose another out"
+        if whole is None
+        else f"go on from {whole.name} with --resume-from {step_of(whole)}"
+    )
+    raise TrainingError(f"{checkpoint / wrong}; {after}")
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """The first file that is not as it was written, and how; contents of tensors are not read."""
+    name = RECORD_FILE
+    try:
+        sizes = json.loads((checkpoint / name).read_text())["sizes"]
+        for name, size in sizes.items():
+            path = checkpoint / name
+            if path.stat().st_size != size:
+                return f"{name} is damaged: {path.stat().st_size} bytes, expected {size}"
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+            elif path.suffix == ".json":
+                json.loads(path.read_text())
+    except OSError as error:
+        return f"{name} is damaged: {error.strerror}"
+    except (SafetensorError, ValueError, KeyError) as error:
+        return f"{name} is damaged: {error}"
+    return None
+
+
+def remove_unfinished(run: Path) -> None:
+    """Remove what a killed process left half written."""
+    shutil.rmtree(run / _ASIDE, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -81,7 +146,7 @@ def folder_aside(folder: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     yield aside
-    _flush(aside)
+    _finish(aside)
     if folder.exists():
         shutil.rmtree(folder)
     aside.rename(folder)
@@ -149,11 +214,16 @@ def _put_tensors(value: Any, get_tensor: Any) -> Any:
     return {key: _put_tensors(x, get_tensor) for key, x in value["dict"]}
 
 
-def _flush(folder: Path) -> None:
-    """Wait until every file below is on the disk."""
+def _finish(folder: Path) -> None:
+    """Every file below gets the mode that files get here, and is on the disk.
+
+    safetensors makes files that nobody else can read. The folder's own mode knows the umask.
+    """
     for parent, _, files in os.walk(folder):
+        mode = Path(parent).stat().st_mode & 0o666
         for name in files:
             with (Path(parent) / name).open("rb") as file:
+                os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
         _flush_folder(Path(parent))
 

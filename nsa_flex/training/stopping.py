@@ -24,6 +24,12 @@ class StopCallback(TrainerCallback):
         self.asked = False
         self.stopped = False
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A resumed run logs and saves where its config says, not where its checkpoint did."""
+        state.compute_steps(args, state.max_steps)
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

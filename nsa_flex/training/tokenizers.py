@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from nsa_flex.training.errors import blamed_on
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -40,6 +42,24 @@ class Tokenizer:
 BYTES = Tokenizer(vocab_size=256, end=0)  # text holds no zero byte
 
 
+# A folder with a tokenizer may hold a model too.
+_OTHERS = {"config.json", "generation_config.json", "trainer_state.json"}
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """The files that `load_tokenizer(name)` reads, and perhaps some more; none for bytes."""
+    if name == "bytes":
+        return []
+    return sorted(
+        path
+        for path in Path(name).iterdir()
+        if path.suffix in (".json", ".txt", ".model", ".tiktoken")
+        and path.name not in _OTHERS
+        and not path.name.endswith(".index.json")
+        and path.is_file()
+    )
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """`BYTES`, or the tokenizer in directory `name`.
 
@@ -55,7 +75,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         )
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(name)
+    with blamed_on(f"data.tokenizer: the tokenizer in {name} cannot be loaded"):
+        found = AutoTokenizer.from_pretrained(name)
     if found.eos_token_id is None:
         raise ValueError(f"the tokenizer in {name} has no eos_token: set one and save it again")
     return Tokenizer(len(found), found.eos_token_id, found)

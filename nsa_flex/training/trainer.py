@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import transformers
 from torch import nn
 from transformers.trainer_utils import rotate_checkpoints
 
+from nsa_flex.training.record import Record
 from nsa_flex.training.saving import (
+    PREFIX,
     load_state,
     random_state,
     save_state,
@@ -33,6 +36,8 @@ class Trainer(transformers.Trainer):
     """
 
     autocast_dtype: torch.dtype | None = None
+    record_at: Callable[[int], Record]  # of checkpoints, by their step
+    _random_of: str | None = None
     _aside: Path | None = None
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
@@ -60,6 +65,9 @@ class Trainer(transformers.Trainer):
             finally:
                 self._aside = None
             self.accelerator.wait_for_everyone()  # everybody has written
+            if writes:
+                step = self.state.global_step
+                self.record_at(step).write(aside / f"{PREFIX}{step}")
         self.accelerator.wait_for_everyone()  # it has its place
         if writes:
             rotate_checkpoints(output_dir=str(run), save_total_limit=self.args.save_total_limit)
@@ -93,7 +101,7 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint)
+        folder, ours = Path(checkpoint), [_settings(x) for x in self.optimizer.param_groups]
         if self.is_fsdp_enabled:
             from accelerate.utils import load_fsdp_optimizer
 
@@ -102,6 +110,17 @@ class Trainer(transformers.Trainer):
         else:
             self.optimizer.load_state_dict(load_state(folder / OPTIMIZER))
         self.lr_scheduler.load_state_dict(load_state(folder / SCHEDULER))
+        self._keep_settings(ours)
+
+    def _keep_settings(self, ours: list[dict[str, Any]]) -> None:
+        """Learning rate, decay and so on are those of the config, not of the checkpoint."""
+        schedule: Any = self.lr_scheduler
+        schedule.base_lrs = [group["initial_lr"] for group in ours]
+        for i, group in enumerate(self.optimizer.param_groups):
+            group.update(ours[i])
+            factor = schedule.lr_lambdas[i](schedule.last_epoch)
+            group["lr"] = schedule.base_lrs[i] * factor
+        schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _save_rng_state(self, output_dir: str) -> None:
         folder = Path(output_dir)
@@ -109,9 +128,20 @@ class Trainer(transformers.Trainer):
         save_state(folder / self._random_file(), random_state())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Ranks that the checkpoint did not have go on with what they have."""
+        """After the first batches, before which the data loader draws a number."""
+        self._random_of = checkpoint
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class's. Ranks that the checkpoint did not have keep their random state."""
+        found = super().get_batch_samples(*args, **kwargs)
+        checkpoint, self._random_of = self._random_of, None
         if checkpoint is not None and (Path(checkpoint) / self._random_file()).exists():
             set_random_state(load_state(Path(checkpoint) / self._random_file()))
+        return found
 
     def _random_file(self) -> str:
         return f"random-{self.args.process_index}.safetensors"
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

@@ -593,6 +593,7 @@ def layer_case(implementation: str) -> LayerCase:
     return LayerCase(implementation, 3, 40, 4, 2, 8, config)
 
 
+@pytest.mark.kept(lambda implementation: implementation == "nsa-position-ids")
 @pytest.mark.parametrize("implementation", layers.IMPLEMENTATIONS)
 def test_a_layer_on_documents(implementation: str) -> None:
     pytest.importorskip("transformers")
@@ -602,6 +603,7 @@ def test_a_layer_on_documents(implementation: str) -> None:
     assert (rows[0]["heads"], rows[0]["hidden_size"]) == ("4/2", 32)
 
 
+@pytest.mark.kept(lambda implementation: implementation == "nsa-position-ids")
 @pytest.mark.parametrize("implementation", layers.PACKED)
 def test_a_layer_that_mixes_documents_fails(
     implementation: str, monkeypatch: pytest.MonkeyPatch
@@ -621,6 +623,7 @@ def test_a_dense_step_to_be_captured_is_that_of_transformers():
     assert torch.equal(trainee._hidden(), want)
 
 
+@pytest.mark.kept(lambda implementation: implementation == "nsa-whole")
 @pytest.mark.parametrize("implementation", WHOLE)
 def test_the_decoder_as_one_graph_trains_as_layers_do(implementation: str) -> None:
     pytest.importorskip("transformers")

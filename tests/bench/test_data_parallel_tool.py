@@ -20,6 +20,7 @@ TEXT = replace(QUICK, steps=4, compiler="eager")
 LAYERS = Layers(2, 32, 48, 4, 2, 8, NSA, 96, steps=2, dtype=torch.float32, compiler="eager")
 
 
+@pytest.mark.exhaustive
 def test_all_runs_beside_one(tmp_path: Path) -> None:
     on_ranks(2, "cpu", tmp_path, run, tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())

@@ -1,169 +1,398 @@
-"""The comparison of NSA with dense attention after training, and its corpus, at a tiny size."""
+"""The study of quality at a tiny size: text, variants, runs in pieces, rows and their table."""
 
 from __future__ import annotations
 
+import io
 import json
 import lzma
+import signal
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional as F
 
-from nsa_flex.bench.report.quality import summarize
-from nsa_flex.bench.tools import text_corpus
-from nsa_flex.bench.tools.quality import (
-    CHOICES,
-    KINDS,
-    Evaluation,
-    Plan,
-    compare,
-    run_all,
-    run_one,
-)
+from nsa_flex.bench.quality import one_run as one_run_module
+from nsa_flex.bench.quality import recipe
+from nsa_flex.bench.quality.build import MANIFEST, build, corpus_file
+from nsa_flex.bench.quality.cutting import cut
+from nsa_flex.bench.quality.evaluation import BUCKETS, names_again, summary
+from nsa_flex.bench.quality.merging import merged
+from nsa_flex.bench.quality.one_run import ROW, one_run
+from nsa_flex.bench.quality.recipe import Project
+from nsa_flex.bench.quality.run import POLL_SECONDS, Piece, _environment, in_order, run_piece
+from nsa_flex.bench.quality.variants import BRANCHES, config_of, leave_out, parameters, variants
+from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
+from nsa_flex.bench.report.quality import draw, quality
+from nsa_flex.bench.report.rows import read_rows
+from nsa_flex.training.models import build_model
+from nsa_flex.training.tokenizers import BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
-NSA = (
-    "{compress_block_size: 8, compress_stride: 4, select_block_size: 8,"
-    " num_selected_blocks: 4, window_size: 12}"
-)
-PLAN = Plan(
-    steps=8,
-    seconds=600.0,
-    eval_every=4,
-    rows=3,
-    buckets=4,
-    overrides=(
-        "model.preset=tiny",
-        f"model.nsa={NSA}",
-        "data.seq_len=64",
-        "training.batch_size=2",
-        "training.warmup_steps=2",
-        "training.learning_rate=0.01",
-        "engine.device=cpu",
-        "engine.compile=false",
-        "run.log_every=2",
-        "run.gates_every=4",
-        "run.eval_every=0",
-        "run.save_every=0",
-    ),
-)
+LENGTH = 64
+SOURCES = sorted((ROOT / "masks").glob("*.py"))
+SHARED = "licence of everybody\n" * 20
+
+
+def wheel(folder: Path, name: str, files: dict[str, str]) -> None:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("corpus")
-    trees = [(ROOT / "docs", None), (ROOT / "masks", None)]
-    counts = text_corpus.write(trees, out, held_out_share=0.3, seed=0)
-    assert min(counts.values()) > 0
+    out, downloads = tmp_path_factory.mktemp("corpus"), tmp_path_factory.mktemp("downloads")
+    text = "".join(path.read_text() for path in SOURCES)
+    halves = {"trained": text[: len(text) // 2], "kept_back": text[len(text) // 2 :]}
+    for name, half in halves.items():
+        wheel(downloads, name, {f"{name}/a.py": half + "é", f"{name}/licence.txt": SHARED})
+    projects = (
+        Project("kept-back", "wheel", 1.0, held_out=True),
+        Project("trained", "wheel", 1.0),
+    )
+    build(out, downloads, projects)
     return out
 
 
-def documents(path: Path) -> list[str]:
-    with lzma.open(path, "rt", encoding="utf-8") as file:
+def documents(corpus: Path, split: str) -> list[str]:
+    with lzma.open(corpus_file(corpus, split), "rt") as file:
         return [json.loads(line)["text"] for line in file]
 
 
-def test_folders_are_documents(corpus: Path) -> None:
-    training = "".join(documents(corpus / "train.jsonl.xz"))
-    held_out = documents(corpus / "held_out.jsonl.xz")
-    heads = [text.splitlines()[0] for text in held_out]
-    assert all(head.startswith("==> ") and head.endswith(" <==") for head in heads)
-    for head in heads:
-        assert head not in training
-    assert all(len(text) <= text_corpus.HELD_OUT_DOCUMENT for text in held_out)
+def test_projects_are_trained_on_or_held_out(corpus: Path) -> None:
+    trained, held_out = ("".join(documents(corpus, split)) for split in ("train", "held_out"))
+    assert trained.startswith("==> trained/trained/a.py <==\n")
+    assert held_out.startswith("==> kept-back/kept_back/a.py <==\n")
+    assert SHARED in trained
+    assert SHARED not in held_out
+    assert held_out.isascii()
+    manifest = json.loads((corpus / MANIFEST).read_text())
+    assert [each["split"] for each in manifest["sources"]] == ["train", "held_out"]
+    assert manifest["splits"]["train"]["tokens"] == len(trained)
 
 
-def test_a_tree_gives_no_more_than_asked(tmp_path: Path) -> None:
-    found = list(text_corpus.folders(ROOT / "docs", 1e-6, 0))
-    assert len(found) == 1
+def test_archives_in_packages_are_read(tmp_path: Path) -> None:
+    from nsa_flex.bench.quality.build import files_of
+
+    with tarfile.open(tmp_path / "source.tar.xz", "w:xz") as archive:
+        member = tarfile.TarInfo("kernel/main.c")
+        member.size = 4
+        archive.addfile(member, io.BytesIO(b"int;"))
+    wheel(tmp_path, "x", {"b/c.py": "1"})
+    (tmp_path / f"{'x-1.0-py3-none-any'}.whl").rename(tmp_path / "src.zip")
+    (tmp_path / "plain.txt").write_text("plain")
+    found = {str(file.path): file.read() for file in files_of(Path("y.deb"), tmp_path)}
+    assert found == {"kernel/main.c": b"int;", "b/c.py": b"1", "plain.txt": b"plain"}
 
 
-def test_both_runs_side_by_side(tmp_path: Path, corpus: Path) -> None:
+def test_no_more_of_a_project_than_asked(tmp_path: Path) -> None:
+    wheel(tmp_path, "many", {f"many/{i}/a.py": f"{i}" * 5000 for i in range(9)})
+    projects = (Project("many", "wheel", 0.012), Project("many", "wheel", 1.0, held_out=True))
+    counts = build(tmp_path / "out", tmp_path, projects)["splits"]
+    assert counts["train"]["documents"] == 3
+    assert counts["held_out"]["documents"] == 6  # those that were trained on are left out
+
+
+def test_a_package_is_told_from_others_by_its_name(tmp_path: Path) -> None:
+    names = ("ansible_core-2-py3-none-any.whl", "ansible_core_more-2-py3-none-any.whl")
+    for name in (*names, "gcc-12-source_12_all.deb", "gcc-12-source-more_12_all.deb"):
+        (tmp_path / name).touch()
+    for package, kind, name in (
+        ("ansible-core", "wheel", names[0]),
+        ("gcc-12-source", "debian", "gcc-12-source_12_all.deb"),
+    ):
+        project = Project(package, kind, 1.0)
+        assert recipe.package_file(project, tmp_path) == tmp_path / name
+    assert recipe.package_file(Project("gcc", "debian", 1.0), tmp_path) is None
+
+
+def test_rows_are_pieces_of_documents(corpus: Path, tmp_path: Path) -> None:
+    paths = cut(corpus, LENGTH, tmp_path, 5)
+    rows = {k: [json.loads(line)["text"] for line in p.open()] for k, p in paths.items()}
+    assert {len(row) for each in rows.values() for row in each} == {LENGTH - 1}
+    assert len(rows["held_out"]) == 5
+    whole = "".join(documents(corpus, "held_out"))
+    assert rows["held_out"][0] == whole[: LENGTH - 1]
+    assert len(rows["train"]) * (LENGTH - 1) > 0.9 * len("".join(documents(corpus, "train")))
+
+
+def test_a_corpus_without_a_whole_row_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no row of 16777216 tokens in train"):
+        cut(corpus, 1 << 24, tmp_path, 5)
+
+
+def test_variants_have_the_layers_that_they_name() -> None:
+    built = {}
+    for name in variants():
+        config = config_of(name, "tiny")
+        built[name] = build_model(config.model, config.data, BYTES)
+        ids = torch.randint(1, 256, (1, LENGTH))
+        assert built[name](input_ids=ids, labels=ids).loss.item() == pytest.approx(5.545, abs=0.2)
+    patched = {
+        name: [hasattr(layer.self_attn, "nsa") for layer in model.model.layers]
+        for name, model in built.items()
+    }
+    dense = ("dense", "dense-as-mlp", "window")
+    assert {name for name, layers in patched.items() if not any(layers)} == set(dense)
+    assert patched["dense-nsa"] == patched["window-nsa"] == [False, True]
+    windows = {
+        name: [layer.self_attn.sliding_window for layer in built[name].model.layers]
+        for name in ("dense", "window", "window-nsa", "dense-nsa")
+    }
+    assert windows["dense"] == [None, None]
+    assert windows["window"] == [12, 12]
+    assert windows["window-nsa"] == [12, None]
+    assert windows["dense-nsa"] == [LENGTH + 1, None]
+
+
+def test_dense_attention_is_widened_to_the_parameters_of_another() -> None:
+    for size in ("30m", "125m"):
+        wanted = parameters(config_of("mlp", size))
+        assert parameters(config_of("dense-as-mlp", size)) == pytest.approx(wanted, rel=2e-3)
+    assert 25e6 < parameters(config_of("dense", "30m")) < 35e6
+    assert 100e6 < parameters(config_of("mlp", "125m")) < 135e6
+
+
+@pytest.mark.parametrize(("name", "size"), [("dense", "huge"), ("denser", "tiny")])
+def test_unknown_names_are_refused(name: str, size: str) -> None:
+    with pytest.raises(ValueError, match="expected one of"):
+        config_of(name, size)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_that_is_left_out_stays_out(branch: str) -> None:
+    torch.manual_seed(0)
+    config = config_of("mean", "tiny")
+    model = build_model(config.model, config.data, BYTES)
+    leave_out(model, branch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ids = torch.randint(1, 256, (2, LENGTH))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    layer = model.model.layers[0].self_attn.nsa
+    gates = layer.gates(torch.randn(1, 5, 32))
+    number = BRANCHES.index(branch)
+    assert (gates[..., number] == 0).all()
+    assert (gates[..., [i for i in range(3) if i != number]] != 0.5).all()
+
+
+@pytest.mark.parametrize("tokens", [5, 12, 40, 48])
+def test_windows_by_chunks(tokens: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, tokens, 8, requires_grad=True) for _ in range(3))
+    ago = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    mask = (ago >= 0) & (ago < 12)
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+    found = window_attention(query, key, value, 12, 0.3)
+    torch.testing.assert_close(found, wanted)
+    grads = [
+        torch.autograd.grad(out.square().sum(), (query, key, value)) for out in (found, wanted)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("name", ["window", "window-nsa", "dense-nsa"])
+def test_models_with_windows_by_chunks_compute_what_transformers_does(name: str) -> None:
+    torch.manual_seed(0)
+    config = config_of(name, "tiny")
+    model = build_model(config.model, config.data, BYTES).eval()
+    ids = torch.randint(1, 256, (2, LENGTH))
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        with windows_by_chunks():
+            found = model(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted)
+
+
+def test_names_that_one_row_alone_repeats() -> None:
+    rows = np.full((2, 6000), ord(" "), np.uint8)
+
+    def put(row: int, start: int, name: bytes) -> None:
+        rows[row, start : start + len(name)] = np.frombuffer(name, np.uint8)
+
+    for start in (0, 100, 1000, 5900):
+        put(0, start, b"unique_name")
+    put(0, 200, b"common_name")
+    put(0, 300, b"common_name")
+    put(1, 0, b"common_name")
+    put(1, 20, b"only_one_time")
+    put(1, 40, b"short")
+    put(1, 60, b"short")
+    found = list(names_again(rows))
+    assert [(each.start, each.end, each.kind) for each in found] == [
+        (3, 11, "first"),
+        (103, 111, "near"),
+        (1003, 1011, "middle"),
+        (5903, 5911, "far"),
+    ]
+    losses = np.zeros((2, 6000))
+    losses[0, 5902:5910] = 2.0  # of tokens 5903 to 5910
+    losses[:, -1] = 99.0  # read by nobody
+    columns = summary(losses, rows)
+    assert columns["names"]["far"] == {"loss": 2.0, "count": 1}
+    assert columns["names"]["near"] == {"loss": 0.0, "count": 1}
+    assert columns["loss"] == pytest.approx(16 / 11998, abs=1e-5)
+    assert len(columns["by_position"]) == BUCKETS
+    assert columns["by_position"][-1] > 0.0
+    assert columns["by_position"][0] == 0.0
+
+
+@pytest.fixture
+def little_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_run_module, "HELD_OUT_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(one_run_module, "FEW_TOKENS", 2 * LENGTH)
+
+
+# One of each kind: no NSA, NSA, layers of transformers, both, a branch that is absent.
+TRAINED = ("dense", "mean", "window", "window-selected", "dense-nsa")
+
+
+@pytest.mark.usefixtures("little_held_out")
+def test_runs_become_a_table(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ("training.steps=4", "run.log_every=1", "run.gates_every=4", "model.backend=dense")
+    monkeypatch.setattr(one_run_module, "POINTS", 2)
+
     class Done:
-        def __init__(self, kind: str) -> None:
-            run_one(kind, corpus, tmp_path / kind, PLAN)
+        def __init__(self, piece: Piece, run: tuple[str, int], gpu: int) -> None:
+            one_run(run[0], piece.size, run[1], corpus, piece.folder(run), piece.overrides)
 
-        def wait(self) -> int:
+        def poll(self) -> int:
             return 0
 
-    found = run_all(corpus, tmp_path, PLAN, lambda kind, gpu: Done(kind))
-    assert json.loads((tmp_path / "quality.json").read_text()) == found
-    assert (tmp_path / "quality.png").stat().st_size > 10_000
-    for kind in KINDS:
-        model = found["models"][kind]
-        assert [each["step"] for each in model["evaluations"]] == [4, 8]
-        assert model["evaluations"][1]["loss"] < model["evaluations"][0]["loss"]
-        for each in model["evaluations"]:
-            assert each["tokens"] == each["step"] * 2 * 64
-            assert np.mean(each["by_position"]) == pytest.approx(each["loss"], rel=1e-2)
-    assert {row["step"] for row in found["models"]["nsa"]["gates"]} == {0, 4, 8}
-    assert len(found["models"]["nsa"]["overlap_by_layer"]) == 2
-    assert found["models"]["dense"]["gates"] == []
-    assert found["equal_tokens"]["tokens"] == 8 * 2 * 64
-    with np.load(tmp_path / "nsa" / CHOICES) as file:
-        assert file["blocks"].shape == (2, 64, 4)
+    runs = in_order(TRAINED, [0]) + in_order(["dense"], [1])
+    piece = Piece(corpus, tmp_path / "work", tmp_path / "rows.json", runs, "tiny", few)
+    rows = run_piece(piece, Done, sleep=lambda seconds: None)
+    assert rows == read_rows(piece.out)
+    assert {(row["variant"], row["seed"]) for row in rows} == set(runs)
+    for row in rows:
+        assert (row["status"], row["tokens"], row["held_out_rows"]) == ("ok", 4 * 2 * LENGTH, 4)
+        losses = [loss for _, _, loss in row["curve"]]
+        assert losses[-1] < losses[0] < 6.0
+        assert np.mean(row["by_position"]) == pytest.approx(row["loss"], abs=0.05)
+        without = variants()[row["variant"]].without
+        if without is not None:
+            assert row["shares"][without] == 0.0
+    table = quality(rows)
+    assert list(table.variant) == list(TRAINED)
+    assert list(table["seeds"])[:2] == ["2", "1"]
+    assert table["after dense"][0] == "+0.000 ± 0.000"
+    draw(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    # What is finished is not run again.
+    assert run_piece(piece, lambda *given: pytest.fail("ran again")) == rows
 
 
-def test_a_run_ends_in_time(tmp_path: Path, corpus: Path) -> None:
-    plan = Plan(**{**vars(PLAN), "steps": 10_000, "seconds": 0.01})
-    found = run_one("dense", corpus, tmp_path, plan)
-    assert found["evaluations"][-1]["step"] < 100
-
-
-def test_a_run_that_is_killed_leaves_what_it_measured(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("little_held_out")
+def test_a_stopped_run_goes_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run_one("dense", corpus, tmp_path / "dense", PLAN)
+    few = ("training.steps=6", "run.log_every=1", "run.gates_every=0")
+    losses = one_run_module.Evaluation._losses
 
-    def killed(self: Evaluation, *args: Any, **kwargs: Any) -> None:
-        if self.found:
-            raise KeyboardInterrupt
-        evaluate(self, *args, **kwargs)
+    def stopped(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        if not self.row["curve"]:
+            signal.raise_signal(signal.SIGTERM)
+        return losses(self, rows)
 
-    evaluate = Evaluation._evaluate
-    monkeypatch.setattr(Evaluation, "_evaluate", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run_one("nsa", corpus, tmp_path / "nsa", PLAN)
-    found = compare(tmp_path)
-    assert found["equal_tokens"]["step"] == whole["evaluations"][0]["step"] == 4
-    assert (tmp_path / "quality.png").stat().st_size > 10_000
-
-
-def result(name: str, seconds: list[float], losses: list[float]) -> dict[str, Any]:
-    rows = [
-        {"step": i, "tokens": 10 * i, "seconds": t, "loss": x, "by_position": [x + 1, x, x, x - 1]}
-        for i, (t, x) in enumerate(zip(seconds, losses, strict=True), 1)
-    ]
-    return {"attention": name, "evaluations": rows}
+    whole = one_run("dense", "tiny", 3, corpus, tmp_path / "whole" / "run", few)
+    folder = tmp_path / "parts" / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(one_run_module.Evaluation, "_losses", stopped)
+        part = one_run("dense", "tiny", 3, corpus, folder, few)
+    assert (part["status"], part["steps"], part["tokens"]) == ("stopped", 2, 2 * 2 * LENGTH)
+    row = one_run("dense", "tiny", 3, corpus, folder, few)
+    assert row == json.loads((folder / ROW).read_text())
+    assert (row["status"], row["steps"]) == ("ok", 6)
+    assert row["loss"] == pytest.approx(whole["loss"], abs=1e-4)
+    assert [point[0] for point in row["curve"]] == [point[0] for point in whole["curve"]]
+    assert row["seconds"] > part["seconds"]
 
 
-def test_equal_tokens_and_equal_seconds() -> None:
-    found = summarize(
-        [result("nsa", [1.0, 2.0, 3.0], [5.0, 4.0, 3.0]), result("dense", [2.0, 4.0], [5.0, 3.0])]
-    )
-    assert found["equal_tokens"] == {
-        "step": 2,
-        "tokens": 20,
-        "nsa_loss": 4.0,
-        "nsa_seconds": 2.0,
-        "nsa_last_quarter": 3.0,
-        "dense_loss": 3.0,
-        "dense_seconds": 4.0,
-        "dense_last_quarter": 2.0,
-    }
-    assert found["equal_seconds"] == {
-        "seconds": 3.0,
-        "nsa_loss": 3.0,
-        "nsa_tokens": 30,
-        "dense_loss": 4.0,
-        "dense_tokens": 15,
-    }
+class Process:
+    """Runs for `length` seconds, or until it is told to stop."""
+
+    def __init__(self, clock: Any, length: float, stops_in: float) -> None:
+        self.clock, self.ends, self.stops_in = clock, clock() + length, stops_in
+        self.told: list[str] = []
+
+    def poll(self) -> int | None:
+        return 0 if self.clock() >= self.ends else None
+
+    def terminate(self) -> None:
+        self.told.append("terminate")
+        self.ends = min(self.ends, self.clock() + self.stops_in)
+
+    def kill(self) -> None:
+        self.told.append("kill")
+        self.ends = self.clock()
 
 
-def test_nothing_is_known_before_the_first_measurement() -> None:
-    found = summarize(
-        [result("nsa", [5.0, 6.0], [5.0, 4.0]), result("dense", [1.0, 2.0], [5.0, 3.0])]
-    )
-    assert found["equal_seconds"]["nsa_loss"] is None
-    assert found["equal_seconds"]["dense_loss"] == 3.0
+@pytest.mark.parametrize(
+    ("length", "stops_in", "count", "told"),
+    [
+        (210.0, 10.0, 4, []),
+        (190.0, 10.0, 6, ["terminate"]),
+        (190.0, 1000.0, 6, ["terminate", "kill"]),
+    ],
+)
+def test_a_piece_ends_in_time(
+    corpus: Path, tmp_path: Path, length: float, stops_in: float, count: int, told: list[str]
+) -> None:
+    times = [0.0]
+    started: list[tuple[tuple[str, int], Process]] = []
+
+    def sleep(seconds: float) -> None:
+        times[0] += seconds
+
+    def start(piece: Piece, run: tuple[str, int], gpu: int) -> Process:
+        started.append((run, Process(lambda: times[0], length, stops_in)))
+        return started[-1][1]
+
+    runs = in_order(["dense", "mean"], [0, 1, 2, 3])
+    out = tmp_path / "rows.json"
+    piece = Piece(corpus, tmp_path / "work", out, runs, "tiny", seconds=540.0)
+    assert run_piece(piece, start, lambda: times[0], sleep) == []
+    assert [run for run, _ in started] == list(runs)[:count]
+    assert [process.told for _, process in started] == [[]] * 4 + [told] * (count - 4)
+    assert times[0] <= 540 + POLL_SECONDS
+
+
+def test_runs_are_spread_over_the_gpus(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, str]] = []
+    lengths = {"dense": 1.0, "mean": 30.0}
+    times = [0.0]
+
+    def sleep(seconds: float) -> None:
+        times[0] += seconds
+
+    def start(piece: Piece, run: tuple[str, int], gpu: int) -> Process:
+        found.append((gpu, _environment(piece, gpu)["CUDA_VISIBLE_DEVICES"]))
+        return Process(lambda: times[0], lengths[run[0]], 0.0)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    runs = in_order(["mean", "dense"], [0, 1, 2])
+    out = tmp_path / "rows.json"
+    piece = Piece(corpus, tmp_path / "work", out, runs, "tiny", gpus=2, side_by_side=1)
+    run_piece(piece, start, lambda: times[0], sleep)
+    assert found == [(0, "5"), (1, "7"), (1, "7"), (0, "5"), (0, "5"), (1, "7")]
+
+
+def test_rows_of_pieces_are_merged() -> None:
+    def row(case: str, steps: int, loss: float) -> dict[str, Any]:
+        return {"case": case, "device": "x", "steps": steps, "loss": loss}
+
+    before = [row("a", 5, 1.0), row("b", 5, 2.0)]
+    new = [row("a", 4, 3.0), row("b", 5, 4.0), row("c", 1, 5.0)]
+    assert [each["loss"] for each in merged(before, new)] == [1.0, 4.0, 5.0]

@@ -358,3 +358,48 @@ def test_a_compiled_layer_takes_a_cache_from_a_file(max_length: int | None) -> N
         cache = pickle.loads(pickle.dumps(cache))
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x[:, 40:], cache=cache), layer(x)[:, 40:])
+
+
+def test_keys_are_those_of_the_tokens_and_not_of_the_room() -> None:
+    layer, x = layer_of(), torch.randn(2, 30, 32, dtype=torch.float64)
+    cache = layer.new_cache()
+    assert cache.keys is None
+    in_chunks(layer, x, [20, 1, 9], cache=cache)
+    assert cache.capacity > 30
+    assert (cache.keys.shape, cache.values.shape) == ((2, 2, 30, 8), (2, 2, 30, 6))
+    key, value = layer._project(x, torch.arange(30))[1:]
+    assert relative_error(cache.keys, key) < FLOAT64_LIMIT
+    assert relative_error(cache.values, value) < FLOAT64_LIMIT
+    cache.crop(-4)
+    assert cache.keys.shape[2] == 26
+    static = layer.new_cache(max_length=40)
+    in_chunks(layer, x, [30], cache=static)
+    assert static.keys.shape[2] == static.capacity == 40
+
+
+def test_keys_of_padded_rows_lie_in_their_columns() -> None:
+    layer, x = layer_of(rope_theta=None), torch.randn(3, 30, 32, dtype=torch.float64)
+    real = torch.arange(30) >= torch.tensor([[7], [0], [25]])
+    real = real & ~((torch.arange(30) >= 24) & torch.tensor([[True], [False], [False]]))
+    cache = layer.new_cache()
+    in_chunks(layer, x, [20, 10], real.long(), cache)
+    expected = layer._project(x, torch.arange(30))[1].masked_fill(~real[:, None, :, None], 0)
+    assert relative_error(cache.keys, expected) < FLOAT64_LIMIT
+
+
+@pytest.mark.parametrize("max_length", [None, 800])
+def test_a_cache_of_inference_mode_goes_on_outside(max_length: int | None) -> None:
+    layer, x = layer_of(), torch.randn(2, 600, 32, dtype=torch.float64)
+    expected, mask = layer(x), torch.ones(2, 300)
+    cache = layer.new_cache(max_length=max_length)
+    with torch.inference_mode():
+        in_chunks(layer, x[:, :300], [20, 280], mask, cache)  # it grows
+        twin = copy.deepcopy(cache)
+        cache.batch_select_indices(torch.tensor([1, 0]))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    for each in (cache, twin):
+        with torch.no_grad():
+            found = in_chunks(layer, x[:, 300:], [1, 299], cache=each)
+        assert relative_error(found, expected[:, 300:]) < FLOAT64_LIMIT
+        each.crop(-10)
+        each.reset()

@@ -25,6 +25,10 @@ FACTORIES = """
     def scaled(x):
         return x * x.max().item()
 
+    def talking():
+        print("a model, made")
+        return clean()
+
     def faulty():
         return scaled, torch.ones(2, 8)
 
@@ -74,6 +78,13 @@ def test_json(factories: str) -> None:
     report = json.loads(result.stdout)
     assert report["ok"] is False
     assert {finding["kind"] for finding in report["findings"]} >= {"host-sync", "graph-break"}
+
+
+def test_what_a_factory_prints_is_no_part_of_the_json(factories: str) -> None:
+    result = CliRunner().invoke(app, ["audit", f"{factories}:talking", *QUICK, "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["ok"]
+    assert "a model, made" in result.stderr
 
 
 def test_baseline_fails_on_new_findings_only(factories: str, tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_a_failed_case_is_exit_code_one(tmp_path, monkeypatch):
 
 def test_list_names_the_cases():
     lines = invoke("--preset", "smoke", "--device", "cpu", "--list").stdout.splitlines()
+    listed = invoke("--preset", "smoke", "--device", "cpu", "--list", "--json").stdout
+    assert json.loads(listed) == lines
     assert lines == [case.key for case in preset("smoke")]
     options = ("--preset", "headline", "--device", "cpu", "--dtype", "fp16", "--list")
     lines = invoke(*options).stdout.splitlines()

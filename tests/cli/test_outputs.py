@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from nsa_flex.cli.app import app
-from nsa_flex.cli.outputs import check_file, check_folder
+from nsa_flex.cli.outputs import check_file, check_folder, print_json
 
 
 def test_files(tmp_path: Path) -> None:
@@ -55,3 +56,8 @@ def test_commands_say_so_first(arguments: list[str], tmp_path: Path) -> None:
     assert result.exit_code == 2, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert "Traceback" not in result.output
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [float("nan"), 1.0, (float("inf"),)], "b": {"c": -0.5}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.0, [None]], "b": {"c": -0.5}}

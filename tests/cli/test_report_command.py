@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import nsa_flex
 from nsa_flex.cli.app import app
+from nsa_flex.training.telemetry.rows import RowFile
 
 
 def invoke(*arguments: str | Path) -> Result:
@@ -44,6 +45,19 @@ class Page(HTMLParser):
             if name in ("src", "href")
             or (name == "xlink:href" and not (value or "").startswith("#"))
         ]
+
+
+def test_the_page_tells_changes(tmp_path: Path) -> None:
+    write_run(tmp_path, probe=False)
+    file = RowFile(tmp_path, "changes")
+    for step, before, after in ((1, "0.1", "0.2"), (2, "0.2", "0.3")):
+        file.append(
+            {"time": 1.0, "step": step, "key": "training.x", "before": before, "after": after}
+        )
+    file.close()
+    assert invoke(tmp_path).exit_code == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "<b>0.1, 0.2 from 1, 0.3 from 2</b><span>training.x</span>" in text
 
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,7 +46,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.chat_template = (
+        "{% for message in messages %}"
+        "{% if message['role'] == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+        "{{ message['content'] }}{% endfor %}"
+    )
     fast.save_pretrained(folder)
     return folder
 
@@ -56,9 +63,17 @@ def client(checkpoint: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def served(checkpoint: Path) -> Iterator[tuple[Any, subprocess.Popen[str]]]:
-    """A client of a server with room for 512 tokens, and its process."""
-    main = "from nsa_flex.cli import main; main()"
+def served(
+    checkpoint: Path, interrupts: str = "default_int_handler"
+) -> Iterator[tuple[Any, subprocess.Popen[str]]]:
+    """A client of a server with room for 512 tokens, and its process.
+
+    interrupts: how Python handles them as the process starts.
+    """
+    main = (
+        f"import signal; signal.signal(signal.SIGINT, signal.{interrupts});"
+        "from nsa_flex.cli import main; main()"
+    )
     command = [sys.executable, "-c", main, "serve", str(checkpoint), "--port", "0"]
     sizes = ["--page-size", "16", "--num-blocks", "32", "--max-batch-tokens", "64"]
     process = subprocess.Popen(
@@ -129,12 +144,18 @@ def test_clients_at_once_get_each_their_answer(
     assert [answer.choices[0].text for answer in answers] == [expected[p] for p in PROMPTS * 2]
 
 
-def test_one_interrupt_ends_a_server_that_has_answered(checkpoint: Path) -> None:
-    with served(checkpoint) as (client, process):
+@pytest.mark.parametrize(
+    "interrupts",
+    ["SIG_IGN", pytest.param("default_int_handler", marks=pytest.mark.exhaustive)],
+    ids=["ignored at the start", "as usual"],
+)
+def test_one_interrupt_ends_a_server_that_has_answered(checkpoint: Path, interrupts: str) -> None:
+    """Also one that a script started with `&`: its shell ignores interrupts for it."""
+    with served(checkpoint, interrupts) as (client, process):
         write(client, checkpoint, PROMPTS[0])
         process.send_signal(signal.SIGINT)
         try:
-            assert process.wait(30) == 128 + signal.SIGINT
+            assert process.wait(120) == 128 + signal.SIGINT
         finally:
             process.kill()
 
@@ -172,6 +193,105 @@ def test_chats_and_the_list_of_models(
     )
     assert chat.choices[0].message.content == expected[PROMPTS[1]]
     assert [model.id for model in client.models.list()] == [str(checkpoint)]
+
+
+BAD = {
+    "/completions": [
+        (
+            {"prompt": "a", "max_tokens": 0},
+            "max_tokens: Input should be greater than or",
+        ),
+        ({"prompt": "a", "max_tokens": -3}, "max_tokens: Input should be greater than"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens: Input should be a valid integer"),
+        (
+            {"prompt": "a", "temperature": -0.5},
+            "temperature: Input should be greater than",
+        ),
+        ({"prompt": "a", "top_p": 0}, "top_p: Input should be greater than 0"),
+        ({"prompt": ["a"]}, "prompt: Input should be a valid string"),
+        ({"prompt": "a", "n": 2}, "n: Input should be 1, got 2"),
+        ({"prompt": "a", "logprobs": 3}, "logprobs: Input should be None, got 3"),
+        ({"prompt": "a", "seed": 3}, "seed is not supported"),
+        ({"prompt": "a", "stop": ["b"]}, "stop is not supported"),
+        ({"prompt": "a", "model": "another"}, "another"),
+        ({}, "prompt: Field required"),
+    ],
+    "/chat/completions": [
+        ({}, "messages: Field required"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": "hello"}, "messages: Input should be a valid list"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role: Field required"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "no robots"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json"}},
+            "response_format.type: Input should be 'text'",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}], "logprobs": True}, "logprobs"),
+    ],
+    "/responses": [
+        ({}, "input: Field required"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens: Input should be greater"),
+    ],
+}
+
+
+@pytest.mark.parametrize("endpoint", BAD)
+def test_what_a_body_may_not_hold_is_answered_with_400(client: Any, endpoint: str) -> None:
+    for body, message in BAD[endpoint]:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.post(endpoint, body=body, cast_to=object)
+        assert message in refused.value.message
+        assert refused.value.type == "invalid_request_error"
+        # Whose field it is, a client finds by name.
+        assert refused.value.param is None or message.startswith(refused.value.param)
+
+
+def post(client: Any, content: bytes) -> tuple[int, str]:
+    """Status and message of the answer to a body that no client of OpenAI's would send."""
+    request = urllib.request.Request(
+        f"{client.base_url}completions", content, {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    return refused.value.code, json.load(refused.value)["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"prompt"', b"\xff"])
+def test_a_body_that_is_no_json_object_is_answered_with_400(client: Any, body: bytes) -> None:
+    status, message = post(client, body)
+    assert status == 400
+    assert message in ("the body must be a JSON object", "There was an error parsing the body")
+
+
+def test_a_body_too_large_is_answered_with_413(client: Any) -> None:
+    large = b'{"prompt": "' + b"a" * (16 << 20) + b'"}'
+    assert post(client, large) == (413, "the body has more than 16777216 bytes")
+
+
+def test_sampling_options_hold_for_their_request_alone(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    wild = [write(client, checkpoint, PROMPTS[0], temperature=2.0) for _ in range(3)]
+    assert write(client, checkpoint, PROMPTS[0]).choices[0].text == expected[PROMPTS[0]]
+    texts = {answer.choices[0].text for answer in wild}
+    assert len(texts) > 1
+    # A tiny nucleus is the likeliest token, whatever the temperature.
+    narrow = write(client, checkpoint, PROMPTS[0], temperature=2.0, top_p=1e-6)
+    assert narrow.choices[0].text == expected[PROMPTS[0]]
+
+
+def test_a_response_streams_where_it_is_asked_to(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    options = {"model": str(checkpoint), "input": PROMPTS[1], "max_output_tokens": 12}
+    whole = client.responses.create(**options, temperature=0)
+    assert whole.output_text == expected[PROMPTS[1]]
+    pieces = [
+        event.delta
+        for event in client.responses.create(**options, temperature=0, stream=True)
+        if event.type == "response.output_text.delta"
+    ]
+    assert "".join(pieces) == expected[PROMPTS[1]]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from nsa_flex import decoding
+from nsa_flex.backends import decode as few_queries
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.gates import GateLogits
+from nsa_flex.inputs import Inputs
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
 from reference.interpreter import (
@@ -216,6 +218,7 @@ def check_step(case: Case, **options: Any) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda group: group in (1, 3, 16))
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
 def test_group_sizes(group: int) -> None:
     check_step(Case(group=group))
@@ -307,6 +310,23 @@ def test_the_step_is_its_parts(tokens: int) -> None:
 
 
 @kernels
+@pytest.mark.parametrize(("tokens", "past"), [(1, (150, 150)), (3, (5, 167)), (16, (150, 150))])
+def test_few_queries_against_a_longer_past(tokens: int, past: tuple[int, ...]) -> None:
+    """As `nsa_attention` runs them: offsets of the host or of the device, keys of any strides."""
+    problem = Problem(Case(past=past, tokens=tokens))
+    problem.store()
+    key, value, *compressed = problem.cache
+    key = key.mT.contiguous().mT
+    inputs = Inputs(problem.query, key, value, *compressed, key, value, problem.gates)
+    offset = past[0] if len(set(past)) == 1 else problem.lengths.long()
+    out, aux = few_queries.attend(inputs, SMALL, 0.25, offset, return_aux=True)
+    assert aux is not None
+    check(problem, out, aux)
+    again, _ = few_queries.attend(inputs, SMALL, 0.25, offset, return_aux=False)
+    assert torch.equal(again, out)
+
+
+@kernels
 @pytest.mark.parametrize(("tokens", "kind"), [(1, "mean"), (3, "mean"), (1, "mlp"), (3, "linear")])
 def test_writes_its_slots_and_no_other(tokens: int, kind: Any) -> None:
     """The last rows have room for fewer tokens than come, or for none."""
@@ -360,7 +380,15 @@ def check_blocks(
             assert_close("compressed", found[:, :, :number], exact, eager, x.dtype)
 
 
+EACH_KIND_ONCE = [("mean", 1), ("weighted", 3), ("linear", 3), ("mlp", 1)]
+
+
 @kernels
+@pytest.mark.kept(
+    lambda kind, config, num_sets: (
+        (kind, num_sets) in EACH_KIND_ONCE and (kind, config) != ("mlp", DENSE)
+    )
+)
 @pytest.mark.parametrize(
     ("kind", "config", "num_sets"),
     [
@@ -538,6 +566,7 @@ def test_token_by_token_from_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @kernels
+@pytest.mark.kept(lambda gating, new_memory: (gating == "gates") == (new_memory == "as it is"))
 @pytest.mark.parametrize(
     ("kind", "gating"),
     [("mean", "gates"), ("mlp", "gates"), ("mean", "logits"), ("mean", "bias apart")],

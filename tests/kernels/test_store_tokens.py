@@ -356,6 +356,7 @@ def filled(
 
 
 @kernels
+@pytest.mark.kept(lambda kind, static, padded: (kind in ("mean", "linear")) == (static == padded))
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def check(case: Case) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda group: group in (1, 3, 16))
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
 def test_group_sizes(group: int) -> None:
     check(Case(group=group))
@@ -184,6 +185,7 @@ def test_many_slots() -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda num_blocks: num_blocks in (129, 1100))
 @pytest.mark.parametrize("num_blocks", [129, 400, 513, 1100, 4100])
 def test_wide_rows_of_scores(num_blocks: int) -> None:
     """Rows of scores that fill one and several warps."""
@@ -244,6 +246,7 @@ def test_offsets_of_batch_rows_differ(dtype: torch.dtype) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda dtype, together: (dtype == torch.float16) == together)
 @pytest.mark.parametrize("together", [False, True], ids=["", "queries together"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
@@ -273,6 +276,7 @@ HALF = torch.float16
 
 
 @kernels
+@pytest.mark.kept(lambda case: case.num_queries < 3000)
 @pytest.mark.parametrize(
     "case",
     [
@@ -285,6 +289,7 @@ HALF = torch.float16
         *(Case(num_queries=n, past=0, batch=3, dtype=HALF) for n in (1, 2, 16, 65, 129)),
         Case(num_queries=512, past=0, dtype=HALF),  # up to the most blocks that it takes
         Case(PAPER, 2, 2, 4, 3000, 0, 0, 16, True, HALF, 21),
+        Case(SMALL, 2, 1, 2, 200, 0, 0, 16, True, HALF, 9),
     ],
 )
 def test_queries_that_see_few_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,6 +487,9 @@ def blocks_of_row(
 
 
 @kernels
+@pytest.mark.kept(
+    lambda width, num_queries, documents: num_queries == 19 or (width == 1024) == documents
+)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("width", "num_slots"), [(512, 16), (1024, 4), (2048, 16)])
 @pytest.mark.parametrize("num_queries", [1, 7, 19])

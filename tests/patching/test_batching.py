@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import nsa_flex
 from nsa_flex.fallback_kernels.decode import pages
-from patching.tiny_models import NSA, SIZES, tiny_model, tokens
+from patching.tiny_models import NSA, SIZES, moved, tiny_model, tokens
 
 _ENGINE = "transformers.generation.continuous_batching"
 allocators: Any = pytest.importorskip(f"{_ENGINE}.cache_allocators")
@@ -408,3 +409,28 @@ def test_heads_that_the_engine_would_count_otherwise_are_refused() -> None:
     message = r"plans pages for 2 key-value heads of 8 dimensions, and .* has 1 of 8"
     with pytest.raises(ValueError, match=message):
         model.init_continuous_batching(GenerationConfig(), batching())
+
+
+@pytest.mark.parametrize("part", ["nsa", "nsa.gates"])
+def test_hooks_on_the_layers_of_nsa_are_called(part: str) -> None:
+    model, inputs = moved(patched()), prompts(40, 21, 60)
+    before = batched(model, inputs)
+    seen = set()
+
+    def halved(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.add(type(output))
+        return output * 0.5
+
+    for layer in model.model.layers:
+        layer.self_attn.get_submodule(part).register_forward_hook(halved)
+    expected = alone(model, inputs)
+    assert batched(model, inputs) == expected != before
+    assert seen == {torch.Tensor}
+
+
+def test_an_edited_model_is_batched() -> None:
+    model, inputs = moved(patched()), prompts(40, 21)
+    layer = copy.deepcopy(model.model.layers[1])
+    model.model.layers.append(moved(layer))
+    layer.self_attn.layer_idx, model.config.num_hidden_layers = 2, 3
+    assert batched(model, inputs) == alone(model, inputs)

@@ -294,3 +294,34 @@ def test_drafts_by_the_first_layers_are_those_of_all() -> None:
     expected = model.generate(ids, max_new_tokens=8, **GREEDY)
     found = model.generate(ids, max_new_tokens=8, assistant_early_exit=1, **GREEDY)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+def test_a_cache_made_of_the_keys_and_values_of_another_goes_on(padding: int) -> None:
+    model, ids = moved(nsa_flex.patch(tiny_model().eval(), NSA)), tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits[:, 50:]
+        model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
+        copies = [
+            transformers.DynamicCache([(layer.keys, layer.values) for layer in cache.layers]),
+            transformers.DynamicCache([tuple(each)[:2] for each in cache]),
+        ]
+        for each in copies:
+            assert each.get_seq_length() == 50
+            found = model(ids[:, 50:], attention_mask=mask, past_key_values=each).logits
+            assert relative_error(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_inference_mode_goes_on_under_no_grad(kind: str) -> None:
+    model, ids = moved(nsa_flex.patch(tiny_model().eval(), NSA)), tokens(1, 60)
+    cache = cache_of(model, kind)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    with torch.inference_mode():
+        model(ids[:, :40], past_key_values=cache)
+    found = [step(model, part, cache) for part in (ids[:, 40:41], ids[:, 41:])]
+    assert relative_error(torch.cat(found, 1), expected[:, 40:]) < 1e-12

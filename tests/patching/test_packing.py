@@ -89,6 +89,7 @@ def test_the_length_of_the_longest_document_is_handed_on() -> None:
         model(ids, **{**call, "max_length_q": max(LENGTHS) - 1})
 
 
+@pytest.mark.kept(lambda way: way == "cu_seq_lens")
 @pytest.mark.parametrize("way", WAYS)
 def test_one_graph_for_any_packing(way: str) -> None:
     model = nsa_flex.patch(tiny_model(), NSA)
@@ -103,6 +104,7 @@ def test_one_graph_for_any_packing(way: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.kept(lambda way: way == "position_ids")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_decoder_without_its_head_compiles(way: str, device: torch.device) -> None:
     """Its hook is a graph by itself then, which returns what it found out of the documents."""
@@ -117,6 +119,7 @@ def test_a_decoder_without_its_head_compiles(way: str, device: torch.device) -> 
     assert relative_error(found, want) < 1e-5
 
 
+@pytest.mark.kept(lambda way: way == "cu_seq_lens")
 @pytest.mark.parametrize("way", WAYS)
 def test_no_host_sync_and_no_graph_break(way: str) -> None:
     model, ids = nsa_flex.patch(tiny_model(), NSA).train(), tokens(1, sum(LENGTHS))

@@ -27,12 +27,16 @@ kernels = _interpreted if INTERPRETED else pytest.mark.gpu
 only_outside = pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
 
 
-def run_in_the_interpreter(file: str, config: pytest.Config) -> None:
+def run_in_the_interpreter(
+    file: str, config: pytest.Config, *, marks: str = "not exhaustive"
+) -> None:
     """Runs the tests of `file` that need no GPU in the interpreter, with this run's seed."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # seconds for those not needed here
+    plugins = ["no:cacheprovider", "pytest_timeout", "_hypothesis_pytestplugin"]
+    command = [sys.executable, "-m", "pytest", "-q", *(f"-p{name}" for name in plugins)]
     result = subprocess.run(
-        [*command, "--seed", str(config.option.seed), file],
+        [*command, "--seed", str(config.option.seed), "-m", marks, file],
         env=environment,
         capture_output=True,
         text=True,
@@ -74,8 +78,12 @@ def _patch_the_language_once() -> None:
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[str] = set()
 
+    @functools.cache
+    def modules_of(fn: Any) -> set[str]:
+        return {x.__name__ for x in fn.__globals__.values() if x is tl or x is tl.core}
+
     def patch_lang(fn: Any) -> Any:
-        modules = {x.__name__ for x in fn.__globals__.values() if x is tl or x is tl.core}
+        modules = modules_of(fn)
         if modules and modules <= patched:
             return interpreter._LangPatchScope()
         patched.update(modules)
@@ -129,8 +137,124 @@ def _check_overflows_by_numpy() -> None:
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
 
 
+def _equal_dtypes_at_once() -> None:
+    """Spares dtypes, which are all but singletons, the comparison of their names."""
+    import triton.language as tl
+
+    by_name = tl.dtype.__eq__
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or by_name(self, other)
+
+    tl.dtype.__eq__ = equal
+
+
+def _shapes_from_one_table() -> None:
+    """Makes what a shape says of types and tensors once a shape, not once a value.
+
+    That is a third of the interpreter's time.
+    """
+    import triton.language as tl
+
+    new_block, new_tensor = tl.block_type.__init__, tl.tensor.__init__
+    of_types: dict[Any, dict[str, Any]] = {}
+    of_tensors: dict[int, tuple[Any, ...]] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        key = (element_ty.name, sizes)
+        if key not in of_types:
+            new_block(self, element_ty, shape)
+            of_types[key] = dict(self.__dict__)
+        self.__dict__.update(of_types[key])
+        self.element_ty = element_ty
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else None
+        if (kept := of_tensors.get(id(shape))) is None:
+            new_tensor(self, handle, type)
+            of_tensors[id(shape)] = (shape, self.shape, self.numel)  # `shape` keeps its id
+            return
+        _, self.shape, self.numel = kept
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+
+
+def _operands_as_they_are() -> None:
+    """Spares operands of one type and shape the search for those that hold both.
+
+    A number beside a tensor becomes one of its type and shape once.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    semantic = interpreter.interpreter_semantic
+    search, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    numbers: dict[Any, Any] = {}
+    wide: dict[tuple[int, int], list[int]] = {}
+
+    def operands(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) > 3 or not isinstance(lhs, tl.tensor) or lhs.dtype.is_ptr():
+            return search(lhs, rhs, *args, **kwargs)  # division has types of its own
+        if isinstance(rhs, tl.tensor):
+            same = lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
+            return (lhs, rhs) if same else search(lhs, rhs, *args)
+        key = (lhs.dtype.name, id(lhs.shape), type(rhs), str(rhs), *args)
+        if (kept := numbers.get(key)) is not None:
+            return lhs, kept
+        left, right = search(lhs, rhs, *args)
+        if left is lhs:
+            numbers[key] = right
+        return left, right
+
+    def as_wide(x: Any, sizes: list[int]) -> Any:
+        if list(x.type.shape) == sizes:
+            return x
+        return tl.tensor(
+            semantic.builder.create_broadcast(x.handle, sizes), tl.block_type(x.dtype, sizes)
+        )
+
+    def broadcast_operands(lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return broadcast(lhs, rhs)
+        key = (id(lhs.shape), id(rhs.shape))
+        if (sizes := wide.get(key)) is None:
+            left, right = broadcast(lhs, rhs)
+            if len(lhs.shape) == len(rhs.shape):
+                wide[key] = list(left.type.shape)
+            return left, right
+        return as_wide(lhs, sizes), as_wide(rhs, sizes)
+
+    semantic.binary_op_type_checking_impl = operands
+    semantic.broadcast_impl_value = broadcast_operands
+
+
+def _builtins_without_wrappers() -> None:
+    """Calls what a builtin wraps: that it runs in a kernel is known here."""
+    from triton.runtime import interpreter
+
+    def patch(obj: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", member)
+        semantic = interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
+
+
 if INTERPRETED:
     _check_overflows_by_numpy()
     _xor_sums_by_numpy()
     _patch_the_language_once()
     _dtypes_from_one_table()
+    _equal_dtypes_at_once()
+    _shapes_from_one_table()
+    _operands_as_they_are()
+    _builtins_without_wrappers()

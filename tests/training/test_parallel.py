@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import os
 import shutil
 import signal
@@ -18,6 +20,7 @@ import torch.multiprocessing as mp
 from distributed.problem import whole
 from distributed.ranks import TWO_GPUS
 from distributed.recipes import shard_on_cpus
+from training.begun_run import Rows, begin, quiet_config
 from training.small_config import CUDA, NSA, small_config, write_texts
 from transformers import TrainerCallback
 
@@ -25,6 +28,7 @@ import nsa_flex
 from nsa_flex.training import run as training_run
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.models import build_model
+from nsa_flex.training.packing import PackedRows
 from nsa_flex.training.run import leave_process_group, train
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.tokenizers import BYTES
@@ -134,6 +138,30 @@ def test_a_run_on_two_processes(tmp_path: Path, parallel: str) -> None:
     shutil.rmtree(two / "model")  # as if the run had been killed at the very end
     assert train(small_config(two, texts, **options), resume=True)["steps"] == 12
     check_same_model(two, tmp_path / "one")
+
+
+def rows_on_ranks(rank: int, out: Path, texts: Path) -> None:
+    monkeypatch = pytest.MonkeyPatch()
+    seen = Rows(monkeypatch)
+    config = quiet_config(out, texts, training={"steps": 11, "batch_size": 1, "accumulate": 2})
+    told = {"training.steps", "training.batch_size", "training.accumulate"}
+    train(config, resume=True, changes=told)
+    monkeypatch.undo()
+    (out / f"rows-{rank}.json").write_text(json.dumps(seen.rows))
+
+
+def test_rows_do_not_come_again_on_more_ranks(tmp_path: Path) -> None:
+    """8 steps of 2 rows on one process, then 3 of 4 on two."""
+    texts, out = write_texts(tmp_path / "texts"), tmp_path / "run"
+    begin(out, texts)
+    in_processes(rows_on_ranks, out, texts)
+    ranks = [json.loads((out / f"rows-{rank}.json").read_text()) for rank in (0, 1)]
+    data = quiet_config(out, texts).data
+    stream = PackedRows(sorted(texts.iterdir()), BYTES, data, seed=0, held_out=False)
+    expected = [row.ids.tolist() for row in itertools.islice(stream, 16, 28)]
+    assert sorted(ranks[0] + ranks[1]) == sorted(expected)
+    assert len(ranks[0]) == len(ranks[1]) == 6
+    assert read_rows(out, "training")[-1]["tokens"] == (16 + 12) * 64
 
 
 def run_on_cuda(rank: int, out: Path, texts: Path, options: dict[str, Any]) -> None:

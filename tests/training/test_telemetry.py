@@ -68,11 +68,30 @@ def test_every_artefact_is_written_and_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize("artefact", ARTEFACTS)
 def test_a_schema_refuses_another_row(artefact: str, tmp_path: Path) -> None:
     run(patched(), tmp_path, 1, probe=batch(1), every=1)
+    write_change(tmp_path)
     (row, *_) = read_rows(tmp_path, artefact)
     jsonschema.validate(row, schema(artefact))
     for wrong in ({**row, "step": "two"}, {**row, "more": 1}, {"step": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema(artefact))
+
+
+def write_change(folder: Path) -> None:
+    file = RowFile(folder, "changes")
+    file.append({"time": 1.5, "step": 2, "key": "ranks", "before": "1", "after": "2"})
+    file.close()
+
+
+def test_gates_are_measured_from_their_multiples_on(tmp_path: Path) -> None:
+    """Also by a run that goes on between two of them."""
+    run(patched(), tmp_path / "whole", 10, probe=batch(1), every=2, gates_every=3)
+    assert steps_of(tmp_path / "whole") == [0, 4, 6, 10]
+    run(patched(), tmp_path / "on", 6, probe=batch(1), every=2, gates_every=3, first_step=4)
+    assert steps_of(tmp_path / "on") == [4, 6, 10]
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted({row["step"] for row in read_rows(folder, "gates")})
 
 
 def test_statistics_are_those_of_plain_loops() -> None:

@@ -25,6 +25,7 @@ class TelemetryCallback(TrainerCallback):
             indexed and has no padding.
         measures: false leaves gates and backends out.
         tokens_per_step: of one optimizer step on all ranks, for the tokens column.
+        first_tokens: trained on before; `tokens_per_step` for each step done, if None.
         gates_every, heartbeat_seconds, strict: as of `Telemetry`.
     """
 
@@ -35,11 +36,13 @@ class TelemetryCallback(TrainerCallback):
         probe: Probe | None = None,
         measures: bool = True,
         tokens_per_step: int | None = None,
+        first_tokens: int | None = None,
         gates_every: int = 100,
         heartbeat_seconds: float = 10.0,
         strict: bool = False,
     ) -> None:
-        self.folder, self.probe, self.tokens_per_step = folder, probe, tokens_per_step
+        self.folder, self.probe = folder, probe
+        self.tokens_per_step, self.first_tokens = tokens_per_step, first_tokens
         self.gates_every, self.heartbeat_seconds = gates_every, heartbeat_seconds
         self.strict, self.measures = strict, measures
         self.session: Telemetry | None = None
@@ -60,7 +63,10 @@ class TelemetryCallback(TrainerCallback):
             strict=self.strict,
             first_step=state.global_step,
         )
-        self.session.tokens = (self.tokens_per_step or 0) * state.global_step
+        before = self.first_tokens
+        if before is None:
+            before = (self.tokens_per_step or 0) * state.global_step
+        self.session.tokens = before
         self.session.__enter__()
 
     def on_step_end(

@@ -28,7 +28,7 @@ class RowFile:
         self.path = folder / file_name(artefact)
         self.columns = columns(artefact)
         _cut_torn_tail(self.path)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         if os.fstat(self._file).st_size == 0 and artefact != "heartbeat":
             self._write(_csv_line(self.columns))
 

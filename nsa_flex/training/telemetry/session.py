@@ -171,8 +171,9 @@ class Telemetry:
                 )
 
     def measure(self) -> None:
-        """Run the probe if `gates_every` steps went by; nothing is read, `record` writes it.
+        """Run the probe if a multiple of `gates_every` went by; nothing is read.
 
+        `record` writes what it gives.
         Called before a step's loss is read, the probe is launched while the device still computes
         that step.
         """
@@ -245,7 +246,7 @@ class Telemetry:
         A function that is the probe may call DDP, whose forward broadcasts buffers.
         """
         last = self._measured_at
-        if last is not None and self.step_count - last < self.gates_every:
+        if last is not None and self.step_count // self.gates_every == last // self.gates_every:
             return False
         return self._probe is not None and (self._writes or _is_parallel(self.model))
 
@@ -280,8 +281,8 @@ def telemetry(
     """Writes heartbeat.jsonl, training.csv, fallback_counters.csv and gates.csv of a run.
 
     Losses stay on the device until a logging step; gates and blocks are measured on the probe, in
-    an extra forward outside the training step, at those logging steps that `gates_every` more
-    steps have led to. No graph breaks and nothing is read in between. In a distributed job every
+    an extra forward outside the training step, at the first logging step from each multiple of
+    `gates_every` on. No graph breaks and nothing is read in between. In a distributed job every
     rank opens one; rank 0 writes.
 
     Args:
@@ -293,7 +294,7 @@ def telemetry(
             the training's length, the same throughout. None leaves gates.csv and
             fallback_counters.csv empty.
         every: steps between rows.
-        gates_every: least steps between measurements on the probe.
+        gates_every: steps between measurements on the probe.
         heartbeat_seconds: between lines of heartbeat.jsonl.
         strict: raise where a branch would run on another backend than the table's first.
         first_step: steps done before.

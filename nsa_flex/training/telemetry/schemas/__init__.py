@@ -7,7 +7,7 @@ import json
 from importlib import resources
 from typing import Any, Literal, get_args
 
-Artefact = Literal["training", "fallback_counters", "gates", "heartbeat"]
+Artefact = Literal["training", "fallback_counters", "gates", "heartbeat", "changes"]
 ARTEFACTS: tuple[Artefact, ...] = get_args(Artefact)
 
 

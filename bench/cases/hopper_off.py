@@ -1,0 +1,104 @@
+"""Times the core with and without the kernels for Hopper and the packed launcher.
+
+As a version of Triton that nsa_flex does not know switches them off; both in one process, in
+turn. bfloat16, batch 1, head dim 128, the paper's configuration. Rows of JSON: milliseconds of the
+device, kernels back to back, and until the result of one call is there, from an idle device.
+
+Example: python -m nsa_flex.bench.cases.hopper_off --out bench/results/hopper_off_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_flex import nsa_attention
+from nsa_flex.bench.cases.host_time import CONFIG, WARM_UP, make
+from nsa_flex.bench.measure.machine import describe
+from nsa_flex.bench.measure.timing import Call, measure
+from nsa_flex.fallback_kernels.common import arch, plans
+
+BUDGET_MS = 2000.0
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Within, the version of Triton is one that nsa_flex does not know."""
+    known, arch.TRITON_VERSIONS = arch.TRITON_VERSIONS, ("0.0.",)
+    _forget()
+    try:
+        yield
+    finally:
+        arch.TRITON_VERSIONS = known
+        _forget()
+
+
+def _forget() -> None:
+    arch.forget_answers()
+    plans.forget_plans()
+
+
+def calls_of(leaves: list[Tensor]) -> dict[str, Call]:
+    """A forward without gradients, and one with its backward."""
+    grad = torch.ones_like(leaves[0])
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return nsa_attention(*leaves, config=CONFIG)
+
+    def forward_backward() -> Any:
+        return torch.autograd.grad(nsa_attention(*leaves, config=CONFIG), leaves, grad)
+
+    return {"forward": forward, "forward_backward": forward_backward}
+
+
+def rows_of(heads: str, tokens: int, device: torch.device) -> list[dict[str, Any]]:
+    """Two rows, with the kernels for Hopper and without."""
+    leaves, rows = make(heads, tokens, device.type), []
+    for hopper in (True, False):
+        row: dict[str, Any] = {"heads": heads, "tokens": tokens, "hopper": hopper}
+        with nullcontext() if hopper else off():
+            for name, call in calls_of(leaves).items():
+                for _ in range(WARM_UP):
+                    call()
+                times = measure(partial(_ignoring, call), device, BUDGET_MS, hide_host=True)
+                row[f"{name}_ms"] = round(times["whole"].median_ms, 4)
+                row[f"{name}_wall_ms"] = round(times["whole"].wall_ms, 4)
+        rows.append(row)
+    return rows
+
+
+def _ignoring(call: Call, _mark: object) -> None:
+    call()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", nargs="+", default=["64/4", "32/8"], help="Hq/Hkv")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 65536])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    found: list[Any] = []
+    for heads in arguments.heads:
+        for tokens in arguments.tokens:
+            found += rows_of(heads, tokens, device)
+            print(json.dumps(found[-2:]))
+    about = str(__doc__).partition("Rows of")[0]
+    head = json.dumps({"about": about, **describe(device)})[:-1]
+    lines = ",\n".join(json.dumps(row) for row in found)
+    arguments.out.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""Quality of what is trained: NSA's variants beside dense attention at equal tokens.
+
+    python -m nsa_flex.bench.quality.build --out corpus
+    python -m nsa_flex.bench.quality.run --corpus corpus --out rows.json
+    python -m nsa_flex.bench.quality.report rows.json --out bench/results/quality.json
+
+`build` makes the corpus of packages, `run` trains and evaluates with `nsa-flex train`, two runs
+side by side, and `report` makes a table and a plot of the rows.
+"""

@@ -1,0 +1,230 @@
+"""The corpus of the study: long documents from packages, split by project.
+
+    python -m nsa_flex.bench.quality.build --out corpus
+
+downloads the packages of `recipe.PROJECTS` (`--downloads` keeps them) and writes train.jsonl.xz,
+held_out.jsonl.xz and corpus.json, which names every package, its hash and what was taken of it.
+
+A document is a folder: its text files one after another, each under its path, so that what a file
+names lies in the same context. Long folders are cut into documents of 256k characters. A file
+whose contents came before is left out, so that no held-out file was trained on. Characters that
+are not ASCII become "?": a character is a byte is a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import random
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, NamedTuple, cast
+
+from nsa_flex.bench.quality.recipe import PROJECTS, Project, fetch
+
+SUFFIXES = {
+    *(".c", ".cc", ".cpp", ".go", ".h", ".java", ".rs", ".S"),
+    *(".md", ".py", ".pyi", ".rst", ".txt", ".texi"),
+}
+LONGEST_FILE = 1 << 19  # longer ones are generated, as a rule
+LONGEST_DOCUMENT = 1 << 18
+SHORTEST_DOCUMENT = 1 << 12
+MOST_OF_A_FOLDER = 1 << 20  # a few hold most of a tree, written by programs
+SPLITS = ("train", "held_out")
+MANIFEST = "corpus.json"
+
+
+class File(NamedTuple):
+    """Of a package: its path there; `read` gives its contents until the next one is asked for."""
+
+    path: PurePosixPath
+    size: int
+    read: Callable[[], bytes]
+
+
+@dataclass
+class Seen:
+    """Contents of files that were taken, so that none is taken twice."""
+
+    digests: set[bytes] = field(default_factory=set)
+
+    def is_new(self, data: bytes) -> bool:
+        """Whether it did not come before; from now on it did."""
+        digest = hashlib.sha256(data).digest()
+        new = digest not in self.digests
+        self.digests.add(digest)
+        return new
+
+
+def documents(
+    files: Callable[[], Iterable[File]], project: str, megabytes: float, seed: int, seen: Seen
+) -> list[str]:
+    """The documents of a project's folders, drawn at random until there is enough.
+
+    Args:
+        files: called twice: for the sizes, and for the contents of the folders that were drawn.
+    """
+    sizes: dict[PurePosixPath, int] = {}
+    for file in files():
+        if file.path.suffix in SUFFIXES and file.size <= LONGEST_FILE:
+            sizes[file.path.parent] = sizes.get(file.path.parent, 0) + file.size
+    folders = sorted(sizes)
+    random.Random(f"{seed}/{project}").shuffle(folders)
+    taken: dict[PurePosixPath, dict[str, bytes]] = {}
+    size = 0
+    for folder in folders:
+        if size < 1e6 * megabytes:
+            taken[folder] = {}
+            size += min(sizes[folder], MOST_OF_A_FOLDER)
+    for file in files():
+        folder = file.path.parent
+        if folder in taken and file.path.suffix in SUFFIXES and file.size <= LONGEST_FILE:
+            taken[folder][file.path.name] = file.read()
+    texts = (text_of(each, f"{project}/{folder}", seen) for folder, each in taken.items())
+    return [piece for text in texts for piece in pieces(text[:MOST_OF_A_FOLDER], LONGEST_DOCUMENT)]
+
+
+def text_of(files: dict[str, bytes], name: str, seen: Seen) -> str:
+    """The text files of one folder, each after a line with its path; others are left out."""
+    parts = []
+    for path, data in sorted(files.items()):
+        if b"\0" not in data and seen.is_new(data):
+            text = data.decode(errors="replace").encode("ascii", "replace").decode()
+            parts.append(f"==> {name}/{path} <==\n{text}\n")
+    return "".join(parts)
+
+
+def pieces(text: str, length: int) -> Iterator[str]:
+    """Consecutive pieces of at most `length` characters; a short last one is dropped.
+
+    >>> list(pieces("x" * 4096 + "y" * 4100, 4096))[1][:3]
+    'yyy'
+    """
+    for start in range(0, len(text), length):
+        piece = text[start : start + length]
+        if len(piece) >= SHORTEST_DOCUMENT:
+            yield piece
+
+
+def files_of(package: Path, folder: Path) -> Iterator[File]:
+    """The files of a wheel or a Debian package, and of the archives of sources in it.
+
+    Args:
+        folder: where a Debian package was unpacked to.
+    """
+    if package.suffix == ".whl":
+        yield from _zipped(package)
+        return
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_file():
+            continue
+        if path.name == "src.zip":
+            yield from _zipped(path)
+        elif path.suffixes[-2:-1] == [".tar"]:
+            yield from _archived(path)
+        else:
+            name = PurePosixPath(path.relative_to(folder))
+            yield File(name, path.stat().st_size, path.read_bytes)
+
+
+def _zipped(path: Path) -> Iterator[File]:
+    with zipfile.ZipFile(path) as archive:
+        for each in archive.infolist():
+            if not each.is_dir():
+                yield File(
+                    PurePosixPath(each.filename), each.file_size, partial(archive.read, each)
+                )
+
+
+def _archived(path: Path) -> Iterator[File]:
+    with tarfile.open(path) as archive:
+        for each in archive:
+            if each.isfile():
+                file = cast(IO[bytes], archive.extractfile(each))
+                yield File(PurePosixPath(each.name), each.size, file.read)
+
+
+def build(
+    out: Path, downloads: Path, projects: tuple[Project, ...] = PROJECTS, seed: int = 0
+) -> dict[str, Any]:
+    """Write the corpus; returns what corpus.json says.
+
+    Projects that are trained on come first: what they hold is not held out.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    texts: dict[str, list[str]] = {split: [] for split in SPLITS}
+    sources = []
+    seen = Seen()
+    for project in sorted(projects, key=lambda project: project.held_out):
+        package = fetch(project, downloads)
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            if package.suffix == ".deb":
+                subprocess.run(["dpkg-deb", "-x", package, folder], check=True)
+            files = partial(files_of, package, Path(folder))
+            found = documents(files, project.package, project.megabytes, seed, seen)
+        split = SPLITS[project.held_out]
+        texts[split] += found
+        sources.append(
+            {
+                "project": project.package,
+                "split": split,
+                "file": package.name,
+                "sha256": sha256(package),
+                "documents": len(found),
+                "tokens": sum(map(len, found)),
+            }
+        )
+        print(sources[-1], flush=True)
+    manifest = {"splits": {split: write(texts[split], split, out, seed) for split in SPLITS}}
+    manifest["sources"] = sources  # type: ignore[assignment]
+    (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def write(texts: list[str], split: str, out: Path, seed: int) -> dict[str, Any]:
+    """One file of documents in a random order; its hash, and how much it holds."""
+    path = corpus_file(out, split)
+    random.Random(f"{seed}/{split}").shuffle(texts)
+    with lzma.open(path, "wt", encoding="ascii", preset=9) as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return {
+        "documents": len(texts),
+        "tokens": sum(map(len, texts)),
+        "longest": max(map(len, texts), default=0),
+        "sha256": sha256(path),
+    }
+
+
+def corpus_file(folder: Path, split: str) -> Path:
+    """The documents of a split in a corpus."""
+    return folder / f"{split}.jsonl.xz"
+
+
+def sha256(path: Path) -> str:
+    """Of a file's contents, in hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main() -> None:
+    """Download, write, count."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("corpus"))
+    parser.add_argument("--downloads", type=Path, help="default: in --out")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    downloads = given.downloads or given.out / "downloads"
+    print(json.dumps(build(given.out, downloads, seed=given.seed)["splits"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

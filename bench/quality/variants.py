@@ -1,0 +1,164 @@
+"""The models that are compared: a size's config of `nsa-flex train`, and what a variant changes.
+
+    python -m nsa_flex.bench.quality.variants mean --size 30m
+
+prints the whole config, which `nsa-flex train` takes. What no config can say, `prepared` and
+`leave_out` do: windows by chunks instead of a mask over S × S, and branches that are absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from torch import Tensor
+
+from nsa_flex.config import CompressionKind
+from nsa_flex.gates import NUM_BRANCHES, Gates
+from nsa_flex.training.config import TrainConfig, read_config
+from nsa_flex.training.config_reading import from_mapping
+from nsa_flex.training.flops import num_parameters
+from nsa_flex.training.models import build_model
+from nsa_flex.training.tokenizers import BYTES
+
+LayerKind = Literal["nsa", "dense", "window"]
+BRANCHES = ("compressed", "selected", "sliding")
+STEP = 8  # of the width that makes parameters equal
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What differs from the config of a size.
+
+    Args:
+        attention: "nsa" patches the layers that `layers` does not name otherwise.
+        compression: φ.
+        layers: kinds of the layers, repeated; those that are not of NSA are the model's own. Empty
+            for all of the one kind that `attention` says.
+        without: a branch whose gate is 0 from the start and stays so. The compressed branch still
+            chooses the blocks.
+        parameters_of: a variant; the MLP is widened until this one has as many parameters.
+    """
+
+    attention: Literal["nsa", "dense"] = "nsa"
+    compression: CompressionKind = "mlp"
+    layers: tuple[LayerKind, ...] = ()
+    without: Literal["compressed", "selected", "sliding"] | None = None
+    parameters_of: str | None = None
+
+
+@cache
+def variants() -> dict[str, Variant]:
+    """All of them by name, in the order in which they are trained."""
+    values = yaml.safe_load((_configs() / "variants.yaml").read_text())
+    return {name: from_mapping(Variant, value, name) for name, value in values.items()}
+
+
+def sizes() -> list[str]:
+    """Names of the sizes."""
+    return sorted(path.stem for path in _configs().glob("*.yaml") if path.stem != "variants")
+
+
+def config_of(name: str, size: str, overrides: tuple[str, ...] = ()) -> TrainConfig:
+    """The config of a run.
+
+    Args:
+        overrides: as of `nsa-flex train`; they come before what the variant changes.
+
+    Raises:
+        ValueError: there is no such size or variant.
+    """
+    for what, value, known in (("size", size, sizes()), ("variant", name, list(variants()))):
+        if value not in known:
+            raise ValueError(f"{what} is {value!r}; expected one of {', '.join(known)}")
+    variant = variants()[name]
+    config = read_config(str(_configs() / f"{size}.yaml"), overrides)
+    model = dataclasses.replace(
+        config.model,
+        attention=variant.attention,
+        nsa=dataclasses.replace(config.model.nsa, compression=variant.compression),
+        config={**(config.model.config or {}), **_layer_types(variant, config)},
+    )
+    config = dataclasses.replace(config, model=model)
+    if variant.parameters_of is None:
+        return config
+    return _widened(config, parameters(config_of(variant.parameters_of, size, overrides)))
+
+
+def parameters(config: TrainConfig) -> int:
+    """How many the model has; none gets a value."""
+    return num_parameters(build_model(config.model, config.data, BYTES, values="none"))
+
+
+def _layer_types(variant: Variant, config: TrainConfig) -> dict[str, Any]:
+    """What transformers calls them. `patch` leaves layers with a window as they are.
+
+    A dense layer beside NSA's is one whose window is longer than a row, though not than what the
+    model was made for.
+    """
+    if not variant.layers:
+        return {}
+    count, length = (config.model.config or {})["num_hidden_layers"], config.data.seq_len
+    kinds = [variant.layers[i % len(variant.layers)] for i in range(count)]
+    names = ["full_attention" if kind == "nsa" else "sliding_attention" for kind in kinds]
+    return {
+        "layer_types": names,
+        "use_sliding_window": True,
+        "sliding_window": config.model.nsa.window_size if "window" in kinds else length + 1,
+        "max_position_embeddings": 2 * length,
+    }
+
+
+def _widened(config: TrainConfig, wanted: int) -> TrainConfig:
+    """With as wide an MLP as comes nearest to the parameters that are wanted."""
+    sizes = config.model.config or {}
+    each = 3 * sizes["hidden_size"] * sizes["num_hidden_layers"]
+    more = round((wanted - parameters(config)) / each / STEP) * STEP
+    wide = {**sizes, "intermediate_size": sizes["intermediate_size"] + more}
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=wide))
+
+
+def leave_out(model: Any, branch: str) -> None:
+    """Bring the gates of one branch to 0, in place, and keep them there while the model trains.
+
+    A gate is sigmoid(x W + b) + offset with W and b of zeros: an offset of -½ makes it 0, and
+    it stays so while gradients of its W and b are 0.
+    """
+    number = BRANCHES.index(branch)
+
+    def keep(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.unflatten(0, (-1, NUM_BRANCHES))[:, number].zero_()
+
+    for module in model.modules():
+        if isinstance(module, Gates):
+            module.offset[number].fill_(-0.5)
+            for parameter in module.linear.parameters():
+                parameter.register_post_accumulate_grad_hook(keep)
+
+
+def _configs() -> Path:
+    return Path(str(resources.files("nsa_flex.bench.quality") / "configs"))
+
+
+def main() -> None:
+    """Print one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("variant", choices=variants())
+    parser.add_argument("--size", choices=sizes(), default="30m")
+    parser.add_argument("--set", action="append", default=[], help="as of nsa-flex train")
+    given = parser.parse_args()
+    config = config_of(given.variant, given.size, tuple(given.set))
+    print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
+
+
+if __name__ == "__main__":
+    main()

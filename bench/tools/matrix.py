@@ -1,0 +1,147 @@
+"""Compiles the kernels that dispatch would launch for six architectures, without a GPU.
+
+Each must give a cubin, and ask for no more shared memory than a CTA may have there; kernels for
+Hopper are on sm_90 alone, and no kernel may spill more registers there than it does in the
+committed table. What is in that table already, by what is compiled and not by where it stands, is
+not compiled again. Writes the table.
+
+Exit status: 0 all is well, 1 a kernel does not compile, does not fit or spills more.
+
+Example: python -m nsa_flex.bench.tools.matrix --jobs 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import triton
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from triton import knobs
+
+import nsa_flex
+from nsa_flex.bench.tools.matrix_entries import DEVICES, Entry, compiled, entries
+
+Row = dict[str, Any]
+TABLE = Path(nsa_flex.__file__).parent / "bench" / "results" / "matrix.json"
+ABOUT = (
+    "Kernels that the calls of bench/tools/matrix_calls.py launch, as dispatch chooses their "
+    "tiles, compiled for each architecture by Triton without a GPU. shared: bytes a CTA; spills: "
+    "bytes stored and loaded by ptxas; registers: of a thread. Whether they run is known of the "
+    "cards in ran alone."
+)
+RAN = {"90": ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]}
+SAVED_EVERY = 30.0  # seconds
+
+REGISTERS = re.compile(r"Used (\d+) registers")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def row_of(entry: Entry) -> Row:
+    """The entry compiled, and what the assembler says of it; `error` where it does not compile."""
+    row: Row = {"sm": entry.sm, "kernel": entry.kernel, "call": entry.call, "key": entry.key}
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir = cache  # what is taken from a cache has no log
+        knobs.nvidia.dump_ptxas_log = True
+        try:
+            with contextlib.redirect_stdout(log):
+                kernel = compiled(entry)
+        except Exception as error:  # whatever the compiler raises is the finding
+            return row | {"error": f"{type(error).__name__}: {error}"[:300]}
+    spills = [sum(map(int, each)) for each in SPILLS.findall(log.getvalue())]
+    registers = [int(each) for each in REGISTERS.findall(log.getvalue())]
+    if not kernel.asm.get("cubin") or not spills:
+        return row | {"error": "no cubin"}
+    found = {"shared": kernel.metadata.shared, "registers": max(registers), "spills": max(spills)}
+    return row | found
+
+
+def problem(row: Row, known: Iterable[Row]) -> str | None:
+    """What is wrong with a compiled kernel, beside the rows that are known; None if nothing is."""
+    name = f"{row['kernel']} on sm_{row['sm']} ({row['call']})"
+    if "error" in row:
+        return f"{name} does not compile: {row['error']}"
+    limit = DEVICES[row["sm"]].shared_memory
+    if row["shared"] > limit:
+        return f"{name} asks for {row['shared']} bytes of shared memory; a CTA may have {limit}"
+    if row["kernel"].endswith("_sm90_kernel") and row["sm"] != 90:
+        return f"{name} is for Hopper, and would be launched elsewhere"
+    same = [x["spills"] for x in known if (x["sm"], x["kernel"]) == (90, row["kernel"])]
+    if row["sm"] == 90 and same and row["spills"] > max(same):
+        return f"{name} spills {row['spills']} bytes, before at most {max(same)}"
+    return None
+
+
+def table(path: Path = TABLE) -> dict[str, Row]:
+    """The committed rows that compiled, by key; none without a file, or of another Triton."""
+    held: Row = json.loads(path.read_text()) if path.exists() else {"triton": None}
+    if held["triton"] != triton.__version__:
+        return {}
+    return {row["key"]: row for row in held["rows"] if "error" not in row}
+
+
+def compile_all(found: Iterable[Entry], jobs: int) -> Iterator[Row]:
+    """A row each, as they are done, in so many processes."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(row_of, entry) for entry in found]
+        try:
+            for done in as_completed(waiting):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def write(rows: Iterable[Row], path: Path) -> None:
+    head = {"about": ABOUT, "triton": triton.__version__, "ran": RAN}
+    ordered = sorted(rows, key=lambda row: (row["kernel"], row["sm"], row["call"], row["key"]))
+    lines = ",\n".join(json.dumps(row) for row in ordered)
+    path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+
+
+def wanted(architectures: Iterable[int]) -> dict[str, Entry]:
+    """Entries of these architectures by key."""
+    return {entry.key: entry for sm in architectures for entry in entries(sm)}
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=TABLE, help="the table")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--sm", type=int, nargs="+", choices=DEVICES, help="only these")
+    options = parser.parse_args()
+    held, asked = table(options.out), wanted(options.sm or DEVICES)
+    rows = {key: held[key] for key in asked if key in held}
+    missing = [entry for key, entry in asked.items() if key not in rows]
+    others = [row for row in held.values() if options.sm and row["sm"] not in options.sm]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    saved = time.monotonic()
+    with Progress(*columns, TimeElapsedColumn()) as progress:
+        task = progress.add_task("kernels", total=len(missing))
+        for row in compile_all(missing, options.jobs):
+            rows[row["key"]] = row
+            progress.advance(task)
+            if time.monotonic() - saved > SAVED_EVERY:
+                write([*others, *rows.values()], options.out)
+                saved = time.monotonic()
+    write([*others, *rows.values()], options.out)
+    wrong = [text for row in rows.values() if (text := problem(row, held.values()))]
+    print("\n".join(wrong) or f"{len(rows)} kernels, {len(missing)} of them compiled now")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Where a session of a run begins, its first step or a checkpoint, and with what changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from nsa_flex.training.arguments import is_sharded, rank, world_size
+from nsa_flex.training.changes import Change, changes_between
+from nsa_flex.training.config import TrainConfig, read_config
+from nsa_flex.training.lock import check_free
+from nsa_flex.training.record import Record, read_record
+from nsa_flex.training.saving import (
+    check_whole,
+    chosen_checkpoint,
+    last_checkpoint,
+    remove_unfinished,
+    set_aside,
+    step_of,
+)
+from nsa_flex.training.telemetry.rows import RowFile
+from nsa_flex.training.telemetry.schemas import file_name
+from nsa_flex.training.trainer import SHARDED_WEIGHTS
+
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Start:
+    """checkpoint and its record: None at the first step. changes: since the session before."""
+
+    checkpoint: Path | None
+    record: Record | None
+    changes: list[Change]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What the caller asked for.
+
+    wanted: go on with a run that is there. checkpoint: by steps or path, None for the last one.
+    told: keys of the config that are meant to change.
+    """
+
+    wanted: bool = False
+    checkpoint: str | None = None
+    told: Collection[str] = ()
+
+
+def find_start(config: TrainConfig, resume: Resume) -> Start:
+    """Nothing is written.
+
+    Raises:
+        ValueError: another process runs there; the folder holds a run that is not to be resumed; a
+            change was not told, or would falsify it.
+        TrainingError: the checkpoint is damaged.
+    """
+    run = Path(config.out)
+    if rank() == 0:
+        check_free(run)
+    return _find(config, run, resume)
+
+
+def open_run(config: TrainConfig, resume: Resume, start: Start) -> None:
+    """The run's folder, locked by the caller, with its config and changes; of rank 0.
+
+    What a killed process left half written is removed.
+
+    Raises:
+        ValueError: another process was there since `start` was found.
+    """
+    run = Path(config.out)
+    if _find(config, run, resume) != start:
+        raise ValueError(f"{run} has changed meanwhile: start again")
+    remove_unfinished(run)
+    if start.checkpoint is not None and resume.checkpoint is not None:
+        set_aside(run, start.checkpoint)
+    if start.changes:
+        file = RowFile(run, "changes")
+        for change in start.changes:
+            values = {"before": json.dumps(change.before), "after": json.dumps(change.after)}
+            file.append({"time": time.time(), "step": start.step, "key": change.key, **values})
+        file.close()
+    aside = run / f".{CONFIG_FILE}"
+    aside.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+    aside.rename(run / CONFIG_FILE)
+
+
+def _find(config: TrainConfig, run: Path, resume: Resume) -> Start:
+    changes = _changes(config, run, resume)
+    if resume.checkpoint is not None:
+        checkpoint: Path | None = chosen_checkpoint(run, resume.checkpoint)
+    else:
+        checkpoint = last_checkpoint(run) if resume.wanted else None
+    if checkpoint is None:
+        return Start(None, None, changes)
+    check_whole(checkpoint, run)
+    _check_steps(config, checkpoint, changes)
+    record = read_record(checkpoint)
+    if record.ranks != world_size():
+        changes.append(Change("ranks", record.ranks, world_size()))
+    return Start(checkpoint, record, changes)
+
+
+def _changes(config: TrainConfig, run: Path, resume: Resume) -> list[Change]:
+    file = run / CONFIG_FILE
+    if not (file.exists() and (run / file_name("training")).exists()):  # nothing was trained
+        return []
+    if not (resume.wanted or resume.checkpoint):
+        raise ValueError(f"{run} holds a run already: resume it (--resume), or choose another out")
+    return changes_between(
+        read_config(str(file)).to_dict(), config.to_dict(), resume.told, str(run)
+    )
+
+
+def _check_steps(config: TrainConfig, checkpoint: Path, changes: list[Change]) -> None:
+    steps = config.training.steps
+    if step_of(checkpoint) > steps and any(each.key == "training.steps" for each in changes):
+        raise ValueError(
+            f"training.steps is {steps}, and {checkpoint} has {step_of(checkpoint)} behind it: "
+            "raise them, or go on from an earlier one (--resume-from)"
+        )
+
+
+def check_sharding(config: TrainConfig, checkpoint: Path) -> None:
+    """Raise ValueError if `checkpoint` is one of FSDP2 and the session is not, or the reverse."""
+    sharded = (checkpoint / SHARDED_WEIGHTS).is_dir()
+    if sharded and not is_sharded(config):
+        raise ValueError(f"{checkpoint} is one of FSDP2: start it with torchrun, on any processes")
+    if is_sharded(config) and not sharded:
+        raise ValueError(f"{checkpoint} is none of FSDP2: start it without torchrun")

@@ -1,0 +1,37 @@
+"""The benchmark without the kernels for Hopper switches them off, and on again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from nsa_flex.bench.cases import hopper_off
+from nsa_flex.fallback_kernels.common import arch
+
+
+@pytest.mark.gpu
+def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_off, "BUDGET_MS", 20.0)
+    out, known = tmp_path / "rows.json", arch.TRITON_VERSIONS
+    options = ["--heads", "4/2", "--tokens", "128", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["hopper_off", *options])
+    hopper_off.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["hopper"] for row in rows] == [True, False]
+    assert all(0 < row["forward_ms"] < row["forward_backward_ms"] for row in rows)
+    assert known == arch.TRITON_VERSIONS
+
+
+def test_off_is_an_unknown_version() -> None:
+    device = torch.device("cuda:0")
+    arch._warn_of_version.cache_clear()
+    with arch.imagining(device, arch.SM90):
+        assert arch.version_unsupported_reason(device) is None
+        with hopper_off.off(), pytest.warns(UserWarning, match="kernels for Hopper"):
+            assert arch.version_unsupported_reason(device) is not None
+        assert arch.version_unsupported_reason(device) is None
