@@ -148,6 +148,7 @@ def test_a_measured_decode_phase_names_what_writes_the_cache(device: str) -> Non
     work.phase("decode", batches_of([step]), train=False)
     (phase,) = work.phases
     names = [kernel["name"] for kernel in phase.kernels]
-    wanted = "decode_" if device == "cuda" else "cache_write"
+    # Not the operator that calls it: torch 2.14 keeps no record of operators that write.
+    wanted = "decode_" if device == "cuda" else "index_put"
     assert any(wanted in name for name in names), (names, work.notes)
     assert not [found for found in work.findings if found.kind == "cache-copy"]
