@@ -20,6 +20,7 @@ from nsa_flex.config import PRODUCTS, NSAConfig
 from nsa_flex.fallback_kernels.common.direct import is_plain
 from nsa_flex.gates import GateLogits
 from nsa_flex.installed import HAS_TRITON
+from nsa_flex.reasons import explained
 from nsa_flex.selection import choose_blocks
 from nsa_flex.sharded import is_sharded
 from nsa_flex.storing import append, compress_completed, take_slots
@@ -150,6 +151,7 @@ def store_by_kernel(new: New, stored: Stored) -> tuple[bool, bool]:
     return True, compresses
 
 
+@explained
 def store_unsupported_reason(new: New, stored: Stored) -> str | None:
     """Why no kernel stores such tokens; None if one does."""
     if stored.key.device.type != "cuda":
@@ -165,6 +167,7 @@ def _takes_gradients(parameters: tuple[list[Tensor], ...]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for each in parameters for x in each)
 
 
+@explained
 def unsupported_reason(
     query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, num_sets: int = 1
 ) -> str | None:
@@ -178,6 +181,7 @@ def unsupported_reason(
     return decode.unsupported_reason(query, key, value, config, num_sets)
 
 
+@explained
 def phi_unsupported_reason(
     phi: tuple[Compression, Compression], parameters: tuple[list[Tensor], ...], key: Tensor
 ) -> str | None:

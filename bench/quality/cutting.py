@@ -75,7 +75,7 @@ def whole_rows(documents: Iterator[str], length: int) -> list[str]:
     >>> whole_rows(iter(["abcdef", "ghij", "k"]), 2)
     ['ab', 'gh', 'cd', 'ij', 'ef']
     """
-    found = []
+    found: list[tuple[int, str]] = []
     for text in documents:
         whole = len(text) // length * length
         found += enumerate(_pieces(text[:whole], length))

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kernels(variant: Variant) -> Any:
+def _kernels(variant: Variant) -> Iterator[None]:
     """Dense attention on cuDNN, which takes no mask; windows by chunks."""
     with contextlib.ExitStack() as stack:
         if "window" in variant.layers:

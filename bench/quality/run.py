@@ -1,4 +1,4 @@
-"""The runs of a study, several side by side on one GPU, in pieces of a few minutes.
+"""The runs of a study, several side by side on each GPU, in pieces of a few minutes.
 
     python -m nsa_flex.bench.quality.run --corpus corpus --out rows.json --variants dense mean
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.merging import merged
@@ -36,7 +39,8 @@ class Piece:
         runs: (variant, seed), in the order in which they start.
         overrides: as of `nsa-flex train`.
         work: folder of the runs: checkpoints, logs, telemetry.
-        side_by_side: runs at a time.
+        side_by_side: runs at a time, on each GPU.
+        gpus: how many there are; without any, runs share the CPU.
         seconds: until the last process has ended.
         closing: of these for a stopped run: checkpoint and held-out losses.
         least: a run is started only if as many seconds are left before the closing.
@@ -49,6 +53,7 @@ class Piece:
     size: str = "30m"
     overrides: tuple[str, ...] = ()
     side_by_side: int = 2
+    gpus: int = 0
     seconds: float = 540.0
     closing: float = 45.0
     least: float = 90.0
@@ -58,19 +63,31 @@ class Piece:
         return self.work / f"{run[0]}-{run[1]}"
 
 
-def start(piece: Piece, run: tuple[str, int]) -> subprocess.Popen:
-    """A run in a process of its own; its output goes to a file beside its folder."""
+def start(piece: Piece, run: tuple[str, int], gpu: int) -> subprocess.Popen:
+    """A run in a process of its own; its output goes to a file beside its folder.
+
+    Args:
+        gpu: its number among those that this process sees; without any it is not read.
+    """
     name, seed = run
     command = [sys.executable, "-m", "nsa_flex.bench.quality.one_run", name]
     command += [f"--size={piece.size}", f"--seed={seed}", f"--corpus={piece.corpus}"]
     command += [f"--out={piece.folder(run)}", *(f"--set={each}" for each in piece.overrides)]
     with piece.folder(run).with_suffix(".log").open("a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log)
+        return subprocess.Popen(command, stdout=log, stderr=log, env=_environment(piece, gpu))
+
+
+def _environment(piece: Piece, gpu: int) -> dict[str, str]:
+    found = dict(os.environ)
+    if piece.gpus > 1:
+        seen = [each for each in found.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+        found["CUDA_VISIBLE_DEVICES"] = seen[gpu] if seen else str(gpu)
+    return found
 
 
 def run_piece(
     piece: Piece,
-    start: Callable[[Piece, tuple[str, int]], Any] = start,
+    start: Callable[[Piece, tuple[str, int], int], Any] = start,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Row]:
@@ -85,19 +102,23 @@ def run_piece(
     cut(piece.corpus, length, piece.work / "cut", HELD_OUT_TOKENS // length)
     waiting = [run for run in piece.runs if not _finished(piece, run)]
     running: dict[tuple[str, int], Any] = {}
+    places: dict[tuple[str, int], int] = {}  # GPUs of the running ones
+    gpus = max(piece.gpus, 1)
     failed: list[str] = []
     asked = False
     while waiting or running:
         left = begun + piece.seconds - clock()
         for run in [run for run, process in running.items() if process.poll() is not None]:
             code = running.pop(run).poll()
+            del places[run]
             if code:
                 failed.append(f"{piece.folder(run).name} ended with {code}")
         if left < piece.closing + piece.least:
             waiting.clear()
-        while waiting and len(running) < piece.side_by_side:
+        while waiting and len(running) < piece.side_by_side * gpus:
             run = waiting.pop(0)
-            running[run] = start(piece, run)
+            places[run] = min(range(gpus), key=list(places.values()).count)
+            running[run] = start(piece, run, places[run])
         if left < piece.closing and not asked:
             asked = True
             for process in running.values():
@@ -144,8 +165,8 @@ def in_order(names: Iterable[str], seeds: Iterable[int]) -> tuple[tuple[str, int
     return tuple((name, seed) for seed in seeds for name in names)
 
 
-def main() -> int:
-    """Run; 1 if a run failed."""
+def main() -> None:
+    """Run; print what was found."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -155,8 +176,9 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", choices=variants(), required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--size", choices=sizes(), default="30m")
-    parser.add_argument("--side-by-side", type=int, default=2)
-    parser.add_argument("--piece-seconds", type=float, default=540.0)
+    parser.add_argument("--side-by-side", type=int, default=2, help="on each GPU")
+    parser.add_argument("--piece-seconds", type=float, default=Piece.seconds)
+    parser.add_argument("--least-seconds", type=float, default=Piece.least)
     parser.add_argument("--set", action="append", default=[], help="as of nsa-flex train")
     given = parser.parse_args()
     piece = Piece(
@@ -167,12 +189,13 @@ def main() -> int:
         given.size,
         tuple(given.set),
         given.side_by_side,
+        torch.cuda.device_count(),
         given.piece_seconds,
+        least=given.least_seconds,
     )
     for row in run_piece(piece):
         print({name: row.get(name) for name in ("case", "status", "tokens", "seconds", "loss")})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -61,7 +61,8 @@ def windows_by_chunks() -> Iterator[None]:
         if window is None or window >= key.shape[2]:
             return attend(module, query, key, value, *rest, **named)
         groups = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        query = query.to(value.dtype)  # norms and rotations leave float32 under autocast
+        key, value = (x.to(value.dtype).repeat_interleave(groups, 1) for x in (key, value))
         out = window_attention(query, key, value, window, named.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
 

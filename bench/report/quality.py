@@ -42,7 +42,7 @@ def quality(rows: list[Row]) -> pd.DataFrame:
                     "held-out loss": _spread([row["loss"] for row in runs]),
                     "after dense": _spread(behind, "+.3f"),
                     "last quarter": _spread([last_quarter(row) for row in runs]),
-                    "names far back": _spread([_far(row) for row in runs]),
+                    "names far back": _spread([loss for row in runs for loss in _far(row)]),
                     "tokens/s": f"{speed:,.0f}",
                     "commit": runs[0]["commit"],
                 }
@@ -56,8 +56,9 @@ def last_quarter(row: Row) -> float:
     return float(np.mean(places[-(len(places) // 4) :]))
 
 
-def _far(row: Row) -> float:
-    return row["names"].get("far", {}).get("loss", float("nan"))
+def _far(row: Row) -> list[float]:
+    """Loss on names that came last far back; nothing if there is none."""
+    return [row["names"]["far"]["loss"]] if "far" in row["names"] else []
 
 
 def _groups(rows: list[Row]) -> dict[tuple[Any, ...], list[Row]]:

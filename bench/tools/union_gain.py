@@ -60,7 +60,9 @@ def row_of(
     for name, limit in (("unions", selected_plan.UNION_LIMIT), ("partials", 0)):
         with mock.patch.object(selected_plan, "UNION_LIMIT", limit), torch.no_grad():
             forget()
-            plan = selected_plan.SelectedPlan.of(query, key, value, blocks, block_size, *counts, 0)
+            plan = selected_plan.SelectedPlan.of(
+                *(query, key, value, blocks.shape[3], block_size, *counts, 0)
+            )
             sizes = build_block_unions(plan, blocks).sizes
             row[f"{name}_share"] = round((sizes >= 0).float().mean().item(), 4)
             row[f"{name}_ms"] = round(

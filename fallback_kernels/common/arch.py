@@ -90,6 +90,12 @@ def supports_tma(device: torch.device) -> bool:
 
 
 @lru_cache
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether products are summed in tensor memory, as on compute capability 10.x."""
+    return device.type == "cuda" and device_properties(device).capability[0] == 10
+
+
+@lru_cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel may start before the one before it has finished (programmatic launch)."""
     return device.type == "cuda" and device_properties(device).capability >= (9, 0)
@@ -137,5 +143,11 @@ _imagined: dict[torch.device, Device] = {}
 
 def forget_answers() -> None:
     """All questions are asked anew; for whoever changes what their answers depend on."""
-    for answer in (gluon_unsupported_reason, supports_tma, supports_pdl, shared_memory_bytes):
+    for answer in (
+        gluon_unsupported_reason,
+        supports_tma,
+        has_tensor_memory,
+        supports_pdl,
+        shared_memory_bytes,
+    ):
         answer.cache_clear()

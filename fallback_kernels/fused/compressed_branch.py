@@ -9,7 +9,7 @@ need not know.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,15 +27,12 @@ from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradi
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, fold_gated_lse
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import unfold_lse
+from nsa_flex.fallback_kernels.fused.route import is_host_bound
 from nsa_flex.fallback_kernels.ranges.bounds import launch as launch_bounds
 from nsa_flex.fallback_kernels.ranges.bwd import ranges_gradients
 from nsa_flex.fallback_kernels.ranges.fwd import ranges_forward
 
 NUM_PARTS = 4  # of any fold
-# Up to so many tokens in all rows the host's time counts, of which cuDNN's calls took a quarter.
-RANGES_TOKENS = 4096
-# Rows so short have few keys a query: cuDNN's passes over queries and gradients take longer.
-RANGES_ROW = 8192
 
 
 class CompressedOutput(NamedTuple):
@@ -61,18 +58,20 @@ def attend_compressed(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
+    kernels: Literal["cudnn", "ranges"],
     offsets: Tensor | None = None,
     early: Early = NONE_EARLY,
 ) -> CompressedOutput:
     """The compressed branch of queries (B, S, H, D), contiguous.
 
     document_start: int32 (B, S), first key of each query's document; None for one document.
+    kernels: as of `Route.compressed`.
     offsets: int32 (B, Hkv), position of query 0; None where that is key 0.
     early: whose results may be anything.
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
-    if offsets is not None or is_ranged(rows.shape[0], rows.shape[1], document_start):
+    if kernels == "ranges":
         bounds = _bounds(rows, document_start, key, config, offsets, early=early.tokens)
         out, lse = ranges_forward(
             *(rows.transpose(1, 2), key, value, *bounds, scale),
@@ -102,6 +101,7 @@ def compressed_gradients(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
+    kernels: Literal["cudnn", "ranges"],
     left_out: LeftOut = NONE_LEFT_OUT,
 ) -> CompressedGradients:
     """Gradients of what `attend_compressed` took; `out` and `lse` are what it returned.
@@ -112,7 +112,7 @@ def compressed_gradients(
     """
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
-    if is_ranged(rows.shape[0], rows.shape[1], document_start):
+    if kernels == "ranges":
         grad_query, splits = ranges_gradients(
             rows.transpose(1, 2),
             *keys,
@@ -147,16 +147,6 @@ def compressed_gradients(
     )
     splits = Splits(grad_key[None], grad_value[None])
     return CompressedGradients([part.query for part in gradients], fold, splits)
-
-
-def is_ranged(batch: int, tokens: int, document_start: Tensor | None) -> bool:
-    """Whether range attention runs for `batch` rows of so many tokens, not cuDNN."""
-    return document_start is not None or tokens <= RANGES_ROW or is_host_bound(batch * tokens)
-
-
-def is_host_bound(num_tokens: int) -> bool:
-    """Whether the host's time counts in calls of so many tokens in all rows."""
-    return num_tokens <= RANGES_TOKENS
 
 
 def _bounds(

@@ -48,6 +48,7 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     row_offsets,
     store_rows_at,
 )
+from nsa_flex.reasons import explained
 
 BLOCK_SIZES = (64,)  # blocks are the key tiles: smaller ones leave the tensor cores half empty
 STAGES = 3  # blocks in shared memory at once
@@ -64,37 +65,39 @@ class Epilogue(NamedTuple):
     sliding: Tensor
 
 
+@explained
 def unsupported_reason(
     plan: SelectedPlan,
     query: Tensor,
-    keys: tuple[Tensor, Tensor],
-    sliding: tuple[Tensor, Tensor],
+    key: Tensor,
+    value: Tensor,
     window: int,
     *,
     save: bool,
+    own_window_keys: bool,
 ) -> str | None:
     """Why `fwd_epilogue` does not take a call, by shapes, memory and device; None if it does.
 
     Args:
-        keys: keys and values of the selected branch.
-        sliding: those of the sliding branch.
+        key, value: of the selected branch.
         window: of the sliding branch, in keys.
         save: whether the branches' own outputs are wanted.
+        own_window_keys: whether the sliding branch has keys and values of its own.
     """
+    if own_window_keys:
+        return "the sliding branch has keys and values of its own"
     block_d, block_dv = tile_width(plan.head_dim), tile_width(plan.value_dim)
     elements = plan.combine_rows * block_d + STAGES * plan.block_size * (block_d + block_dv)
     needed = elements * plan.element_size + SPARE_BYTES
-    if not all(_is_same(x, y) for x, y in zip(keys, sliding, strict=True)):
-        return "the sliding branch has keys and values of its own"
     if plan.block_size not in BLOCK_SIZES:
         return f"select_block_size is {plan.block_size}; the fused epilogue takes {BLOCK_SIZES}"
     if plan.num_local * plan.block_size > window:
         return f"{plan.num_local} local blocks do not fit a window of {window} keys"
     if needed > plan.shared_memory:
         return f"{needed} bytes of shared memory are needed; the device has {plan.shared_memory}"
-    if not supports_tma(keys[0].device):
-        return f"{keys[0].device} has no TMA"
-    reason = _sm90_unsupported_reason(plan, query, *keys)
+    if not supports_tma(key.device):
+        return f"{key.device} has no TMA"
+    reason = _sm90_unsupported_reason(plan, query, key, value)
     if plan.combine_tokens * plan.group != plan.tile_rows and reason is not None:
         return (
             f"groups of {plan.group} query heads do not fill tiles of {plan.tile_rows} rows, and "
@@ -103,6 +106,7 @@ def unsupported_reason(
     return reason if save else None
 
 
+@explained
 def _sm90_unsupported_reason(
     plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor
 ) -> str | None:
@@ -113,10 +117,6 @@ def _sm90_unsupported_reason(
     from nsa_flex.fallback_kernels.fused import fwd_epilogue_sm90 as sm90
 
     return sm90.unsupported_reason(plan, query, key, value)
-
-
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    return (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
 
 
 def fwd_epilogue(

@@ -537,7 +537,10 @@ def fused_fwd_epilogue_sm90_kernel(
 def unsupported_reason(
     plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor
 ) -> str | None:
-    """Why `launch` does not take a call that `fwd_epilogue` supports; None if it does."""
+    """Why `launch` does not take a call that `fwd_epilogue` supports; None if it does.
+
+    A query that is not in (B, S, H, D) memory is copied there before.
+    """
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"the Gluon epilogue takes float16 and bfloat16, got {query.dtype}"
     if tile_width(plan.head_dim) not in WIDTHS or plan.head_dim != plan.value_dim:
@@ -553,7 +556,8 @@ def unsupported_reason(
         return f"the Gluon epilogue takes tiles of {BLOCK_M.value} rows, got {plan.combine_rows}"
     if plan.num_initial > 1:
         return f"the Gluon epilogue takes one initial block, got {plan.num_initial}"
-    if not all(has_tma_strides(x) for x in (query, key, value)):
+    is_copied = not query.transpose(1, 2).is_contiguous()
+    if not all(has_tma_strides(x) for x in (key, value, *(() if is_copied else (query,)))):
         return "query, key or value has strides or an address that TMA does not take"
     return None
 

@@ -83,7 +83,7 @@ class RangesPlan:
         _, kv_heads, num_keys, value_dim = value.shape
         return _plan(
             *(batch, query_heads, kv_heads, num_queries, num_keys, head_dim, value_dim),
-            *(query.dtype, query.device),
+            *(query.dtype, shared_memory_bytes(query.device)),
         )
 
     def constants(self) -> dict[str, Any]:
@@ -107,9 +107,8 @@ def _plan(
     head_dim: int,
     value_dim: int,
     dtype: torch.dtype,
-    device: torch.device,
+    bytes_given: int,
 ) -> RangesPlan:
-    bytes_given = shared_memory_bytes(device)
     widths = (tile_width(head_dim), tile_width(value_dim))
     width = max(64, *widths)
 

@@ -37,6 +37,7 @@ from nsa_flex.fallback_kernels.selected.tiles import (
     load_work_tile,
     row_shift,
 )
+from nsa_flex.reasons import explained
 
 
 @triton.jit(
@@ -185,6 +186,7 @@ def _launcher(
     return fwd_partial_sm90.launch
 
 
+@explained
 def sm90_unsupported_reason(plan: SelectedPlan, query: Tensor) -> str | None:
     """Why the kernel in Triton takes a call, not the one for Hopper; None if that does."""
     reason = gluon_unsupported_reason(query.device)

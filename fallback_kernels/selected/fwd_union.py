@@ -20,6 +20,7 @@ from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import attend_initial_local, combine_tile_rows
 from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.selected.tiles import last_key, load_block, row_offset
+from nsa_flex.reasons import explained
 
 
 @triton.jit(do_not_specialize=["base", "span", "query_offset", "num_queries", "num_keys"])
@@ -149,6 +150,7 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
     )
 
 
+@explained
 def sm90_unsupported_reason(
     plan: SelectedPlan, query: Tensor, key: Tensor, value: Tensor
 ) -> str | None:

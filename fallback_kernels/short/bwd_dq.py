@@ -22,9 +22,9 @@ from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
-from nsa_flex.fallback_kernels.short.chosen import chosen_words, has_block, slots
 from nsa_flex.fallback_kernels.short.config import plan_of
 from nsa_flex.fallback_kernels.short.fwd import ShortResults
+from nsa_flex.fallback_kernels.short.masks import has_block, selected_words, slots
 from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
 from nsa_flex.fallback_kernels.sliding.config import empty_stats
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_key_value
@@ -71,7 +71,7 @@ def _add_span(
 ):  # fmt: skip
     """dQ / scale [BLOCK_M, BLOCK_D] with what the keys [first_key, end_key) of each row add.
 
-    low, high, own_first: of `chosen_words`, or None; for keys of blocks that a row did not
+    low, high, own_first: of `selected_words`, or None; for keys of blocks that a row did not
     choose, `other_lse` and the like take the place of `lse_log2` and the like.
     """
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
@@ -233,7 +233,7 @@ def short_bwd_dq_kernel(
         if document_start_ptr is not None:
             own_first = first_key // SELECT
         unit = b * (query_heads // group) + kv_head
-        low, high = chosen_words(
+        low, high = selected_words(
             blocks_ptr + unit * num_tokens * NUM_SLOTS, query, row_mask, own_first,
             NUM_SLOTS, PADDED_SLOTS,
         )  # fmt: skip  # [BLOCK_M] each

@@ -38,7 +38,7 @@ def num_key_tiles(query: Tensor, key: Tensor, value: Tensor) -> int:
     return batch * heads * cdiv(tokens, plan_of(query, key, value).bwd_dkdv.block_n)
 
 
-def chosen_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
+def masked_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
     """Tiles of the forward of a call of short rows whose queries chose blocks."""
     plan = RangesPlan.of(query, key, value)
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))

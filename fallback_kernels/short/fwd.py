@@ -25,8 +25,8 @@ from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
-from nsa_flex.fallback_kernels.short.chosen import chosen_words, has_block, slots
-from nsa_flex.fallback_kernels.short.config import chosen_tiles, plan_of
+from nsa_flex.fallback_kernels.short.config import masked_tiles, plan_of
+from nsa_flex.fallback_kernels.short.masks import has_block, selected_words, slots
 from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile
 
@@ -57,8 +57,8 @@ def _attend_span(
 ):  # fmt: skip
     """The keys [first_key, end_key) of each row into the softmax sums of a tile of queries.
 
-    keys, values: `HeadRows`. low, high, own_first: of `chosen_words`, where a row sees the keys of
-    the blocks alone that it chose.
+    keys, values: `HeadRows`. low, high, own_first: of `selected_words`, where a row sees the
+    keys of the blocks alone that it selected.
     """
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
     for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
@@ -239,7 +239,7 @@ def short_fwd_kernel(
         if document_start_ptr is not None:
             own_first = first_key // SELECT
         unit = b * (query_heads // group) + kv_head
-        low, high = chosen_words(
+        low, high = selected_words(
             blocks_ptr + unit * num_tokens * NUM_SLOTS, query, row_mask, own_first,
             NUM_SLOTS, PADDED_SLOTS,
         )  # fmt: skip  # [BLOCK_M] each
@@ -336,7 +336,7 @@ def short_fwd_kernel(
         )  # fmt: skip
 
 
-class Chosen(NamedTuple):
+class Selected(NamedTuple):
     """Blocks that queries chose, and the compressed branch by which they did."""
 
     blocks: Tensor | None  # int32 (B, Hkv, S, n), contiguous; None: all that are visible
@@ -365,7 +365,7 @@ def short_forward(
     reach: int,
     *,
     save: bool,
-    chosen: Chosen | None = None,
+    chosen: Selected | None = None,
     into: ShortResults | None = None,
 ) -> ShortResults:
     """All branches of queries that select every block of their documents, and the gated sum.
@@ -384,7 +384,7 @@ def short_forward(
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
-    tiles = plan.fwd if chosen is None else chosen_tiles(query, key, value)
+    tiles = plan.fwd if chosen is None else masked_tiles(query, key, value)
     q, k, v, wk, wv, ck, cv = (
         rows_contiguous(x)
         for x in (query, key, value, *(own or (key, value)), compressed_key, compressed_value)
@@ -412,7 +412,7 @@ def short_forward(
 
 
 def empty_results(
-    query: Tensor, value: Tensor, has_documents: bool, save: bool, chosen: Chosen | None
+    query: Tensor, value: Tensor, has_documents: bool, save: bool, chosen: Selected | None
 ) -> ShortResults:
     """Memory of results, and what `chosen` has; arguments as of `short_forward`."""
     batch, heads, tokens, _ = query.shape
@@ -422,7 +422,7 @@ def empty_results(
     if chosen is None:
         lse = torch.empty(shape[:3], **stats)
         lse = lse.transpose(1, 2) if has_documents else lse.view(batch, heads, tokens)
-        chosen = Chosen(None, out.new_empty(shape if save else 0), lse)
+        chosen = Selected(None, out.new_empty(shape if save else 0), lse)
     selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
     lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
     return ShortResults(

@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.fallback_kernels.common.arch import (
     SM90_SHARED_MEMORY,
+    has_tensor_memory,
     shared_memory_bytes,
     supports_tma,
 )
@@ -44,6 +45,7 @@ class SlidingPlan:
     value_dim: int
     element_size: int
     shared_memory: int = SM90_SHARED_MEMORY  # bytes that one CTA may have
+    tensor_memory: bool = False  # sums are there, and pass through shared memory to be stored
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor) -> SlidingPlan:
@@ -57,6 +59,7 @@ class SlidingPlan:
             value_dim=value.shape[3],
             element_size=query.element_size(),
             shared_memory=shared_memory_bytes(query.device),
+            tensor_memory=has_tensor_memory(query.device),
         )
 
     @property
@@ -100,9 +103,10 @@ class SlidingPlan:
     def dkdv_tiles(self) -> Tiles:
         """Of dK and dV; keys and values stay, queries and output gradients stream."""
         warps = 8 if max(self.head_dim, self.value_dim) > 128 else 4
+        held = 2 if self.tensor_memory else 1  # keys and values, and their gradients
         return self._first_fitting(
             [Tiles(64, 64, warps, self._stages, self._registers)],
-            lambda t: (t.block_n + t.stages * t.block_m) * self.row_width,
+            lambda t: (held * t.block_n + t.stages * t.block_m) * self.row_width,
         )
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
+from nsa_flex.reasons import explained
 
 SCORE_BYTES = 1 << 28  # scores of a query chunk
 MIN_CTAS = 1024  # fewer query tiles than that are split along the keys
@@ -213,6 +214,7 @@ class TopkPlan:
         sm90 = self.sm90 and self.sm90_unsupported_reason(best.size) is None
         return best._replace(sm90=sm90)
 
+    @explained
     def sm90_unsupported_reason(self, num_queries: int) -> str | None:
         """Why `topk_scores_sm90_kernel` takes no chunk of so many queries; None if it does."""
         ctas = cdiv(num_queries, self.sm90_tokens) * self.batch * self.kv_heads

@@ -39,6 +39,7 @@ from nsa_flex.fallback_kernels.topk.lse import compressed_lse_kernel
 from nsa_flex.fallback_kernels.topk.scores import topk_scores_kernel
 from nsa_flex.fallback_kernels.topk.select import topk_select_kernel
 from nsa_flex.fallback_kernels.topk.span import topk_span_kernel
+from nsa_flex.reasons import explained
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -51,6 +52,7 @@ KEY_BLOCK_N = 64  # `TopkPlan.block_n` of 2-byte dtypes
 NUM_STREAMS = 2  # query chunks in memory at once, each on a stream
 
 
+@explained
 def unsupported_reason(
     query: Tensor, compressed_key: Tensor, config: NSAConfig, num_blocks: int
 ) -> str | None:
@@ -75,6 +77,7 @@ def unsupported_reason(
     return None
 
 
+@explained
 def sm90_unsupported_reason(
     query: Tensor, key_tiles: TensorDescriptor | None, config: NSAConfig
 ) -> str | None:
@@ -99,6 +102,7 @@ def has_spans(config: NSAConfig, has_documents: bool, num_blocks: int) -> bool:
     return config.num_selected_blocks < SPAN and (has_documents or num_blocks <= SPAN)
 
 
+@explained
 def span_unsupported_reason(query: Tensor, config: NSAConfig) -> str | None:
     """Why `topk_span_kernel` takes no query; None if it takes those that see few blocks."""
     select = config.select_block_size

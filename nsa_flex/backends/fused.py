@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.reasons import explained
 
 if TYPE_CHECKING:
     from nsa_flex.dispatch.facts import Facts
-    from nsa_flex.fallback_kernels.fused.interface import CoreResults
+    from nsa_flex.fallback_kernels.fused.operators import CoreResults
     from nsa_flex.inputs import Inputs
 
 # Backends by branch whose kernels the operator runs: of whole rows, and of documents and offsets.
@@ -19,6 +20,7 @@ FUSED = ("sdpa", "triton", "triton")
 FUSED_RANGES = ("triton", "triton", "triton")
 
 
+@explained
 def unsupported_reason(facts: Facts) -> str | None:
     """Why branches with the backends of `FUSED_RANGES` run one by one; None if together."""
     if facts.whole and not facts.documents:
@@ -46,7 +48,7 @@ def attend(
     query_offset: int | None = None,
 ) -> CoreResults:
     """The core of `nsa_attention` with such inputs, checked; the offset where it has a say."""
-    from nsa_flex.fallback_kernels.fused.interface import core_attention
+    from nsa_flex.fallback_kernels.fused.operators import core_attention
 
     if document_start is not None:
         document_start = document_start.to(torch.int32).contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import BRANCHES, Backend, BranchName, Choice, choose_backends
 from nsa_flex.explaining.explanation import KernelRun, Kernels
 from nsa_flex.explaining.rehearsal import Launch, rehearsing, twin
-from nsa_flex.inputs import Inputs
+from nsa_flex.inputs import Inputs, is_whole
 from nsa_flex.installed import HAS_TRITON
+
+if TYPE_CHECKING:
+    from nsa_flex.fallback_kernels.fused.route import Route
 
 Choices = dict[BranchName, Choice]
 
@@ -37,6 +41,24 @@ class AttentionCall:
     document_start: Tensor | None
     max_document_length: int | None
     needs_grad: bool
+    is_fused: bool
+
+    def route(self) -> Route | None:
+        """Within a rehearsal, that of the core operator; None where branches run one by one."""
+        if not self.is_fused:
+            return None
+        from nsa_flex.fallback_kernels.fused.route import rounded_length, route_of
+
+        query, key, value = (twin(x) for x in self.tensors)
+        longest = self.max_document_length
+        return route_of(
+            *(query, key, value, self.config),
+            documents=self.document_start is not None,
+            max_document_length=None if longest is None else rounded_length(longest, self.config),
+            differentiable=self.needs_grad,
+            has_offset=not is_whole(query, key, self.query_offset),
+            own_window_keys=self.own is not None,
+        )
 
     def output(self) -> Tensor:
         """What it returns within a rehearsal."""
@@ -76,8 +98,9 @@ def kernels_of(call: AttentionCall, device: torch.device) -> Kernels:
         num_forward = len(told.launches)
         if call.needs_grad:
             out.backward(torch.empty_like(out))
+        route = call.route()
     forward, backward = told.launches[:num_forward], told.launches[num_forward:]
-    return Kernels(_runs(forward), _runs(backward), tuple(told.reasons))
+    return Kernels(_runs(forward), _runs(backward), tuple(told.reasons), route)
 
 
 def rehearse_cached(

@@ -125,6 +125,7 @@ def explain(
         document_start,
         max_document_length,
         facts.needs_grad,
+        is_fused(choices, facts),
     )
     return Explanation(choices, lambda: kernels_of(call, where))
 

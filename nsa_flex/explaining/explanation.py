@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nsa_flex.dispatch import BRANCHES, BranchName, Choice
+
+if TYPE_CHECKING:
+    from nsa_flex.fallback_kernels.fused.route import Route
 
 
 class KernelRun(NamedTuple):
@@ -27,12 +30,14 @@ class Kernels:
 
     Kernels of cuDNN, FlexAttention and PyTorch run besides: the backends of the branches say so.
 
+    route: of the core operator; None where the branches run one by one.
     passed_over: what was asked and could not run, and why: "topk: the Gluon kernels need ...".
     """
 
     forward: tuple[KernelRun, ...] = ()
     backward: tuple[KernelRun, ...] = ()
     passed_over: tuple[str, ...] = ()
+    route: Route | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -40,7 +45,7 @@ class Kernels:
         return frozenset(run.name for run in (*self.forward, *self.backward))
 
     def __str__(self) -> str:
-        lines = []
+        lines = [] if self.route is None else str(self.route).splitlines()
         for phase, runs in (("forward", self.forward), ("backward", self.backward)):
             lines += [f"kernels of the {phase}:"] if runs else []
             lines += [f"  {run.stage:<10} {run.name} x{run.launches}" for run in runs]
@@ -75,4 +80,5 @@ class Explanation:
             "forward": [run._asdict() for run in kernels.forward],
             "backward": [run._asdict() for run in kernels.backward],
             "passed_over": list(kernels.passed_over),
+            "route": None if kernels.route is None else asdict(kernels.route),
         }

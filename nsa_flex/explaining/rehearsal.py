@@ -7,7 +7,6 @@ would be launched: what is told comes from the code that launches, and cannot dr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex.installed import HAS_TRITON
+from nsa_flex.reasons import listening
 
 _META = torch.device("meta")
 _KERNELS = "nsa_flex.fallback_kernels."
@@ -38,8 +38,8 @@ class Launch(NamedTuple):
 class Told:
     """What a rehearsal found, in order.
 
-    launches: of all kernels. reasons: what `unsupported_reason` answered, with the stage it was
-    asked of: "selected: the Gluon kernels need ...", each once.
+    launches: of all kernels. reasons: why kernels do not run, with their stage: "selected: the
+    Gluon kernels need ...", each once.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -155,33 +155,13 @@ def _noting_launches(told: Told) -> AbstractContextManager[None]:
     return intercepting_launches(note)
 
 
-@contextmanager
-def _noting_reasons(told: Told) -> Iterator[None]:
-    """Within, why a kernel could not run, whoever asks `unsupported_reason`: the one spelling.
+def _noting_reasons(told: Told) -> AbstractContextManager[None]:
+    """Within, why a kernel does not run is noted, of whatever is asked in this thread."""
 
-    Python tells of every return in this thread, so that nothing is noted where kernels launch.
-    """
+    def note(module: str, reason: str) -> None:
+        told.reasons.setdefault(f"{_stage(module)}: {reason}")
 
-    def note(frame: Any, event: str, result: Any) -> None:
-        if event == "return" and isinstance(result, str) and _is_asked_of_a_kernel(frame):
-            told.reasons.setdefault(f"{_stage(frame.f_globals['__name__'])}: {result}")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
-def _is_asked_of_a_kernel(frame: Any) -> bool:
-    """Not of a backend, which the choices tell, nor of the device, which kernels ask about."""
-    module = frame.f_globals.get("__name__", "")
-    return (
-        frame.f_code.co_name.endswith("unsupported_reason")
-        and module.startswith("nsa_flex.")
-        and not module.startswith(("nsa_flex.dispatch.", _KERNELS + "common."))
-    )
+    return listening(note)
 
 
 def _stage(module: str) -> str:

@@ -13,7 +13,9 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.patching.apply import patch
+from nsa_flex.patching.layer import layer_of
 from nsa_flex.patching.sites import Site, find_sites, patched_sites
+from nsa_flex.patching.wrapped import is_offloaded
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -51,15 +53,18 @@ def load(
         path: directory or hub name.
         backend: as of `nsa_attention`; the saved one if None.
         model_class: whose `from_pretrained` to call; if None that of the class which was saved.
-        kwargs: passed to `from_pretrained`; `variant` says of NSA's tensors, too, which are meant.
+        kwargs: passed to `from_pretrained`. `variant` says of NSA's tensors, too, which are meant.
+            `attn_implementation` is for attention that is not patched, or no more; a warning says
+            so where there is none.
 
     Returns:
         the model, in eval mode; with `output_loading_info=True` a pair with transformers' report.
 
     Raises:
         ValueError: the checkpoint is not of a patched model, is of a class that transformers does
-            not have, lacks tensors of the model, or has some of NSA that no layer takes. (A head
-            that it lacks, of a classifier for example, is a new one, with a warning.)
+            not have, lacks tensors of the model, or has some of NSA that no layer takes; or
+            `device_map` offloads. (A head that it lacks, of a classifier for example, is a new
+            one, with a warning.)
 
     >>> model = load("my-checkpoint", dtype=torch.bfloat16)  # doctest: +SKIP
     """
@@ -69,8 +74,11 @@ def load(
     wants_report, adapter = kwargs.pop("output_loading_info", False), _pop_adapter(kwargs)
     config, kwargs = _read_config(path, hub, kwargs)
     record = _pop_record(config, path)
+    attention = config._attn_implementation or kwargs.get("attn_implementation")
     model, report = _load_unpatched(path, model_class, {**kwargs, "config": config})
+    _check_not_offloaded(model)
     patch_as_recorded(model, record, backend)
+    _say_what_attends(model, attention)
     added = _read_added(path, hub, kwargs.get("variant"))
     cast = "dtype" in kwargs or "torch_dtype" in kwargs
     _assign(model, added, record["layers"], cast=cast)
@@ -102,6 +110,31 @@ def _recorded_sites(model: Any, names: list[str]) -> list[Site]:
 def _named(place: str, names: list[str]) -> str | None:
     """The one of `names` that `place` ends with; prefixes differ from model to model."""
     return next((name for name in names if f".{place}".endswith(f".{name}")), None)
+
+
+def _check_not_offloaded(model: Any) -> None:
+    if any(is_offloaded(module) for module in model.modules()):
+        raise ValueError(
+            "device_map offloads a part of the model, and NSA's layers are added to it while it "
+            "is loaded: leave device_map out, or give one that offloads nothing, and call "
+            "accelerate.dispatch_model(model, device_map, offload_dir=...) or "
+            "accelerate.cpu_offload(model) on the loaded model"
+        )
+
+
+def _say_what_attends(model: Any, asked: Any) -> None:
+    """A warning where an attention implementation was asked for that attends nowhere."""
+    config = model.config
+    others = config.get_text_config() is not config or any(
+        site.decoder is not None and layer_of(site.module) is None for site in find_sites(model)
+    )
+    if isinstance(asked, str) and asked != "nsa_flex" and not others:
+        warnings.warn(
+            f"attn_implementation={asked!r}: all attention layers of the checkpoint are patched, "
+            "and run NSA. It takes effect once nsa_flex.unpatch is called, or "
+            f"model.set_attn_implementation({asked!r}), which turns NSA off",
+            stacklevel=3,
+        )
 
 
 def _pop_adapter(kwargs: dict[str, Any]) -> dict[str, Any] | None:

@@ -88,6 +88,7 @@ class CallHook:
         told: dict[str, Any] = {"passed": tuple(call), "full_masks": "full" in self.kept_masks}
         paged = read_paged_call(call)
         if paged is not None:
+            self.patched.check_places(num_layers(config))
             call["nsa_call"] = CallContext(paged=paged, **told)
             return (), _with_plain_mask(call)
         caches = self._caches(decoder, call)
@@ -381,6 +382,5 @@ def _padding_mask(mask: Any) -> Tensor | None:
     shape = tuple(getattr(mask, "shape", ()))
     raise ValueError(
         f"attention_mask has shape {shape}; expected a padding mask (batch, tokens). NSA chooses "
-        "what each query attends: custom masks are not supported, nor is a static cache while "
-        "filter_fn leaves full-attention layers unpatched"
+        "what each query attends: custom masks are not supported"
     )

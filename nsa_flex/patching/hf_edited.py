@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import nn
-
 from nsa_flex.patching.hf_cache import num_layers
 from nsa_flex.patching.hf_config import share_config
 from nsa_flex.patching.hf_layers import Attention, Decoder
@@ -27,10 +25,20 @@ class PatchedLayers:
         self._locate(decoder)
 
     def _locate(self, decoder: Decoder) -> None:
+        """Note what `look` compares: what holds the modules, and what is above that."""
         patched = set(self.modules)
-        names = [name for name, module in decoder.named_modules() if module in patched]
-        self._runs_as = [number_of_layer(name) for name in names]
-        self._owners = _owners(decoder, names)
+        found = {name: each for name, each in decoder.named_modules() if each in patched}
+        self._held = list(found.values())
+        self._runs_as = [number_of_layer(name) for name in found]
+        self._holders, above = [], {}
+        for path in found:
+            *owners, name = path.split(".")
+            owner: Any = decoder
+            for each in owners:
+                above[owner] = tuple(owner._modules.values())
+                owner = owner._modules[each]
+            self._holders.append((owner._modules, name))
+        self._above = list(above.items())
 
     def look(self, decoder: Decoder) -> None:
         """Take notice of an edit: a few microseconds where there is none.
@@ -38,7 +46,8 @@ class PatchedLayers:
         Raises:
             ValueError: no patched module is left, or one has another NSAConfig.
         """
-        if all(_holds(*each) for each in self._owners):
+        same = [held.get(name) for held, name in self._holders] == self._held
+        if same and all(tuple(each._modules.values()) == held for each, held in self._above):
             return
         found = tuple(module for module in decoder.modules() if layer_of(module) is not None)
         if found != self.modules:
@@ -91,23 +100,3 @@ def number_of_layer(name: str) -> int:
     """Which layer of its decoder a module is in, by its name; -1 if in none."""
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return -1 if number is None else int(number.group(1))
-
-
-_Owner = tuple[nn.Module, dict[str, nn.Module], int]
-
-
-def _owners(decoder: Decoder, names: list[str]) -> list[_Owner]:
-    """The modules on the way to these, what of it each of them holds, and how many in all."""
-    children: dict[nn.Module, dict[str, nn.Module]] = {}
-    for path in names:
-        owner: nn.Module = decoder
-        for name in path.split("."):
-            child: Any = owner._modules[name]
-            children.setdefault(owner, {})[name] = child
-            owner = child
-    return [(owner, held, len(owner._modules)) for owner, held in children.items()]
-
-
-def _holds(owner: nn.Module, children: dict[str, nn.Module], number: int) -> bool:
-    held = owner._modules
-    return len(held) == number and all(held.get(name) is each for name, each in children.items())

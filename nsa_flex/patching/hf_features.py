@@ -23,6 +23,8 @@ _OF_THE_MODULE = {
 
 _OF_THE_LAYER_TYPE = {
     "indexed_attention": "an indexer that chooses keys",
+    "deepseek_sparse_attention": "an indexer that chooses keys",  # as 5.17 calls it
+    "qwen_sparse_attention": "an indexer that chooses keys",
     "minimax_m3_sparse": "an indexer that chooses keys",
     "compressed_sparse_attention": "compressed attention of its own",
     "heavily_compressed_attention": "compressed attention of its own",

@@ -28,6 +28,7 @@ from nsa_flex.patching.layer import NSALayer, layer_of
 from nsa_flex.patching.saved_config import to_saved
 from nsa_flex.patching.sites import Site, patched_sites
 
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 # In the place of a hub name, which it cannot be: what asks the hub for it shows this text.
 _UNSAVED = "nsa_flex.patch({former}), in memory only: save_pretrained it, then nsa_flex.load"
 
@@ -83,11 +84,16 @@ def record_of(model: Any) -> dict[str, Any] | None:
             "records the NSA layers of one: save each by itself"
         )
     (owner,) = owners
-    names = {module: name for name, module in owner.named_modules()}
+    names = {module: _plain_name(name) for name, module in owner.named_modules()}
     layers = [names[site.module] for site in sites]
     record = {**_settings(sites), "layers": layers, **_of_unpatched(owner)}
     _check_layers(model, owner, layers)
     return record
+
+
+def _plain_name(name: str) -> str:
+    """The name as tensors are saved by: wrappers of FSDP and of checkpointing are left out."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _settings(sites: list[Site]) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def _check_layers(model: Any, owner: Any, layers: list[str]) -> None:
     """That a model built from the config has these layers, and none that was dropped."""
     number = num_layers(model.config.get_text_config())
     former = vars(owner.config).get("nsa_flex", {}).get("layers", [])
-    there = {name for name, _ in owner.named_modules()}
+    there = {_plain_name(name) for name, _ in owner.named_modules()}
     dropped = [name for name in former if name not in there and number_of_layer(name) < number]
     added = [name for name in layers if number_of_layer(name) >= number]
     for names, what in ((added, "has"), (dropped, "has no")):

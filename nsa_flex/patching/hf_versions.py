@@ -6,6 +6,7 @@ numbers, so that a patch release or a checkout of the main branch counts as what
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import Cache
+from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -76,6 +78,35 @@ def is_checkpointing(decoder: Any) -> bool:
     """Whether a call of `decoder` now would checkpoint its layers, which then get no cache."""
     switched_on = decoder.training and getattr(decoder, "gradient_checkpointing", False)
     return switched_on and (_CHECKPOINTS_WITHOUT_GRADIENTS or torch.is_grad_enabled())
+
+
+def check_crop(layer: Any, tokens_to_remove: int) -> None:
+    """That a layer of transformers' caches can take back tokens. It is not changed.
+
+    Raises:
+        ValueError: it cannot: a sliding one past its window, a static one before 5.24.
+    """
+    if not isinstance(layer, StaticLayer):
+        problem = _problem_of_cropping(layer, tokens_to_remove)
+    elif getattr(layer, "is_croppable", False):
+        problem = None  # not tried: it would crop in place
+    else:
+        problem = "it is static, or may have dropped tokens"
+    if problem is not None:
+        raise ValueError(f"a {type(layer).__name__} of the cache cannot crop: {problem}")
+
+
+def _problem_of_cropping(layer: Any, tokens_to_remove: int) -> str | None:
+    """Found by cropping a copy, which takes other tensors, one by one of some in lists."""
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, list | dict):
+            setattr(twin, name, copy.copy(value))
+    try:
+        twin.crop(tokens_to_remove)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def is_custom_mask(mask_function: Callable[..., Any] | None) -> bool:

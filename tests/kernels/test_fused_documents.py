@@ -21,10 +21,10 @@ from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
-from nsa_flex.fallback_kernels.fused import interface as core
-from nsa_flex.fallback_kernels.fused import schedule
+from nsa_flex.fallback_kernels.fused import operators as core
+from nsa_flex.fallback_kernels.fused import route
 from nsa_flex.fallback_kernels.fused.bwd_gates import gated_sum_gradients
-from nsa_flex.fallback_kernels.fused.interface import CoreResults, core_attention
+from nsa_flex.fallback_kernels.fused.operators import CoreResults, core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 
 PAPER = NSAConfig()
@@ -42,12 +42,10 @@ in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="CUDA has tests 
 @pytest.fixture(autouse=True)
 def _not_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of long documents, at small lengths; test_short.py has the others."""
-    monkeypatch.setattr(core, "is_short", lambda *_: False)
+    monkeypatch.setattr(route, "is_short", lambda *_: False)
     if INTERPRETED:
-        monkeypatch.setattr(core, "is_masked_backward", lambda *_: False)
-        monkeypatch.setattr(schedule, "is_masked_backward", lambda *_: False)
-        monkeypatch.setattr(schedule, "is_masked", lambda *_: False)
-        monkeypatch.setattr(schedule, "masked_tokens", lambda *_: 0)
+        monkeypatch.setattr(route, "masks_backward", lambda *_: False)
+        monkeypatch.setattr(route, "masks_forward", lambda *_: False)
 
 
 @only_outside

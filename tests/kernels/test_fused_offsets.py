@@ -19,8 +19,9 @@ pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
-from nsa_flex.fallback_kernels.fused import interface as core
-from nsa_flex.fallback_kernels.fused.interface import CoreResults, core_attention
+from nsa_flex.fallback_kernels.fused import operators as core
+from nsa_flex.fallback_kernels.fused import route
+from nsa_flex.fallback_kernels.fused.operators import CoreResults, core_attention
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 
 PAPER = NSAConfig()
@@ -153,7 +154,7 @@ def test_one_kernel_ends_the_forward(
 @kernels
 @in_the_interpreter
 def test_offset_zero_of_all_tokens_is_the_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "is_short", lambda *_: False)
+    monkeypatch.setattr(route, "is_short", lambda *_: False)
     case = Case(70, 0, 70, heads=4, kv_heads=2)
     inputs = case.inputs()
     got, want = attend(case, inputs), attend(case, inputs, query_offset=None)

@@ -375,7 +375,7 @@ def test_the_index_fits_whatever_is_predicted_of_it(forget_plans: Callable[[], N
         q = torch.empty(shape, device="meta", dtype=torch.bfloat16)
         k = torch.empty((batch, kv_heads, num_keys, 128), device="meta")
         blocks = torch.empty((batch, kv_heads, num_queries, slots), device="meta")
-        plan = SelectedPlan.of(q, k, k, blocks, 64, 1, 2, 0, offset_tensor=True)
+        plan = SelectedPlan.of(q, k, k, blocks.shape[3], 64, 1, 2, 0, offset_tensor=True)
         tiles = plan.num_chunks * plan.work_tiles_per_chunk(plan.work_tile_tokens)
         needed = blocks.numel() + batch * kv_heads * num_queries + WORK_TILE_WORDS * tiles
         assert needed <= index_words(q, k, blocks, 64, num_keys - num_queries)
@@ -392,7 +392,9 @@ def test_an_offset_within_a_block_makes_no_more_chunks(
     blocks = torch.empty((1, kv_heads, 4096, 16), device="meta")
     aligned, *others = (
         SelectedPlan.of(
-            *(q, k, k, blocks, 64, 1, 2, offset), differentiable=False, offset_tensor=on_device
+            *(q, k, k, blocks.shape[3], 64, 1, 2, offset),
+            differentiable=False,
+            offset_tensor=on_device,
         )
         for offset, on_device in ((61440, False), (61439, False), (0, True))
     )

@@ -30,20 +30,14 @@ import triton.language as tl
 from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.common.documents import is_span_short
 from nsa_flex.fallback_kernels.common.every_block import every_block
-from nsa_flex.fallback_kernels.fused import interface, schedule
-from nsa_flex.fallback_kernels.fused.interface import core_attention
+from nsa_flex.fallback_kernels.fused import backward, forward, operators, route
+from nsa_flex.fallback_kernels.fused.operators import core_attention
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
-from nsa_flex.fallback_kernels.short import chosen
 from nsa_flex.fallback_kernels.short import config as short_config
 from nsa_flex.fallback_kernels.short import core as short_core
-from nsa_flex.fallback_kernels.short.chosen import (
-    chosen_words,
-    has_block,
-    is_masked,
-    is_masked_backward,
-)
 from nsa_flex.fallback_kernels.short.core import short_backward
 from nsa_flex.fallback_kernels.short.fwd import short_forward
+from nsa_flex.fallback_kernels.short.masks import has_block, selected_words
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 5, window_size=37)  # all blocks up to 80 tokens
@@ -393,10 +387,10 @@ def test_the_core_gives_gradients_and_all_blocks(own: bool) -> None:
 
 def only_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ways to end a forward fail, and the backward with an index."""
-    monkeypatch.delattr(interface, "run_backward")
-    monkeypatch.delattr(schedule, "sliding_epilogue")
-    monkeypatch.delattr(schedule.fwd_epilogue, "fwd_epilogue")
-    monkeypatch.delattr(schedule.selected_forward, "forward")
+    monkeypatch.delattr(operators, "run_backward")
+    monkeypatch.delattr(forward, "sliding_epilogue")
+    monkeypatch.delattr(forward.fwd_epilogue, "fwd_epilogue")
+    monkeypatch.delattr(forward.selected_forward, "forward")
 
 
 @kernels
@@ -471,11 +465,11 @@ def test_documents_masked_in_two_launches(
 ) -> None:
     """First queries of documents have one of their own, with the compressed branch."""
     only_masked(monkeypatch)
-    monkeypatch.setattr(chosen, "MOST_DIM", 8)
+    monkeypatch.setattr(route, "MASKED_DIM", 8)
     launched = []
-    launch = schedule.short_forward
+    launch = forward.short_forward
     monkeypatch.setattr(
-        schedule, "short_forward", lambda *a, **kw: launched.append(kw) or launch(*a, **kw)
+        forward, "short_forward", lambda *a, **kw: launched.append(kw) or launch(*a, **kw)
     )
     case = Case((31, 190, 5, 97), batch=batch, kv_heads=2, group=1, own=own, config=CHOSEN)
     _, tensors = core_inputs(check_core(case, 190))
@@ -534,15 +528,21 @@ def test_short_documents_beside_long_ones(
             ran.append(options.get("masked", False)) or of_keys(*call, **options)
         ),
     )
-    monkeypatch.setattr(interface, "is_masked_backward", lambda *_: False)  # of short rows alone
-    monkeypatch.setattr(interface, "_is_one_step", lambda *_: batch == 2)
-    monkeypatch.setattr(interface, "_is_held", lambda _: False)
-    monkeypatch.setattr(schedule, "is_masked", lambda *_: False)
-    places = {"short_forward": 5, "short_query_gradients": 7, "overwrite_key_gradients": 7}
-    for name, index in places.items():
-        each = getattr(schedule, name)
+    # Documents of up to 192 tokens are masked, no row of them alone.
+    masks = route.masks_backward
+    monkeypatch.setattr(route, "masks_backward", lambda *call: call[-1] == 192 and masks(*call))
+    monkeypatch.setattr(operators, "is_one_operator", lambda *_: batch == 2)
+    monkeypatch.setattr(operators, "_is_held", lambda _: False)
+    monkeypatch.setattr(route, "masks_forward", lambda *_: False)
+    places = (
+        (forward, "short_forward", 5),
+        (backward, "short_query_gradients", 7),
+        (backward, "overwrite_key_gradients", 7),
+    )
+    for module, name, index in places:
+        each = getattr(module, name)
         monkeypatch.setattr(
-            schedule,
+            module,
             name,
             lambda *call, each=each, index=index, **options: (
                 ran.append(call[index]) or each(*call, **options)
@@ -563,15 +563,15 @@ def test_both_steps_pass_opcheck(own: bool) -> None:
     checks = ("test_schema", "test_faketensor")
     options = (case.scale, case.config.counts)
     of_forward = (*tensors, *(() if own else (None, None)), *options, True, True, start)
-    out, *results = interface.core_forward(*of_forward)
+    out, *results = operators.core_forward(*of_forward)
     grad = torch.randn_like(out)
     of_gates = (grad, tensors, results, *options, start)
-    torch.library.opcheck(interface.core_backward_gates, of_gates, test_utils=checks)
-    _, signed, stats, *short = interface.core_backward_gates(*of_gates)
+    torch.library.opcheck(operators.core_backward_gates, of_gates, test_utils=checks)
+    _, signed, stats, *short = operators.core_backward_gates(*of_gates)
     kept = [results[i] for i in (0, 2, 4, 6, 7)]
     of_branches = (signed, stats, *short, grad, tensors, kept[0], None, *kept[1:], *options)
     torch.library.opcheck(
-        interface.core_backward_branches, (*of_branches, True, start), test_utils=checks
+        operators.core_backward_branches, (*of_branches, True, start), test_utils=checks
     )
 
 
@@ -623,7 +623,7 @@ def _blocks_of_words_kernel(
     first = None
     if first_ptr is not None:
         first = tl.load(first_ptr + rows, mask=rows < 11, other=0)
-    low, high = chosen_words(blocks_ptr, rows, rows < 11, first, SLOTS, 8)
+    low, high = selected_words(blocks_ptr, rows, rows < 11, first, SLOTS, 8)
     for number in range(BLOCKS):
         block = number
         if first_ptr is not None:
@@ -666,7 +666,7 @@ def test_which_rows_are_masked() -> None:
         query, key = (torch.empty(batch, h, tokens, dim, dtype=torch.bfloat16) for h in heads)
         return tuple(
             each(query, key, key, config, query.shape[2])
-            for each in (is_masked, is_masked_backward)
+            for each in (route.masks_forward, route.masks_backward)
         )
 
     paper = NSAConfig()
@@ -743,9 +743,9 @@ def test_the_core_on_documents(longest: int | None, monkeypatch: pytest.MonkeyPa
     """Told of short documents in a long row, it runs the kernels of short ones, backward too."""
     ran = []
     for name in ("run_short_forward", "run_short_backward"):
-        each = getattr(interface, name)
+        each = getattr(operators, name)
         monkeypatch.setattr(
-            interface, name, lambda *call, each=each, name=name: ran.append(name) or each(*call)
+            operators, name, lambda *call, each=each, name=name: ran.append(name) or each(*call)
         )
     check_core(Case((33, 5, 64)), longest)
     assert ran == (["run_short_forward", "run_short_backward"] if longest else [])
@@ -755,7 +755,7 @@ def test_the_core_on_documents(longest: int | None, monkeypatch: pytest.MonkeyPa
 def test_launch_plans_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls three and four replay what the second recorded, with documents of other lengths."""
     monkeypatch.setattr(plans, "DEVICES", {DEVICE})
-    kept = [interface.core_forward._init_fn.plans, interface.core_backward._init_fn.plans]
+    kept = [operators.core_forward._init_fn.plans, operators.core_backward._init_fn.plans]
     before = [(each.recorded, each.replayed) for each in kept]
     for documents in ((33, 5, 64), (16, 70, 32), (48, 40, 32), (33, 5, 64)):
         case = Case(documents, group=1)
@@ -803,7 +803,7 @@ def test_which_lengths_are_short(length: int, monkeypatch: pytest.MonkeyPatch) -
     def long(*_: object) -> None:
         raise Long
 
-    monkeypatch.setattr(interface, "run_forward", long)
+    monkeypatch.setattr(operators, "run_forward", long)
     case = Case((length,), dtype=LOW_PRECISION[-1])
     _, tensors = core_inputs(inputs_of(case))
     if length <= 80:
@@ -878,7 +878,7 @@ def test_is_the_core_of_long_documents(
         return aux.blocks, [out, *torch.autograd.grad(out, leaves, grad)]
 
     blocks, found = step()
-    monkeypatch.setattr(interface, "is_short", lambda *_: False)
+    monkeypatch.setattr(route, "is_short", lambda *_: False)
     plans.forget_plans()
     want_blocks, want = step()
     assert torch.equal(blocks, want_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -425,3 +426,11 @@ def test_hooks_on_the_layers_of_nsa_are_called(part: str) -> None:
     expected = alone(model, inputs)
     assert batched(model, inputs) == expected != before
     assert seen == {torch.Tensor}
+
+
+def test_an_edited_model_is_batched() -> None:
+    model, inputs = moved(patched()), prompts(40, 21)
+    layer = copy.deepcopy(model.model.layers[1])
+    model.model.layers.append(moved(layer))
+    layer.self_attn.layer_idx, model.config.num_hidden_layers = 2, 3
+    assert batched(model, inputs) == alone(model, inputs)

@@ -346,3 +346,17 @@ def test_a_copied_layer_of_falcon_is_unpatched() -> None:
     nsa_flex.unpatch(model)
     assert not any("forward" in vars(module) for module in model.modules())
     model(tokens(1, 40))
+
+
+def test_wrapped_layers_are_saved_by_their_own_names(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, ids = llama(), tokens(1, 40)
+    layers = model.model.layers
+    for place, layer in enumerate(layers):
+        layers[place] = checkpoint_wrapper(layer)
+    assert torch.equal(model.generate(ids, max_new_tokens=3)[:, :40], ids)
+    model.save_pretrained(tmp_path)
+    loaded = nsa_flex.load(tmp_path, dtype=torch.float64)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert loaded.config.nsa_flex["layers"] == [f"layers.{place}.self_attn" for place in range(3)]

@@ -303,6 +303,14 @@ def contents(cache: Any) -> list[Tensor]:
             lambda model, cache: model(
                 lines(5)[None], past_key_values=cache, position_ids=torch.zeros(1, 5).long()
             ),
+            r"position_ids break the rule",
+        ),
+        (
+            lambda model, cache: model(
+                lines(5)[None],
+                past_key_values=cache,
+                position_ids=torch.tensor([[40, 41, 0, 1, 2]]),
+            ),
             r"position_ids restart",
         ),
         (lambda model, cache: cache.layers[0].offload(), r"cannot be offloaded"),
@@ -405,3 +413,37 @@ def test_a_hook_on_gates_sees_them_in_every_phase() -> None:
         found = model.generate(ids, cache_implementation=implementation, **how)
         assert torch.equal(found, expected)
     assert set(seen) == {torch.Tensor}
+
+
+@pytest.mark.parametrize("left_out", ["layers.0.", "layers.1."])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_static_caches_go_with_full_attention_that_stays(left_out: str, padding: int) -> None:
+    model: Any = tiny_model()
+    model.set_attn_implementation("sdpa")
+    model = moved(nsa_flex.patch(model, NSA, filter_fn=lambda _, name: left_out not in name))
+    ids = tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **how)
+    for chunk in (None, 16):
+        found = model.generate(ids, cache_implementation="static", prefill_chunk_size=chunk, **how)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_past_its_maximum_dynamic_ntk_rotates_by_the_call(dense: bool) -> None:
+    """Why the page on generation excepts it: not a matter of NSA."""
+    config = tiny_model().config
+    config.max_position_embeddings = 64
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model, ids = transformers.LlamaForCausalLM(config).double().eval(), tokens(1, 80)
+    if not dense:
+        model = moved(nsa_flex.patch(model, NSA))
+    with torch.no_grad():
+        for length, agrees in ((60, True), (80, False)):
+            cache = transformers.DynamicCache()
+            parts = ids[:, :length].split(50, dim=1)
+            found = torch.cat([model(x, past_key_values=cache).logits for x in parts], 1)
+            expected = model(ids[:, :length], use_cache=False).logits
+            assert torch.allclose(found, expected, rtol=0, atol=1e-9) == agrees

@@ -75,13 +75,33 @@ def test_a_cache_in_a_call_that_checkpoints() -> None:
         model(IDS, **{CACHE: nsa_flex.NSACache(model)})
 
 
-@pytest.mark.skipif(not StaticLayer.is_croppable, reason="transformers refuses static caches")
+@pytest.mark.skipif(
+    not getattr(StaticLayer, "is_croppable", False), reason="transformers refuses static caches"
+)
 def test_guesses_are_taken_back_from_a_static_cache_of_transformers() -> None:
     model = patched()
     how = {"cache_implementation": "static", "assistant_model": tiny_model(), **GREEDY}
     found = model.generate(IDS, **how, return_dict_in_generate=True)
     assert torch.equal(found.sequences, model.generate(IDS, use_cache=False, **GREEDY))
     assert holds_nsa(found.past_key_values)
+
+
+def test_tokens_are_taken_back_beside_static_sliding_layers_that_keep_all() -> None:
+    model = nsa_flex.patch(tiny_model("qwen2-sliding", sliding_window=64), NSA)
+    cache = nsa_flex.NSACache(model, max_length=60)
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits[:, 30:]
+        model(IDS[:, :35], **{CACHE: cache})
+        if getattr(StaticLayer, "is_croppable", False):
+            cache.crop(-5)
+        else:
+            with pytest.raises(
+                ValueError, match="SlidingWindowLayer of the cache cannot crop: it"
+            ):
+                cache.crop(-5)
+            return
+        found = model(IDS[:, 30:], **{CACHE: cache}).logits
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_mask_function_that_looks_ahead_inside_another() -> None:

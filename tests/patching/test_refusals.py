@@ -87,7 +87,7 @@ def family(name: str, config: str | None = None, **extras: Any) -> nn.Module:
         ),
         (
             lambda: family("DeepseekV32", **LATENT),
-            r"has an indexer that chooses keys \(layer type indexed_attention\)",
+            r"has an indexer that chooses keys \(layer type (indexed|deepseek_sparse)_attention\)",
         ),
         (
             lambda: family("DeepseekV3", **LATENT),
@@ -219,16 +219,17 @@ def test_a_window_that_the_config_does_not_tell() -> None:
 
 
 class Attends:
-    """A transformers attention function in the place of NSA's, which it calls by `how`."""
+    """A module that calls attention by `how`: a function in the place of NSA's own, unnoticed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, how: Callable[..., Any]) -> None:
-        from nsa_flex.patching import hf_attention
+        from nsa_flex.patching import hf_attention, hf_parallel
 
         def call(module: nn.Module, *tensors: Any, **named: Any) -> Any:
             return how(hf_attention.attention_forward, module, *tensors, **named)
 
         functions = hf_attention.AttentionInterface._global_mapping
         monkeypatch.setitem(functions, "nsa_flex", call)
+        monkeypatch.setattr(hf_parallel, "attention_forward", call)
 
 
 def other_values(attend: Any, module: Any, query: Any, key: Any, value: Any, *rest: Any, **named):

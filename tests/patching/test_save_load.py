@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 import nsa_flex
 from nsa_flex.patching.saved_config import from_saved
+from patching.test_multimodal import image_inputs, patched, qwen_vl
 from patching.tiny_models import NSA, moved, tiny_model, tokens
 
 
@@ -321,3 +323,86 @@ def test_a_config_that_is_not_the_decoders_saves_its_record(tmp_path: Path) -> N
     loaded = nsa_flex.load(tmp_path, dtype=torch.float64)
     assert torch.equal(logits(loaded, ids), logits(model, ids))
     assert not hasattr(model.config, "nsa_flex")
+
+
+CLASSES = [
+    "LlamaForSequenceClassification",
+    "LlamaForTokenClassification",
+    "LlamaForQuestionAnswering",
+    "LlamaModel",
+]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_checkpoint_is_loaded_as_the_class_that_was_saved(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = getattr(transformers, name)(tiny_model().config).eval()
+    moved(nsa_flex.patch(model, NSA)).save_pretrained(tmp_path)
+    auto = getattr(transformers, name.replace("LlamaFor", "AutoModelFor").replace("Llama", "Auto"))
+    ids = tokens(1, 40)
+    for load in (nsa_flex.load, auto.from_pretrained):
+        loaded = load(tmp_path, dtype=torch.float64)
+        assert type(loaded) is type(model)
+        with torch.no_grad():
+            assert torch.equal(loaded(ids)[0], model(ids)[0])
+
+
+def test_a_multimodal_checkpoint_is_loaded_as_what_it_is(tmp_path: Path) -> None:
+    model = moved(patched(qwen_vl()))
+    model.save_pretrained(tmp_path)
+    inputs = image_inputs()
+    inputs["pixel_values"] = inputs["pixel_values"].double()
+    for load in (nsa_flex.load, transformers.AutoModelForImageTextToText.from_pretrained):
+        loaded = load(tmp_path, dtype=torch.float64)
+        assert type(loaded) is type(model)
+        with torch.no_grad():
+            assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_class_that_transformers_does_not_have_is_asked_for(tmp_path: Path) -> None:
+    class OwnLlama(transformers.LlamaForCausalLM):
+        pass
+
+    model = moved(nsa_flex.patch(OwnLlama(tiny_model().config).eval(), NSA))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is of a OwnLlama, .* pass model_class="):
+        nsa_flex.load(tmp_path)
+    loaded, ids = nsa_flex.load(tmp_path, model_class=OwnLlama, dtype=torch.float64), tokens(1, 40)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_an_attention_implementation_that_attends_nowhere_is_named(
+    auto: bool, tmp_path: Path
+) -> None:
+    load = transformers.AutoModelForCausalLM.from_pretrained if auto else nsa_flex.load
+    nsa_flex.patch(tiny_model(), NSA).save_pretrained(tmp_path / "all")
+    with pytest.warns(UserWarning, match=r"'eager': all attention layers .* are patched, and run"):
+        loaded = load(tmp_path / "all", attn_implementation="eager")
+    assert loaded.config._attn_implementation == "nsa_flex"
+    assert nsa_flex.unpatch(loaded).config._attn_implementation == "eager"
+    one = nsa_flex.patch(tiny_model(), NSA, filter_fn=lambda _, name: "layers.1" in name)
+    one.save_pretrained(tmp_path / "one")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(tmp_path / "all")
+        load(tmp_path / "all", attn_implementation="nsa_flex")
+        loaded = load(tmp_path / "one", attn_implementation="eager")
+    assert loaded.model.layers[0].self_attn.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_offloading_while_loading_is_refused(auto: bool, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    load = transformers.AutoModelForCausalLM.from_pretrained if auto else nsa_flex.load
+    model, ids = moved(nsa_flex.patch(tiny_model(), NSA)), tokens(1, 40)
+    model.save_pretrained(tmp_path)
+    places = {f"model.{name}": "cpu" for name, _ in model.model.named_children()}
+    del places["model.layers"]
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "lm_head": "cpu"}
+    with pytest.raises(ValueError, match=r"device_map offloads .*accelerate\.dispatch_model"):
+        load(tmp_path, device_map=places, offload_folder=tmp_path / "offloaded")
+    loaded = load(tmp_path, device_map="cpu", dtype=torch.float64)
+    accelerate.dispatch_model(loaded, places, main_device="cpu", offload_dir=tmp_path / "disk")
+    assert loaded.model.layers[1].self_attn.q_proj.weight.is_meta
+    assert torch.equal(logits(loaded, ids), logits(model, ids))

@@ -18,24 +18,26 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.plans import planned
-from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, num_stats
-from nsa_flex.fallback_kernels.fused.compressed_branch import is_host_bound, is_ranged
-from nsa_flex.fallback_kernels.fused.schedule import (
+from nsa_flex.fallback_kernels.fused.backward import (
     Kept,
     Short,
     run_backward,
     run_branches_backward,
-    run_forward,
     run_gates_backward,
+    run_short_backward,
 )
-from nsa_flex.fallback_kernels.fused.short_schedule import run_short_backward, run_short_forward
+from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, num_stats
+from nsa_flex.fallback_kernels.fused.forward import run_forward, run_short_forward
+from nsa_flex.fallback_kernels.fused.route import (
+    BackwardRoute,
+    backward_route_of,
+    compressed_kernels,
+    is_one_operator,
+    rounded_length,
+    route_of,
+)
 from nsa_flex.fallback_kernels.selected.config import index_words
 from nsa_flex.fallback_kernels.short.bwd_dq import empty_masked_stats, with_padding
-from nsa_flex.fallback_kernels.short.chosen import (
-    is_masked_backward,
-    longest_of,
-    masked_tokens,
-)
 
 
 class CoreResults(NamedTuple):
@@ -94,9 +96,7 @@ def core_attention(
     shared = sliding_key is key and sliding_value is value
     own = (None, None) if shared else (sliding_key, sliding_value)
     if max_document_length is not None:
-        # Rounded up, so that packs of other longest documents have the same launch plans.
-        short = config.num_selected_tokens
-        max_document_length = (max_document_length + short - 1) // short * short
+        max_document_length = rounded_length(max_document_length, config)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *own)
     )
@@ -161,19 +161,36 @@ def core_forward(
     config = NSAConfig.of_counts(counts)
     call = (tensors, own, document_start, config, scale, differentiable)
     with torch.cuda.device_of(query):
-        if offsets is None and is_short(query, document_start, max_document_length, config):
+        # Asked in the operators, where lengths are numbers: outside, each would be a guard.
+        route = route_of(
+            query,
+            key,
+            value,
+            config,
+            documents=document_start is not None,
+            max_document_length=max_document_length,
+            differentiable=differentiable,
+            has_offset=offsets is not None,
+            own_window_keys=own is not None,
+        )
+        if route.forward == "short":
             return run_short_forward(*call, return_blocks)
-        return run_forward(*call, max_document_length, offsets)
+        return run_forward(*call, route, offsets)
 
 
-def is_short(
-    query: Tensor, document_start: Tensor | None, longest: int | None, config: NSAConfig
-) -> bool:
-    """Whether every query selects every block, so that other kernels run.
-
-    Asked in the operators, where lengths are numbers: outside, each would be a guard.
-    """
-    return config.selects_every_block(query.shape[2], document_start is not None, longest)
+def _backward_route(
+    inputs: list[Tensor],
+    counts: list[int],
+    document_start: Tensor | None,
+    max_document_length: int | None = None,
+) -> BackwardRoute:
+    query, key, value = inputs[:3]
+    return backward_route_of(
+        *(query, key, value),
+        NSAConfig.of_counts(counts),
+        document_start is not None,
+        max_document_length,
+    )
 
 
 @core_forward.register_fake
@@ -240,14 +257,11 @@ def core_backward(
     """
     config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
-        if is_short(inputs[0], document_start, max_document_length, config):
-            return run_short_backward(grad, inputs, results, document_start, scale, config)
-        query, key, value = inputs[:3]
-        longest = longest_of(query, document_start, max_document_length)
-        if is_masked_backward(query, key, value, config, longest):
-            of_call = (document_start, scale, config)
-            return run_short_backward(grad, inputs, results, *of_call, masked=longest)
-        return run_backward(grad, inputs, results, document_start, scale, config, deterministic)
+        route = _backward_route(inputs, counts, document_start, max_document_length)
+        call = (grad, inputs, results, document_start, scale, config)
+        if route.kernels != "lists":
+            return run_short_backward(*call, route)
+        return run_backward(*call, deterministic, route)
 
 
 @core_backward.register_fake
@@ -270,6 +284,7 @@ def core_backward_gates(
     scale: float,
     counts: list[int],
     document_start: Tensor | None,
+    max_document_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the gates, `SumGradients.signed` and its `stats`, and both of `Short`.
 
@@ -277,7 +292,8 @@ def core_backward_gates(
     """
     config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
-        first = run_gates_backward(grad, inputs, results, document_start, scale, config)
+        route = _backward_route(inputs, counts, document_start, max_document_length)
+        first = run_gates_backward(grad, inputs, results, document_start, scale, config, route)
         if first.short is None:
             grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
         else:
@@ -293,14 +309,14 @@ def _(
     scale: float,
     counts: list[int],
     document_start: Tensor | None,
+    max_document_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, *_, gates = inputs[:6]
+    query, *_, gates = inputs[:6]
     batch, heads, tokens, _ = query.shape
-    ranged = is_ranged(batch, tokens, document_start)
-    stats = (num_stats(results[2] if ranged else None), *grad.shape[:3])
-    config = NSAConfig.of_counts(counts)
+    route = _backward_route(inputs, counts, document_start, max_document_length)
+    stats = (num_stats(results[2] if route.compressed == "ranges" else None), *grad.shape[:3])
     grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
-    if masked_tokens(query, key, value, document_start, config) > 0:
+    if route.short_documents:
         grad_query = _empty_bshd(query)
         short_stats = with_padding(empty_masked_stats(batch, heads, tokens, query.device))
     return (
@@ -331,6 +347,7 @@ def core_backward_branches(
     counts: list[int],
     deterministic: bool,
     document_start: Tensor | None,
+    max_document_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the tensors that `core_forward` takes, but for the gates; else `core_backward`.
 
@@ -348,7 +365,8 @@ def core_backward_branches(
     short = None
     if grad_query is not None and short_stats is not None:
         short = Short(grad_query, short_stats[..., : inputs[0].shape[2]])
-    call = (inputs, kept, document_start, scale, config, deterministic, short)
+    route = _backward_route(inputs, counts, document_start, max_document_length)
+    call = (inputs, kept, document_start, scale, config, deterministic, route, short)
     with torch.cuda.device_of(signed):
         grads = run_branches_backward(grad, SumGradients(signed, stats), *call)
     return grads if short is None else (signed.new_empty(0), *grads[1:])
@@ -396,19 +414,22 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
     inputs, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
     del saved
     of_call = (ctx.scale, ctx.counts, ctx.deterministic, document_start)
-    if _is_one_step(inputs, document_start, ctx.longest, ctx.counts):
+    config = NSAConfig.of_counts(ctx.counts)
+    documents = document_start is not None
+    query, key, value = inputs[:3]
+    if is_one_operator(query, key, value, config, documents, ctx.longest):
         grads = _core_gradients(grad, inputs, results, *of_call, ctx.longest)
     else:
         # From here on, what is deleted is freed, unless the graph is retained.
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
         grad_gates, signed, stats, *short = _gate_gradients(
-            grad, inputs, results, ctx.scale, ctx.counts, document_start
+            grad, inputs, results, ctx.scale, ctx.counts, document_start, ctx.longest
         )
         blocks, compressed, *others, index = results
         compressed_lse, selected_lse, sliding_lse = others[::2]
-        del results, others
-        if is_ranged(inputs[0].shape[0], inputs[0].shape[2], document_start):
+        del results, others, query, key, value
+        if compressed_kernels(inputs[0].shape[0], inputs[0].shape[2], documents) == "ranges":
             compressed = None
         # Kernels of two kinds read the gradient where documents may be short.
         is_read_twice = short[0].numel() > 0
@@ -416,27 +437,11 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
             *(signed, stats, *(short if is_read_twice else (None, None))),
             *(grad if is_read_twice or _is_held(grad) else None, inputs),
             *(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index, *of_call),
+            ctx.longest,
         )
         of_query = short[0] if is_read_twice else of_branches[0]
         grads = of_query, *of_branches[1:5], grad_gates, *of_branches[5:]
     return *(x.transpose(1, 2) if x.dim() > 1 else None for x in grads), *options
-
-
-def _is_one_step(
-    inputs: list[Tensor], document_start: Tensor | None, longest: int | None, counts: list[int]
-) -> bool:
-    """Whether the backward is one operator: of short calls, and in graphs of any length.
-
-    Short rows' kernels need all branches to the end, and each operator takes the host's time.
-    """
-    query, key, value = inputs[:3]
-    batch, _, tokens, _ = query.shape
-    if not isinstance(batch, int) or not isinstance(tokens, int) or is_host_bound(batch * tokens):
-        return True
-    config = NSAConfig.of_counts(counts)
-    if is_masked_backward(query, key, value, config, longest_of(query, document_start, longest)):
-        return True
-    return is_short(query, document_start, longest, config)
 
 
 def _is_held(grad: Tensor) -> bool:

@@ -1,0 +1,301 @@
+"""The stages of the core's backward, in order, for each `BackwardRoute.kernels`.
+
+"lists": gates and deltas, compressed branch, dQ of everything but the top-k blocks, selected
+branch (which adds the top-k blocks' dQ), and dK and dV of the window with the selected branch's
+sums. After the first stage nobody needs the outputs of the selected and the sliding branch.
+
+For short documents among long ones `short_bwd_dq` runs in the first stage and later kernels skip
+those rows; `short_bwd_dkdv` runs last and overwrites dK and dV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.add_splits import add_splits
+from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous
+from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
+from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, query_gradients
+from nsa_flex.fallback_kernels.fused.bwd_gates import (
+    SumGradients,
+    after_zero,
+    gated_sum_gradients,
+    switch_gate_sign,
+)
+from nsa_flex.fallback_kernels.fused.compressed_branch import compressed_gradients
+from nsa_flex.fallback_kernels.fused.route import BackwardRoute, plan_selected
+from nsa_flex.fallback_kernels.ranges.bwd import tokens_read_around
+from nsa_flex.fallback_kernels.selected import bwd as selected_backward
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan
+from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients as short_query_gradients
+from nsa_flex.fallback_kernels.short.core import overwrite_key_gradients, short_backward
+from nsa_flex.fallback_kernels.short.fwd import ShortResults
+
+BranchGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+CoreGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def run_backward(
+    grad: Tensor,
+    inputs: list[Tensor],
+    results: list[Tensor],
+    document_start: Tensor | None,
+    scale: float,
+    config: NSAConfig,
+    deterministic: bool,
+    route: BackwardRoute,
+) -> CoreGradients:
+    """The results of `core_backward` by lists, all in one operator."""
+    if route.short_documents:
+        grad = grad.contiguous()  # which the first stage leaves undone there
+    rows = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
+    of_call = (document_start, scale, config)
+    first = run_gates_backward(
+        grad, inputs, results, *of_call, route, None if rows is grad else rows
+    )
+    blocks, compressed, compressed_lse, _, selected_lse, _, sliding_lse, index = results
+    kept = Kept(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index)
+    of_branches = run_branches_backward(
+        *(rows, first.sums, inputs, kept, *of_call, deterministic, route, first.short)
+    )
+    return *of_branches[:5], first.gates, *of_branches[5:]
+
+
+@dataclass(frozen=True)
+class Short:
+    """What the queries of short documents beside long ones get before these."""
+
+    query: Tensor  # dQ (B, S, Hq, D) of theirs, contiguous; the rest is to be written
+    stats: Tensor  # as short rows' `query_gradients` returns them
+
+
+@dataclass(frozen=True)
+class GateGradients:
+    """What the backward computes while the outputs of the branches are there."""
+
+    gates: Tensor  # (B, S, Hq, 3)
+    sums: SumGradients
+    short: Short | None  # None where no document can be short
+
+
+def run_gates_backward(
+    grad: Tensor,
+    inputs: list[Tensor],
+    results: list[Tensor],
+    document_start: Tensor | None,
+    scale: float,
+    config: NSAConfig,
+    route: BackwardRoute,
+    rows: Tensor | None = None,
+) -> GateGradients:
+    """The first stage. Arguments as of `core_backward`; rows: as of `gated_sum_gradients`.
+
+    Queries of short documents have all their gradients at once, in one pass over the outputs.
+    """
+    query, *_, gates = inputs[:6]
+    blocks, compressed, compressed_lse, selected, selected_lse, sliding, *_ = results
+    left_out = _left_out(document_start, route)
+    grad_gates, sums = gated_sum_gradients(
+        *(grad, compressed, selected, sliding, selected_lse, gates),
+        compressed_lse if route.compressed == "ranges" else None,
+        rows=rows,
+        left_out=left_out,
+        around=tokens_read_around(config.compress_stride),
+    )
+    if left_out.document_start is None:
+        return GateGradients(grad_gates, sums, None)
+    batch, heads, tokens, dim = query.shape
+    of_short = short_query_gradients(
+        grad.transpose(1, 2),
+        tuple(inputs[:6]),
+        (inputs[6], inputs[7]) if len(inputs) > 6 else None,
+        ShortResults(grad, *results[1:-1]),  # the output itself is not needed
+        left_out.document_start,
+        config,
+        scale,
+        left_out.tokens,
+        blocks,
+        (query.new_empty((batch, tokens, heads, dim)), grad_gates),
+    )
+    return GateGradients(grad_gates, sums, Short(of_short.query, of_short.stats))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Results of `core_forward` that the backward of the branches takes."""
+
+    blocks: Tensor
+    compressed: Tensor | None  # None where range attention runs
+    compressed_lse: Tensor
+    selected_lse: Tensor
+    sliding_lse: Tensor
+    index: Tensor
+
+
+def run_branches_backward(
+    grad: Tensor | None,
+    sums: SumGradients,
+    inputs: list[Tensor],
+    kept: Kept,
+    document_start: Tensor | None,
+    scale: float,
+    config: NSAConfig,
+    deterministic: bool,
+    route: BackwardRoute,
+    short: Short | None = None,
+) -> BranchGradients:
+    """Gradients of all inputs but the gates, in their order; writes into `sums.signed`.
+
+    grad: (B, S, Hq, Dv), contiguous, or None where `sums.signed` is all there is of it.
+    short: of `run_gates_backward`; the first result is its `query` then.
+    """
+    query, key, value, compressed_key, compressed_value, gates, *own = inputs
+    signed = sums.signed
+    rows = query.transpose(1, 2).contiguous()
+    left_out = _left_out(document_start, route)
+    parts, fold, of_compressed = compressed_gradients(
+        sums,
+        rows,
+        compressed_key,
+        compressed_value,
+        kept.compressed,
+        kept.compressed_lse,
+        gates,
+        document_start,
+        config,
+        scale,
+        route.compressed,
+        left_out,
+    )
+
+    plan = plan_selected(
+        rows.transpose(1, 2), key, value, config, document_start is not None, True
+    )
+    taken_over = (
+        InitialLocal.none(plan.block_size) if own else _taken_over(plan, config, deterministic)
+    )
+    in_place = grad is None
+    if grad is None:
+        assert short is None  # signs of rows that are left out are anything
+        gates_after_zero = after_zero(gates)
+        to_compressed, to_selected = gates_after_zero[..., :2], gates_after_zero[..., ::2]
+        switch_gate_sign(signed, to_compressed)  # back to no sign, which the window's kernels want
+        grad = signed
+    else:
+        to_selected = gates
+    of_rows = QueryRows(
+        rows,
+        grad,
+        kept.selected_lse,
+        sums.delta_selected,
+        kept.sliding_lse,
+        sums.delta_sliding,
+    )
+    window_key, window_value = own or (key, value)
+    of_window = (document_start, taken_over, config.window_size, scale)
+    stores_local = taken_over.num_local == 0  # its dK and dV, by the selected branch's kernels
+    zeros = None if stores_local else selected_backward.empty_sums(plan, key)
+    of_branches = (of_rows, signed, parts, fold, window_key, window_value, gates)
+    grad_rows, stats = query_gradients(
+        *of_branches, *of_window, zeros, left_out.tokens, None if short is None else short.query
+    )
+    del of_branches
+    del parts  # their memory is large, and the next stage allocates
+
+    selected_sums = selected_backward.add_gradients(
+        plan,
+        rows.transpose(1, 2),
+        rows_contiguous(key),
+        rows_contiguous(value),
+        kept.blocks,
+        sums.selected,
+        signed.transpose(1, 2),
+        scale,
+        deterministic=deterministic,
+        index=kept.index,
+        grad_query=grad_rows.transpose(1, 2),
+        initial_local=stores_local,
+        zeros=zeros,
+        left_out=left_out,
+    )
+    if in_place:
+        switch_gate_sign(signed, to_selected)
+    if own:
+        grad_key, grad_value = (
+            x_sum[:, : key.shape[2]].to(x.dtype).contiguous()
+            for x_sum, x in zip(selected_sums, (key, value), strict=True)
+        )
+        of_own = key_gradients(
+            of_rows, stats, None, window_key, window_value, *of_window, left_out.tokens
+        )
+        *compressed, own_key, own_value = add_splits(of_compressed, key.dtype, of_own)
+    else:
+        of_keys = key_gradients(
+            of_rows, stats, selected_sums, key, value, *of_window, left_out.tokens
+        )
+        *compressed, grad_key, grad_value = add_splits(of_compressed, key.dtype, of_keys)
+        own_key, own_value = signed.new_empty(0), signed.new_empty(0)
+    grads = (grad_rows, grad_key, grad_value, compressed[0], compressed[1], own_key, own_value)
+    if short is not None:
+        assert left_out.document_start is not None
+        overwrite_key_gradients(
+            grad.transpose(1, 2),
+            tuple(inputs[:6]),
+            (window_key, window_value) if own else None,
+            short.stats,
+            left_out.document_start,
+            config,
+            scale,
+            left_out.tokens,
+            grads[1:] if own else grads[1:5],
+        )
+    return grads
+
+
+def _left_out(document_start: Tensor | None, route: BackwardRoute) -> LeftOut:
+    """Documents that have the masked backward."""
+    if document_start is None or not route.short_documents:
+        return NONE_LEFT_OUT
+    return LeftOut(document_start, route.short_documents)
+
+
+def _taken_over(plan: SelectedPlan, config: NSAConfig, deterministic: bool) -> InitialLocal:
+    """Initial and local blocks that the window's kernels take over from the selected branch's."""
+    if not 0 < plan.num_local * plan.block_size <= config.window_size:
+        return InitialLocal.none(plan.block_size)
+    # Without float atomics the index lists initial blocks as well.
+    num_initial = 0 if deterministic else plan.num_initial
+    return InitialLocal(plan.block_size, num_initial, plan.num_local)
+
+
+def run_short_backward(
+    grad: Tensor,
+    inputs: list[Tensor],
+    results: list[Tensor],
+    document_start: Tensor | None,
+    scale: float,
+    config: NSAConfig,
+    route: BackwardRoute,
+) -> CoreGradients:
+    """The results of `core_backward` by the kernels "short" or "masked"."""
+    is_masked = route.kernels == "masked"
+    own = (inputs[6], inputs[7]) if len(inputs) > 6 else None
+    saved = ShortResults(grad, *results[1:-1])  # the output itself is not needed
+    grads = short_backward(
+        grad.transpose(1, 2),
+        tuple(inputs[:6]),
+        own,
+        saved,
+        document_start,
+        config,
+        scale,
+        route.longest if is_masked else config.num_selected_tokens,
+        results[0] if is_masked else None,
+    )
+    dq, dk, dv, dck, dcv, gates, *of_window = grads
+    window_key, window_value = of_window or (grad.new_empty(0), grad.new_empty(0))
+    return dq, dk, dv, dck, dcv, gates, window_key, window_value

@@ -1,0 +1,250 @@
+"""The stages of the core's forward, in order, for each `Route.forward`.
+
+Compressed branch, top-k block selection from its log-sum-exps, then "masked", "epilogue" or
+"two_kernels". "short" needs neither scores nor a selection.
+
+Offsets are read on the device, so that one launch plan serves all chunks of a prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.documents import (
+    NONE_EARLY,
+    NONE_LEFT_OUT,
+    Early,
+    LeftOut,
+)
+from nsa_flex.fallback_kernels.common.every_block import every_block
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous
+from nsa_flex.fallback_kernels.fused import fwd_epilogue
+from nsa_flex.fallback_kernels.fused.compressed_branch import CompressedOutput, attend_compressed
+from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import sliding_epilogue
+from nsa_flex.fallback_kernels.fused.route import Route, plan_selected
+from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
+from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
+from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
+from nsa_flex.fallback_kernels.short.fwd import (
+    Selected,
+    ShortResults,
+    empty_results,
+    short_forward,
+)
+from nsa_flex.fallback_kernels.topk.interface import run_topk
+
+CoreTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def run_forward(
+    tensors: tuple[Tensor, ...],
+    own: tuple[Tensor, Tensor] | None,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+    differentiable: bool,
+    route: Route,
+    offsets: Tensor | None = None,
+) -> CoreTensors:
+    """The results of `core_forward`; `own`: keys and values of the sliding branch, if others."""
+    query, key, value, compressed_key, compressed_value, gates = tensors
+    tokens = query.shape[2]
+    rows = query.transpose(1, 2).contiguous()
+    q = rows.transpose(1, 2)
+    early, left_out = NONE_EARLY, NONE_LEFT_OUT
+    if document_start is not None:
+        if route.short_queries:
+            early = Early(document_start, route.short_queries)
+        if route.short_documents:
+            left_out = LeftOut(document_start, route.short_documents)
+    compressed = attend_compressed(
+        *(rows, compressed_key, compressed_value, document_start, config, scale),
+        *(route.compressed, offsets, early),
+    )
+    blocks = run_topk(
+        q,
+        compressed_key,
+        compressed.lse,
+        _positions(tokens, offsets, query.device),
+        document_start,
+        scale,
+        config.num_select_blocks(key.shape[2]),
+        config.counts,
+        route.longest,
+    )
+    index = _empty_index(q, value, blocks, config, differentiable)
+    documents = document_start is not None
+    plan = plan_selected(q, key, value, config, documents, route.needs_index, offsets is not None)
+    storage = index if route.needs_index else None
+    keys = (rows_contiguous(key), rows_contiguous(value))
+    prepared = Prepared(plan, q, *keys, blocks, scale, storage, offsets, left_out, early)
+    run_short = partial(short_forward, (q, *tensors[1:]), own, document_start, config, scale)
+    if route.forward == "masked":
+        results = _run_masked(prepared, run_short, compressed, differentiable, route)
+        return _core_tensors(results, blocks, index)
+    call = (prepared, own or (key, value), document_start, config.window_size, compressed, gates)
+    run = _run_epilogue if route.forward == "epilogue" else _run_two_kernels
+    results = run(*call, differentiable, route.compressed == "ranges")
+    if route.short_queries:
+        # The kernels before left these queries out, or computed something: this stands.
+        found = results._replace(compressed=compressed.parts[0])
+        run_short(route.short_queries, save=differentiable, into=found)
+    return _core_tensors(results, blocks, index)
+
+
+class Prepared(NamedTuple):
+    """What `selected.prepare` and the selected branch's forward take."""
+
+    plan: SelectedPlan
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    blocks: Tensor
+    scale: float
+    storage: Tensor | None  # the index that the backward reads
+    offsets: Tensor | None
+    left_out: LeftOut
+    early: Early
+
+    def options(self) -> dict[str, Any]:
+        """The last four, by name."""
+        return dict(list(self._asdict().items())[6:])
+
+
+def _run_masked(
+    prepared: Prepared,
+    run_short: Callable[..., ShortResults],
+    compressed: CompressedOutput,
+    differentiable: bool,
+    route: Route,
+) -> ShortResults:
+    """One kernel that attends documents whole, and one for short queries where the route says."""
+    if route.needs_index:
+        selected_prepare.prepare(*prepared[:6], storage=prepared.storage)
+    selection = Selected(prepared.blocks, compressed.parts[0], compressed.lse)
+    found, save = None, differentiable
+    if route.short_queries:
+        found = empty_results(prepared.query, prepared.value, True, save, selection)
+        run_short(route.short_queries, save=save, into=found)
+    results = run_short(route.longest, save=save, chosen=selection, into=found)
+    return results if save else results._replace(compressed=results.compressed.new_empty(0))
+
+
+def _run_epilogue(
+    prepared: Prepared,
+    _window_keys: tuple[Tensor, Tensor],
+    document_start: Tensor | None,
+    window: int,
+    compressed: CompressedOutput,
+    gates: Tensor,
+    differentiable: bool,
+    is_whole: bool,
+) -> ShortResults:
+    """Partial outputs of top-k blocks, then one kernel for all the rest.
+
+    is_whole: whether the compressed branch is one part, in the order of tokens.
+    """
+    selection = selected_prepare.prepare(*prepared[:6], **prepared.options())
+    parts = compressed.parts
+    last = fwd_epilogue.fwd_epilogue(
+        *(selection, document_start, window, parts, compressed.fold, gates),
+        save=differentiable,
+        save_compressed=differentiable and not is_whole,
+    )
+    return ShortResults(
+        last.out,
+        parts[0] if differentiable and is_whole else last.compressed,
+        compressed.lse,
+        last.selected,
+        last.selected_lse,
+        last.sliding,
+        last.sliding_lse,
+    )
+
+
+def _run_two_kernels(
+    prepared: Prepared,
+    window_keys: tuple[Tensor, Tensor],
+    document_start: Tensor | None,
+    window: int,
+    compressed: CompressedOutput,
+    gates: Tensor,
+    differentiable: bool,
+    is_whole: bool,
+) -> ShortResults:
+    """The selected branch, then the sliding branch with the gates; as `_run_epilogue`."""
+    selected, selected_lse = (
+        x.transpose(1, 2) for x in selected_forward.forward(*prepared[:6], **prepared.options())
+    )
+    parts = compressed.parts
+    last = sliding_epilogue(
+        prepared.query,
+        *(*window_keys, document_start, window, prepared.scale),
+        *(parts, compressed.fold, selected, gates),
+        save=differentiable,
+        save_compressed=differentiable and not is_whole,
+        offsets=prepared.offsets,
+    )
+    return ShortResults(
+        last.out,
+        parts[0] if differentiable and is_whole else last.compressed,
+        compressed.lse,
+        selected if differentiable else selected.new_empty(0),
+        selected_lse,
+        last.sliding,
+        last.sliding_lse,
+    )
+
+
+def run_short_forward(
+    tensors: tuple[Tensor, ...],
+    own: tuple[Tensor, Tensor] | None,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+    differentiable: bool,
+    return_blocks: bool,
+) -> CoreTensors:
+    """The results of `core_forward` where every query selects every block.
+
+    What nobody wants has the shape that the operator promises, and is not written.
+    """
+    query, _, value, *_ = tensors
+    batch, _, tokens, _ = query.shape
+    shape = (batch, value.shape[1], tokens, config.num_selected_blocks)
+    if return_blocks:
+        positions = torch.arange(tokens, device=query.device)[None]
+        blocks = every_block(positions, document_start, shape, config.select_block_size)
+    else:
+        blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
+    index = _empty_index(query, value, blocks, config, differentiable)
+    results = short_forward(
+        *(tensors, own, document_start, config, scale, config.num_selected_tokens),
+        save=differentiable,
+    )
+    return _core_tensors(results, blocks, index)
+
+
+def _core_tensors(results: ShortResults, blocks: Tensor, index: Tensor) -> CoreTensors:
+    out, *branches = results
+    return (out, blocks, *branches, index)  # type: ignore[return-value]  # six
+
+
+def _empty_index(
+    query: Tensor, value: Tensor, blocks: Tensor, config: NSAConfig, differentiable: bool
+) -> Tensor:
+    words = index_words(query, value, blocks, config.select_block_size, 0)
+    return torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
+
+
+def _positions(tokens: int, offsets: Tensor | None, device: torch.device) -> Tensor:
+    """Position of each query: (1, S), or int32 (B, S) with `offsets`."""
+    if offsets is None:
+        return torch.arange(tokens, device=device)[None]
+    return torch.arange(tokens, dtype=torch.int32, device=device)[None] + offsets[:, :1]
