@@ -165,6 +165,7 @@ def test_compiled_steps_are_the_eager_ones(pair: Pair, outputs: Outputs) -> None
 THOUSANDTHS = 5e-5  # added to the MLP of each layer, and some thousandths in the logits
 
 
+@pytest.mark.kept(lambda rows: rows < 8)
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_the_order_of_sums_may_move_one_row_of_eight(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, outputs: Outputs, rows: int
@@ -208,6 +209,7 @@ def test_eager_steps_take_the_tokens_of_compiled_ones(
         assert torch.equal(compiled, eager)
 
 
+@pytest.mark.kept(lambda spoiled: spoiled > 1)
 @pytest.mark.parametrize("spoiled", [1, 2, 3])  # of three prompts
 def test_compiled_steps_may_differ_after_one_prompt(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, outputs: Outputs, spoiled: int
@@ -356,6 +358,7 @@ def test_no_row_starts_after_the_budget(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.exhaustive
 def test_quantized_rows(tmp_path: Path, pair: Pair) -> None:
     pytest.importorskip("torchao")
     rows = run(tmp_path, "--cases", "static:1x40", "--quantize", "int8wo")

@@ -30,6 +30,11 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] or row["held_out_loss"] for row in rows]
 
 
+@pytest.mark.kept(
+    lambda documents, checkpointing: (
+        (documents, checkpointing) in (("separate", "full"), ("joined", "selective"))
+    )
+)
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("documents", ["separate", "joined"])
 def test_one_graph_serves_all_layers_and_batches(

@@ -23,7 +23,6 @@ from nsa_flex.training.saving import last_checkpoint
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = 10
 
 
 @pytest.fixture
@@ -53,26 +52,28 @@ def in_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_a_run_that_is_killed_ten_times_ends_as_if_nothing_had_happened(
-    tmp_path: Path, texts: Path, request: pytest.FixtureRequest
+@pytest.mark.kept(lambda kills: kills == 4)
+@pytest.mark.parametrize(("kills", "steps"), [(4, 40), (10, 60)])
+def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
+    kills: int, steps: int, tmp_path: Path, texts: Path, request: pytest.FixtureRequest
 ) -> None:
     """Bitwise: every logged loss, norm and learning rate, and the weights."""
     settings = {
-        "training": {"steps": 60},
+        "training": {"steps": steps},
         "run": {"save_every": 2, "eval_every": 10},
     }
     for name in ("whole", "killed"):
         values = small_mapping(tmp_path / name, texts, **settings)
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
     seed = str(request.config.getoption("seed"))
-    for name, kills in (("whole", "0"), ("killed", str(KILLS))):
-        done = in_python("training.kill_and_resume", tmp_path / f"{name}.yaml", kills, seed)
+    for name, times in (("whole", "0"), ("killed", str(kills))):
+        done = in_python("training.kill_and_resume", tmp_path / f"{name}.yaml", times, seed)
         assert done.returncode == 0, done.stdout + done.stderr
-    where = done.stdout.split()[1 : KILLS + 1]
-    assert where == ["writing", "stepping"] * (KILLS // 2)
-    assert read_rows(tmp_path / "killed", "training")[-1]["session"] == KILLS + 1
+    where = done.stdout.split()[1 : kills + 1]
+    assert where == ["writing", "stepping"] * (kills // 2)
+    assert read_rows(tmp_path / "killed", "training")[-1]["session"] == kills + 1
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
-    assert len(curve(tmp_path / "whole")) == 30 + 6
+    assert len(curve(tmp_path / "whole")) == steps // 2 + steps // 10
     assert same_weights(tmp_path / "killed", tmp_path / "whole")
     assert not (tmp_path / "killed" / ".writing").exists()
     rows_of(tmp_path / "killed")

@@ -111,6 +111,7 @@ def curve(out: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in names if row[name] is not None) for row in rows]
 
 
+@pytest.mark.kept(lambda parallel: parallel == "fsdp")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_run_on_two_processes(tmp_path: Path, parallel: str) -> None:
     """Two ranks of one row, stopped and resumed, against one rank of two: the same curve.
