@@ -4,7 +4,7 @@ As a version of Triton that nsa_flex does not know switches them off; both in on
 turn. bfloat16, batch 1, head dim 128, the paper's configuration. Rows of JSON: milliseconds of the
 device, kernels back to back, and until the result of one call is there, from an idle device.
 
-Example: python -m nsa_flex.bench.cases.hopper_off --out bench/results/hopper_off_h200.json
+Example: python -m nsa_flex.bench.cases.hopper_off --out bench/results/hopper_off_h100.json
 """
 
 from __future__ import annotations

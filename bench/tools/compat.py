@@ -177,7 +177,7 @@ def test(
     ]
     threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with (
-        log.open("w") as written,
+        log.open("w", buffering=1) as written,
         console.status("testing") as shown,
         subprocess.Popen(
             list(map(str, command)), cwd=ROOT, env={**os.environ, **threads}, text=True,

@@ -35,3 +35,11 @@ def test_off_is_an_unknown_version() -> None:
         with hopper_off.off(), pytest.warns(UserWarning, match="kernels for Hopper"):
             assert arch.version_unsupported_reason(device) is not None
         assert arch.version_unsupported_reason(device) is None
+
+
+def test_the_warning_tells_the_committed_rows() -> None:
+    path = Path(hopper_off.__file__).parents[1] / "results" / "hopper_off_h100.json"
+    rows = json.loads(path.read_text())["rows"]
+    of = {row["hopper"]: row for row in rows if (row["heads"], row["tokens"]) == ("64/4", 2048)}
+    for name, text in (("forward_ms", "about {} % longer"), ("forward_backward_ms", "{} % with")):
+        assert text.format(round(100 * (of[False][name] / of[True][name] - 1))) in arch.HOPPER_LOSS

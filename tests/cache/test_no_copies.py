@@ -15,6 +15,7 @@ from nsa_flex import NSAAttention, NSAConfig
 from nsa_flex.cache import LayerCache
 from nsa_flex.config import CompressionKind
 from patching.tiny_models import NSA
+from reference.old_inductor import fails_to_compile
 
 KINDS = get_args(CompressionKind)
 CAPACITY = 4099  # longer than anything that a step may go over
@@ -57,7 +58,10 @@ def compiled_code(layer: NSAAttention, cache: LayerCache, x: Tensor) -> str:
     return codes[0]
 
 
-@pytest.mark.parametrize(("kind", "separate"), [("mlp", False), ("linear", True)])
+@pytest.mark.parametrize(
+    ("kind", "separate"),
+    [pytest.param("mlp", False, marks=fails_to_compile), ("linear", True)],
+)
 @torch.no_grad()
 def test_compiled_operators_alone_write_the_cache(kind: Any, separate: bool) -> None:
     config = replace(NSA, compression=kind)

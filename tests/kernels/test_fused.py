@@ -621,7 +621,7 @@ def test_branches_that_the_end_saves(
         assert error < 2**-7, (name, error)
     assert aux.blocks.shape[-1] == config.num_selected_blocks
     counts = (config.select_block_size, config.num_initial_blocks, config.num_local_blocks, 0)
-    plan = selected_plan.SelectedPlan.of(*inputs[:3], aux.blocks, *counts)
+    plan = selected_plan.SelectedPlan.of(*inputs[:3], aux.blocks.shape[3], *counts)
     assert bool((build_block_unions(plan, aux.blocks).sizes >= 0).any()) == (union_limit > 0)
 
 

@@ -144,7 +144,7 @@ def inputs(case: Case, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
 
 def plan_of(case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> SelectedPlan:
     counts = (case.block_size, case.initial, case.local, case.offset)
-    return SelectedPlan.of(q, k, v, blocks, *counts)
+    return SelectedPlan.of(q, k, v, blocks.shape[3], *counts)
 
 
 def attend(
@@ -631,7 +631,7 @@ def test_windows_on_two_streams_give_what_one_window_gives(
     want = out_and_gradients()
     monkeypatch.setattr(selected_plan, "PARTIAL_BYTES", 1 << 24)
     forget_plans()
-    plan = SelectedPlan.of(q, k, v, blocks, case.block_size, case.initial, case.local, 0)
+    plan = SelectedPlan.of(q, k, v, blocks.shape[3], case.block_size, case.initial, case.local, 0)
     assert plan.num_streams == 2
     assert plan.num_chunks > 16
 
@@ -820,7 +820,7 @@ def test_the_index_fits_whatever_is_predicted_of_it() -> None:
         q = torch.empty(shape, device="meta", dtype=torch.bfloat16)
         k = torch.empty((batch, kv_heads, offset + num_queries, 128), device="meta")
         blocks = torch.empty((batch, kv_heads, num_queries, num_slots), device="meta")
-        plan = SelectedPlan.of(q, k, k, blocks, 64, 1, 2, offset)
+        plan = SelectedPlan.of(q, k, k, blocks.shape[3], 64, 1, 2, offset)
         items = plan.num_chunks * plan.work_tiles_per_chunk(plan.work_tile_tokens)
         needed = blocks.numel() + batch * kv_heads * num_queries + WORK_TILE_WORDS * items
         assert needed <= index_words(q, k, blocks, 64, offset)
