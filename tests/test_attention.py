@@ -282,6 +282,7 @@ def test_nan_in_the_future_stays_there() -> None:
     assert other[:, :, 30:].isnan().all()
 
 
+@pytest.mark.kept(lambda dynamic: dynamic)
 @pytest.mark.parametrize(("dynamic", "backend"), [(False, "inductor"), (True, "aot_eager")])
 def test_compiled_equals_eager(dynamic: bool, backend: str) -> None:
     """Generated code of symbolic lengths, minutes of C++, is held to eager on CUDA alone."""

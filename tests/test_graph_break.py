@@ -295,6 +295,7 @@ def test_patched_llama_trains(call, device, llama):
         assert_clean(training, *arguments, device=device, generate=call == "packed by cu_seqlens")
 
 
+@pytest.mark.kept(lambda kind: kind == "static")
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_patched_llama_decodes(kind, device, llama):
     from transformers import DynamicCache, StaticCache
@@ -332,6 +333,7 @@ def test_number_of_graphs_of_attention():
     assert [finding.kind for finding in report.findings] == ["recompile"] * 2
 
 
+@pytest.mark.exhaustive
 def test_number_of_graphs_of_attention_to_8192_tokens():
     """On the meta device: traced alike, and nothing is computed."""
     inputs = [
@@ -341,6 +343,7 @@ def test_number_of_graphs_of_attention_to_8192_tokens():
     assert count_graphs(attention(CPU_CONFIG, "dense"), inputs, dynamic=True).graphs == 2
 
 
+@pytest.mark.kept(lambda separate: not separate)
 @pytest.mark.parametrize("separate", [False, True])
 def test_number_of_graphs_of_the_module(separate):
     module = layer(CPU, separate_branch_kv=separate)
@@ -348,6 +351,7 @@ def test_number_of_graphs_of_the_module(separate):
     assert count_graphs(module, inputs, dynamic=True).graphs == 2
 
 
+@pytest.mark.kept(lambda dynamic: dynamic is None)
 @pytest.mark.parametrize("device", [CPU], ids=["cpu"])
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_number_of_graphs_of_patched_llama(device, llama, dynamic):
@@ -363,6 +367,7 @@ def test_number_of_graphs_of_decoding():
     assert count_graphs(call, inputs, dynamic=True).graphs == 1
 
 
+@pytest.mark.exhaustive
 def test_number_of_graphs_of_flex():
     every = attention_sweep(SWEEP[:-2], grad=False)
     call = attention(CPU_CONFIG, "flex")

@@ -305,6 +305,7 @@ def inputs(case: str, num_tokens: int) -> dict[str, Tensor]:
     return {"x": x}
 
 
+@pytest.mark.kept(lambda case: case != "plain")
 @pytest.mark.parametrize("case", ["plain", "packed", "padded"])
 def test_compiles_whole(case):
     module = layer()
@@ -312,6 +313,7 @@ def test_compiles_whole(case):
     assert_compiled_equals_eager(module, compiled, inputs(case, 61))
 
 
+@pytest.mark.exhaustive
 def test_compiles_once_for_all_lengths():
     module = layer()
     counter = CompileCounterWithBackend("aot_eager")

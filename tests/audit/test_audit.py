@@ -377,6 +377,7 @@ def test_measured_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert phase.cudagraphs is None
 
 
+@pytest.mark.exhaustive
 def test_no_batch_is_called_more_often_than_a_cache_has_room_for() -> None:
     used: list[torch.Tensor] = []
 

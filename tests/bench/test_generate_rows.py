@@ -194,6 +194,7 @@ def test_one_row_of_garbage_fails(
     assert (worst > 0.1, failure) == (True, told)
 
 
+@pytest.mark.exhaustive
 def test_eager_steps_take_the_tokens_of_compiled_ones(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, outputs: Outputs
 ) -> None:

@@ -161,6 +161,7 @@ def test_twins_start_equal():
     assert any(".nsa." in name for name in state)
 
 
+@pytest.mark.exhaustive
 def test_audit_finds_a_planted_host_sync():
     trainee = quick_trainee()
 

@@ -74,6 +74,7 @@ def of_layers(*places: int) -> list[int]:
     return [place for place in places for _ in range(2)]
 
 
+@pytest.mark.kept(lambda way, masked: (way != "compiled") == masked)
 @pytest.mark.parametrize("way", ["growing", "static", "compiled"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_generate_runs_chunks_at_offsets_of_the_host(

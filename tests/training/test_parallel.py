@@ -241,6 +241,7 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     return dict((*model.named_parameters(), *model.named_buffers()))
 
 
+@pytest.mark.exhaustive
 def test_weights_are_shared_out_from_rank_0(checkpoints: Path) -> None:
     in_processes(shared_out, checkpoints)
 
