@@ -9,11 +9,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import nsa_flex
-from nsa_flex.installed import at_least
 from nsa_flex.patching.layer import layer_of
+from patching.own_adapters import takes_own_adapters
 from patching.tiny_models import NSA, moved, relative_error, tiny_model, tokens
 
 IDS = tokens(2, 40)
@@ -152,9 +151,7 @@ def test_the_adapter_of_a_base_that_was_not_saved_does_not_load_on_the_dense_one
         peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
-@pytest.mark.skipif(
-    not at_least("peft", MIN_PEFT_VERSION), reason=f"transformers wants peft {MIN_PEFT_VERSION}"
-)
+@takes_own_adapters
 @pytest.mark.parametrize("patched", [False, True])
 def test_an_adapter_of_transformers_own(patched: bool, tmp_path: Path) -> None:
     """`add_adapter` and its `save_pretrained`, and the Auto class with the adapter's folder."""

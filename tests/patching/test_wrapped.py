@@ -25,6 +25,7 @@ import nsa_flex
 from nsa_flex.compression import Compression
 from nsa_flex.gates import Gates
 from nsa_flex.sharded import is_sharded
+from patching.own_adapters import takes_own_adapters
 from patching.tiny_models import NSA, tiny_model, tokens
 
 
@@ -79,7 +80,10 @@ def test_sharded_parameters_are_named() -> None:
     refused(model, r"layers\.1\.self_attn\.q_proj\.weight is a DTensor.*nsa_flex\.patch first")
 
 
-@pytest.mark.parametrize("through", ["get_peft_model", "add_adapter", "base_model"])
+OWN = pytest.param("add_adapter", marks=takes_own_adapters)
+
+
+@pytest.mark.parametrize("through", ["get_peft_model", OWN, "base_model"])
 def test_peft_comes_after_patch(through: str) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = tiny_model()
