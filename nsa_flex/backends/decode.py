@@ -11,22 +11,21 @@ from nsa_flex.config import NSAConfig
 
 if TYPE_CHECKING:
     from nsa_flex.fallback_kernels.decode.interface import DecodeAux
-    from nsa_flex.inputs import Inputs
 
 
 def attend(
-    inputs: Inputs,
+    inputs: tuple[Tensor, ...],
     config: NSAConfig,
     scale: float,
     query_offset: int | Tensor | None,
     *,
     return_aux: bool,
 ) -> tuple[Tensor, DecodeAux | None]:
-    """`nsa_attention` with such inputs, checked, without gradients."""
+    """`nsa_attention` of `Inputs`, checked, without gradients."""
     from nsa_flex.fallback_kernels.common.strides import rows_contiguous
     from nsa_flex.fallback_kernels.decode.interface import decode_attention
 
-    query, key = inputs.query, inputs.key
+    query, key, *_, gates = inputs
     if isinstance(query_offset, Tensor):
         lengths = query_offset.to(torch.int32).contiguous()
     else:
@@ -34,6 +33,6 @@ def attend(
         lengths = torch.full((query.shape[0],), first, dtype=torch.int32, device=query.device)
     cache = (rows_contiguous(x) for x in inputs[1:5])
     result: Any = decode_attention(
-        *(query, *cache, inputs.gates, lengths), config=config, scale=scale, return_aux=return_aux
+        *(query, *cache, gates, lengths), config=config, scale=scale, return_aux=return_aux
     )
     return result if return_aux else (result, None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import Backend, choose_backends, is_fused
+from nsa_flex.dispatch import Backend, choose_backends, is_decoded, is_fused
 from nsa_flex.explaining.calls import AttentionCall, kernels_of, rehearse_cached
 from nsa_flex.explaining.explanation import Explanation
 from nsa_flex.explaining.rehearsal import with_index
@@ -125,7 +125,7 @@ def explain(
         document_start,
         max_document_length,
         facts.needs_grad,
-        is_fused(choices, facts),
+        is_fused(choices, facts) and not is_decoded(facts, backend),
     )
     return Explanation(choices, lambda: kernels_of(call, where))
 

@@ -43,7 +43,7 @@ from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import without_logits
 from nsa_flex.training.texts import Texts, find_texts, texts_as_before
-from nsa_flex.training.tokenizers import Tokenizer
+from nsa_flex.training.tokenizers import Tokenizer, bytes_tokenizer
 from nsa_flex.training.trainer import SHARDED_WEIGHTS, Trainer
 
 MODEL_FOLDER = "model"
@@ -147,6 +147,8 @@ def save_model(trainer: Trainer, folder: Path) -> None:
     if trainer.args.should_save:
         with folder_aside(folder) as aside:
             trainer._save(str(aside), state_dict=state)
+            if trainer.processing_class is None:
+                bytes_tokenizer().save_pretrained(aside)
 
 
 def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: Path) -> None:
@@ -160,8 +162,7 @@ def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: P
         load_model(model, checkpoint / "model.safetensors", strict=False)
     with folder_aside(folder) as aside:
         model.save_pretrained(aside)
-        if tokenizer.processing_class is not None:
-            tokenizer.processing_class.save_pretrained(aside)
+        (tokenizer.processing_class or bytes_tokenizer()).save_pretrained(aside)
 
 
 def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:

@@ -41,6 +41,35 @@ class Tokenizer:
 
 BYTES = Tokenizer(vocab_size=256, end=0)  # text holds no zero byte
 
+END_TEXT = "<|end_of_text|>"
+
+
+def bytes_tokenizer() -> Any:
+    """transformers' tokenizer with the ids of `BYTES`, for whoever reads the finished model.
+
+    >>> tokenizer = bytes_tokenizer()
+    >>> ids = tokenizer("né", add_special_tokens=False)["input_ids"]
+    >>> ids, tokenizer.decode(ids), tokenizer.eos_token_id
+    ([110, 195, 169], 'né', 0)
+    """
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    # The characters that stand for bytes in byte-level vocabularies since GPT-2.
+    vocabulary = {chr(byte): byte for byte in plain}
+    vocabulary |= {chr(256 + place): byte for place, byte in enumerate(others) if byte}
+    vocabulary[END_TEXT] = BYTES.end
+    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    found.decoder = tokenizers.decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=found, eos_token=END_TEXT, clean_up_tokenization_spaces=False
+    )
+
 
 # A folder with a tokenizer may hold a model too.
 _OTHERS = {"config.json", "generation_config.json", "trainer_state.json"}
