@@ -31,7 +31,7 @@ def short_backward(
 
     Those of compressed keys and values are (B, N, Hkv, D), the others (B, S, H, D). Arguments as
     of `short_forward`; grad (B, Hq, S, Dv). With `blocks`, int32 (B, Hkv, S, n), contiguous,
-    queries selected these, where `is_masked_backward`.
+    queries selected these, where the backward route is "masked".
     """
     query, key, value, compressed_key, compressed_value, _ = tensors
     of_call = (document_start, config, scale, reach)

@@ -370,13 +370,13 @@ def short_forward(
 ) -> ShortResults:
     """All branches of queries that select every block of their documents, and the gated sum.
 
-    Or, with blocks in `chosen`, of queries that select these, where `is_masked`.
+    Or, with blocks in `chosen`, of queries that select these, where the route is "masked".
 
     Args:
         tensors: query (B, Hq, S, D), key, value, compressed_key, compressed_value and gates.
         own: key and value of the sliding branch, if others.
         document_start: int32 (B, S), contiguous, or None.
-        reach: tokens of the longest document, at most n * l', or what `is_masked` takes.
+        reach: tokens of the longest document, at most n * l', or what the route "masked" takes.
         save: whether the branches' own outputs are wanted, for the backward.
         chosen: what is computed already.
         into: results of others, where those of the first n * l' tokens of each document are

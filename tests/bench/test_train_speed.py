@@ -73,7 +73,7 @@ def test_every_run_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert (name in row) == (row["kind"] == "train")
     told = rows[-1]
     assert len(told["probe_ms"]) == 2
-    assert min(told["windows"]) / 2 < told["tokens_per_s_of_rows"] < 2 * max(told["windows"])
+    assert told["tokens_per_s_of_rows"] == pytest.approx(told["median"], rel=0.5)
     assert ratios(rows).keys() == {
         "train/silent, bytes",
         "train/bare, bytes",
