@@ -57,7 +57,7 @@ class Trainee:
     def compile(self, tokens: Tensor) -> float:
         """Compile forward and backward for the shape of `tokens`; returns seconds."""
         compiled: list[Any] = [
-            torch.compile(layer, fullgraph=True, backend=self.size.compiler)
+            torch.compile(layer, fullgraph=True, dynamic=False, backend=self.size.compiler)
             for layer in self.model.model.layers
         ]
         self._compiled = nn.ModuleList(compiled)
