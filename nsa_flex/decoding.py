@@ -17,7 +17,7 @@ from nsa_flex.attention import BranchLSE, NSAAux, gated_sum
 from nsa_flex.backends.dense import masked_attention
 from nsa_flex.compression import Compression
 from nsa_flex.config import PRODUCTS, NSAConfig
-from nsa_flex.fallback_kernels.common.direct import is_plain
+from nsa_flex.fallback_kernels.launch.direct import is_plain
 from nsa_flex.gates import GateLogits
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.reasons import explained

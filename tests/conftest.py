@@ -204,6 +204,6 @@ def offsets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def _operators_plan_anew() -> Iterator[None]:
     """Tests change what launch plans follow from: none outlives its test."""
     yield
-    plans = sys.modules.get("nsa_flex.fallback_kernels.common.plans")
+    plans = sys.modules.get("nsa_flex.fallback_kernels.launch.plans")
     if plans is not None:
         plans.forget_plans()

@@ -24,7 +24,8 @@ from nsa_flex import nsa_attention
 from nsa_flex.bench.cases.host_time import CONFIG, WARM_UP, make
 from nsa_flex.bench.measure.machine import describe
 from nsa_flex.bench.measure.timing import Call, measure
-from nsa_flex.fallback_kernels.common import arch, plans
+from nsa_flex.fallback_kernels.common import arch
+from nsa_flex.fallback_kernels.launch import plans
 
 BUDGET_MS = 2000.0
 

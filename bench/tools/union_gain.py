@@ -24,7 +24,7 @@ from nsa_flex import NSAConfig, selected_attention
 from nsa_flex.bench.cases.patterns import neighbour_overlap
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.report.rows import write_rows
-from nsa_flex.fallback_kernels.common.plans import forget_plans
+from nsa_flex.fallback_kernels.launch.plans import forget_plans
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 

@@ -1,1 +1,1 @@
-"""What every kernel folder shares: device questions, softmax, strides, streams."""
+"""What every kernel folder shares: device questions, softmax, strides."""

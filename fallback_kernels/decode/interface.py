@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.direct import directly, is_plain
 from nsa_flex.fallback_kernels.decode import checks, operators
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import Cache, Gating, Phi, run
+from nsa_flex.fallback_kernels.launch.direct import directly, is_plain
 
 
 class DecodeAux(NamedTuple):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import supports_pdl
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.decode import checks
 from nsa_flex.fallback_kernels.decode.compress_launch import launch_compress
@@ -27,6 +26,7 @@ from nsa_flex.fallback_kernels.decode.launch import (
     launch_append,
     run,
 )
+from nsa_flex.fallback_kernels.launch.plans import planned
 
 CACHE = ("key", "value", "compressed_key", "compressed_value")
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.decode import checks
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import Cache, Gating, run
+from nsa_flex.fallback_kernels.launch.plans import planned
 
 
 def unsupported_reason(

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
-from nsa_flex.fallback_kernels.common.direct import directly
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
 from nsa_flex.fallback_kernels.decode import checks
+from nsa_flex.fallback_kernels.launch.direct import directly
+from nsa_flex.fallback_kernels.launch.plans import planned
 
 CACHE = ("key", "value", "compressed_key", "compressed_value")
 TILE_ELEMENTS = 1024  # a load of 16 bytes a thread in half precision

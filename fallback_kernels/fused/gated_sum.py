@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.direct import directly
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.launch.direct import directly
+from nsa_flex.fallback_kernels.launch.plans import planned
 
 BLOCK_ROWS = 16  # (token, head) rows of a CTA
 

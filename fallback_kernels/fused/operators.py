@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.direct import directly
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.fused.backward import (
     Kept,
     Short,
@@ -36,6 +34,8 @@ from nsa_flex.fallback_kernels.fused.route import (
     rounded_length,
     route_of,
 )
+from nsa_flex.fallback_kernels.launch.direct import directly
+from nsa_flex.fallback_kernels.launch.plans import planned
 from nsa_flex.fallback_kernels.selected.config import index_words
 from nsa_flex.fallback_kernels.short.bwd_dq import empty_masked_stats, with_padding
 

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.direct import directly
 from nsa_flex.fallback_kernels.common.documents import is_long
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.launch.direct import directly
+from nsa_flex.fallback_kernels.launch.plans import planned
 
 QUERIES = 1024  # of one CTA
 

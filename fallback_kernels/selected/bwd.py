@@ -17,9 +17,9 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.bwd_preprocess import softmax_stats
 from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
-from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, is_bsh, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, round_up
+from nsa_flex.fallback_kernels.launch.streams import round_robin
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.bwd_dkdv import (
     ADD,

@@ -24,9 +24,9 @@ from nsa_flex.fallback_kernels.common.documents import (
     LeftOut,
 )
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
-from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
+from nsa_flex.fallback_kernels.launch.streams import round_robin
 from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import selected_fwd_combine_kernel
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions

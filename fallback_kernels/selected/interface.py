@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
 from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
-from nsa_flex.fallback_kernels.common.direct import directly
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, to_bshd
+from nsa_flex.fallback_kernels.launch.direct import directly
+from nsa_flex.fallback_kernels.launch.plans import planned
 from nsa_flex.fallback_kernels.selected.bwd import backward
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
 from nsa_flex.fallback_kernels.selected.fwd_partial import forward

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import row_deltas
 from nsa_flex.fallback_kernels.common.checks import check_shapes, check_tensors
-from nsa_flex.fallback_kernels.common.direct import directly
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.strides import empty_gradients, empty_results, to_bshd
+from nsa_flex.fallback_kernels.launch.direct import directly
+from nsa_flex.fallback_kernels.launch.plans import planned
 from nsa_flex.fallback_kernels.sliding import bwd as sliding_backward
 from nsa_flex.fallback_kernels.sliding import fwd as sliding_forward
 

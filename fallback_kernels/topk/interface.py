@@ -21,11 +21,11 @@ from nsa_flex.fallback_kernels.common.arch import (
     triton_unsupported_reason,
 )
 from nsa_flex.fallback_kernels.common.every_block import every_block
-from nsa_flex.fallback_kernels.common.plans import planned
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
-from nsa_flex.fallback_kernels.common.streams import round_robin
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.launch.plans import planned
+from nsa_flex.fallback_kernels.launch.streams import round_robin
 from nsa_flex.fallback_kernels.topk.config import (
     SPAN,
     SPAN_MIN_TOKENS,

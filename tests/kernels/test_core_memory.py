@@ -25,10 +25,10 @@ from reference.played_cudnn import causal, causal_gradients
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
-from nsa_flex.fallback_kernels.common import direct, plans
 from nsa_flex.fallback_kernels.compressed import cudnn, fold
 from nsa_flex.fallback_kernels.fused import operators as core
 from nsa_flex.fallback_kernels.fused import route
+from nsa_flex.fallback_kernels.launch import direct, plans
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 
 PAPER = NSAConfig()

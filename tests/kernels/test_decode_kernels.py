@@ -32,10 +32,10 @@ from reference.interpreter import (
 from reference.phi import by_definition
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.decode import config as decode_plan
 from nsa_flex.fallback_kernels.decode import interface as decode
 from nsa_flex.fallback_kernels.decode import operators
+from nsa_flex.fallback_kernels.launch import plans
 
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 APART = NSAConfig(8, 8, 16, 4, window_size=7)  # compressed blocks do not overlap

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.common import direct
+from nsa_flex.fallback_kernels.launch import direct
 
 
 class Counted:

@@ -16,12 +16,12 @@ from reference.fused_ends import ends_of, watched_epilogue
 from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import operators as core
 from nsa_flex.fallback_kernels.fused import route
 from nsa_flex.fallback_kernels.fused.operators import CoreResults, core_attention
+from nsa_flex.fallback_kernels.launch import plans
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 
 PAPER = NSAConfig()

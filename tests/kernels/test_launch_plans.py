@@ -21,9 +21,10 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from nsa_flex.fallback_kernels.common import plan_launches, plan_steps, plans  # noqa: E402
-from nsa_flex.fallback_kernels.common.plans import forget_plans, planned  # noqa: E402
-from nsa_flex.fallback_kernels.common.streams import round_robin  # noqa: E402
+from nsa_flex.fallback_kernels.launch import packing, plans  # noqa: E402
+from nsa_flex.fallback_kernels.launch import steps as plan_steps  # noqa: E402
+from nsa_flex.fallback_kernels.launch.plans import forget_plans, planned  # noqa: E402
+from nsa_flex.fallback_kernels.launch.streams import round_robin  # noqa: E402
 
 
 @only_outside
@@ -376,14 +377,14 @@ def test_launches_in_a_row_are_one_step() -> None:
     other, done = plan_steps.Release((0,)), []
 
     def launch(name: str) -> Any:
-        step = object.__new__(plan_launches.PackedLaunch)
+        step = object.__new__(packing.PackedLaunch)
         step.handles, step.compiled, step.registers = (name,), [name], {ord(name)}
         step.launch = lambda handles, pointers, stream: done.extend(handles)
         return step
 
     beside = plan_steps.OnStream(SimpleNamespace(), [launch("c"), launch("d")])  # type: ignore[arg-type]
     steps = [launch("a"), launch("b"), other, launch("e"), beside, launch("f")]
-    joined = plan_launches.join_launches(steps)
+    joined = packing.join_launches(steps)
     assert [getattr(step, "handles", None) for step in joined] == [
         *(("a", "b"), None, ("e",), None, ("f",))
     ]
@@ -441,20 +442,20 @@ def test_a_plan_of_launches_alone_by_recent_plans(new_memory: str) -> None:
 def test_what_c_is_told_of_a_plan() -> None:
     """Where each register is: an input, the result, the workspace, or nowhere."""
     told: list[Any] = []
-    launch = object.__new__(plan_launches.PackedLaunch)
+    launch = object.__new__(packing.PackedLaunch)
     launch.handles, launch.registers = ("a",), {0, 2, 3}
     launch.module = SimpleNamespace(launch_with=lambda *args: told.append(args) or len(told) < 2)
     allocation = plan_steps.Allocation(2, torch.empty(3, 4), zeros=False)
     result, steps = plan_steps.View(2, (4, 3), (1, 4), 0), [allocation, launch]
 
     def brief(steps: Any, result: Any, offsets: Any) -> Any:
-        return plan_launches.Brief.of(steps, result, range(2, 5), offsets)
+        return packing.Brief.of(steps, result, range(2, 5), offsets)
 
     made, inputs, workspace = brief(steps, result, {3: 512}), [torch.ones(2)] * 2, torch.empty(600)
     found = made(inputs, workspace, 7)
     assert found.shape == (4, 3)
     assert found.stride() == (1, 4)
-    places = struct.pack("3q", plan_launches.RESULT, 512, plan_launches.NOTHING)
+    places = struct.pack("3q", packing.RESULT, 512, packing.NOTHING)
     assert told == [(("a",), inputs, found, workspace.data_ptr(), places, 7)]
     assert made(inputs, None, 7) is None
     assert brief(steps, plan_steps.Whole(2), {3: 0})(inputs, None, 7) is None
@@ -529,7 +530,7 @@ def test_tensor_descriptors_follow_their_memory(
 ) -> None:
     """Also by Triton's own launcher."""
     if not packed:
-        monkeypatch.setattr(plan_launches, "version_unsupported_reason", lambda _: "not here")
+        monkeypatch.setattr(packing, "version_unsupported_reason", lambda _: "not here")
     operator = Counted(copied)
     matrices = [numbers(32, 32) for _ in range(3)]
     for x in [*matrices, *matrices, *matrices]:
@@ -538,8 +539,8 @@ def test_tensor_descriptors_follow_their_memory(
         assert torch.equal(all_rows, x)
     (plan,) = operator.operator.plans.by_key.values()
     kinds = {type(step) for step in plan.steps}
-    assert (plan_launches.PackedLaunch in kinds) == packed
-    assert (plan_launches.CompiledLaunch in kinds) != packed
+    assert (packing.PackedLaunch in kinds) == packed
+    assert (packing.CompiledLaunch in kinds) != packed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _, captured = operator(matrices[0])
@@ -588,7 +589,7 @@ def test_parameters_of_every_type_are_packed() -> None:
             torch.testing.assert_close(lower, expected[1:])
     kept = operator.operator.plans.by_key.values()
     launches = [step for plan in kept for step in plan.steps if hasattr(step, "registers")]
-    assert {type(step) for step in launches} == {plan_launches.PackedLaunch}
+    assert {type(step) for step in launches} == {packing.PackedLaunch}
     assert operator.ran == 6
 
 
@@ -602,7 +603,7 @@ def test_packed_parameters() -> None:
         src=SimpleNamespace(signature=types), metadata=SimpleNamespace(tensordesc_meta=None)
     )
     args = [None, 64, True, None, 0.5, 1 << 40]
-    packed = plan_launches._Parameters(compiled, args, [(0, 3, 8)], [])
+    packed = packing._Parameters(compiled, args, [(0, 3, 8)], [])
     places, sizes, memory, pointers, maps = packed.tables()
     assert struct.unpack("7I", places) == (0, 8, 16, 24, 32, 40, 48)
     assert struct.unpack("7I", sizes) == (8, 1, 8, 4, 8, 8, 8)
@@ -610,7 +611,7 @@ def test_packed_parameters() -> None:
     assert struct.unpack("IIq", pointers) == (0, 3, 8)
     assert maps == b""
     with pytest.raises(KeyError, match="bf16"):
-        plan_launches._Parameters(
+        packing._Parameters(
             SimpleNamespace(
                 src=SimpleNamespace(signature={"x": "bf16"}), metadata=compiled.metadata
             ),

@@ -27,11 +27,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.common import plans
 from nsa_flex.fallback_kernels.common.documents import is_span_short
 from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.fused import backward, forward, operators, route
 from nsa_flex.fallback_kernels.fused.operators import core_attention
+from nsa_flex.fallback_kernels.launch import plans
 from nsa_flex.fallback_kernels.ranges import config as ranges_config
 from nsa_flex.fallback_kernels.short import config as short_config
 from nsa_flex.fallback_kernels.short import core as short_core

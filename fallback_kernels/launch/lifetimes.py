@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from nsa_flex.fallback_kernels.common.plan_launches import (
+from nsa_flex.fallback_kernels.launch.packing import (
     CompiledLaunch,
     InterpretedLaunch,
     PackedLaunch,
 )
-from nsa_flex.fallback_kernels.common.plan_steps import (
+from nsa_flex.fallback_kernels.launch.steps import (
     Allocation,
     Fork,
     Join,

@@ -311,9 +311,9 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "plan_launch", NULL, -1, methods};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "packed_launch", NULL, -1, methods};
 
-PyMODINIT_FUNC PyInit_plan_launch(void) {
+PyMODINIT_FUNC PyInit_packed_launch(void) {
   void *library = dlopen("libcuda.so.1", RTLD_LAZY);
   if (library == NULL) {
     PyErr_SetString(PyExc_ImportError, "there is no libcuda.so.1");

@@ -18,8 +18,8 @@ import triton
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import version_unsupported_reason
-from nsa_flex.fallback_kernels.common.plan_native import PROBLEMS, native
-from nsa_flex.fallback_kernels.common.plan_steps import (
+from nsa_flex.fallback_kernels.launch.native import PROBLEMS, native
+from nsa_flex.fallback_kernels.launch.steps import (
     Allocation,
     OnStream,
     Registers,
@@ -110,7 +110,7 @@ class Unpacked(Exception):
 
 
 class PackedLaunch:
-    """Compiled kernels whose parameters are packed, launched by `plan_launch.c` in turn.
+    """Compiled kernels whose parameters are packed, launched by `packed_launch.c` in turn.
 
     As made, one kernel; `append` adds what follows it at once.
     """
@@ -140,7 +140,7 @@ class PackedLaunch:
             raise Unpacked("a kernel with clusters")
         module = native()
         if module is None:
-            raise Unpacked("plan_launch.c could not be compiled")
+            raise Unpacked("packed_launch.c could not be compiled")
         try:
             packed = _Parameters(compiled, args, pointers, descriptors)
             handle = module.prepare(
@@ -165,7 +165,7 @@ class PackedLaunch:
         self.launch(self.handles, registers.pointers, registers.stream)
 
 
-MAX_REGISTERS = 64  # of a `Brief`, as in `plan_launch.c`
+MAX_REGISTERS = 64  # of a `Brief`, as in `packed_launch.c`
 RESULT, NOTHING = -1, -2  # in the place of an offset
 
 

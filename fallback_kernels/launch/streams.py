@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from nsa_flex.fallback_kernels.common.plan_recorder import current_recorder
+from nsa_flex.fallback_kernels.launch.recorder import current_recorder
 
 Chunk = TypeVar("Chunk")
 Workspace = TypeVar("Workspace")

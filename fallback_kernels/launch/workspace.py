@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nsa_flex.fallback_kernels.common.plan_lifetimes import Lifetime, lifetimes, operands_of
-from nsa_flex.fallback_kernels.common.plan_recorder import Recorder
-from nsa_flex.fallback_kernels.common.plan_steps import Allocation
 from nsa_flex.fallback_kernels.common.tiles import round_up
+from nsa_flex.fallback_kernels.launch.lifetimes import Lifetime, lifetimes, operands_of
+from nsa_flex.fallback_kernels.launch.recorder import Recorder
+from nsa_flex.fallback_kernels.launch.steps import Allocation
 
 ALIGNMENT = 512  # bytes, as PyTorch's allocator gives
 # Larger buffers are allocated and freed one by one: a workspace lives as long as the call.

@@ -1,6 +1,6 @@
 """What a launch plan consists of: steps that read and fill registers, one register a tensor.
 
-Launches of kernels are in `plan_launches`.
+Launches of kernels are in `packing`.
 
 A register holds a tensor that owns memory: an argument of the operator or the result of a PyTorch
 operator. Views are not kept: a kernel gets its pointer from the register's and an offset, an
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.plan_native import native
+from nsa_flex.fallback_kernels.launch.native import native
 
 
 class Registers:

@@ -1,4 +1,4 @@
-"""`plan_launch.c` as a module, compiled as Triton compiles its own launcher."""
+"""`packed_launch.c` as a module, compiled as Triton compiles its own launcher."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def native() -> Any:
         from triton.backends.nvidia import driver
         from triton.runtime.build import compile_module_from_src
 
-        source = Path(__file__).with_name("plan_launch.c").read_text()
-        return compile_module_from_src(source, "plan_launch", include_dirs=driver.include_dirs)
+        source = Path(__file__).with_name("packed_launch.c").read_text()
+        return compile_module_from_src(source, "packed_launch", include_dirs=driver.include_dirs)
     except PROBLEMS as problem:
         warnings.warn(f"kernels are launched the slow way: {problem}", stacklevel=2)
         return None

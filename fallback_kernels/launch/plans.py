@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
 
-from nsa_flex.fallback_kernels.common.plan_launches import Brief, join_launches
-from nsa_flex.fallback_kernels.common.plan_lifetimes import insert_releases
-from nsa_flex.fallback_kernels.common.plan_recorder import Recorder, Unrecordable
-from nsa_flex.fallback_kernels.common.plan_steps import Registers, Step, memory, resolved
-from nsa_flex.fallback_kernels.common.plan_workspace import Workspace
+from nsa_flex.fallback_kernels.launch.lifetimes import insert_releases
+from nsa_flex.fallback_kernels.launch.packing import Brief, join_launches
+from nsa_flex.fallback_kernels.launch.recorder import Recorder, Unrecordable
+from nsa_flex.fallback_kernels.launch.steps import Registers, Step, memory, resolved
+from nsa_flex.fallback_kernels.launch.workspace import Workspace
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 

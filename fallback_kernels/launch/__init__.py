@@ -1,0 +1,1 @@
+"""Launch plans: what an operator does on the device, recorded once and replayed."""
