@@ -202,3 +202,23 @@ def texts_of(source: Path) -> list[str]:
                 )
             )
     return found
+
+
+WALK = (ROOT / "docs" / "design" / "walk.md").read_text()
+
+
+def test_the_walk_has_at_most_15_files_each_once() -> None:
+    files = re.findall(r"`((?:nsa_flex|fallback_kernels)/[\w/]+\.py)`", WALK)
+    assert len(files) == len(set(files)) <= 15
+    assert len(files) == len(re.findall(r"^\| \d+ \|", WALK, re.M)) + 1  # and the route
+
+
+def test_the_walk_names_the_kernels_of_its_call() -> None:
+    """As `explain` lists them for Hopper."""
+    query, key = (
+        torch.empty(1, 65536, heads, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        for heads in (32, 8)
+    )
+    plan = nsa_flex.explain(query, key, device="cuda", needs_grad=True)
+    named = set(re.findall(r"`(\w+_kernel)`", WALK))
+    assert named == plan.kernels.names
