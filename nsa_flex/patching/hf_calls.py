@@ -29,6 +29,7 @@ from nsa_flex.patching.hf_positions import (
     assert_positions,
     new_positions,
 )
+from nsa_flex.patching.hf_shards import shard_rows, shards_of
 from nsa_flex.patching.hf_versions import cache_of, is_checkpointing
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
@@ -86,6 +87,12 @@ class CallHook:
         max_documents = call.pop("nsa_max_documents", None)
         # Without `_replace`: torch 2.11 cannot return what that makes from a graph of this hook.
         told: dict[str, Any] = {"passed": tuple(call), "full_masks": "full" in self.kept_masks}
+        shards = shards_of(self.modules[0])
+        if shards is not None:
+            tokens = _tokens(call)
+            told["rows"] = shard_rows(call, tokens, shards, self.config)
+            call["nsa_call"] = CallContext(**told)
+            return (), _with_plain_mask(call)
         paged = read_paged_call(call)
         if paged is not None:
             self.patched.check_places(num_layers(config))
