@@ -6,13 +6,18 @@ the operator's other arguments. A plan is kept by these and by the device; the s
 the same ones records it, every later call replays it: allocations, operators of PyTorch and
 Triton's launches with new pointers, on the caller's stream. Nothing in it depends on values,
 addresses or the stream, so that a replay may be captured into a CUDA graph.
+
+`NSA_FLEX_LAUNCH_PLANS=0` in the environment at import turns plans off for the whole process,
+`without_plans()` for a while: every call then runs its operator's body.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +42,7 @@ DEVICES = {"cuda"}  # whose operators are planned; tests add the CPU
 _PLAIN = frozenset((int, float, bool, type(None), str, torch.dtype))  # types, told by value
 _SEEN = object()  # called once with such inputs, not recorded yet
 _all_plans: weakref.WeakSet[_Plans] = weakref.WeakSet()
+_enabled = os.environ.get("NSA_FLEX_LAUNCH_PLANS") != "0"
 
 
 def planned(body: Body) -> Body:
@@ -54,6 +60,25 @@ def planned(body: Body) -> Body:
 
     call.plans = plans  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
+
+
+def plans_enabled() -> bool:
+    """Whether operators record and replay launch plans; else each call runs the body."""
+    return _enabled
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Turns launch plans off within, in all threads: autograd runs backwards in its own.
+
+    Plans that exist are kept, and used again afterwards.
+    """
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
 
 
 def forget_plans() -> None:
@@ -139,7 +164,7 @@ class _Plans:
             args: gives the arguments of the call.
             kept: is not to be freed while `others` is known, which has its `id`.
         """
-        if _has_hooks():
+        if not _enabled or _has_hooks():
             return None
         told = (torch._C._get_deterministic_algorithms(), len(tensors), *others)
         known = self.told.get(told)
@@ -286,6 +311,8 @@ class Plan:
 
 def read_call(args: tuple[Any, ...]) -> Call | None:
     """The parts of a call; None where it is not to be planned."""
+    if not _enabled:
+        return None
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return None  # somebody watches the operators
     tensors: list[Tensor] = []

@@ -640,6 +640,30 @@ def test_steps_by_recent_plans(
 
 
 @kernels
+def test_steps_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies give the bits that replays give."""
+    monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
+    problem = Problem(Case(past=(150, 31)))
+    problem.store()
+
+    def run() -> tuple[Tensor, Tensor]:
+        out, aux = problem.attend()
+        return out, aux.blocks
+
+    kept = operators.step._init_fn.plans
+    for _ in range(2):
+        run()
+    before = kept.replayed
+    expected = run()
+    assert kept.replayed == before + 1, kept.problems
+    with plans.without_plans():
+        found = run()
+    assert kept.replayed == before + 1
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@kernels
 def test_separate_keys_of_each_branch() -> None:
     problem = Problem(Case(past=(150, 9), kv_heads=2))
     problem.store()

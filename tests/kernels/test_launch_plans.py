@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,15 +18,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex import NSAConfig, nsa_attention
-from reference.interpreter import DEVICE, kernels, only_outside, run_in_the_interpreter
+from reference import played_cudnn
+from reference.interpreter import (
+    DEVICE,
+    INTERPRETED,
+    kernels,
+    only_outside,
+    run_in_the_interpreter,
+)
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from nsa_flex.fallback_kernels.compressed import cudnn  # noqa: E402
+from nsa_flex.fallback_kernels.fused.operators import core_attention  # noqa: E402
 from nsa_flex.fallback_kernels.launch import packing, plans  # noqa: E402
 from nsa_flex.fallback_kernels.launch import steps as plan_steps  # noqa: E402
-from nsa_flex.fallback_kernels.launch.plans import forget_plans, planned  # noqa: E402
+from nsa_flex.fallback_kernels.launch.plans import (  # noqa: E402
+    forget_plans,
+    planned,
+    without_plans,
+)
 from nsa_flex.fallback_kernels.launch.streams import round_robin  # noqa: E402
 
 
@@ -286,6 +302,89 @@ def test_hooks_of_triton_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ignore(*args: Any) -> None:
     return None
+
+
+@kernels
+def test_plans_can_be_turned_off() -> None:
+    """Within `without_plans` the body runs, in every thread; afterwards plans are replayed."""
+    operator = Counted(blend)
+    kept = operator.operator.plans
+    x, y = numbers(3, 20), numbers(3, 20)
+
+    def replay() -> Any:
+        return kept.replay([x, y], (0.5,), lambda: (x, y, 0.5))
+
+    for _ in range(3):
+        operator(x, y, 0.5)
+    assert replay() is not None
+    with without_plans():
+        assert not plans.plans_enabled()
+        thread = threading.Thread(target=operator, args=(x, y, 0.5))
+        thread.start()
+        thread.join()
+        operator(x, y, 0.5)
+        assert replay() is None
+        other = Counted(blend)
+        for _ in range(3):
+            other(x, y, 0.5)
+    assert operator.ran == 4
+    assert other.ran == 3
+    assert not other.operator.plans.by_key
+    assert plans.plans_enabled()
+    operator(x, y, 0.5)
+    assert operator.ran == 4
+    assert replay() is not None
+
+
+@kernels
+@pytest.mark.parametrize(("value", "enabled"), [("0", False), (None, True)])
+def test_the_environment_turns_plans_off(value: str | None, enabled: bool) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "NSA_FLEX_LAUNCH_PLANS"}
+    if value is not None:
+        environment["NSA_FLEX_LAUNCH_PLANS"] = value
+    code = "from nsa_flex.fallback_kernels.launch import plans; print(plans.plans_enabled())"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(enabled)
+
+
+@kernels
+def test_the_core_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward give the bits that replays give."""
+    dtype = torch.float32
+    if INTERPRETED:
+        monkeypatch.setattr(cudnn, "causal", played_cudnn.causal)
+        monkeypatch.setattr(cudnn, "causal_gradients", played_cudnn.causal_gradients)
+    else:
+        dtype = torch.bfloat16
+    config = NSAConfig(8, 4, 16, 4, window_size=20)
+    tokens, blocks = 40, config.num_compressed_blocks(40)
+    sizes = [(4, tokens, 16), *[(2, tokens, 16)] * 2, *[(2, blocks, 16)] * 2, (4, tokens, 3)]
+    leaves = [numbers(1, *size).to(dtype).requires_grad_() for size in sizes]
+    q, k, v, ck, cv, gates = leaves
+
+    def run() -> list[Tensor]:
+        out = core_attention(q, k, v, ck, cv, k, v, gates, config=config, scale=0.25).out
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    def replayed() -> int:
+        return sum(each.replayed for each in plans._all_plans)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            run()
+        before = replayed()
+        expected = run()
+        with_plans = replayed()
+        with without_plans():
+            found = run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert with_plans - before >= 2, plans.plan_problems()
+    assert replayed() == with_plans
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @kernels
