@@ -247,12 +247,10 @@ class _Parameters:
         for i, (kind, x) in enumerate(zip(types, args, strict=True)):
             if kind == "constexpr":
                 continue
-            if isinstance(kind, tuple):
-                raise ValueError("a tuple of arguments")
             if i in of_maps:
                 expanded = _expanded(compiled.run, x, next(metas, None))
                 self._add_descriptor(expanded, len(x.shape), of_maps[i])
-            elif kind.startswith("*"):
+            elif isinstance(kind, str) and kind.startswith("*"):
                 # A pointer that is no tensor's is that of None.
                 at = self._add(struct.pack("Q", 0))
                 if i in of_pointers:
@@ -260,7 +258,7 @@ class _Parameters:
                 elif x is not None:
                     raise ValueError(f"a pointer {type(x).__name__}")
             else:
-                self._add(struct.pack(FORMATS[kind], x))
+                self._add_numbers(kind, x)
         for _scratch in range(2):
             self._add(struct.pack("Q", 0))
 
@@ -281,6 +279,14 @@ class _Parameters:
         self.places.append(at)
         self.sizes.append(len(packed))
         return at
+
+    def _add_numbers(self, kind: Any, x: Any) -> None:
+        """A number, or a tuple of them: each element is a parameter, but for constants."""
+        if isinstance(kind, tuple):
+            for each, y in zip(kind, x, strict=True):
+                self._add_numbers(each, y)
+        elif kind != "constexpr":
+            self._add(struct.pack(FORMATS[kind], x))
 
     def _add_descriptor(self, expanded: list[Any], rank: int, address: tuple[int, int]) -> None:
         """Tensor map, shape and strides; other forms of a descriptor have no tensor map."""

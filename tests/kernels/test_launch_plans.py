@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -31,6 +32,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from nsa_flex.bench.tools.matrix_entries import targeting  # noqa: E402
 from nsa_flex.fallback_kernels.compressed import cudnn  # noqa: E402
 from nsa_flex.fallback_kernels.fused.operators import core_attention  # noqa: E402
 from nsa_flex.fallback_kernels.launch import packing, plans  # noqa: E402
@@ -716,6 +718,73 @@ def test_packed_parameters() -> None:
             ),
             [1.0], [], [],
         )  # fmt: skip
+
+
+# Triton looks at each element of a tuple: 1 is a constant, 16 and 1 << 40 are divisible by 16.
+TUPLES = [(3, 1, 16, 1 << 40), (16, 3, 1, 5)]
+
+
+@triton.jit(do_not_specialize=["size"])
+def tuples_kernel(x_ptr, strides, out_ptr, pair, size, BLOCK: tl.constexpr, OF: tl.constexpr):
+    """out[i] = x[i] * (the strides' sum + a pair of a float and a tuple), OF a constant tuple."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = strides[0] + strides[1] * 2 + strides[2] * 3 + strides[3] % 7
+    total += pair[1][0] * OF[0] + pair[1][1] * OF[1]
+    x = tl.load(x_ptr + i, mask=i < size)
+    tl.store(out_ptr + i, x * (total.to(tl.float32) + pair[0]), mask=i < size)
+
+
+def launch_tuples(x: Tensor, strides: tuple[int, ...], size: int) -> Tensor:
+    out = torch.zeros_like(x)
+    grid = (triton.cdiv(size, 32),)
+    tuples_kernel[grid](x, strides, out, (0.5, (1, 48)), size, BLOCK=32, OF=(2, 3))
+    return out
+
+
+@kernels
+@pytest.mark.parametrize("packed", [True, False])
+def test_tuples_of_numbers_are_arguments(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay gives the bits of a launch without a plan; also by Triton's launcher."""
+    if not packed:
+        monkeypatch.setattr(packing, "version_unsupported_reason", lambda _: "not here")
+    operator = Counted(lambda x, *rest: launch_tuples(x, rest[:-1], rest[-1]))
+    kept = operator.operator.plans
+    for strides in TUPLES:
+        for size in (1, 64, 70) * 3:
+            x = numbers(71)
+            a, b, c, d = strides
+            factor = a + 2 * b + 3 * c + d % 7 + 2 + 48 * 3 + 0.5
+            expected = torch.where(torch.arange(71, device=DEVICE) < size, x * factor, 0)
+            found = operator(x, *strides, size)
+            torch.testing.assert_close(found, expected)
+            assert torch.equal(found, launch_tuples(x, strides, size))
+    assert kept.replayed == 6, kept.problems
+    launches = [step for plan in kept.by_key.values() for step in plan.steps]
+    if not INTERPRETED:
+        kind = packing.PackedLaunch if packed else packing.CompiledLaunch
+        assert kind in {type(step) for step in launches}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are compiled, not interpreted")
+@pytest.mark.parametrize("strides", TUPLES)
+def test_elements_of_tuples_are_packed_in_the_places_of_the_kernel(strides: Any) -> None:
+    """As the compiled kernel takes them: one parameter an element, but for constants."""
+    with targeting(90):
+        compiled = tuples_kernel.warmup(
+            torch.float32, strides, torch.float32, (0.5, (1, 48)), 70, BLOCK=32, OF=(2, 3),
+            grid=(3,),
+        )  # fmt: skip
+    args = [None, strides, None, (0.5, (1, 48)), 70, 32, (2, 3)]
+    packed = packing._Parameters(compiled, args, [(0, 0, 0), (2, 1, 0)], [])
+    declared = re.findall(r"\.param \.(\w)(\d+) (?:\.ptr[^,]*?)?\w+_param_\d+", compiled.asm["ptx"])
+    assert [int(bits) // 8 for _, bits in declared] == packed.sizes
+    given = [*(x for x in strides if x != 1)]
+    number = {4: "i", 8: "q"}
+    found = [
+        struct.unpack_from(number[size], packed.memory, at)[0]
+        for at, size in zip(packed.places[1 : 1 + len(given)], packed.sizes[1:], strict=False)
+    ]
+    assert found == given
 
 
 def chunked(x: Tensor, y: Tensor) -> Tensor:
