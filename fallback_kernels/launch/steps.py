@@ -129,7 +129,7 @@ class Operation:
     """An operator of PyTorch.
 
     results: the register of each result that owns memory, None of others. Only arguments that
-    are references are looked up, and the C++ function is called without its Python front.
+    are references are looked up.
     """
 
     __slots__ = ("args", "call", "kwargs", "name", "named", "numbered", "operands", "results")
@@ -142,7 +142,7 @@ class Operation:
         results: tuple[int | None, ...],
     ) -> None:
         self.name: str = operator._schema.name
-        self.call = operator._op
+        self.call = operator
         self.args, self.kwargs, self.results = list(args), kwargs, results
         self.operands = operands((args, kwargs))
         self.numbered = [(i, x) for i, x in enumerate(args) if type(x) in _REFERENCES]
