@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import load_lse_log2
 from nsa_flex.fallback_kernels.common.tiles import cdiv, load_masked_rows, tile_width
 
@@ -53,6 +54,7 @@ def softmax_stats(lse: Tensor, delta: Tensor) -> Tensor:
     return stats
 
 
+@recordable
 @triton.jit
 def bwd_delta_kernel(
     out_ptr,
@@ -91,6 +93,7 @@ def bwd_delta_kernel(
     tl.store(delta_ptr + first + row, delta, mask=row_mask)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_rows"])
 def softmax_stats_kernel(lse_ptr, delta_ptr, stats_ptr, num_rows, BLOCK_M: tl.constexpr):
     """What is gathered with a row, side by side: base-2 log-sum-exp, and delta."""

@@ -1,37 +1,57 @@
-"""Triton's launches of one thread, told to whoever wants to note or to replace them."""
+"""Kernels whose launches may be noted, or something else done in their place.
+
+Triton launches a kernel by `kernel[grid](...)`. A kernel of the package is decorated by
+`recordable`, above `triton.jit` or `gluon.jit`; kernels of others are as Triton made them.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from triton.runtime.jit import KernelInterface
-
+Kernel = TypeVar("Kernel")
 # What is called in place of `kernel[grid](*args, **kwargs)`: (kernel, grid, args, kwargs).
 Launch = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_patching = threading.Lock()
+_thread = threading.local()
+
+
+def recordable(kernel: Kernel) -> Kernel:
+    """Decorates a kernel, what `triton.jit` or `gluon.jit` returned: `intercepting_launches` sees
+    it.
+    """
+    kernel.__class__ = _recordable_class(kernel.__class__)
+    return kernel
+
+
+def is_recordable(kernel: Any) -> bool:
+    """Whether the kernel is decorated by `recordable`."""
+    return getattr(kernel, "is_recordable", False)
 
 
 @contextmanager
 def intercepting_launches(launch: Launch) -> Iterator[None]:
-    """Within, `launch` is called for each kernel that this thread launches; others go on.
+    """Within, `launch` is called for each recordable kernel that this thread launches."""
+    before = getattr(_thread, "launch", None)
+    _thread.launch = launch
+    try:
+        yield
+    finally:
+        _thread.launch = before
 
-    One thread at a time: a second one waits.
-    """
-    thread = threading.get_ident()
-    with _patching:
-        ordinary = KernelInterface.__getitem__
 
-        def intercept(kernel: Any, grid: Any) -> Callable[..., Any]:
-            if threading.get_ident() != thread:
-                return ordinary(kernel, grid)
-            return lambda *args, **kwargs: launch(kernel, grid, args, kwargs)
+@functools.cache
+def _recordable_class(kind: Any) -> Any:
+    """A subclass of a class of Triton's, by the same name: Triton compares names."""
+    ordinary = kind.__getitem__
 
-        KernelInterface.__getitem__ = intercept
-        try:
-            yield
-        finally:
-            KernelInterface.__getitem__ = ordinary
+    def __getitem__(kernel: Any, grid: Any) -> Callable[..., Any]:
+        launch = getattr(_thread, "launch", None)
+        if launch is None:
+            return ordinary(kernel, grid)
+        return lambda *args, **kwargs: launch(kernel, grid, args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__getitem__": __getitem__, "is_recordable": True})

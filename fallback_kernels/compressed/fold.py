@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 
 ADD_ROWS = 16  # rows that one CTA adds
@@ -105,6 +106,7 @@ def _add_range(total, source, b, h, row, column, DIM: tl.constexpr):
     return total
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "width0", "width1", "width2", "width3", "rows0", "rows1", "rows2", "rows3", "rows",

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
+
 
 @triton.jit
 def completed_block(position, COMPRESS: tl.constexpr, STRIDE: tl.constexpr):
@@ -117,6 +119,7 @@ def store_completed_block(
         store_row(row_ptr, v, VALUE_DIM, BLOCK_DV)
 
 
+@recordable
 @triton.jit(do_not_specialize=["compressed_heads"])
 def decode_append_kernel(
     new_key_ptr, new_value_ptr, key_ptr, value_ptr, compressed_key_ptr, compressed_value_ptr,

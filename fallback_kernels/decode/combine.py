@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_slots,
     count_visible_blocks,
@@ -41,6 +42,7 @@ def load_gate(
     return gate.to(tl.float32)
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "num_tokens",

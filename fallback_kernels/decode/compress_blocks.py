@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
     completes_any,
     pdl_launch_dependents,
@@ -172,6 +173,7 @@ def project_blocks(
         )
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_new", "batch_size", "kv_heads", "tokens_per_split", "tiles"])
 def decode_project_kernel(
     key_ptr, value_ptr, new_key_ptr, new_value_ptr, key_weight_ptr, value_weight_ptr,
@@ -304,6 +306,7 @@ def write_blocks(
         )
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_new", "batch_size", "kv_heads"])
 def decode_write_blocks_kernel(
     partial_key_ptr, partial_value_ptr, key_weight_ptr, value_weight_ptr,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.append_kv import append_token, store_completed_block
 from nsa_flex.fallback_kernels.decode.tiles import (
     completes_any,
@@ -60,6 +61,7 @@ def pool(p, pooling, COMPILED: tl.constexpr):
     return pooled
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_compressed_splits", "num_splits"])
 def decode_compressed_kernel(
     query_ptr, key_ptr, value_ptr, lengths_ptr, partial_ptr, row_max_ptr, row_sum_ptr, score_ptr,

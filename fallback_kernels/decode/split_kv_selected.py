@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_slots,
     load_query_group,
@@ -23,6 +24,7 @@ from nsa_flex.fallback_kernels.decode.tiles import (
 from nsa_flex.fallback_kernels.decode.topk import best_of_chunks
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "num_compressed_splits",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
 from nsa_flex.fallback_kernels.decode import checks
@@ -242,6 +243,7 @@ def store_segments(
             tl.store(rows[:, None] + dim, total, mask=completes[:, None] & mask_d)
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         *("num_new", "capacity", "num_compressed", "rows", "kv_heads", "compressed_heads")

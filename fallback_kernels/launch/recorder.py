@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
+from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.launch.packing import InterpretedLaunch, compiled_launch
 from nsa_flex.fallback_kernels.launch.steps import (
     Allocation,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
@@ -63,6 +64,7 @@ def add_dq_tile(
     return tl.dot(grad_logits, k, acc, input_precision=PRECISION)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def sliding_bwd_dq_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, grad_out_ptr,
@@ -148,6 +150,7 @@ def sliding_bwd_dq_kernel(
     store_rows_at(grad_query_ptr, offset, row_mask, acc * scale, HEAD_DIM, BLOCK_D)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def sliding_bwd_dkdv_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr,
@@ -244,6 +247,7 @@ def sliding_bwd_dkdv_kernel(
     store_rows_at(grad_value_ptr, row * VALUE_DIM, key_mask, grad_v, VALUE_DIM, BLOCK_DV)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens"])
 def sliding_softmax_stats_kernel(
     in_ptr, out_ptr, in_stride_b, in_stride_h, in_stride_s, out_stride_b, out_stride_h,

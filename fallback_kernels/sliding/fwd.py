@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
     MIN_LOGIT,
@@ -110,6 +111,7 @@ def attend_window(
     return acc, row_max, row_sum
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def sliding_fwd_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, out_ptr, lse_ptr,

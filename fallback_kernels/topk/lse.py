@@ -9,10 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.topk.scores import load_keys, load_queries
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "kv_heads"])
 def compressed_lse_kernel(
     query_ptr,

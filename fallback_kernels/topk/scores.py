@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.topk.select import VECTOR
 
@@ -170,6 +171,7 @@ def mask_keys(
     return p
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "first_query",

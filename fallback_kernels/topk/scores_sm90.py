@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as HostDescriptor
 
 from nsa_flex.fallback_kernels.common.gluon import fast_exp2, thread_barrier, tma_load
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.common.strides import strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
@@ -223,6 +224,7 @@ def blocks_of(
     return own, first
 
 
+@recordable
 @gluon.jit(
     do_not_specialize=["first_query", "chunk_queries", "kv_heads"],
 )

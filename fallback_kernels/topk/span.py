@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.topk.scores import load_rows
 
@@ -30,6 +31,7 @@ def are_highest(bits, WANTED: tl.constexpr):
     return above | ((equal > 0) & (tl.cumsum(equal, 1) <= spare))
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "kv_heads"])
 def topk_span_kernel(
     query_ptr,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import os
+import pkgutil
 import re
 import struct
 import subprocess
@@ -30,9 +34,16 @@ from reference.interpreter import (
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from triton.runtime.jit import KernelInterface  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from nsa_flex import fallback_kernels  # noqa: E402
 from nsa_flex.bench.tools.matrix_entries import targeting  # noqa: E402
+from nsa_flex.fallback_kernels.common.launches import (  # noqa: E402
+    intercepting_launches,
+    is_recordable,
+    recordable,
+)
 from nsa_flex.fallback_kernels.compressed import cudnn  # noqa: E402
 from nsa_flex.fallback_kernels.fused.operators import core_attention  # noqa: E402
 from nsa_flex.fallback_kernels.launch import packing, plans  # noqa: E402
@@ -60,6 +71,7 @@ def _plans_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_plans()
 
 
+@recordable
 @triton.jit
 def add_kernel(x_ptr, y_ptr, out_ptr, factor, size, BLOCK: tl.constexpr):
     """out = x + factor * y, of `size` numbers."""
@@ -69,11 +81,18 @@ def add_kernel(x_ptr, y_ptr, out_ptr, factor, size, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, x + factor * y, mask=i < size)
 
 
+@recordable
 @triton.jit
 def copy_tiles_kernel(x_tiles, out_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """out = x, by tensor copies."""
     tile = x_tiles.load([tl.program_id(0) * ROWS, 0])
     out_tiles.store([tl.program_id(0) * ROWS, 0], tile.reshape([ROWS, COLUMNS]))
+
+
+@triton.jit
+def of_others_kernel(out_ptr):
+    """out[0] = 7."""
+    tl.store(out_ptr, 7.0)
 
 
 class Counted:
@@ -304,6 +323,47 @@ def test_hooks_of_triton_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ignore(*args: Any) -> None:
     return None
+
+
+def test_every_kernel_of_the_package_is_recordable() -> None:
+    """A launch that a recorder does not see would be missing in a plan."""
+    found, launched = set(), set()
+    for module in pkgutil.walk_packages(
+        fallback_kernels.__path__, fallback_kernels.__name__ + "."
+    ):
+        for name, x in vars(importlib.import_module(module.name)).items():
+            if name.endswith("_kernel") and isinstance(x, KernelInterface):
+                assert is_recordable(x), f"{module.name}.{name} lacks @recordable"
+                found.add(name)
+        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module.name]))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value))
+    # Where tiles choose the kernel, or a call passes it on, the variable is called so.
+    assert len(found) > 40
+    assert launched - found <= {"kernel", "self.kernel"}
+
+
+@kernels
+def test_kernels_of_others_are_as_triton_made_them() -> None:
+    """Also while launches are intercepted; a second one has it back afterwards."""
+    before = KernelInterface.__dict__["__getitem__"]
+    seen: list[Any] = []
+    x = numbers(4)
+    with intercepting_launches(lambda kernel, *_: seen.append(kernel)):
+        assert KernelInterface.__dict__["__getitem__"] is before
+        assert not is_recordable(of_others_kernel)
+        of_others_kernel[(1,)](x)
+        assert x[0] == 7
+        with intercepting_launches(lambda *_: seen.append("inner")):
+            launch_add(x, x, x, 1.0)
+        thread = threading.Thread(target=launch_add, args=(x, x, x, 1.0))
+        thread.start()
+        thread.join()
+        assert x[0] == 14  # another thread launches
+        launch_add(x, x, x, 1.0)
+    assert seen == ["inner", add_kernel]
+    launch_add(x, x, x, 1.0)
+    assert x[0] == 28
 
 
 @kernels
@@ -651,6 +711,7 @@ def test_tensor_descriptors_follow_their_memory(
     assert operator.ran == 2
 
 
+@recordable
 @triton.jit(do_not_specialize=["size", "wide"])
 def scaled_kernel(
     x_ptr, nothing_ptr, out_ptr, flag, size, scale, wide, BLOCK: tl.constexpr, TWICE: tl.constexpr
@@ -724,6 +785,7 @@ def test_packed_parameters() -> None:
 TUPLES = [(3, 1, 16, 1 << 40), (16, 3, 1, 5)]
 
 
+@recordable
 @triton.jit(do_not_specialize=["size"])
 def tuples_kernel(x_ptr, strides, out_ptr, pair, size, BLOCK: tl.constexpr, OF: tl.constexpr):
     """out[i] = x[i] * (the strides' sum + a pair of a float and a tuple), OF a constant tuple."""
@@ -776,7 +838,9 @@ def test_elements_of_tuples_are_packed_in_the_places_of_the_kernel(strides: Any)
         )  # fmt: skip
     args = [None, strides, None, (0.5, (1, 48)), 70, 32, (2, 3)]
     packed = packing._Parameters(compiled, args, [(0, 0, 0), (2, 1, 0)], [])
-    declared = re.findall(r"\.param \.(\w)(\d+) (?:\.ptr[^,]*?)?\w+_param_\d+", compiled.asm["ptx"])
+    declared = re.findall(
+        r"\.param \.(\w)(\d+) (?:\.ptr[^,]*?)?\w+_param_\d+", compiled.asm["ptx"]
+    )
     assert [int(bits) // 8 for _, bits in declared] == packed.sizes
     given = [*(x for x in strides if x != 1)]
     number = {4: "i", 8: "q"}
