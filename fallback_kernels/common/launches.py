@@ -10,16 +10,15 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-Kernel = TypeVar("Kernel")
 # What is called in place of `kernel[grid](*args, **kwargs)`: (kernel, grid, args, kwargs).
 Launch = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _thread = threading.local()
 
 
-def recordable(kernel: Kernel) -> Kernel:
+def recordable(kernel: Any) -> Any:
     """Decorates a kernel, what `triton.jit` or `gluon.jit` returned: `intercepting_launches` sees
     it.
     """
