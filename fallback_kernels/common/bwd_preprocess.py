@@ -33,7 +33,7 @@ def row_deltas(
         grad_out,
         lse_gradient,
         delta,
-        *lse_gradient.stride(),
+        lse_gradient.stride(),
         tokens,
         heads,
         VALUE_DIM=value_dim,
@@ -61,9 +61,7 @@ def bwd_delta_kernel(
     grad_out_ptr,
     grad_lse_ptr,
     delta_ptr,
-    grad_lse_stride_b,
-    grad_lse_stride_h,
-    grad_lse_stride_s,
+    grad_lse_strides,
     num_queries,
     query_heads,
     VALUE_DIM: tl.constexpr,
@@ -87,8 +85,8 @@ def bwd_delta_kernel(
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)  # [BLOCK_M]
     if HAS_GRAD_LSE:
         query = (row // query_heads).to(tl.int64)
-        offset = b * grad_lse_stride_b + query * grad_lse_stride_s
-        offset += (row % query_heads) * grad_lse_stride_h
+        offset = b * grad_lse_strides[0] + query * grad_lse_strides[2]
+        offset += (row % query_heads) * grad_lse_strides[1]
         delta -= tl.load(grad_lse_ptr + offset, mask=row_mask, other=0.0)
     tl.store(delta_ptr + first + row, delta, mask=row_mask)
 

@@ -235,12 +235,8 @@ def topk_scores_sm90_kernel(
     position_ptr,
     start_ptr,
     score_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
-    lse_stride_b,
-    lse_stride_h,
-    lse_stride_s,
+    query_strides,
+    lse_strides,
     position_stride_b,
     start_stride_b,
     first_query,
@@ -322,21 +318,21 @@ def topk_scores_sm90_kernel(
             buffers[m].index(0),
         )
 
-    query_ptr += row_of_batch * query_stride_b + first_head * query_stride_h
-    lse_ptr += row_of_batch * lse_stride_b + first_head * lse_stride_h
+    query_ptr += row_of_batch * query_strides[0] + first_head * query_strides[1]
+    lse_ptr += row_of_batch * lse_strides[0] + first_head * lse_strides[1]
     first_token, last_token = first_query + tile * BLOCK_TOKENS, first_query + last_query
     q0 = load_queries(  # [BLOCK_M, HEAD_DIM]
-        query_ptr, query_stride_h, query_stride_s, first_token, last_token,
+        query_ptr, query_strides[1], query_strides[2], first_token, last_token,
         0, PADDED_GROUP, GROUP, HEAD_DIM, QUERIES,
     )  # fmt: skip
     q1 = load_queries(  # [BLOCK_M, HEAD_DIM]
-        query_ptr, query_stride_h, query_stride_s, first_token, last_token,
+        query_ptr, query_strides[1], query_strides[2], first_token, last_token,
         1, PADDED_GROUP, GROUP, HEAD_DIM, QUERIES,
     )  # fmt: skip
     lse0 = load_lse(
         lse_ptr,
-        lse_stride_h,
-        lse_stride_s,
+        lse_strides[1],
+        lse_strides[2],
         first_token,
         last_token,
         0,
@@ -346,8 +342,8 @@ def topk_scores_sm90_kernel(
     )  # [BLOCK_M]
     lse1 = load_lse(
         lse_ptr,
-        lse_stride_h,
-        lse_stride_s,
+        lse_strides[1],
+        lse_strides[2],
         first_token,
         last_token,
         1,
@@ -504,8 +500,8 @@ def launch_scores(
         positions[0],
         positions[1],
         scores,
-        *strides(query),
-        *lse.stride(),
+        strides(query),
+        lse.stride(),
         positions[2],
         positions[3],
         chunk.start,
