@@ -10,17 +10,14 @@ from __future__ import annotations
 import copy
 import struct
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import version_unsupported_reason
 from nsa_flex.fallback_kernels.launch.native import PROBLEMS, native
 from nsa_flex.fallback_kernels.launch.steps import (
-    Allocation,
     OnStream,
     Registers,
     Step,
@@ -163,56 +160,6 @@ class PackedLaunch:
 
     def __call__(self, registers: Registers) -> None:
         self.launch(self.handles, registers.pointers, registers.stream)
-
-
-MAX_REGISTERS = 64  # of a `Brief`, as in `packed_launch.c`
-RESULT, NOTHING = -1, -2  # in the place of an offset
-
-
-class Brief:
-    """Steps that allocate one result and launch packed kernels, of which C does all at once."""
-
-    __slots__ = ("handles", "launch", "make", "places")
-
-    def __init__(
-        self, make: Callable[[], Tensor], launch: PackedLaunch, places: list[int]
-    ) -> None:
-        """make: the result. places: of the registers behind the inputs, byte of the workspace or
-        the above.
-        """
-        self.make = make
-        self.handles = launch.handles
-        self.launch = launch.module.launch_with
-        self.places = struct.pack(f"{len(places)}q", *places)
-
-    @classmethod
-    def of(
-        cls, steps: list[Step], results: Any, registers: range, offsets: dict[int, int]
-    ) -> Brief | None:
-        """None where the steps are others.
-
-        Args:
-            results: of the plan. registers: behind the inputs. offsets: in the workspace.
-        """
-        if len(steps) != 2 or registers.stop > MAX_REGISTERS:
-            return None
-        allocation, launch = steps
-        if not isinstance(allocation, Allocation) or not isinstance(launch, PackedLaunch):
-            return None
-        result, make = allocation.register, allocation.make_as(results)
-        if allocation.zeros or make is None:
-            return None
-        places = {**offsets, result: RESULT}
-        if not {x for x in launch.registers if x in registers} <= places.keys():
-            return None
-        return cls(make, launch, [places.get(x, NOTHING) for x in registers])
-
-    def __call__(self, inputs: list[Tensor], workspace: Tensor | None, stream: int) -> Any:
-        """The result; None, and nothing launched, where an input is not aligned."""
-        result = self.make()
-        address = 0 if workspace is None else workspace.data_ptr()
-        done = self.launch(self.handles, inputs, result, address, self.places, stream)
-        return result if done else None
 
 
 def join_launches(steps: list[Step]) -> list[Step]:

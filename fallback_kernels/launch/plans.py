@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from triton import knobs
 
 from nsa_flex.fallback_kernels.launch.lifetimes import insert_releases
-from nsa_flex.fallback_kernels.launch.packing import Brief, join_launches
+from nsa_flex.fallback_kernels.launch.packing import join_launches
 from nsa_flex.fallback_kernels.launch.recorder import Recorder, Unrecordable
 from nsa_flex.fallback_kernels.launch.steps import Registers, Step, memory, resolved
 from nsa_flex.fallback_kernels.launch.workspace import Workspace
@@ -39,7 +39,7 @@ MAX_PLANS = 256  # of one operator; the oldest goes
 MAX_RECENT = 4  # plans that are asked before a key is made
 DEVICES = {"cuda"}  # whose operators are planned; tests add the CPU
 
-_PLAIN = frozenset((int, float, bool, type(None), str, torch.dtype))  # types, told by value
+_PLAIN = frozenset((int, float, bool, type(None), str, torch.dtype))  # their values are in keys
 _SEEN = object()  # called once with such inputs, not recorded yet
 _all_plans: weakref.WeakSet[_Plans] = weakref.WeakSet()
 _enabled = os.environ.get("NSA_FLEX_LAUNCH_PLANS") != "0"
@@ -86,7 +86,7 @@ def forget_plans() -> None:
     for plans in _all_plans:
         plans.by_key.clear()
         plans.recent.clear()
-        plans.told.clear()
+        plans.known.clear()
 
 
 def plan_problems() -> dict[str, set[str]]:
@@ -108,14 +108,14 @@ class Call(NamedTuple):
 class _Plans:
     """The plans of one operator, by `plan_key`; recent ones by the `rest` of their calls.
 
-    told: these by what `replay` was told of calls, and what keeps that unique.
+    known: these by `others` of `replay`, and what keeps that unique.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
         self.body = body
         self.by_key: dict[Any, Any] = {}
         self.recent: dict[tuple[Any, ...], list[Plan]] = {}
-        self.told: dict[tuple[Any, ...], tuple[list[Plan], Any]] = {}
+        self.known: dict[tuple[Any, ...], tuple[list[Plan], Any]] = {}
         self.problems: set[str] = set()
         self.recorded = self.replayed = 0
 
@@ -139,7 +139,7 @@ class _Plans:
             while len(self.by_key) >= MAX_PLANS:
                 self.by_key.pop(next(iter(self.by_key)), None)
                 self.recent.clear()
-                self.told.clear()
+                self.known.clear()
             self.by_key[key] = _SEEN
             return self.body(*args)
         if plan is _SEEN and not _is_capturing(call.tensors[0]):
@@ -160,31 +160,33 @@ class _Plans:
 
         Args:
             tensors: of the call, in the order of its arguments.
-            others: what tells, with their number, all else that the call has; hashable.
+            others: hashable; with the tensors' number it determines all else of the call.
             args: gives the arguments of the call.
-            kept: is not to be freed while `others` is known, which has its `id`.
+            kept: an object whose `id` is in `others`; it is kept alive with them.
         """
         if not _enabled or _has_hooks():
             return None
-        told = (torch._C._get_deterministic_algorithms(), len(tensors), *others)
-        known = self.told.get(told)
+        which = (torch._C._get_deterministic_algorithms(), len(tensors), *others)
+        known = self.known.get(which)
         if known is None:
             call = read_call(args())
             if call is None or len(call.tensors) != len(tensors):
                 return None
             assert all(x is y for x, y in zip(call.tensors, tensors, strict=True))
-            if len(self.told) >= MAX_PLANS:
-                self.told.clear()
+            if len(self.known) >= MAX_PLANS:
+                self.known.clear()
                 self.recent.clear()
-            self.told[told] = known = (self.recent.setdefault(call.rest, []), kept)
+            self.known[which] = known = (self.recent.setdefault(call.rest, []), kept)
         recent = known[0]
         for i, plan in enumerate(recent):
             if plan.guard(*tensors):  # which knows tensors without an address, too
                 if i:  # the next call is likely to be such a one, too
                     recent[0], recent[i] = plan, recent[0]
-                out = plan.unless_unaligned(tensors)
-                self.replayed += out is not None
-                return out
+                pointers = [x.data_ptr() for x in tensors]
+                if not _are_aligned(pointers):
+                    return None
+                self.replayed += 1
+                return plan(tensors, pointers)
         return None
 
     def _recent(self, call: Call) -> Plan | None:
@@ -218,7 +220,7 @@ class Plan:
     """Steps in order, and where the results are afterwards."""
 
     __slots__ = (
-        *("brief", "guard", "index", "offsets", "pointers"),
+        *("guard", "index", "offsets", "pointers"),
         *("results", "steps", "tensors", "workspace"),
     )
 
@@ -241,7 +243,6 @@ class Plan:
         self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
         self.results = results
         self.index = device.index if device.type == "cuda" else None
-        self.brief = None if constants else Brief.of(steps, results, registers, workspace.offsets)
         self.guard: Any = None  # of `_guard`; False where there can be none
 
     @classmethod
@@ -261,7 +262,7 @@ class Plan:
 
     def learn(self, call: Call) -> bool:
         """Know such calls from now on, if tensors are aligned; whether the plan does."""
-        if self.guard is None and not reduce(or_, call.pointers) & 15:
+        if self.guard is None and _are_aligned(call.pointers):
             self.guard = _guard(call.tensors)
         return bool(self.guard)
 
@@ -270,22 +271,7 @@ class Plan:
 
         One function in C++, stricter than a key: it also tells types, devices and modes apart.
         """
-        return not reduce(or_, call.pointers) & 15 and self.guard(*call.tensors)
-
-    def unless_unaligned(self, tensors: list[Tensor]) -> Any:
-        """`__call__`; None, and nothing done, where a tensor is not aligned."""
-        brief, index = self.brief, self.index
-        if brief is None:
-            pointers = [x.data_ptr() for x in tensors]
-            return None if reduce(or_, pointers) & 15 else self(tensors, pointers)
-        stream = 0
-        if index is not None:
-            if torch._C._cuda_getDevice() != index:
-                with torch.cuda.device(index):
-                    return self.unless_unaligned(tensors)
-            stream = torch._C._cuda_getCurrentRawStream(index)
-        workspace = None if self.workspace is None else self.workspace()
-        return brief(tensors, workspace, stream)
+        return _are_aligned(call.pointers) and self.guard(*call.tensors)
 
     def __call__(self, tensors: list[Tensor], pointers: list[int]) -> Any:
         index, stream = self.index, 0
@@ -375,8 +361,13 @@ def _guard(tensors: list[Tensor]) -> Any:
     return guard.check if guard.check(*tensors) else False
 
 
+def _are_aligned(pointers: list[int]) -> bool:
+    """To 16 bytes, which Triton compiles for."""
+    return not reduce(or_, pointers) & 15
+
+
 def _has_hooks() -> bool:
-    """Whether somebody, a profiler for one, wants to be told of launches by Triton."""
+    """Whether Triton has hooks that it calls at launches, as a profiler sets."""
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):

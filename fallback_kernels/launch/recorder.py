@@ -21,10 +21,10 @@ from nsa_flex.fallback_kernels.launch.packing import InterpretedLaunch, compiled
 from nsa_flex.fallback_kernels.launch.steps import (
     Allocation,
     Copy,
-    Described,
+    DescriptorOf,
     Fork,
     Join,
-    Many,
+    ListOf,
     OnStream,
     Operation,
     Step,
@@ -290,9 +290,9 @@ class Recorder(TorchDispatchMode):
         if isinstance(x, (torch.UntypedStorage, torch.Generator)):
             raise Unrecordable(f"an operator takes a {type(x).__name__}")
         if isinstance(x, (tuple, list)) and any(isinstance(y, Tensor) for y in _flat(x)):
-            return Many(tuple(self._held(y) for y in x))
+            return ListOf(tuple(self._held(y) for y in x))
         if hasattr(x, "base") and isinstance(x.base, Tensor):
-            return Described(x, self.reference(x.base))
+            return DescriptorOf(x, self.reference(x.base))
         return x
 
     def _own(self, x: Tensor) -> int:

@@ -66,7 +66,7 @@ class View(NamedTuple):
         return torch.as_strided(base, self.size, self.stride, base.storage_offset() + self.offset)
 
 
-class Many(NamedTuple):
+class ListOf(NamedTuple):
     """A list of references and of anything else."""
 
     items: tuple[Any, ...]
@@ -75,7 +75,7 @@ class Many(NamedTuple):
         return [resolved(item, registers) for item in self.items]
 
 
-class Described(NamedTuple):
+class DescriptorOf(NamedTuple):
     """A tensor descriptor of a reference's memory."""
 
     descriptor: Any
@@ -102,7 +102,7 @@ class Copy(NamedTuple):
         return found.clone()
 
 
-_REFERENCES = {Whole, View, Many, Described, Copy}
+_REFERENCES = {Whole, View, ListOf, DescriptorOf, Copy}
 
 
 def resolved(item: Any, registers: Registers) -> Any:
@@ -114,9 +114,9 @@ def operands(x: Any) -> set[int]:
     """The registers of all references in arguments."""
     if isinstance(x, (Whole, View, Copy)):
         return {x.register}
-    if isinstance(x, Many):
+    if isinstance(x, ListOf):
         return operands(x.items)
-    if isinstance(x, Described):
+    if isinstance(x, DescriptorOf):
         return operands(x.base)
     if isinstance(x, dict):
         return operands(tuple(x.values()))
@@ -167,7 +167,7 @@ class Operation:
 def memory(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
-    """What makes such a tensor, with anything in it; on CUDA on the current device.
+    """Returns an allocator of uninitialised memory of this layout, on CUDA on the current device.
 
     There it is the function that Inductor's code calls: `torch.empty` costs the host three times
     as much.
@@ -179,13 +179,12 @@ def memory(
 
 
 class Allocation:
-    """New memory, zeros or nothing in it."""
+    """New memory, zeroed or uninitialised."""
 
-    __slots__ = ("device", "dtype", "make", "numel", "register", "zeros")
+    __slots__ = ("make", "register", "zeros")
 
     def __init__(self, register: int, like: Tensor, *, zeros: bool) -> None:
         assert like.is_contiguous()
-        self.dtype, self.device, self.numel = like.dtype, like.device, like.numel()
         self.register = register
         self.zeros = zeros
         self.make = memory(tuple(like.shape), like.stride(), like.dtype, like.device)
@@ -196,21 +195,6 @@ class Allocation:
             x.zero_()
         registers.tensors[self.register] = x
         registers.pointers[self.register] = x.data_ptr()
-
-    def make_as(self, reference: Any) -> Callable[[], Tensor] | None:
-        """What makes the same memory as the tensor or view that is referred to.
-
-        None where that is of another register, or does not begin and end where the memory does.
-        """
-        if reference == Whole(self.register):
-            return self.make
-        if not isinstance(reference, View) or reference.register != self.register:
-            return None
-        _, size, stride, offset = reference
-        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if 0 in size or offset or last + 1 != self.numel:
-            return None
-        return memory(size, stride, self.dtype, self.device)
 
 
 @dataclass(slots=True)
