@@ -56,13 +56,13 @@ def compiled_launch(
         return CompiledLaunch(*call)
 
 
-class CompiledLaunch:
+class CompiledLaunch(Step):
     """A compiled kernel: Triton's launcher, called with addresses in place of tensors.
 
     The last descriptor is kept for as long as its memory is the same.
     """
 
-    __slots__ = ("args", "descriptors", "kept", "pointers", "run")
+    __slots__ = ("args", "descriptors", "kept", "pointers", "registers", "run")
 
     def __init__(
         self,
@@ -80,12 +80,9 @@ class CompiledLaunch:
         self.pointers = [(first + i, register, offset) for i, register, offset in pointers]
         self.descriptors = [(first + i, register, offset) for i, register, offset in descriptors]
         self.kept = [(-1, _at(args[i], -1)) for i, _, _ in descriptors]
+        self.registers = {register for _, register, _ in (*pointers, *descriptors)}
         for i, _, _ in self.descriptors:
             self.args[i] = None  # the tensor that it names is not to live on
-
-    @property
-    def registers(self) -> set[int]:
-        return {register for _, register, _ in (*self.pointers, *self.descriptors)}
 
     def __call__(self, registers: Registers) -> None:
         args = self.args.copy()
@@ -106,13 +103,13 @@ class Unpacked(Exception):
     """The parameters of a kernel are not as is known, or it asks for more than a launch."""
 
 
-class PackedLaunch:
+class PackedLaunch(Step):
     """Compiled kernels whose parameters are packed, launched by `packed_launch.c` in turn.
 
     As made, one kernel; `append` adds what follows it at once.
     """
 
-    __slots__ = ("compiled", "handles", "launch", "module", "registers")
+    __slots__ = ("compiled", "handles", "launch", "registers")
 
     def __init__(
         self,
@@ -147,7 +144,7 @@ class PackedLaunch:
             )
         except PROBLEMS as problem:
             raise Unpacked(str(problem)) from problem
-        self.module, self.launch = module, module.launch
+        self.launch = module.launch
         self.handles: tuple[Any, ...] = (handle,)
         self.compiled = [compiled]  # which the functions that `handles` launch belong to
         self.registers = {register for _, register, _ in (*pointers, *descriptors)}
@@ -272,16 +269,16 @@ def _at(descriptor: Any, address: int) -> Any:
     return descriptor
 
 
-class InterpretedLaunch:
+class InterpretedLaunch(Step):
     """A kernel in Triton's CPU interpreter, launched as it was."""
 
-    __slots__ = ("args", "grid", "kernel", "kwargs", "operands")
+    __slots__ = ("args", "grid", "kernel", "kwargs", "operands", "registers")
 
     def __init__(
         self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.kernel, self.grid, self.args, self.kwargs = kernel, grid, args, kwargs
-        self.operands = operands((args, kwargs))
+        self.registers = self.operands = operands((args, kwargs))
 
     def __call__(self, registers: Registers) -> None:
         args = [resolved(x, registers) for x in self.args]

@@ -27,11 +27,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
 
-from nsa_flex.fallback_kernels.launch.lifetimes import insert_releases
 from nsa_flex.fallback_kernels.launch.packing import join_launches
 from nsa_flex.fallback_kernels.launch.recorder import Recorder, Unrecordable
 from nsa_flex.fallback_kernels.launch.steps import Registers, Step, memory, resolved
-from nsa_flex.fallback_kernels.launch.workspace import Workspace
+from nsa_flex.fallback_kernels.launch.workspace import Workspace, insert_releases
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,7 +41,19 @@ class Registers:
         self.pointers[register] = x.data_ptr()
 
 
-Step = Callable[[Registers], None]
+class Step:
+    """One action of a replay.
+
+    registers: that it reads or fills. operands: those of them whose tensors it reads, where a
+    kernel reads addresses alone.
+    """
+
+    __slots__ = ()
+    registers: AbstractSet[int] = frozenset()
+    operands: AbstractSet[int] = frozenset()
+
+    def __call__(self, registers: Registers) -> None:
+        raise NotImplementedError
 
 
 class Whole(NamedTuple):
@@ -125,14 +138,17 @@ def operands(x: Any) -> set[int]:
     return set()
 
 
-class Operation:
+class Operation(Step):
     """An operator of PyTorch.
 
     results: the register of each result that owns memory, None of others. Only arguments that
     are references are looked up.
     """
 
-    __slots__ = ("args", "call", "kwargs", "name", "named", "numbered", "operands", "results")
+    __slots__ = (
+        *("args", "call", "kwargs", "name", "named", "numbered"),
+        *("operands", "registers", "results"),
+    )
 
     def __init__(
         self,
@@ -145,6 +161,7 @@ class Operation:
         self.call = operator
         self.args, self.kwargs, self.results = list(args), kwargs, results
         self.operands = operands((args, kwargs))
+        self.registers = self.operands | {r for r in results if r is not None}
         self.numbered = [(i, x) for i, x in enumerate(args) if type(x) in _REFERENCES]
         self.named = [(name, x) for name, x in kwargs.items() if type(x) in _REFERENCES]
 
@@ -178,14 +195,14 @@ def memory(
     return partial(guards._empty_strided_cuda, size, stride, dtype)
 
 
-class Allocation:
+class Allocation(Step):
     """New memory, zeroed or uninitialised."""
 
-    __slots__ = ("make", "register", "zeros")
+    __slots__ = ("make", "register", "registers", "zeros")
 
     def __init__(self, register: int, like: Tensor, *, zeros: bool) -> None:
         assert like.is_contiguous()
-        self.register = register
+        self.register, self.registers = register, {register}
         self.zeros = zeros
         self.make = memory(tuple(like.shape), like.stride(), like.dtype, like.device)
 
@@ -198,7 +215,7 @@ class Allocation:
 
 
 @dataclass(slots=True)
-class Fork:
+class Fork(Step):
     """Other streams start after what the caller's was given."""
 
     device: torch.device
@@ -216,7 +233,7 @@ class Fork:
 
 
 @dataclass(slots=True)
-class Join:
+class Join(Step):
     """The caller's stream goes on after the others."""
 
     device: torch.device
@@ -233,16 +250,20 @@ class Join:
             module.wait(registers.main, other.cuda_stream, self.device.index)
 
 
-@dataclass(slots=True)
-class OnStream:
+class OnStream(Step):
     """Steps on one of the other streams.
 
     operations: whether PyTorch's are among them, which ask for the current stream.
     """
 
-    stream: torch.cuda.Stream
-    steps: list[Step]
-    operations: bool = False
+    __slots__ = ("operands", "operations", "registers", "steps", "stream")
+
+    def __init__(
+        self, stream: torch.cuda.Stream, steps: list[Step], operations: bool = False
+    ) -> None:
+        self.stream, self.steps, self.operations = stream, steps, operations
+        self.registers = frozenset().union(*(step.registers for step in steps))
+        self.operands = frozenset().union(*(step.operands for step in steps))
 
     def __call__(self, registers: Registers) -> None:
         registers.stream = self.stream.cuda_stream
@@ -257,7 +278,7 @@ class OnStream:
 
 
 @dataclass(slots=True)
-class Release:
+class Release(Step):
     """Registers whose tensors nothing reads any more."""
 
     numbers: tuple[int, ...]

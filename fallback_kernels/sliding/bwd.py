@@ -101,8 +101,8 @@ def sliding_bwd_dq_kernel(
     delta_ptr = delta_ptr + batch * delta_strides[0] + head * delta_strides[1]
     delta = tl.load(delta_ptr + offset, mask=row_mask, other=0.0)  # [BLOCK_M]
 
-    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)
-    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)
+    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)  # type: ignore[call-arg]
+    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)  # type: ignore[call-arg]
     if document_start_ptr is None:
         document_start, lowest, highest = None, 0, 0
     else:
@@ -169,8 +169,8 @@ def sliding_bwd_dkdv_kernel(
     h = cta // tiles % kv_heads
     start = cta % tiles * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)
-    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)
+    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)  # type: ignore[call-arg]
+    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)  # type: ignore[call-arg]
     k, v = load_key_value(
         keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
@@ -186,15 +186,8 @@ def sliding_bwd_dkdv_kernel(
     for i in tl.range(0, tiles_per_head * GROUP, num_stages=STAGES):
         head = h * GROUP + i // divisor
         first = start + i % divisor * BLOCK_M
-        queries = HeadRows(
-            query_desc, query_ptr, b, head, *query_strides,
-            num_tokens,
-        )  # fmt: skip
-        grad_outs = HeadRows(
-            grad_out_desc, grad_out_ptr, b, head,
-            *grad_out_strides,
-            num_tokens,
-        )  # fmt: skip
+        queries = HeadRows(query_desc, query_ptr, b, head, *query_strides, num_tokens)  # type: ignore[call-arg]
+        grad_outs = HeadRows(grad_out_desc, grad_out_ptr, b, head, *grad_out_strides, num_tokens)  # type: ignore[call-arg]
         q = load_tile(queries, first, BLOCK_M, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         grad_out = load_tile(grad_outs, first, BLOCK_M, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]

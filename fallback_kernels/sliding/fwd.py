@@ -131,8 +131,8 @@ def sliding_fwd_kernel(
     query_ptr += b.to(tl.int64) * query_strides[0] + (h * GROUP).to(tl.int64) * query_strides[1]
     offset = row_offsets(token, head_in_group, query_strides[1], query_strides[2])
     q = load_rows_at(query_ptr, offset, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)
-    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)
+    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)  # type: ignore[call-arg]
+    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)  # type: ignore[call-arg]
     acc, row_max, row_sum = attend_window(
         q, keys, values, document_start_ptr, first, token, window, scale_log2,
         BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
