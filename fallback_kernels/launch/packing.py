@@ -1,8 +1,8 @@
 """Kernel launches of a launch plan: compiled kernels, and those of Triton's interpreter.
 
-A step keeps its arguments; a replay puts in the stream and the addresses. Triton's own launcher
-looks at each argument in Python and in C, and makes the tensor map of each descriptor at every
-launch. A `PackedLaunch` has all of it behind it: the kernel's parameters lie packed in memory.
+A step keeps the arguments; a replay fills in the stream and the addresses. Triton's launcher
+parses every argument in Python and C, and encodes the tensor map of each descriptor, at every
+launch. A `PackedLaunch` did that once: it keeps the kernel's parameters packed in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def compiled_launch(
     pointers: list[Address],
     descriptors: list[Address],
 ) -> Step:
-    """The launch of a compiled kernel, packed where its parameters are as is known.
+    """The launch of a compiled kernel, packed if the layout of its parameters is known.
 
     Args:
         args: of the kernel; tensor descriptors as they were when the plan was made.
@@ -57,7 +57,7 @@ def compiled_launch(
 
 
 class CompiledLaunch(Step):
-    """A compiled kernel: Triton's launcher, called with addresses in place of tensors.
+    """Launches a compiled kernel by Triton's launcher, with addresses in place of tensors.
 
     The last descriptor is kept for as long as its memory is the same.
     """
@@ -100,11 +100,11 @@ class CompiledLaunch(Step):
 
 
 class Unpacked(Exception):
-    """The parameters of a kernel are not as is known, or it asks for more than a launch."""
+    """Raised where a kernel cannot be packed: parameters or launch options of unknown layout."""
 
 
 class PackedLaunch(Step):
-    """Compiled kernels whose parameters are packed, launched by `packed_launch.c` in turn.
+    """Compiled kernels with packed parameters, launched in order by `packed_launch.c`.
 
     As made, one kernel; `append` adds what follows it at once.
     """
@@ -150,7 +150,7 @@ class PackedLaunch(Step):
         self.registers = {register for _, register, _ in (*pointers, *descriptors)}
 
     def append(self, other: PackedLaunch) -> None:
-        """Launch this one's kernels too, behind its own."""
+        """Also launches the kernels of `other`, after its own."""
         self.handles += other.handles
         self.compiled += other.compiled
         self.registers |= other.registers
@@ -160,7 +160,7 @@ class PackedLaunch(Step):
 
 
 def join_launches(steps: list[Step]) -> list[Step]:
-    """The steps, with launches that follow one another in one step."""
+    """Merges packed launches that follow one another into one step."""
     joined: list[Step] = []
     for step in steps:
         if joined and isinstance(step, PackedLaunch) and isinstance(joined[-1], PackedLaunch):
@@ -173,12 +173,12 @@ def join_launches(steps: list[Step]) -> list[Step]:
 
 
 class _Parameters:
-    """What a kernel takes, in memory, and where addresses go."""
+    """A kernel's parameters in memory, and where addresses go."""
 
     def __init__(
         self, compiled: Any, args: list[Any], pointers: list[Address], descriptors: list[Address]
     ) -> None:
-        """Raises ValueError or LookupError for what is not known."""
+        """Raises ValueError or LookupError for an argument of unknown layout."""
         self.memory = bytearray()
         self.places: list[int] = []
         self.sizes: list[int] = []
@@ -216,7 +216,7 @@ class _Parameters:
         return places, sizes, bytes(self.memory), of_pointers, of_maps
 
     def _add(self, packed: bytes, alignment: int = 8) -> int:
-        """The byte that a parameter begins at."""
+        """Appends a parameter; returns its first byte."""
         self.memory += bytes(-len(self.memory) % alignment)
         at = len(self.memory)
         self.memory += packed
@@ -233,7 +233,7 @@ class _Parameters:
             self._add(struct.pack(FORMATS[kind], x))
 
     def _add_descriptor(self, expanded: list[Any], rank: int, address: tuple[int, int]) -> None:
-        """Tensor map, shape and strides; other forms of a descriptor have no tensor map."""
+        """Appends tensor map, shape and strides; fails for descriptors without a tensor map."""
         tensor_map, *sizes = expanded
         at = self._add(native().tensor_map_bytes(tensor_map), MAP_ALIGNMENT)
         self.maps.append((at, *address))
@@ -251,7 +251,7 @@ def _expanded(launcher: Any, descriptor: Any, meta: Any) -> list[Any]:
 
 
 class _Pointer:
-    """What a tensor descriptor's base is asked for at a launch."""
+    """Stands for the base of a tensor descriptor: a launch asks it for `data_ptr` alone."""
 
     __slots__ = ("address",)
 
@@ -263,14 +263,14 @@ class _Pointer:
 
 
 def _at(descriptor: Any, address: int) -> Any:
-    """The tensor descriptor of memory elsewhere."""
+    """A copy of the tensor descriptor, of memory at `address`."""
     descriptor = copy.copy(descriptor)
     descriptor.base = _Pointer(address)
     return descriptor
 
 
 class InterpretedLaunch(Step):
-    """A kernel in Triton's CPU interpreter, launched as it was."""
+    """Launches a kernel in Triton's CPU interpreter."""
 
     __slots__ = ("args", "grid", "kernel", "kwargs", "operands", "registers")
 

@@ -29,14 +29,14 @@ from triton import knobs
 
 from nsa_flex.fallback_kernels.launch.packing import join_launches
 from nsa_flex.fallback_kernels.launch.recorder import Recorder, Unrecordable
-from nsa_flex.fallback_kernels.launch.steps import Registers, Step, memory, resolved
+from nsa_flex.fallback_kernels.launch.steps import Registers, memory, resolved
 from nsa_flex.fallback_kernels.launch.workspace import Workspace, insert_releases
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 
 MAX_PLANS = 256  # of one operator; the oldest goes
-MAX_RECENT = 4  # plans that are asked before a key is made
-DEVICES = {"cuda"}  # whose operators are planned; tests add the CPU
+MAX_RECENT = 4  # plans whose guards are tried before a key is made
+DEVICES = {"cuda"}  # types of devices with plans; tests add the CPU
 
 _PLAIN = frozenset((int, float, bool, type(None), str, torch.dtype))  # their values are in keys
 _SEEN = object()  # called once with such inputs, not recorded yet
@@ -81,7 +81,7 @@ def without_plans() -> Iterator[None]:
 
 
 def forget_plans() -> None:
-    """Every operator plans anew; for whoever changes what plans depend on, as tests do."""
+    """Drops all plans; for tests and others that change what plans were made from."""
     for plans in _all_plans:
         plans.by_key.clear()
         plans.recent.clear()
@@ -96,7 +96,8 @@ def plan_problems() -> dict[str, set[str]]:
 class Call(NamedTuple):
     """The arguments of an operator.
 
-    tensors: in order. pointers: their addresses. rest: what is no tensor, and where tensors are.
+    tensors: in order. pointers: their addresses. rest: all other arguments, with the places of
+    the tensors.
     """
 
     tensors: list[Tensor]
@@ -105,9 +106,10 @@ class Call(NamedTuple):
 
 
 class _Plans:
-    """The plans of one operator, by `plan_key`; recent ones by the `rest` of their calls.
+    """The plans of one operator.
 
-    known: these by `others` of `replay`, and what keeps that unique.
+    by_key: by `plan_key`. recent: lists of recent plans, by the `rest` of their calls.
+    known: the same lists by `others` of `replay`, each with its `kept`.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
@@ -152,10 +154,10 @@ class _Plans:
         args: Callable[[], tuple[Any, ...]],
         kept: Any = None,
     ) -> Any:
-        """What `run` returns, where a recent plan has it; else None.
+        """What `run` returns, if a recent plan serves the call; else None, and nothing is done.
 
-        For a caller that has looked whether somebody watches the operators, and knows in what its
-        calls differ: they are read once for each kind.
+        For a caller that has checked that no mode watches operators, and can name in `others` what
+        distinguishes its calls: their arguments are read once for each value of it.
 
         Args:
             tensors: of the call, in the order of its arguments.
@@ -208,7 +210,7 @@ class _Plans:
         try:
             if recorder.problem is not None:
                 raise Unrecordable(recorder.problem)
-            self.by_key[key] = Plan.of(recorder, out)
+            self.by_key[key] = Plan(recorder, out)
             self.recorded += 1
         except Unrecordable as problem:
             self.problems.add(str(problem))
@@ -223,52 +225,41 @@ class Plan:
         *("results", "steps", "tensors", "workspace"),
     )
 
-    def __init__(
-        self,
-        steps: list[Step],
-        registers: range,
-        constants: dict[int, Tensor],
-        results: Any,
-        device: torch.device,
-        workspace: Workspace,
-    ) -> None:
-        self.offsets = tuple(workspace.offsets.items())
-        self.workspace = None
-        if workspace.size:
-            self.workspace = memory((workspace.size,), (1,), torch.uint8, device)
-        self.steps = steps
-        # Of the registers behind the operator's own tensors, before the first step.
-        self.tensors = [constants.get(register) for register in registers]
-        self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
-        self.results = results
-        self.index = device.index if device.type == "cuda" else None
-        self.guard: Any = None  # of `_guard`; False where there can be none
-
-    @classmethod
-    def of(cls, recorder: Recorder, out: Any) -> Plan:
-        results = _results(recorder, out)
-        returned = {x.register for x in _listed(results) if x is not None}
+    def __init__(self, recorder: Recorder, out: Any) -> None:
+        """The plan of what was recorded; out: what the body returned."""
+        self.results = _results(recorder, out)
+        returned = {x.register for x in _listed(self.results) if x is not None}
         inputs = set(range(recorder.num_inputs))
         workspace = Workspace.of(recorder, returned | inputs)
         kept = returned | inputs | set(recorder.constants) | set(workspace.offsets)
         insert_releases(recorder.steps, kept)
-        # What was returned this time is the caller's already.
-        constants = {r: x.clone() if r in returned else x for r, x in recorder.constants.items()}
-        others = range(recorder.num_inputs, len(recorder.owners))
+        self.steps = join_launches(recorder.steps)
         device = recorder.owners[0].device
-        steps = join_launches(recorder.steps)
-        return cls(steps, others, constants, results, device, workspace)
+        self.index = device.index if device.type == "cuda" else None
+        self.offsets = tuple(workspace.offsets.items())
+        self.workspace = None
+        if workspace.size:
+            self.workspace = memory((workspace.size,), (1,), torch.uint8, device)
+        # Registers behind the inputs, as they are before the first step. A constant that was
+        # returned this time is the caller's: the plan keeps a copy.
+        self.tensors: list[Tensor | None] = []
+        for register in range(recorder.num_inputs, len(recorder.owners)):
+            x = recorder.constants.get(register)
+            self.tensors.append(x.clone() if x is not None and register in returned else x)
+        self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
+        self.guard: Any = None  # of `_guard`; False where there can be none
 
     def learn(self, call: Call) -> bool:
-        """Know such calls from now on, if tensors are aligned; whether the plan does."""
+        """Makes the guard for such calls, if their tensors are aligned; whether there is one."""
         if self.guard is None and _are_aligned(call.pointers):
             self.guard = _guard(call.tensors)
         return bool(self.guard)
 
     def knows(self, call: Call) -> bool:
-        """Whether it is the plan of a call that has the `rest` of one of its calls.
+        """Whether the plan serves a call that has the `rest` of one that it served.
 
-        One function in C++, stricter than a key: it also tells types, devices and modes apart.
+        The guard is one function in C++, stricter than a key: it also compares types, dispatch
+        keys and modes.
         """
         return _are_aligned(call.pointers) and self.guard(*call.tensors)
 

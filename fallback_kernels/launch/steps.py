@@ -1,4 +1,4 @@
-"""What a launch plan consists of: steps that read and fill registers, one register a tensor.
+"""Steps of a launch plan. They read and fill registers, one for each tensor.
 
 Launches of kernels are in `packing`.
 
@@ -32,7 +32,7 @@ class Registers:
     __slots__ = ("main", "pointers", "stream", "tensors")
 
     def __init__(self, tensors: list[Tensor | None], pointers: list[int], stream: int) -> None:
-        """tensors, pointers: of all registers, as they are at first."""
+        """tensors, pointers: initial values of all registers."""
         self.tensors, self.pointers = tensors, pointers
         self.stream = self.main = stream
 
@@ -80,7 +80,7 @@ class View(NamedTuple):
 
 
 class ListOf(NamedTuple):
-    """A list of references and of anything else."""
+    """A list of arguments, some of them references."""
 
     items: tuple[Any, ...]
 
@@ -119,7 +119,7 @@ _REFERENCES = {Whole, View, ListOf, DescriptorOf, Copy}
 
 
 def resolved(item: Any, registers: Registers) -> Any:
-    """The tensor that a reference stands for; what is no reference stands for itself."""
+    """The tensor that a reference stands for; other items as they are."""
     return item.of(registers) if type(item) in _REFERENCES else item
 
 
@@ -216,7 +216,7 @@ class Allocation(Step):
 
 @dataclass(slots=True)
 class Fork(Step):
-    """Other streams start after what the caller's was given."""
+    """The other streams wait for the caller's."""
 
     device: torch.device
     others: list[torch.cuda.Stream]
@@ -234,7 +234,7 @@ class Fork(Step):
 
 @dataclass(slots=True)
 class Join(Step):
-    """The caller's stream goes on after the others."""
+    """The caller's stream waits for the others."""
 
     device: torch.device
     others: list[torch.cuda.Stream]
@@ -279,7 +279,7 @@ class OnStream(Step):
 
 @dataclass(slots=True)
 class Release(Step):
-    """Registers whose tensors nothing reads any more."""
+    """Frees the tensors of registers that no later step reads."""
 
     numbers: tuple[int, ...]
 

@@ -8,11 +8,14 @@ import inspect
 import os
 import pkgutil
 import re
+import shutil
 import struct
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -716,6 +719,19 @@ def test_parameters_of_every_type_are_packed() -> None:
     launches = [step for plan in kept for step in plan.steps if hasattr(step, "registers")]
     assert {type(step) for step in launches} == {packing.PackedLaunch}
     assert operator.ran == 6
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_c_file_compiles_without_warnings() -> None:
+    """With the headers that Triton compiles its launcher with; running it needs a driver."""
+    from triton.backends.nvidia import driver
+
+    source = Path(packing.__file__).with_name("packed_launch.c")
+    folders = [*driver.include_dirs, sysconfig.get_path("include")]
+    command = ["cc", "-std=c11", "-Wall", "-Werror", "-fsyntax-only", str(source)]
+    command += [f"-I{folder}" for folder in folders]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_packed_parameters() -> None:
