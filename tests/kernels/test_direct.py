@@ -45,7 +45,7 @@ class Counted:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(direct, "make_autograd_impl", lambda *_: counting)
             direct.register_kernels(operator, "CPU")
-        self.direct = direct.directly(operator, keep, differentiate)
+            self.direct = direct.directly(operator, keep, differentiate)
         self.overload: Any = operator._opoverload
 
 
@@ -83,6 +83,20 @@ def test_compiled_code_goes_round_torch_library(operator: Counted, backend: str)
     x = torch.randn(5, requires_grad=True)
     compiled = torch.compile(lambda x: operator.direct(x, 3.0).sin(), backend=backend)
     compiled(x)  # the first call is watched
+    operator.dispatched = 0
+    out = compiled(x)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert operator.dispatched == 0
+    torch.testing.assert_close(out, (3 * x).sin())
+    torch.testing.assert_close(found, 3 * (3 * x).cos())
+
+
+@pytest.mark.gpu
+def test_compiled_code_goes_round_torch_library_on_cuda() -> None:
+    operator = Counted("on_cuda")
+    x = torch.randn(5, device="cuda", requires_grad=True)
+    compiled = torch.compile(lambda x: operator.direct(x, 3.0).sin())
+    compiled(x)
     operator.dispatched = 0
     out = compiled(x)
     (found,) = torch.autograd.grad(out.sum(), x)
