@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_visible_blocks,
     pdl_launch_dependents,
@@ -118,6 +119,7 @@ def best_of_chunks(
     return best, tl.sum(tl.where(greater == index + 1, rank, 0), 0)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_compressed_splits", "num_splits"])
 def decode_topk_kernel(
     lengths_ptr, score_ptr, row_max_ptr, row_sum_ptr, candidate_ptr, block_ptr, capacity,

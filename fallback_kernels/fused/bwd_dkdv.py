@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import Splits
 from nsa_flex.fallback_kernels.common.documents import are_short
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tma import descriptor
@@ -156,6 +157,7 @@ def in_document(document_start_ptr, token, key, stop, num_tokens, ONE_DOCUMENT: 
     return same
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "sum_tokens", "window"])
 def fused_bwd_dkdv_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, stats_ptr,

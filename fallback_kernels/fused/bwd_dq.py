@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.documents import are_long, is_span_short
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tma import descriptor
@@ -246,6 +247,7 @@ def add_dq_tile(
     return tl.dot(grad_logits.to(k.dtype), k, acc, input_precision=PRECISION)
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "zeros_rows", "zeros_tokens", "window", "rows",

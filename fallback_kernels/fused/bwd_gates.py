@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, is_span_short
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import lse_in_base2
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
@@ -213,6 +214,7 @@ def split_row(row, num_rows, num_tokens, heads):
     return token // num_tokens, token % num_tokens, row % heads, row < num_rows
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def fused_bwd_gates_kernel(
     grad_ptr, compressed_ptr, selected_ptr, sliding_ptr, selected_lse_ptr, gate_ptr,
@@ -290,6 +292,7 @@ def fused_bwd_gates_kernel(
             tl.store(compressed_delta_ptr + row, delta, mask=row_mask)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def switch_gate_sign_kernel(
     signed_ptr, gate_ptr, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads,
@@ -327,6 +330,7 @@ def signs_differ(
     return (compressed_gate < 0) != (selected_gate < 0)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "rows", "first1", "first2", "first3", "reach"])
 def fold_gated_lse_kernel(
     lse_ptr, gate_ptr, out0, out1, out2, out3, stride_b, stride_h, stride_s,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.documents import is_long
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
@@ -103,6 +104,7 @@ def _empty(
     return torch.empty((rows, num_queries), **options), torch.empty((rows, num_queries), **options)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "offset", "num_keys"])
 def range_bounds_kernel(
     offsets_ptr, document_start_ptr, first_ptr, end_ptr, num_queries, offset, num_keys,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import Splits
 from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, are_short
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -38,6 +39,7 @@ def tokens_read_around(stride: int) -> int:
     return MOST_KEYS * stride + MOST_QUERIES
 
 
+@recordable
 @triton.jit
 def ranges_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_q_ptr,
@@ -97,6 +99,7 @@ def ranges_bwd_dq_kernel(
     store_tile(grad_q_ptr, query, row_stride, num_queries, grad_q * scale, HEAD_DIM, BLOCK_D)
 
 
+@recordable
 @triton.jit
 def ranges_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, grad_out_ptr, lse_ptr, delta_ptr,

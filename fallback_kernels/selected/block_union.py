@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.documents import NONE_EARLY, Early
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, store_zeros, tile_width
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
@@ -120,6 +121,7 @@ def searched_union(
     return tl.where(least < 0, size, -1)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "query_offset", "base", "num_counters"])
 def block_union_kernel(
     blocks_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr, counts_ptr,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.documents import are_long
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
 from nsa_flex.fallback_kernels.selected.fwd_combine import combine_tile_rows, load_initial_or_local
 from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
@@ -49,6 +50,7 @@ def initial_local_dq(
     return grad
 
 
+@recordable
 @triton.jit(do_not_specialize=["first_head", "chunk_start"])
 def selected_bwd_dq_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, stats_ptr, partial_ptr, bitmask_ptr,

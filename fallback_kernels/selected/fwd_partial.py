@@ -23,6 +23,7 @@ from nsa_flex.fallback_kernels.common.documents import (
     Early,
     LeftOut,
 )
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
@@ -40,6 +41,7 @@ from nsa_flex.fallback_kernels.selected.tiles import (
 from nsa_flex.reasons import explained
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "first_work_tile",

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, is_long
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions
 from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan
@@ -101,6 +102,7 @@ def tiles_have_union(
     return tl.load(sizes_ptr + tile, mask=row_mask, other=-1) != -1
 
 
+@recordable
 @triton.jit(do_not_specialize=LENGTHS)
 def index_count_kernel(
     blocks_ptr,
@@ -209,6 +211,7 @@ def write_work_tiles(
     tl.store(record + 3, tl.where(some, union_start, 0), mask=inside)
 
 
+@recordable
 @triton.jit(do_not_specialize=[*LENGTHS, *WORK_TILE_LENGTHS, "work_tile_ctas"])
 def index_scatter_kernel(
     blocks_ptr,
@@ -302,6 +305,7 @@ def index_scatter_kernel(
         tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=is_topk)
 
 
+@recordable
 @triton.jit(do_not_specialize=["phases", *WORK_TILE_LENGTHS])
 def index_work_tiles_kernel(
     starts_ptr,
@@ -341,6 +345,7 @@ def _load_counts(
     return counts, counter, mask, row, work_tiles
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_csr_rows", "work_tile_tokens"])
 def index_totals_kernel(
     counts_ptr,
@@ -360,6 +365,7 @@ def index_totals_kernel(
     tl.store(totals_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(work_tiles, 0))
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_csr_rows", "work_tile_tokens"])
 def index_starts_kernel(
     counts_ptr,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -188,6 +189,7 @@ def _add_spans(
     return grad_k, grad_v
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "reach", "window", "compressed_tiles", "least", "most",

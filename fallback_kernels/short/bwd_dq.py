@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.documents import is_long
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -100,6 +101,7 @@ def _add_span(
     return grad_q
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window"])
 def short_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
     base2_scale,
@@ -157,6 +158,7 @@ def _add_gated(
     store_tile(out_ptr, query, row_stride, num_tokens, total, DIM, BLOCK)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window", "choice"])
 def short_fwd_kernel(
     q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,

@@ -147,7 +147,7 @@ class _Bodies(TorchDispatchMode):
 
 def _noting_launches(told: Told) -> AbstractContextManager[None]:
     """Within, launches of this thread are noted instead of done; others go on."""
-    from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
+    from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 
     def note(kernel: Any, *_call: Any) -> None:
         told.launches.append(Launch(kernel.fn.__name__, _stage(kernel.fn.__module__)))

@@ -16,7 +16,7 @@ from nsa_flex.explaining import rehearsal
 from reference.interpreter import INTERPRETED
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
+from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are compiled, not interpreted")
 CONFIG = NSAConfig()
