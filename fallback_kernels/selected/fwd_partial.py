@@ -17,12 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
-from nsa_flex.fallback_kernels.common.documents import (
-    NONE_EARLY,
-    NONE_LEFT_OUT,
-    Early,
-    LeftOut,
-)
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
@@ -293,8 +287,7 @@ def forward(
     *,
     storage: Tensor | None = None,
     offsets: Tensor | None = None,
-    left_out: LeftOut = NONE_LEFT_OUT,
-    early: Early = NONE_EARLY,
+    kinds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, Sq, Dv) and natural log-sum-exp (B, Hq, Sq), chunk by chunk.
 
@@ -310,15 +303,14 @@ def forward(
             only entries that the forward reads are indexed.
         offsets: int32 (B, Hkv), of a plan with `offset_tensor`: position of each batch row's
             query 0, the same for all KV heads, at most Sk - Sq.
-        left_out: whose entries the backward does not read.
-        early: whose results may be anything.
+        kinds: of `block_kinds`. Results of short queries are left to other kernels, and the
+            backward does not read entries of short documents.
     """
     selection = prepare(
         *(plan, query, key, value, blocks, scale),
         storage=storage,
         offsets=offsets,
-        left_out=left_out,
-        early=early,
+        kinds=kinds,
     )
     out = empty_bshd(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_bshd(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]

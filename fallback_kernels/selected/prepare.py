@@ -6,12 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import (
-    NONE_EARLY,
-    NONE_LEFT_OUT,
-    Early,
-    LeftOut,
-)
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions, build_block_unions
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.inverted_index import (
@@ -44,15 +38,11 @@ def prepare(
     *,
     storage: Tensor | None,
     offsets: Tensor | None = None,
-    left_out: LeftOut = NONE_LEFT_OUT,
-    early: Early = NONE_EARLY,
+    kinds: Tensor | None = None,
 ) -> Selection:
-    """Inverted index and unions of the query tiles; arguments as of `forward`.
-
-    left_out: whose entries the backward does not read. early: whose results may be anything.
-    """
+    """Inverted index and unions of the query tiles; arguments as of `forward`."""
     counts = empty_counts(plan, blocks.device)
-    unions = build_block_unions(plan, blocks, offsets, counts, early)
+    unions = build_block_unions(plan, blocks, offsets, counts, kinds)
     all_entries = storage is not None
     csr = build_index(
         plan,
@@ -63,6 +53,6 @@ def prepare(
         counts=counts,
         all_entries=all_entries,
         storage=storage,
-        left_out=left_out if all_entries else NONE_LEFT_OUT,
+        kinds=kinds if all_entries else None,
     )
     return Selection(plan, csr, unions, query, key, value, scale, offsets)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -36,14 +37,6 @@ class ShortStats(NamedTuple):
     query_heads: Any
     stride_b: Any
     stride_h: Any
-
-
-class Some(NamedTuple):
-    """Documents of packed rows by their tokens, and memory of what their keys get."""
-
-    grads: list[Tensor]  # contiguous, as `key_gradients` returns them
-    most: int  # documents of no more tokens than that,
-    least: int = 0  # and of more than that
 
 
 @triton.jit
@@ -190,12 +183,12 @@ def _add_spans(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles", "least", "most",
+        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles",
     ]
 )  # fmt: skip
 def short_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, document_end_ptr, grad_out_ptr,
-    stats_ptr,
+    q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, document_end_ptr, kinds_ptr,
+    grad_out_ptr, stats_ptr,
     query_desc, grad_out_desc, stats_desc,
     grad_k_ptr, grad_v_ptr, grad_ck_ptr, grad_cv_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
@@ -203,10 +196,10 @@ def short_bwd_dkdv_kernel(
     cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
     stats_stride_b, stats_stride_h,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
-    reach, window, choice, least, most, scale, scale_log2,
+    reach, window, choice, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
     MASKED: tl.constexpr, SELECT: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, SOME: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, KIND: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -216,8 +209,8 @@ def short_bwd_dkdv_kernel(
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
     document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
     MASKED: queries chose blocks, `choice` tokens, and `stats_ptr` says which; of documents that
-    are no longer than that they chose all, and it is not looked at. SOME: of keys of documents of
-    more than `least` and up to `most` tokens alone, others' results stay as they are.
+    are no longer than that they chose all, and it is not looked at. With `kinds_ptr`, of keys of
+    documents of a KIND alone, others' results stay as they are.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
@@ -246,9 +239,8 @@ def short_bwd_dkdv_kernel(
     if document_start_ptr is not None:
         document_end_ptr += b * num_tokens
         ends = tl.load(document_end_ptr + token, mask=exists, other=num_tokens)
-    if SOME:
-        start = tl.load(document_start_ptr + token, mask=exists, other=0)
-        exists = exists & (ends - start > least) & (ends - start <= most)
+    if kinds_ptr is not None:
+        exists &= has_kind(kinds_ptr, b, token, num_tokens, KIND, SELECT)
         if tl.max(exists.to(tl.int32), 0) == 0:
             return
         key = tl.where(exists, key, num_keys)  # as if it were not there
@@ -334,7 +326,9 @@ def key_gradients(
     near: bool,
     far: bool,
     masked: bool = False,
-    some: Some | None = None,
+    kinds: Tensor | None = None,
+    kind: tl.constexpr = SHORT_DOCUMENT,
+    grads: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """dK and dV (B, S, Hkv, D), then those of the compressed keys (B, N, Hkv, D) if given.
 
@@ -343,21 +337,19 @@ def key_gradients(
         keys: key and value of the selected branch (`far`), of the window (`near`), or of both.
         stats: of `query_gradients`.
         masked: whether that was given blocks that queries chose.
-        some: documents whose keys alone have results, and where these go.
+        kinds: of `block_kinds`; only keys of documents of a `kind` are written, into `grads`.
+        grads: memory of the results, contiguous; None for new memory.
     """
     plan = plan_of(query, *keys)
     q, do, k, v, ck, cv = (rows_contiguous(x) for x in (query, grad, *keys, *(compressed or keys)))
     batch, heads, tokens, _ = q.shape
     kv_heads, num_blocks = k.shape[1], ck.shape[2]
-    splits = plan.head_splits if some is None else 1
+    splits = plan.head_splits if grads is None else 1
     options: dict = {"dtype": torch.float32 if splits > 1 else q.dtype, "device": q.device}
     shapes = [(tokens, kv_heads, x.shape[3]) for x in (k, v)]
     if compressed is not None:
         shapes += [(num_blocks, kv_heads, x.shape[3]) for x in (ck, cv)]
-    some_of = some or Some(
-        [torch.empty((splits, batch, *shape), **options) for shape in shapes], tokens
-    )
-    grads = some_of.grads
+    sums = grads or [torch.empty((splits, batch, *shape), **options) for shape in shapes]
     block_n = plan.bwd_dkdv.block_n
     compressed_tiles = 0 if compressed is None else cdiv(num_blocks, block_n)
     grid = (compressed_tiles + cdiv(tokens, block_n), kv_heads * splits, batch)
@@ -367,20 +359,19 @@ def key_gradients(
         descs = [None] * len(descs)
     short_bwd_dkdv_kernel[grid](
         q, k, v, ck, cv, document_start,
-        None if document_start is None else ends_of_documents(document_start), do, stats,
-        *descs, *grads, *(() if compressed else grads),
+        None if document_start is None else ends_of_documents(document_start), kinds, do, stats,
+        *descs, *sums, *(() if compressed else sums),
         *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
         reach, min(config.window_size, tokens), config.num_selected_tokens,
-        some_of.least, some_of.most,
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         HAS_NEAR=near, HAS_FAR=far, MASKED=masked,
         SELECT=config.select_block_size, INITIAL=config.num_initial_blocks,
-        LOCAL=config.num_local_blocks, SOME=some is not None,
+        LOCAL=config.num_local_blocks, KIND=kind,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
-    if some is not None:
+    if grads is not None:
         return grads
-    shares = [Splits(*grads[i : i + 2]) for i in range(0, len(grads), 2)]
+    shares = [Splits(*sums[i : i + 2]) for i in range(0, len(sums), 2)]
     return add_splits(shares[0], q.dtype, *shares[1:])

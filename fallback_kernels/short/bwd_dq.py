@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.documents import is_long
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -104,7 +104,7 @@ def _add_span(
 def short_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,
     key_desc, value_desc, window_key_desc, window_value_desc, gate_ptr,
-    document_start_ptr, grad_out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
+    document_start_ptr, kinds_ptr, grad_out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
     compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr, blocks_ptr,
     grad_q_ptr, grad_gate_ptr, stats_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
@@ -116,7 +116,7 @@ def short_bwd_dq_kernel(
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     lse_stride_b, lse_stride_h, lse_stride_s, stats_stride_b, stats_stride_h, stats_step,
     num_tokens, num_blocks, query_heads, group, reach, window, choice, scale, scale_log2,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SOME: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -129,7 +129,7 @@ def short_bwd_dq_kernel(
     sees those blocks alone, `choice` tokens, and the last two numbers have a bit for each.
     stats_step: from one of a head's numbers to the next.
 
-    SOME: of documents of up to `reach` tokens alone, others' results stay as they are.
+    With `kinds_ptr`, of short documents alone, others' results stay as they are.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -140,9 +140,8 @@ def short_bwd_dq_kernel(
     row_mask = row < num_tokens
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
-    if SOME:
-        start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
-        row_mask = row_mask & (is_long(document_start_ptr, start, reach, num_tokens) == 0)
+    if kinds_ptr is not None:
+        row_mask &= has_kind(kinds_ptr, b, row, num_tokens, SHORT_DOCUMENT, SELECT)
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
         query = tl.where(row_mask, query, num_tokens)  # as if it were not there
@@ -334,14 +333,16 @@ def query_gradients(
     scale: float,
     reach: int,
     blocks: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
+    kinds: Tensor | None = None,
+    grads: tuple[Tensor, Tensor] | None = None,
 ) -> QueryGradients:
     """Gradients of queries and gates; `grad` (B, Hq, S, Dv), the others as of `short_forward`.
 
     Args:
         blocks: int32 (B, Hkv, S, n), contiguous, what queries chose; None if every block.
-        into: gradients of queries (B, S, Hq, D) and gates (B, S, Hq, 3), contiguous, where those
-            of documents of up to `reach` tokens are written, and no others.
+        kinds: of `block_kinds`; only rows of short documents are written, into `grads`.
+        grads: gradients of queries (B, S, Hq, D) and gates (B, S, Hq, 3), contiguous; None
+            for new memory.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
@@ -352,11 +353,11 @@ def query_gradients(
         )
     )
     batch, heads, tokens, dim = q.shape
-    if into is None:
+    if grads is None:
         grad_q = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
         grad_gates = gates.new_empty((batch, tokens, heads, 3))
     else:
-        grad_q, grad_gates = into
+        grad_q, grad_gates = grads
     if blocks is None:
         stats = empty_stats(batch, NUM_STATS * heads, tokens, q.device)
     else:
@@ -365,7 +366,7 @@ def query_gradients(
     if any(x is None for x in descs):
         descs = [None] * len(descs)
     short_bwd_dq_kernel[(heads, cdiv(tokens, plan.bwd_dq.block_m), batch)](
-        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, do,
+        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, kinds, do,
         results.compressed, results.selected, results.sliding,
         results.compressed_lse, results.selected_lse, results.sliding_lse, blocks,
         grad_q, grad_gates, stats,
@@ -375,6 +376,6 @@ def query_gradients(
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
         config.num_selected_tokens, scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride, SHARED=own is None,
-        SOME=into is not None, **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
+        **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip
     return QueryGradients(grad_q, grad_gates, stats)

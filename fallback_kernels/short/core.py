@@ -10,7 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.short.bwd_dkdv import Some, key_gradients
+from nsa_flex.fallback_kernels.common.block_kinds import (
+    MASKED_DOCUMENT,
+    SHORT_DOCUMENT,
+    UNMASKED_DOCUMENT,
+)
+from nsa_flex.fallback_kernels.short.bwd_dkdv import key_gradients
 from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients
 from nsa_flex.fallback_kernels.short.config import MANY_CTAS, num_key_tiles
 from nsa_flex.fallback_kernels.short.fwd import ShortResults
@@ -54,29 +59,32 @@ def overwrite_key_gradients(
     own: tuple[Tensor, Tensor] | None,
     stats: Tensor,
     document_start: Tensor,
+    kinds: Tensor,
     config: NSAConfig,
     scale: float,
     reach: int,
     grads: tuple[Tensor, ...],
 ) -> None:
-    """Into `grads` those of documents of up to `reach` tokens, of whatever lengths others are.
+    """Overwrites the rows of short documents, `kinds` says which, in `grads`.
 
     Arguments as of `short_backward`; stats: of `query_gradients`, with blocks. grads: of key,
     value, compressed key and value, and of `own` if given, laid out as that returns them.
     """
     query, key, value, compressed_key, compressed_value, _ = tensors
     rest = (stats, document_start, config, scale, reach)
-    into, choice = list(grads[:4]), min(config.num_selected_tokens, reach)
-    both = [(True, Some(into, reach))]
+    launches = [(True, SHORT_DOCUMENT)]
     if query.shape[1] == key.shape[1] and num_key_tiles(query, key, value) >= MANY_CTAS:
-        # Of one head a tile has few iterations. Documents whose queries chose all have a kernel
-        # that knows of no choice: twice as many CTAs that leave cost less than it saves.
-        both = [(False, Some(into, choice)), (True, Some(into, reach, choice))]
-    for masked, some in both:
+        # Of one head a tile has few iterations. Documents whose queries selected all have a kernel
+        # without masks: twice as many CTAs that leave cost less than it saves.
+        launches = [(False, UNMASKED_DOCUMENT), (True, MASKED_DOCUMENT)]
+    for masked, kind in launches:
         key_gradients(
             grad, query, (key, value), (compressed_key, compressed_value), *rest,
-            near=own is None, far=True, masked=masked, some=some,
+            near=own is None, far=True, masked=masked,
+            kinds=kinds, kind=kind, grads=list(grads[:4]),
         )  # fmt: skip
     if own is not None:
-        some = Some(list(grads[4:]), reach)
-        key_gradients(grad, query, own, None, *rest, near=True, far=False, some=some)
+        key_gradients(
+            grad, query, own, None, *rest,
+            near=True, far=False, kinds=kinds, grads=list(grads[4:]),
+        )  # fmt: skip

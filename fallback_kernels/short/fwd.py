@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_QUERIES, has_kind
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
     base2_scale,
@@ -157,11 +158,11 @@ def _add_gated(
     store_tile(out_ptr, query, row_stride, num_tokens, total, DIM, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window", "choice"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window"])
 def short_fwd_kernel(
     q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,
     key_desc, value_desc, window_key_desc, window_value_desc, gate_ptr,
-    document_start_ptr, blocks_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
+    document_start_ptr, kinds_ptr, blocks_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
     compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s,
@@ -170,9 +171,8 @@ def short_fwd_kernel(
     ck_stride_b, ck_stride_h, ck_stride_s, cv_stride_b, cv_stride_h, cv_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     lse_stride_b, lse_stride_h, lse_stride_s,
-    num_tokens, num_blocks, query_heads, group, reach, window, choice, scale_log2,
+    num_tokens, num_blocks, query_heads, group, reach, window, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SAVE: tl.constexpr,
-    EARLY: tl.constexpr, LATE: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -182,8 +182,8 @@ def short_fwd_kernel(
 
     SHARED: the window has the selected branch's keys and values. With `blocks_ptr`, int32
     (B, Hkv, S, n), the selected branch sees those blocks alone, and the compressed branch, from
-    which they were chosen, is read. EARLY: of the first `choice` tokens of documents alone, the
-    others' results stay as they are; LATE: of those others alone.
+    which they were selected, is read. With `kinds_ptr`, of short queries alone, or with both, of
+    all others; results of the rest stay as they are.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -194,9 +194,9 @@ def short_fwd_kernel(
     row_mask = row < num_tokens
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
-    if EARLY or LATE:
-        start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
-        row_mask = row_mask & ((row - start < choice) == EARLY)
+    if kinds_ptr is not None:
+        is_short = has_kind(kinds_ptr, b, row, num_tokens, SHORT_QUERIES, SELECT)
+        row_mask &= is_short == (blocks_ptr is None)
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
         query = tl.where(row_mask, query, num_tokens)  # as if it were not there
@@ -366,7 +366,8 @@ def short_forward(
     *,
     save: bool,
     chosen: Selected | None = None,
-    into: ShortResults | None = None,
+    kinds: Tensor | None = None,
+    results: ShortResults | None = None,
 ) -> ShortResults:
     """All branches of queries that select every block of their documents, and the gated sum.
 
@@ -379,8 +380,9 @@ def short_forward(
         reach: tokens of the longest document, at most n * l', or what the route "masked" takes.
         save: whether the branches' own outputs are wanted, for the backward.
         chosen: what is computed already.
-        into: results of others, where those of the first n * l' tokens of each document are
-            written, or, with `chosen`, those of the others.
+        kinds: of `block_kinds`: short queries alone are written, or, with blocks in `chosen`, all
+            others, into `results`.
+        results: memory of results; None for new memory.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
@@ -390,25 +392,24 @@ def short_forward(
         for x in (query, key, value, *(own or (key, value)), compressed_key, compressed_value)
     )
     batch, heads, tokens, _ = q.shape
-    found = into or empty_results(q, v, document_start is not None, save, chosen)
+    if results is None:
+        results = empty_results(q, v, document_start is not None, save, chosen)
     descs = [descriptor(x, tiles.block_n) for x in (k, v, wk, wv)]
     if any(x is None for x in descs):
         descs = [None] * len(descs)
     short_fwd_kernel[(heads, cdiv(tokens, tiles.block_m), batch)](
-        q, k, v, wk, wv, ck, cv, *descs, gates, document_start,
+        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, kinds,
         None if chosen is None else chosen.blocks,
-        found.out, found.compressed, found.selected, found.sliding,
-        found.compressed_lse, found.selected_lse, found.sliding_lse,
+        results.out, results.compressed, results.selected, results.sliding,
+        results.compressed_lse, results.selected_lse, results.sliding_lse,
         *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
-        *found.compressed_lse.stride(),
+        *results.compressed_lse.stride(),
         tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
-        config.num_selected_tokens, base2_scale(scale),
+        base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        SHARED=own is None, SAVE=save, EARLY=into is not None and chosen is None,
-        LATE=into is not None and chosen is not None,
-        **slots(config), **plan.constants(), **tiles.constants(),
+        SHARED=own is None, SAVE=save, **slots(config), **plan.constants(), **tiles.constants(),
     )  # fmt: skip
-    return found
+    return results
 
 
 def empty_results(

@@ -1,0 +1,123 @@
+"""Which blocks of packed rows are short, for kernels that share the rows among them.
+
+Documents begin at multiples of l' tokens, and what is short ends at one or with its document: what
+holds for a block of l' tokens holds for each of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.tiles import cdiv
+
+# Bits of a block's kind. Short documents have the backward of `short/`.
+SHORT_QUERIES = tl.constexpr(1)  # the first n * l' of a document: they select every block
+UNMASKED_DOCUMENT = tl.constexpr(2)  # a short document all of whose queries are short
+MASKED_DOCUMENT = tl.constexpr(4)  # a longer short document
+SHORT_DOCUMENT = tl.constexpr(6)  # either
+BLOCKS = 1024  # that the one CTA of `block_kinds_kernel` takes at a time
+TOO_LONG = (
+    "document_start holds a document that is longer than max_document_length: pass the length of "
+    "the longest, or None"
+)
+
+
+def block_kinds(
+    document_start: Tensor, config: NSAConfig, short_documents: int, longest: int | None = None
+) -> Tensor:
+    """Kinds of all blocks, uint8 (B, ceil(S / l')).
+
+    Args:
+        document_start: int32 (B, S), contiguous, multiples of l'.
+        short_documents: documents of up to so many tokens are short; 0: none are.
+        longest: tokens of the longest document, where kernels rely on it. A longer one raises an
+            error on the device (an assertion that the host does not wait for).
+    """
+    batch, tokens = document_start.shape
+    block_size = config.select_block_size
+    device = document_start.device
+    kinds = torch.empty((batch, cdiv(tokens, block_size)), dtype=torch.uint8, device=device)
+    fits = None if longest is None else torch.empty(1, dtype=torch.int32, device=device)
+    block_kinds_kernel[(1,)](
+        *(document_start, kinds, fits, tokens, kinds.numel(), config.num_selected_tokens),
+        short_documents,
+        tokens if longest is None else longest,
+        BLOCK_SIZE=block_size,
+        BLOCKS=BLOCKS,
+    )
+    if fits is not None:
+        torch._assert_async(fits, TOO_LONG)
+    return kinds
+
+
+@triton.jit
+def _is_longer(document_start_ptr, start, length, num_tokens):
+    """Whether the documents that begin at `start` have more than `length` tokens."""
+    after = start + length
+    return tl.load(document_start_ptr + after, mask=after < num_tokens, other=-1) == start
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_blocks", "short_queries", "short_documents", "longest"]
+)
+def block_kinds_kernel(
+    document_start_ptr, kinds_ptr, fits_ptr,
+    num_tokens, num_blocks, short_queries, short_documents, longest,
+    BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One CTA: the kind of each block, and whether no document is longer than `longest`.
+
+    One CTA needs neither zeros nor atomics for that flag, and a block takes it two loads or three.
+    """
+    blocks_per_row = tl.cdiv(num_tokens, BLOCK_SIZE)
+    fits = tl.full([BLOCKS], 1, tl.int32)
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)  # [BLOCKS], as all vectors
+        exists = block < num_blocks
+        row_ptr = document_start_ptr + (block // blocks_per_row).to(tl.int64) * num_tokens
+        token = block % blocks_per_row * BLOCK_SIZE
+        start = tl.load(row_ptr + token, mask=exists, other=0)
+        of_one_selection = tl.minimum(short_queries, short_documents)
+        is_long = _is_longer(row_ptr, start, short_documents, num_tokens)
+        is_masked = _is_longer(row_ptr, start, of_one_selection, num_tokens)
+        document = tl.where(is_masked, MASKED_DOCUMENT, UNMASKED_DOCUMENT)
+        kind = tl.where(is_long, 0, document)
+        kind += tl.where(token - start < short_queries, SHORT_QUERIES, 0)
+        tl.store(kinds_ptr + block, kind.to(tl.uint8), mask=exists)
+        fits = tl.where(exists & (token - start >= longest), 0, fits)
+    if fits_ptr is not None:
+        tl.store(fits_ptr, tl.min(fits, 0))
+
+
+@triton.jit
+def has_kind(kinds_ptr, b, token, num_tokens, KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Which tokens, of any shape, lie in blocks of a kind; those outside of the row do."""
+    kinds_ptr += b.to(tl.int64) * tl.cdiv(num_tokens, BLOCK_SIZE)
+    exists = (token >= 0) & (token < num_tokens)
+    kind = tl.load(kinds_ptr + token // BLOCK_SIZE, mask=exists, other=KIND)
+    return (kind & KIND) != 0
+
+
+@triton.jit
+def all_have_kind(kinds_ptr, b, token, num_tokens, KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Whether `has_kind` holds for all tokens [BLOCK]."""
+    of_kind = has_kind(kinds_ptr, b, token, num_tokens, KIND, BLOCK_SIZE)
+    return tl.min(of_kind.to(tl.int32), 0) != 0
+
+
+@triton.jit
+def span_has_kind(
+    kinds_ptr, b, first, last, num_tokens,
+    KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Whether `has_kind` holds for all tokens of [first, last]; tokens past the last are as it.
+
+    False, too, where the span is longer than BLOCKS - 1 blocks.
+    """
+    token = tl.minimum(first + tl.arange(0, BLOCKS) * BLOCK_SIZE, tl.minimum(last, num_tokens - 1))
+    of_kind = all_have_kind(kinds_ptr, b, token, num_tokens, KIND, BLOCK_SIZE)
+    return of_kind & (last - first <= (BLOCKS - 1) * BLOCK_SIZE)
