@@ -388,8 +388,8 @@ def fused_bwd_dq_kernel(
         )  # fmt: skip
     end -= full_tiles * BLOCK_N
 
-    rest = tl.maximum(end - tl.maximum(first - window + 1, lowest), 0)
-    for i in tl.range(0, (rest + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
+    edge_keys = tl.maximum(end - tl.maximum(first - window + 1, lowest), 0)
+    for i in tl.range(0, (edge_keys + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
         start = end - (i + 1) * EDGE_BLOCK_N
         edge_k, edge_v = load_key_value(
             keys, values, start, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,

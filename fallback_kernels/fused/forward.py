@@ -138,7 +138,7 @@ def _run_masked(
     results = empty_results(prepared.query, prepared.value, True, save, selection)
     if kinds is not None:
         run_short(route.short_queries, save=save, kinds=kinds, results=results)
-    run_short(route.longest, save=save, chosen=selection, kinds=kinds, results=results)
+    run_short(route.longest, save=save, selection=selection, kinds=kinds, results=results)
     return results if save else results._replace(compressed=results.compressed.new_empty(0))
 
 

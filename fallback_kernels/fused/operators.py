@@ -156,7 +156,7 @@ def core_forward(
     is `differentiable`: the index and the outputs of the branches. `deterministic` is for the
     backward. Without keys and values of its own the sliding branch has the selected one's.
     `counts` are an `NSAConfig`'s, `document_start` and `max_document_length` are what
-    `core_attention` takes. Without `return_blocks` the blocks may be anything. `offsets`: int32
+    `core_attention` takes. Without `return_blocks` the blocks are undefined. `offsets`: int32
     (B, Hkv), contiguous, key index of each row's query 0, in [0, Sk - S]; without gradients.
     """
     tensors = (query, key, value, compressed_key, compressed_value, gates)

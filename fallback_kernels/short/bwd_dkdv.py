@@ -66,7 +66,7 @@ def _add_queries(
 
     low, high: of `rows_of_keys`, for the keys that exist [BLOCK_N]. IS_NEAR: they have the keys in
     their window; else `span` is FAR or COMPRESSED. MASKED: token keys of `block` are for those
-    queries alone that chose it.
+    queries alone that selected it.
     """
     b, num_tokens, query_heads = queries.b, queries.num_tokens, stats.query_heads
     # All queries of [whole_begin, whole_end) see all keys; those past the last one may, too: what
@@ -127,7 +127,7 @@ def _add_queries(
 def _add_spans(
     grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
     near_begin, near_tiles, far_begin, far_tiles, first_head, heads, scale_log2,
-    is_compressed, reach, window, choice, first_token, own_first,
+    is_compressed, longest, window, selected_tokens, first_token, own_first,
     HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
     MASKED: tl.constexpr, SELECT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -136,40 +136,40 @@ def _add_spans(
 ):  # fmt: skip
     """dK / scale and dV with what all queries add, near and far.
 
-    MASKED: token keys, of the document that begins at `own_first`, are for queries that chose
+    MASKED: token keys, of the document that begins at `own_first`, are for queries that selected
     their block.
     """
     # The block of the document that the tile's keys lie in.
     block = tl.minimum((first_token - own_first) // SELECT, 63)
-    near_early, far_early = near_tiles, far_tiles
-    # Queries that certainly chose the tile's block first, without looking; then the others.
+    near_certain, far_certain = near_tiles, far_tiles
+    # First queries that certainly selected the tile's block, without their bits, then the others.
     PASSES: tl.constexpr = 2 if MASKED else 1
     if MASKED:
-        # Early queries of a document chose all its blocks, all queries its first ones, and those
-        # near enough the tile's block that one. Compressed keys are nobody's choice.
+        # The first queries of a document selected all its blocks, all queries its initial ones,
+        # and those near enough the tile's block that one. Compressed keys are never masked.
         of_all = is_compressed | (block < INITIAL)
-        early_end = tl.where(of_all, queries.num_tokens + BLOCK_M, own_first + choice)
-        far_early = _tiles_before(early_end, far_begin, far_tiles, BLOCK_M)
-        early_end = tl.maximum(early_end, own_first + (block + LOCAL) * SELECT)
-        near_early = _tiles_before(early_end, near_begin, near_tiles, BLOCK_M)
+        certain_end = tl.where(of_all, queries.num_tokens + BLOCK_M, own_first + selected_tokens)
+        far_certain = _tiles_before(certain_end, far_begin, far_tiles, BLOCK_M)
+        certain_end = tl.maximum(certain_end, own_first + (block + LOCAL) * SELECT)
+        near_certain = _tiles_before(certain_end, near_begin, near_tiles, BLOCK_M)
     if HAS_NEAR:
         low, high = rows_of_keys(
-            column, ends, is_compressed, reach, window, True, HAS_NEAR, COMPRESS, STRIDE
+            column, ends, is_compressed, longest, window, True, HAS_NEAR, COMPRESS, STRIDE
         )
-        begin, tiles = near_begin, near_early
+        begin, tiles = near_begin, near_certain
         for masked in tl.static_range(PASSES):
             grad_k, grad_v = _add_queries(
                 grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
                 begin, tiles, first_head, heads, NEAR, scale_log2, True, masked,
                 HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
             )  # fmt: skip
-            begin, tiles = near_begin + near_early * BLOCK_M, near_tiles - near_early
+            begin, tiles = near_begin + near_certain * BLOCK_M, near_tiles - near_certain
     if HAS_FAR:
         span = tl.where(is_compressed, COMPRESSED, FAR)
         low, high = rows_of_keys(
-            column, ends, is_compressed, reach, window, False, HAS_NEAR, COMPRESS, STRIDE
+            column, ends, is_compressed, longest, window, False, HAS_NEAR, COMPRESS, STRIDE
         )
-        begin, tiles = far_begin, far_early
+        begin, tiles = far_begin, far_certain
         for masked in tl.static_range(PASSES):
             grad_k, grad_v = _add_queries(
                 grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
@@ -177,13 +177,13 @@ def _add_spans(
                 False, masked,
                 HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
             )  # fmt: skip
-            begin, tiles = far_begin + far_early * BLOCK_M, far_tiles - far_early
+            begin, tiles = far_begin + far_certain * BLOCK_M, far_tiles - far_certain
     return grad_k, grad_v
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles",
+        "num_tokens", "num_blocks", "longest", "window", "compressed_tiles",
     ]
 )  # fmt: skip
 def short_bwd_dkdv_kernel(
@@ -196,7 +196,7 @@ def short_bwd_dkdv_kernel(
     cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
     stats_stride_b, stats_stride_h,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
-    reach, window, choice, scale, scale_log2,
+    longest, window, selected_tokens, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
     MASKED: tl.constexpr, SELECT: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, KIND: tl.constexpr,
@@ -208,9 +208,9 @@ def short_bwd_dkdv_kernel(
 
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
     document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
-    MASKED: queries chose blocks, `choice` tokens, and `stats_ptr` says which; of documents that
-    are no longer than that they chose all, and it is not looked at. With `kinds_ptr`, of keys of
-    documents of a KIND alone, others' results stay as they are.
+    MASKED: queries selected blocks, `selected_tokens` tokens, and `stats_ptr` says which. Of
+    documents that are no longer than that they selected all, and their bits are not read. With
+    `kinds_ptr`, only keys of documents of a KIND are written.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
@@ -257,7 +257,7 @@ def short_bwd_dkdv_kernel(
     # The queries that may see these keys: of documents that have begun where the last key is.
     first_token = tile * BLOCK_N * tokens_per_key
     last_token = first_token + BLOCK_N * tokens_per_key - 1
-    end = tl.minimum(tl.max(tl.where(exists, ends, 0), 0), last_token + reach)
+    end = tl.minimum(tl.max(tl.where(exists, ends, 0), 0), last_token + longest)
     near_begin = first_token // BLOCK_M * BLOCK_M
     near_tiles, far_begin = 0, near_begin
     if HAS_NEAR:
@@ -276,18 +276,19 @@ def short_bwd_dkdv_kernel(
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     own_first = 0  # of the document that the tile's first key lies in
     if not MASKED:
-        all_chose: tl.constexpr = True
+        all_selected: tl.constexpr = True
     elif document_start_ptr is None:
-        all_chose: tl.constexpr = False  # type: ignore[no-redef]
+        all_selected: tl.constexpr = False  # type: ignore[no-redef]
     else:
         own = tl.minimum(first_token, num_tokens - 1)
         own_first = tl.load(document_start_ptr + own)
-        all_chose = is_compressed | (tl.load(document_end_ptr + own) - own_first <= choice)
-    if all_chose:
+        tokens = tl.load(document_end_ptr + own) - own_first
+        all_selected = is_compressed | (tokens <= selected_tokens)
+    if all_selected:
         grad_k, grad_v = _add_spans(
             grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
             near_begin, near_tiles, far_begin, far_tiles, first_head, heads_per_cta, scale_log2,
-            is_compressed, reach, window, choice, first_token, own_first,
+            is_compressed, longest, window, selected_tokens, first_token, own_first,
             HAS_NEAR, HAS_FAR, COMPRESS, STRIDE, False, SELECT, INITIAL, LOCAL,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
         )  # fmt: skip
@@ -295,7 +296,7 @@ def short_bwd_dkdv_kernel(
         grad_k, grad_v = _add_spans(
             grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
             near_begin, near_tiles, far_begin, far_tiles, first_head, heads_per_cta, scale_log2,
-            is_compressed, reach, window, choice, first_token, own_first,
+            is_compressed, longest, window, selected_tokens, first_token, own_first,
             HAS_NEAR, HAS_FAR, COMPRESS, STRIDE, True, SELECT, INITIAL, LOCAL,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
         )  # fmt: skip
@@ -321,7 +322,7 @@ def key_gradients(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
-    reach: int,
+    longest: int,
     *,
     near: bool,
     far: bool,
@@ -336,7 +337,7 @@ def key_gradients(
         grad: (B, Hq, S, Dv); query: (B, Hq, S, D).
         keys: key and value of the selected branch (`far`), of the window (`near`), or of both.
         stats: of `query_gradients`.
-        masked: whether that was given blocks that queries chose.
+        masked: whether that was given blocks that queries selected.
         kinds: of `block_kinds`; only keys of documents of a `kind` are written, into `grads`.
         grads: memory of the results, contiguous; None for new memory.
     """
@@ -363,7 +364,7 @@ def key_gradients(
         *descs, *sums, *(() if compressed else sums),
         *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
-        reach, min(config.window_size, tokens), config.num_selected_tokens,
+        longest, min(config.window_size, tokens), config.num_selected_tokens,
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         HAS_NEAR=near, HAS_FAR=far, MASKED=masked,

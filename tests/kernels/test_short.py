@@ -473,8 +473,8 @@ def test_documents_masked_in_two_launches(
     case = Case((31, 190, 5, 97), batch=batch, kv_heads=2, group=1, own=own, config=CHOSEN)
     _, tensors = core_inputs(check_core(case, 190))
     first, later = launched
-    assert "chosen" not in first
-    assert later["chosen"] is not None
+    assert "selection" not in first
+    assert later["selection"] is not None
     assert later["results"] is first["results"]
     options = {"document_start": case.document_start(), "max_document_length": 190}
     options |= {"config": case.config, "scale": case.scale}
