@@ -39,9 +39,8 @@ def block_kinds(
     """
     batch, tokens = document_start.shape
     block_size = config.select_block_size
-    device = document_start.device
-    kinds = torch.empty((batch, cdiv(tokens, block_size)), dtype=torch.uint8, device=device)
-    fits = None if longest is None else torch.empty(1, dtype=torch.int32, device=device)
+    kinds = document_start.new_empty((batch, cdiv(tokens, block_size)), dtype=torch.uint8)
+    fits = None if longest is None else document_start.new_empty(1)
     block_kinds_kernel[(1,)](
         *(document_start, kinds, fits, tokens, kinds.numel(), config.num_selected_tokens),
         short_documents,
@@ -71,24 +70,23 @@ def block_kinds_kernel(
 ):  # fmt: skip
     """One CTA: the kind of each block, and whether no document is longer than `longest`.
 
-    One CTA needs neither zeros nor atomics for that flag, and a block takes it two loads or three.
+    One CTA needs neither zeros nor atomics for that flag, and a block takes it three loads.
     """
     blocks_per_row = tl.cdiv(num_tokens, BLOCK_SIZE)
     fits = tl.full([BLOCKS], 1, tl.int32)
     for first in range(0, num_blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)  # [BLOCKS], as all vectors
-        exists = block < num_blocks
+        # [BLOCKS], as all vectors; those past the last block repeat it.
+        block = tl.minimum(first + tl.arange(0, BLOCKS), num_blocks - 1)
         row_ptr = document_start_ptr + (block // blocks_per_row).to(tl.int64) * num_tokens
         token = block % blocks_per_row * BLOCK_SIZE
-        start = tl.load(row_ptr + token, mask=exists, other=0)
-        of_one_selection = tl.minimum(short_queries, short_documents)
+        start = tl.load(row_ptr + token)
+        unmasked = tl.minimum(short_queries, short_documents)  # tokens of a document, at most
+        is_masked = _is_longer(row_ptr, start, unmasked, num_tokens)
         is_long = _is_longer(row_ptr, start, short_documents, num_tokens)
-        is_masked = _is_longer(row_ptr, start, of_one_selection, num_tokens)
-        document = tl.where(is_masked, MASKED_DOCUMENT, UNMASKED_DOCUMENT)
-        kind = tl.where(is_long, 0, document)
+        kind = tl.where(is_long, 0, tl.where(is_masked, MASKED_DOCUMENT, UNMASKED_DOCUMENT))
         kind += tl.where(token - start < short_queries, SHORT_QUERIES, 0)
-        tl.store(kinds_ptr + block, kind.to(tl.uint8), mask=exists)
-        fits = tl.where(exists & (token - start >= longest), 0, fits)
+        tl.store(kinds_ptr + block, kind.to(tl.uint8))
+        fits = tl.where(token - start >= longest, 0, fits)
     if fits_ptr is not None:
         tl.store(fits_ptr, tl.min(fits, 0))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,8 @@ from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import SlidingEpilogue
 from nsa_flex.fallback_kernels.fused.route import Route, plan_selected
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
+from nsa_flex.fallback_kernels.selected.config import index_words
+from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.short.fwd import (
     Selected,
     ShortResults,
@@ -88,16 +88,25 @@ def run_forward(
     index = _empty_index(q, value, blocks, config, differentiable)
     documents = document_start is not None
     plan = plan_selected(q, key, value, config, documents, route.needs_index, offsets is not None)
-    storage = index if route.needs_index else None
-    keys = (rows_contiguous(key), rows_contiguous(value))
-    prepared = Prepared(plan, q, *keys, blocks, scale, storage, offsets, kinds)
+    prepare = partial(
+        selected_prepare.prepare,
+        *(plan, q, rows_contiguous(key), rows_contiguous(value), blocks, scale),
+        storage=index if route.needs_index else None,
+        offsets=offsets,
+    )
     run_short = partial(short_forward, (q, *tensors[1:]), own, document_start, config, scale)
     if route.forward == "masked":
-        results = _run_masked(prepared, run_short, compressed, differentiable, route)
+        if route.needs_index:
+            prepare()
+        selection = Selected(blocks, compressed.parts[0], compressed.lse)
+        results = _run_masked(q, value, selection, kinds, run_short, differentiable, route)
         return _core_tensors(results, blocks, index)
     results = _run_selected(
-        *(prepared, own or (key, value), document_start, config.window_size, compressed, gates),
-        *(differentiable, route),
+        partial(prepare, kinds=kinds),
+        *(q, own or (key, value), document_start, config.window_size, scale),
+        *(compressed, gates, offsets),
+        save=differentiable,
+        route=route,
     )
     if kinds is not None:  # overwrites the results of short queries, where there are any
         memory = results._replace(compressed=compressed.parts[0])
@@ -105,37 +114,17 @@ def run_forward(
     return _core_tensors(results, blocks, index)
 
 
-class Prepared(NamedTuple):
-    """What `selected.prepare` and the selected branch's forward take."""
-
-    plan: SelectedPlan
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    blocks: Tensor
-    scale: float
-    storage: Tensor | None  # the index that the backward reads
-    offsets: Tensor | None
-    kinds: Tensor | None
-
-    def options(self) -> dict[str, Any]:
-        """The last three, by name."""
-        return dict(list(self._asdict().items())[6:])
-
-
 def _run_masked(
-    prepared: Prepared,
+    query: Tensor,
+    value: Tensor,
+    selection: Selected,
+    kinds: Tensor | None,
     run_short: Callable[..., ShortResults],
-    compressed: CompressedOutput,
-    differentiable: bool,
+    save: bool,
     route: Route,
 ) -> ShortResults:
     """One kernel that attends documents whole, and one for short queries where the route says."""
-    if route.needs_index:
-        selected_prepare.prepare(*prepared[:6], storage=prepared.storage)
-    selection = Selected(prepared.blocks, compressed.parts[0], compressed.lse)
-    kinds, save = prepared.kinds, differentiable
-    results = empty_results(prepared.query, prepared.value, True, save, selection)
+    results = empty_results(query, value, True, save, selection)
     if kinds is not None:
         run_short(route.short_queries, save=save, kinds=kinds, results=results)
     run_short(route.longest, save=save, selection=selection, kinds=kinds, results=results)
@@ -143,45 +132,45 @@ def _run_masked(
 
 
 def _run_selected(
-    prepared: Prepared,
+    prepare: Callable[[], Selection],
+    query: Tensor,
     window_keys: tuple[Tensor, Tensor],
     document_start: Tensor | None,
     window: int,
+    scale: float,
     compressed: CompressedOutput,
     gates: Tensor,
-    differentiable: bool,
+    offsets: Tensor | None,
+    *,
+    save: bool,
     route: Route,
 ) -> ShortResults:
     """The other two branches and the gated sum, as `Route.forward` says."""
     parts, fold, compressed_lse = compressed
     is_whole = route.compressed == "ranges"  # one part, in the order of tokens
-    save_compressed = differentiable and not is_whole
+    save_compressed = save and not is_whole
     last: fwd_epilogue.Epilogue | SlidingEpilogue
     if route.forward == "epilogue":
-        selection = selected_prepare.prepare(*prepared[:6], **prepared.options())
         last = fwd_epilogue.fwd_epilogue(
-            *(selection, document_start, window, parts, fold, gates),
-            save=differentiable,
+            *(prepare(), document_start, window, parts, fold, gates),
+            save=save,
             save_compressed=save_compressed,
         )
         selected, selected_lse = last.selected, last.selected_lse
     else:
-        selected, selected_lse = (
-            x.transpose(1, 2)
-            for x in selected_forward.forward(*prepared[:6], **prepared.options())
-        )
+        selected, selected_lse = (x.transpose(1, 2) for x in selected_forward.forward(prepare()))
         last = sliding_epilogue(
-            *(prepared.query, *window_keys, document_start, window, prepared.scale),
+            *(query, *window_keys, document_start, window, scale),
             *(parts, fold, selected, gates),
-            save=differentiable,
+            save=save,
             save_compressed=save_compressed,
-            offsets=prepared.offsets,
+            offsets=offsets,
         )
-        if not differentiable:
+        if not save:
             selected = selected.new_empty(0)
     return ShortResults(
         last.out,
-        parts[0] if differentiable and is_whole else last.compressed,
+        parts[0] if save and is_whole else last.compressed,
         compressed_lse,
         selected,
         selected_lse,
