@@ -786,8 +786,8 @@ def test_explain_tells_the_launches() -> None:
     assert told.reason == "documents of up to 1024 tokens, which select every block"
     start = torch.empty(2, 4096, dtype=torch.int32, device="meta")
     packed = query.new_empty(2, 8, 4096, 128), key.new_empty(2, 2, 4096, 128)
-    stages = {"short", "ranges", "topk", "selected", "fused"}
-    for longest, stage in ((1024, {"short"}), (1025, stages)):
+    stages = {"common", "short", "ranges", "topk", "selected", "fused"}
+    for longest, stage in ((1024, {"common", "short"}), (1025, stages)):
         options = {"document_start": start, "max_document_length": longest}
         found = explain(*packed, device="cuda", **options).kernels
         assert {run.stage for run in found.forward} == stage
