@@ -92,18 +92,23 @@ def block_kinds_kernel(
 
 
 @triton.jit
-def has_kind(kinds_ptr, b, token, num_tokens, KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Which tokens, of any shape, lie in blocks of a kind; those outside of the row do."""
+def _load_kinds(kinds_ptr, b, token, num_tokens, outside, BLOCK_SIZE: tl.constexpr):
+    """Kinds of the blocks of tokens, of any shape; `outside` of those that do not exist."""
     kinds_ptr += b.to(tl.int64) * tl.cdiv(num_tokens, BLOCK_SIZE)
     exists = (token >= 0) & (token < num_tokens)
-    kind = tl.load(kinds_ptr + token // BLOCK_SIZE, mask=exists, other=KIND)
-    return (kind & KIND) != 0
+    return tl.load(kinds_ptr + token // BLOCK_SIZE, mask=exists, other=outside)
+
+
+@triton.jit
+def has_kind(kinds_ptr, b, token, num_tokens, KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Which tokens, of any shape, exist and lie in blocks of a kind."""
+    return (_load_kinds(kinds_ptr, b, token, num_tokens, 0, BLOCK_SIZE) & KIND) != 0
 
 
 @triton.jit
 def all_have_kind(kinds_ptr, b, token, num_tokens, KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Whether `has_kind` holds for all tokens [BLOCK]."""
-    of_kind = has_kind(kinds_ptr, b, token, num_tokens, KIND, BLOCK_SIZE)
+    """Whether all of the tokens [BLOCK] that exist lie in blocks of a kind."""
+    of_kind = (_load_kinds(kinds_ptr, b, token, num_tokens, KIND, BLOCK_SIZE) & KIND) != 0
     return tl.min(of_kind.to(tl.int32), 0) != 0
 
 
@@ -112,7 +117,8 @@ def span_has_kind(
     kinds_ptr, b, first, last, num_tokens,
     KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Whether `has_kind` holds for all tokens of [first, last]; tokens past the last are as it.
+    """Whether all tokens of [first, last] that exist lie in blocks of a kind; past the last token,
+    whether it does.
 
     False, too, where the span is longer than BLOCKS - 1 blocks.
     """

@@ -230,20 +230,22 @@ def short_bwd_dkdv_kernel(
     tokens_per_key = tl.where(is_compressed, STRIDE, 1)
     tile = tl.program_id(0) - tl.where(is_compressed, 0, compressed_tiles)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    key = column.to(tl.int64)
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
     exists = column < num_keys  # [BLOCK_N]
     token = column * tokens_per_key
+    if kinds_ptr is not None:
+        token = tl.where(exists, token, num_tokens)
+        exists = has_kind(kinds_ptr, b, token, num_tokens, KIND, SELECT)
+        if tl.max(exists.to(tl.int32), 0) == 0:
+            return
+        column = tl.where(exists, column, num_keys)  # as if it were not there
+        exists = column < num_keys
     ends = tl.zeros([BLOCK_N], tl.int32) + num_tokens
     if document_start_ptr is not None:
         document_end_ptr += b * num_tokens
         ends = tl.load(document_end_ptr + token, mask=exists, other=num_tokens)
-    if kinds_ptr is not None:
-        exists &= has_kind(kinds_ptr, b, token, num_tokens, KIND, SELECT)
-        if tl.max(exists.to(tl.int32), 0) == 0:
-            return
-        key = tl.where(exists, key, num_keys)  # as if it were not there
+    key = column.to(tl.int64)
     k = load_tile(k_base, key, k_stride, num_keys, True, HEAD_DIM, BLOCK_D)
     v = load_tile(v_base, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
     queries = HeadRows(

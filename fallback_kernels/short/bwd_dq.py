@@ -142,7 +142,7 @@ def short_bwd_dq_kernel(
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
     if kinds_ptr is not None:
-        row_mask &= has_kind(kinds_ptr, b, row, num_tokens, SHORT_DOCUMENT, SELECT)
+        row_mask = has_kind(kinds_ptr, b, row, num_tokens, SHORT_DOCUMENT, SELECT)
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
         query = tl.where(row_mask, query, num_tokens)  # as if it were not there

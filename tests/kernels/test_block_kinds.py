@@ -126,9 +126,7 @@ def _spans_kernel(
 @pytest.mark.parametrize("blocks", [2, 16])
 @pytest.mark.parametrize("kind", [SHORT_QUERIES, SHORT_DOCUMENT], ids=["queries", "documents"])
 def test_kinds_of_spans(kind: tl.constexpr, blocks: int) -> None:
-    """Never said of a span where it does not hold, and always where it does and blocks suffice;
-    tokens outside of the row have every kind.
-    """
+    """Never said of a span where it does not hold, and always where it does and blocks suffice."""
     tokens, width, around = 12 * SHORT + 5, 64, 40
     starts = random_starts(tokens)
     kinds = block_kinds(starts, CONFIG, 2 * SHORT)
@@ -141,12 +139,16 @@ def test_kinds_of_spans(kind: tl.constexpr, blocks: int) -> None:
         kinds, *ends, found, each, tokens, KIND=kind, SIZE=SIZE, BLOCKS=blocks, BLOCK=width
     )
     by_token = (kinds_by_numpy(starts, 2 * SHORT) & kind.value != 0).repeat(SIZE, 1)
-    by_token = np.pad(by_token[:, :tokens], ((0, 0), (around, 2 * width)), constant_values=True)
-    rows = [by_token[i % 2, begin + around :] for i, begin in enumerate(first.tolist())]
-    np.testing.assert_array_equal(each.cpu().numpy(), [row[:width] for row in rows])
+    padding = ((0, 0), (around, 2 * width))
+
+    def rows(outside: bool) -> list[np.ndarray]:
+        padded = np.pad(by_token[:, :tokens], padding, constant_values=outside)
+        return [padded[i % 2, begin + around :] for i, begin in enumerate(first.tolist())]
+
+    np.testing.assert_array_equal(each.cpu().numpy(), [row[:width] for row in rows(False)])
     want = [
         bool(row[: end - begin + 1].all()) and end - begin <= (blocks - 1) * SIZE
-        for row, begin, end in zip(rows, first.tolist(), last.tolist(), strict=True)
+        for row, begin, end in zip(rows(True), first.tolist(), last.tolist(), strict=True)
     ]
     assert found.tolist() == want
     assert len(set(want)) == 2
