@@ -16,6 +16,7 @@ from nsa_flex.fallback_kernels.common.checks import DTYPES, MAX_HEAD_DIM
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.reasons import explained
+from nsa_flex.fallback_kernels.common.launches import recordable
 
 MAX_BLOCK_SIZE = 128
 MAX_HEADS = 65535  # heads of all batch rows: one axis of the launch grid
@@ -77,6 +78,7 @@ def block_max(
     return best
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks"])
 def block_max_kernel(
     query_ptr, key_ptr, position_ptr, start_ptr, best_ptr, query_strides, key_strides,
