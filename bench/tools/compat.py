@@ -94,9 +94,7 @@ ENVIRONMENTS = {
     "triton-newest": Environment(("triton",), tests=KERNELS),
     "torch-newest": Environment(("torch",)),
     # torch 2.11 wants setuptools < 82, transformers 5.17 huggingface-hub < 2.
-    "oldest": Environment(
-        (*OLDEST.values(), "setuptools<82", "huggingface-hub<2"), python="3.10"
-    ),
+    "oldest": Environment((*OLDEST.values(), "setuptools<82", "huggingface-hub<2"), python="3.10"),
     "newest": Environment(python="newest", pinned=False),
 }
 

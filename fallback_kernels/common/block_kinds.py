@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.common.launches import recordable
+from nsa_flex.fallback_kernels.common.tiles import cdiv
 
 # Bits of a block's kind. Short documents have the backward of `short/`.
 SHORT_QUERIES = tl.constexpr(1)  # the first n * l' of a document: they select every block

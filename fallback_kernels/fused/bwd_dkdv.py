@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import Splits
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, all_have_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tma import descriptor
@@ -31,7 +32,6 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     load_stats,
     store_rows_at,
 )
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 
 def key_gradients(

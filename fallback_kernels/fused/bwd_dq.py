@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind, span_has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tma import descriptor
@@ -34,7 +35,6 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     row_offsets,
     store_rows_at,
 )
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 ZEROS = 1024  # numbers that one CTA sets to zero at a time
 ZEROS_BLOCKS = tl.constexpr(4)  # blocks of the tokens whose vectors a CTA sets to zero, at most

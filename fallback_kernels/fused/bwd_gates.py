@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, span_has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import lse_in_base2
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 BLOCK_ROWS = 16  # (token, head) rows of a tile
 LEAVING_TILES = 4  # of a CTA, where it may leave

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_QUERIES, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 QUERIES = 1024  # of one CTA
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import Splits
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, all_have_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -28,7 +29,6 @@ from nsa_flex.fallback_kernels.ranges.tiles import (
     load_tile,
     store_tile,
 )
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 
 def tokens_read_around(stride: int) -> int:

@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_QUERIES, all_have_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, store_zeros, tile_width
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 # Tiles of so few queries at most sort their blocks. Longer ones search one block after the other,
 # which takes no longer than the union is, if a first test finds their queries alike.

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
 from nsa_flex.fallback_kernels.selected.fwd_combine import combine_tile_rows, load_initial_or_local
 from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
@@ -32,7 +33,6 @@ from nsa_flex.fallback_kernels.selected.tiles import (
     row_shift,
 )
 from nsa_flex.reasons import explained
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 
 @recordable

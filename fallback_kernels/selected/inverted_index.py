@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions
 from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 INDEX_TOKENS = 32  # queries of one CTA of the index kernels
 TILES_PER_CTA = 128  # work tiles whose records one CTA writes

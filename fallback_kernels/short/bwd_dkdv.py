@@ -17,6 +17,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -27,7 +28,6 @@ from nsa_flex.fallback_kernels.short.config import plan_of
 from nsa_flex.fallback_kernels.short.spans import ends_of_documents, rows_of_keys
 from nsa_flex.fallback_kernels.sliding.config import stats_descriptor
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile, load_stats
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 
 class ShortStats(NamedTuple):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -28,7 +29,6 @@ from nsa_flex.fallback_kernels.short.masks import has_block, selected_words, slo
 from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
 from nsa_flex.fallback_kernels.sliding.config import empty_stats
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_key_value
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 NEAR, FAR, COMPRESSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 UNSELECTED = tl.constexpr(3)  # near keys that the window alone has

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_QUERIES, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
     base2_scale,
@@ -30,7 +31,6 @@ from nsa_flex.fallback_kernels.short.config import masked_tiles, plan_of
 from nsa_flex.fallback_kernels.short.masks import has_block, selected_words, slots
 from nsa_flex.fallback_kernels.short.spans import block_span, token_spans
 from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_head_tile
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 
 @triton.jit

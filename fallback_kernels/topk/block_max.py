@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.checks import DTYPES, MAX_HEAD_DIM
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.reasons import explained
-from nsa_flex.fallback_kernels.common.launches import recordable
 
 MAX_BLOCK_SIZE = 128
 MAX_HEADS = 65535  # heads of all batch rows: one axis of the launch grid
