@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import transformers
 
-from nsa_flex.bench.cases.generate_models import FULL, TINY, Pair, forget, make_pair
+from nsa_flex.bench.cases.pairs import FULL, TINY, Pair, forget, make_pair
 from nsa_flex.bench.cases.serving_check import check_tokens
 from nsa_flex.bench.cases.serving_engine import (
     Prompt,

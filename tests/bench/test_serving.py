@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
 
 from nsa_flex.bench.cases import serving, serving_check, serving_engine
-from nsa_flex.bench.cases.generate_models import TINY, Pair, make_pair
+from nsa_flex.bench.cases.pairs import TINY, Pair, make_pair
 from nsa_flex.bench.cases.serving_check import check_tokens
 from nsa_flex.bench.cases.serving_engine import engine, random_prompts, serve
 from nsa_flex.bench.report.generation import serving as table
