@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.attention import NSAAux
+from nsa_flex.bench.command_line import pair_of
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
@@ -35,8 +36,7 @@ class Shape:
     @classmethod
     def of(cls, batch: int, heads: str, seq_len: int) -> Shape:
         """`heads` as "Hq/Hkv"."""
-        query_heads, kv_heads = (int(x) for x in heads.split("/"))
-        return cls(batch, query_heads, kv_heads, seq_len)
+        return cls(batch, *pair_of(heads), seq_len)
 
     @property
     def stored(self) -> int:
@@ -81,12 +81,6 @@ class Inputs:
     def arguments(self) -> tuple[LayerCache, Tensor, Tensor, Tensor, GateLogits]:
         """Of `step`."""
         return self.cache, self.query, self.new_key, self.new_value, self.gates
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
-        cache = (*self.cache.buffers.tensors, self.cache.lengths)
-        gates = [x for x in self.gates if x is not None]
-        return *cache, self.query, self.new_key, self.new_value, *gates
 
     def earlier(self, num_tokens: int) -> Inputs:
         """The same buffers with so many tokens fewer."""

@@ -73,6 +73,7 @@ from nsa_flex.bench.cases.pairs import (
     quantized,
     unsupported_reason,
 )
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import describe
 from nsa_flex.bench.measure.time_limit import time_limit
 from nsa_flex.bench.report.rows import Notebook, Row
@@ -289,9 +290,7 @@ def measure_all(cases: list[GenerateCase], kinds: list[str | None], options: Any
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = parser_of(__doc__)
     made.add_argument("--cases", nargs="+", help="CACHE:BATCHxTOKENS; default all of the guide")
     made.add_argument("--steps-per-row", type=int, default=64, help="tokens that are timed")
     made.add_argument(

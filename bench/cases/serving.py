@@ -37,15 +37,16 @@ import torch
 import transformers
 
 from nsa_flex.bench.cases.pairs import FULL, TINY, Pair, forget, make_pair
-from nsa_flex.bench.cases.serving_check import check_tokens
 from nsa_flex.bench.cases.serving_engine import (
     Prompt,
     TimeOver,
+    check_tokens,
     check_version,
     engine,
     random_prompts,
     serve,
 )
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import describe
 from nsa_flex.bench.report.generation import slower_run
 from nsa_flex.bench.report.rows import Notebook, Row
@@ -247,9 +248,7 @@ def _peak(device: torch.device) -> int | None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = parser_of(__doc__)
     made.add_argument("--requests", type=int, default=16)
     made.add_argument("--min-prompt", type=int, default=2048, help="tokens")
     made.add_argument("--max-prompt", type=int, default=32768, help="tokens")

@@ -97,6 +97,14 @@ def measure(
     return {name: replace(x, host_ms=host_ms, wall_ms=wall_ms) for name, x in found.items()}
 
 
+def milliseconds(
+    name: str, call: Call, device: torch.device, budget_ms: float
+) -> dict[str, float]:
+    """Columns `{name}_ms`, the device's kernels back to back, and `{name}_wall_ms`, a caller's."""
+    whole = measure(lambda mark: call(), device, budget_ms, hide_host=True)["whole"]
+    return {f"{name}_ms": round(whole.median_ms, 4), f"{name}_wall_ms": round(whole.wall_ms, 4)}
+
+
 def measure_burst(calls: Sequence[Call], repeats: int, *, captured: bool, most: int = 24) -> Times:
     """Time calls that are too short for events around each: a burst of them, in turn, on CUDA.
 

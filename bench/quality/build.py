@@ -13,7 +13,6 @@ are not ASCII become "?": a character is a byte is a token.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import lzma
@@ -28,6 +27,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, cast
 
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality.recipe import PROJECTS, Project, fetch
 
 SUFFIXES = {
@@ -215,9 +215,7 @@ def sha256(path: Path) -> str:
 
 def main() -> None:
     """Download, write, count."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("corpus"))
     parser.add_argument("--downloads", type=Path, help="default: in --out")
     parser.add_argument("--seed", type=int, default=0)

@@ -7,9 +7,9 @@ Runs that are neither finished nor stopped are left out.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality.merging import merged
 from nsa_flex.bench.report.quality import draw, quality
 from nsa_flex.bench.report.rows import read_rows, write_rows
@@ -18,9 +18,7 @@ from nsa_flex.bench.report.table import markdown
 
 def main() -> None:
     """Merge, print, draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="rows that are there stay")
     given = parser.parse_args()

@@ -11,7 +11,6 @@ nothing where there are no such rows yet.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import pandas as pd
 
 from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS, WHOLE
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.report.cells import (
     EMPTY,
     frame,
@@ -365,9 +365,7 @@ def fill(page: str, root: Path) -> str:
 
 def main() -> None:
     """Rewrite the pages named on the command line, from the root of the checkout."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE", help="Markdown files")
     for page in parser.parse_args().pages:
         page.write_text(fill(page.read_text(), Path()))

@@ -5,13 +5,14 @@ Example: python bench/tools/pytest_summary.py junit.xml bench/results/pytest_gpu
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from nsa_flex.bench.command_line import parser_of
 
 
 def summarize(junit: Path) -> dict[str, Any]:
@@ -63,9 +64,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("junit", type=Path, help="file that pytest --junitxml wrote")
     parser.add_argument("json", type=Path, help="where the summary goes")
     parser.add_argument(

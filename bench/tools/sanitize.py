@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 import nsa_flex.fallback_kernels
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import describe
 from nsa_flex.bench.report.rows import Row, write_rows
 from nsa_flex.bench.tools.sanitized_calls import FAMILIES
@@ -157,9 +158,7 @@ def kernels_in(source: str) -> Iterator[str]:
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--json", type=Path, help="file to write the rows to")

@@ -9,7 +9,6 @@ Example: python -m bench.tools.sanitized_calls core --call 1
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex import NSAConfig, nsa_attention
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.compression import Compression, mean_of_blocks, split_segments
 from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
@@ -415,9 +415,7 @@ def count_launches() -> Counter[str]:
 
 def main() -> None:
     """Runs a family, or one call of it, and prints the kernels launched as a line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--call", type=int, help="only this one of the family's, from 0")
     options = parser.parse_args()
