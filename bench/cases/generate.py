@@ -75,7 +75,7 @@ from nsa_flex.bench.cases.pairs import (
 )
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import describe
-from nsa_flex.bench.measure.time_limit import time_limit
+from nsa_flex.bench.measure.timing import time_limit
 from nsa_flex.bench.report.rows import Notebook, Row
 
 # The most telling first: what is left when the time is over is not measured.

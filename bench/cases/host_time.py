@@ -27,7 +27,7 @@ from torch import Tensor
 from nsa_flex import NSAConfig, nsa_attention
 from nsa_flex.bench.command_line import pair_of, row_parser
 from nsa_flex.bench.measure.machine import device_name
-from nsa_flex.bench.measure.memory import PeakMemory
+from nsa_flex.bench.measure.timing import PeakMemory
 from nsa_flex.bench.report.rows import Row, write_rows
 
 CONFIG = NSAConfig()

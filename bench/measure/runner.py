@@ -18,8 +18,7 @@ from nsa_flex.bench.cases.models import ModelCase, training_columns
 from nsa_flex.bench.cases.registry import TARGETS, AnyCase
 from nsa_flex.bench.cases.targets import Function, Target
 from nsa_flex.bench.measure.gate import GateError, check
-from nsa_flex.bench.measure.memory import PeakMemory
-from nsa_flex.bench.measure.timing import Mark, measure
+from nsa_flex.bench.measure.timing import Mark, PeakMemory, measure
 from nsa_flex.bench.measure.work import work_of
 from nsa_flex.bench.report.rows import Notebook, Row
 

@@ -1,4 +1,4 @@
-"""The one timer: what the device takes, and what a caller waits for.
+"""The one timer: what the device takes, and what a caller waits for; peak memory; a time limit.
 
 Device time is by CUDA events around every call, with the caches flushed in between. Where the
 host needs longer to queue a call than the device to run it, the device can be made to wait until
@@ -9,10 +9,12 @@ the result.
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +30,8 @@ SLOW_MS = 500.0  # what takes longer warms nothing up that matters: its first ru
 SLOW_REPEATS = 2
 NEAR_HOST = 0.4  # of the device's time: closer, and a slow call of the host leaves gaps
 BURST_MS = 3.0  # of calls too short for events around each
+# Seconds until the signal comes again, and until the process ends: no signal gets into a C call.
+AGAIN, GRACE = 5.0, 30.0
 
 Mark = Callable[[], None]
 Step = Callable[[Mark], None]
@@ -208,3 +212,48 @@ class _HostClock:
     def from_idle(self, step: Step, repeats: int) -> list[float]:
         """Nothing: a call on the CPU is done when it returns."""
         return []
+
+
+class PeakMemory:
+    """Inside, counts memory above what there was: `bytes`, None where it is not counted."""
+
+    bytes: int | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError in the code inside once it has run so long, compilation or not.
+
+    It comes again where that code goes on in spite of it. If nothing helps, every stack is printed
+    and the process exits: what was measured is on disk. Call it in the main thread.
+
+    >>> with time_limit(60):
+    ...     pass
+    """
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nsa_flex.bench.command_line import parser_of
-from nsa_flex.bench.quality.merging import merged
 from nsa_flex.bench.report.quality import draw, quality
-from nsa_flex.bench.report.rows import read_rows, write_rows
+from nsa_flex.bench.report.rows import merged, read_rows, write_rows
 from nsa_flex.bench.report.table import markdown
 
 

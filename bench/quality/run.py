@@ -23,10 +23,9 @@ import torch
 
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality.cutting import cut
-from nsa_flex.bench.quality.merging import merged
 from nsa_flex.bench.quality.one_run import HELD_OUT_TOKENS, ROW
 from nsa_flex.bench.quality.variants import config_of, sizes, variants
-from nsa_flex.bench.report.rows import Row, read_rows, write_rows
+from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
 
 POLL_SECONDS = 2.0
 

@@ -32,7 +32,6 @@ from nsa_flex.bench.report.cells import (
     tokens,
     waits,
 )
-from nsa_flex.bench.report.compat import tested
 from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
 from nsa_flex.bench.report.quality import quality
 from nsa_flex.bench.report.rows import Row, read_rows
@@ -308,6 +307,26 @@ def reasons(rows: list[Row]) -> pd.DataFrame:
     return table[table.status != "ok"][["case", "status", "reason"]].drop_duplicates()
 
 
+def tested(rows: list[Row]) -> pd.DataFrame:
+    """One line an environment: versions, and how many tests passed, failed and were skipped."""
+    lines = []
+    for row in rows:
+        numbers = [str(row.get(name, "-")) for name in ("passed", "failed", "skipped")]
+        lines.append(
+            {
+                "environment": f"`{row['case']}`",
+                **{title: row.get(title.lower(), "-") for title in _VERSIONS},
+                "passed / failed / skipped": " / ".join(numbers)
+                if "passed" in row
+                else row["status"],
+                "date": row["date"],
+                "commit": row["commit"] or "-",
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+_VERSIONS = ("Python", "torch", "Triton", "transformers")
 TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "headline": headline,
     "sweep": sweep,

@@ -21,14 +21,13 @@ from nsa_flex.bench.quality import recipe
 from nsa_flex.bench.quality.build import MANIFEST, build, corpus_file
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.evaluation import BUCKETS, names_again, summary
-from nsa_flex.bench.quality.merging import merged
 from nsa_flex.bench.quality.one_run import ROW, one_run
 from nsa_flex.bench.quality.recipe import Project
 from nsa_flex.bench.quality.run import POLL_SECONDS, Piece, _environment, in_order, run_piece
 from nsa_flex.bench.quality.variants import BRANCHES, config_of, leave_out, parameters, variants
 from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
 from nsa_flex.bench.report.quality import draw, quality
-from nsa_flex.bench.report.rows import read_rows
+from nsa_flex.bench.report.rows import merged, read_rows
 from nsa_flex.training.models import build_model
 from nsa_flex.training.tokenizers import BYTES
 
