@@ -15,6 +15,7 @@ from nsa_flex.bench.cases.targets import (
     Group,
     Target,
     Task,
+    Tensors,
     compiled,
     compress,
     query_key_value,
@@ -83,9 +84,7 @@ class Core(Target):
 
         return core if name == "nsa-eager" else compiled(core, compiler)
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         query, key, value, gates = arguments.values()
         positions, config, scale = group.positions, case.config, scale_of(case)
         if not is_nsa(case):

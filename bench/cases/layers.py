@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import nsa_flex
 from nsa_flex.bench.cases.case import Case
+from nsa_flex.bench.cases.models import ModelSize, llama_config
 from nsa_flex.bench.measure.gate import GateError
 from nsa_flex.bench.measure.timing import Mark, Times, measure
 from nsa_flex.config import NSAConfig
@@ -139,20 +140,11 @@ def _added(layer: Layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decoder(case: LayerCase, device: torch.device, dtype: torch.dtype) -> Any:
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaModel
 
-    config = LlamaConfig(
-        vocab_size=1,
-        hidden_size=case.hidden_size,
-        intermediate_size=7 * case.hidden_size // 2,
-        num_hidden_layers=1,
-        num_attention_heads=case.query_heads,
-        num_key_value_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        max_position_embeddings=case.batch * case.seq_len,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+    sizes = (case.hidden_size, 7 * case.hidden_size // 2, 1, case.query_heads, case.kv_heads)
+    config = llama_config(
+        ModelSize(*sizes, case.head_dim, 1, case.config), case.batch * case.seq_len
     )
     with device:
         decoder: Any = LlamaModel(config).to(dtype).train()

@@ -227,9 +227,19 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def build(size: ModelSize, seq_len: int, device: torch.device, *, patched: bool) -> Any:
     """A Llama in training mode, patched with `size.config` if asked."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
+    with device:
+        model = LlamaForCausalLM(llama_config(size, seq_len))
+    model = model.train()
+    return nsa_flex.patch(model, size.config) if patched else model
+
+
+def llama_config(size: ModelSize, seq_len: int) -> Any:
+    """Of transformers, for rows of so many tokens; no token is special."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         vocab_size=size.vocab_size,
         hidden_size=size.hidden_size,
         intermediate_size=size.mlp_size,
@@ -243,10 +253,6 @@ def build(size: ModelSize, seq_len: int, device: torch.device, *, patched: bool)
         eos_token_id=None,
         pad_token_id=None,
     )
-    with device:
-        model = LlamaForCausalLM(config)
-    model = model.train()
-    return nsa_flex.patch(model, size.config) if patched else model
 
 
 @contextlib.contextmanager

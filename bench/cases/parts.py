@@ -15,6 +15,7 @@ from nsa_flex.bench.cases.targets import (
     Group,
     Target,
     Task,
+    Tensors,
     compiled,
     compress,
     normal,
@@ -141,9 +142,7 @@ class Merge(Target):
             return auto
         return compiled(_expression if case.implementation == "expression" else auto, compiler)
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         return _expression(*arguments.values())
 
 

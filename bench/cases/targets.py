@@ -18,6 +18,7 @@ from nsa_flex.config import NSAConfig
 PER_QUERY = ("query", "gates", "compressed_out", "selected_out", "sliding_out")
 
 Function = Callable[..., Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass
@@ -30,8 +31,8 @@ class Task:
         facts: columns of the row that only the tensors tell.
     """
 
-    arguments: dict[str, Tensor]
-    constants: dict[str, Tensor] = field(default_factory=dict)
+    arguments: Tensors
+    constants: Tensors = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,9 +67,7 @@ class Target:
         """What is timed: arguments -> output; `compiler` is a backend of torch.compile."""
         raise NotImplementedError
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         """The output of a group's sampled queries, (G, R, Dv), in the arguments' dtype.
 
         arguments: those of the task cut to the group: (G, R, ...) or (S, ...).
@@ -109,7 +108,7 @@ def uniform_gates(case: Case, device: torch.device) -> Tensor:
     return x.requires_grad_(case.train)
 
 
-def query_key_value(case: Case, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def query_key_value(case: Case, device: torch.device) -> tuple[Tensors, dict[str, Any]]:
     """q, k, v of the case's pattern, and the overlap of the choices that they lead to."""
     key = normal(case, case.kv_heads, case.seq_len, case.head_dim, device)
     value = normal(case, case.kv_heads, case.seq_len, case.value_dim, device)

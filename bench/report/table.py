@@ -20,10 +20,12 @@ import pandas as pd
 from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS, WHOLE
 from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.quality.report import quality
 from nsa_flex.bench.report.cells import (
     EMPTY,
     frame,
     gib,
+    markdown,
     medians,
     milliseconds,
     number,
@@ -33,7 +35,6 @@ from nsa_flex.bench.report.cells import (
     waits,
 )
 from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
-from nsa_flex.bench.report.quality import quality
 from nsa_flex.bench.report.rows import Row, read_rows
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
@@ -41,14 +42,6 @@ RIVAL = "sdpa-cudnn"
 NO_PARTS = {"layer", "model", "compile"}
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 SHAPE = ["heads", "D", "seq_len"]
-
-
-def markdown(table: pd.DataFrame) -> str:
-    """A table of strings, its columns as heads; nothing if it has no lines."""
-    if table.empty:
-        return ""
-    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def cores(rows: list[Row]) -> pd.DataFrame:

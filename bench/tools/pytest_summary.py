@@ -6,13 +6,15 @@ Example: python bench/tools/pytest_summary.py junit.xml bench/results/pytest_gpu
 from __future__ import annotations
 
 import json
-import platform
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.measure.machine import describe
 
 
 def summarize(junit: Path) -> dict[str, Any]:
@@ -45,24 +47,6 @@ def summarize(junit: Path) -> dict[str, Any]:
 OUTCOMES = ("failure", "error", "skipped")
 
 
-def machine() -> dict[str, Any]:
-    """What ran: device, torch, triton, Python."""
-    import torch
-
-    try:
-        import triton
-    except ImportError:
-        triton = None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {
-        "device": device,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": getattr(triton, "__version__", None),
-        "python": platform.python_version(),
-    }
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("junit", type=Path, help="file that pytest --junitxml wrote")
@@ -71,7 +55,8 @@ def main() -> None:
         "--machine", type=Path, help="JSON of what ran the tests, if it was another machine"
     )
     arguments = parser.parse_args()
-    ran = json.loads(arguments.machine.read_text()) if arguments.machine else machine()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ran = json.loads(arguments.machine.read_text()) if arguments.machine else describe(device)
     row = {**ran, **summarize(arguments.junit)}
     arguments.json.write_text(json.dumps(row, indent=2) + "\n")
     print(f"{row['passed']} of {row['tests']} passed")

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 import transformers
 
-from nsa_flex.bench.report.table import markdown
+from nsa_flex.bench.report.cells import markdown
 from nsa_flex.testing import check_model
 from nsa_flex.testing.named_models import model_named
 from nsa_flex.testing.tiny_configs import ORDINARY_TOKENS
