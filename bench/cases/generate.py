@@ -75,7 +75,7 @@ from nsa_flex.bench.cases.pairs import (
 )
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import describe
-from nsa_flex.bench.measure.timing import time_limit
+from nsa_flex.bench.measure.timing import peak_of, reset_peak, time_limit
 from nsa_flex.bench.report.rows import Notebook, Row
 
 # The most telling first: what is left when the time is over is not measured.
@@ -161,8 +161,8 @@ class Turns:
             model.generate(ids, max_time=0.0, **case.options())  # ends with the prompt's token
         first_calls_s = time.perf_counter() - begin
         reserve(ids.device, case.batch, model.config.vocab_size, case.num_new)
+        reset_peak(ids.device)
         if ids.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
         clock = TokenClock(ids.device)
         out = model.generate(
@@ -174,7 +174,7 @@ class Turns:
             raise RuntimeError(f"generate compiled: {compiled}, with a {case.cache} cache")
         if not self.rounds:
             self.first = {
-                "peak_bytes": torch.cuda.max_memory_allocated() if ids.is_cuda else None,
+                "peak_bytes": peak_of(ids.device),
                 "compiled": compiled,
                 "graphs": counters["stats"]["unique_graphs"],
                 "cudagraph_skips": counters["inductor"]["cudagraph_skips"],

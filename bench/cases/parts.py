@@ -21,6 +21,7 @@ from nsa_flex.bench.cases.targets import (
     normal,
     query_key_value,
     scale_of,
+    scores_of,
     uniform_gates,
 )
 from nsa_flex.bench.measure import reference
@@ -81,15 +82,8 @@ class Choice(Target):
 
         chosen: int (R, n) of the group's queries.
         """
-        heads = slice(group.head * case.group_size, (group.head + 1) * case.group_size)
         query, key = task.arguments.values()
-        scored = reference.scores(
-            query[group.batch, heads, group.positions].double(),
-            key[group.batch, group.head].double(),
-            group.positions,
-            scale_of(case),
-            case.config,
-        )
+        scored = scores_of(case, group, query, key[group.batch, group.head])
         wanted, _ = reference.choice(scored, group.positions, case.config)
         taken, right = (_membership(x, scored.shape[1]) for x in (chosen.long(), wanted))
         if not torch.equal(taken.sum(-1), right.sum(-1)):

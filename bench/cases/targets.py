@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa_flex.bench.cases import patterns
 from nsa_flex.bench.cases.case import Case
+from nsa_flex.bench.measure import reference
 from nsa_flex.compression import mean_of_blocks, split_segments
 from nsa_flex.config import NSAConfig
 
@@ -132,6 +133,17 @@ def compress(x: Tensor, config: NSAConfig) -> Tensor:
 def scale_of(case: Case) -> float:
     """1 / sqrt(D)."""
     return case.head_dim**-0.5
+
+
+def scores_of(case: Case, group: Group, query: Tensor, compressed_key: Tensor) -> Tensor:
+    """Eq. 9 and 10 in float64 of a group's sampled queries.
+
+    query: (B, Hq, S, D); compressed_key: (N, D) of the group's KV head.
+    """
+    heads = slice(group.head * case.group_size, (group.head + 1) * case.group_size)
+    sampled = query[group.batch, heads, group.positions].double()
+    positions, scale = group.positions, scale_of(case)
+    return reference.scores(sampled, compressed_key.double(), positions, scale, case.config)
 
 
 def scores_in_memory(case: Case, keys: int) -> int:

@@ -34,7 +34,7 @@ BURST_MS = 3.0  # of calls too short for events around each
 AGAIN, GRACE = 5.0, 30.0
 
 Mark = Callable[[], None]
-Step = Callable[[Mark], None]
+Step = Callable[[Mark], object]
 Call = Callable[[], Any]
 
 
@@ -212,6 +212,17 @@ class _HostClock:
     def from_idle(self, step: Step, repeats: int) -> list[float]:
         """Nothing: a call on the CPU is done when it returns."""
         return []
+
+
+def reset_peak(device: torch.device) -> None:
+    """From now on `peak_of` counts."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_of(device: torch.device) -> int | None:
+    """Most bytes that were allocated at once; None where they are not counted."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 class PeakMemory:
