@@ -1,6 +1,6 @@
 """Turns pytest's JUnit XML into the JSON summary that is committed under bench/results.
 
-Example: python bench/tools/pytest_summary.py junit.xml bench/results/pytest_gpu_h200.json
+Example: python -m nsa_flex.bench.tools.pytest_summary junit.xml bench/results/pytest_h200.json
 """
 
 from __future__ import annotations
