@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import commit
 from nsa_flex.bench.report.rows import Row, read_rows, write_rows
 from nsa_flex.bench.report.table import fill
@@ -116,9 +117,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS), metavar="NAME",
         help=f"some environments: {', '.join(ENVIRONMENTS)}",

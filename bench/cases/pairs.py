@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nsa_flex
 from nsa_flex.bench.cases.models import MODELS, ModelSize, build
@@ -25,6 +27,8 @@ QUANTIZED = {
     "float8dyn": "Float8DynamicActivationFloat8WeightConfig",
 }
 WEIGHTS_ALONE = ("int8wo", "float8wo")
+NO_CUDNN = "sdpa-no-cudnn"
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 INT_MM_ROWS = 16  # torch._int_mm on CUDA wants more: "self.size(0) needs to be greater than 16"
 
 
@@ -148,6 +152,38 @@ def compiled_for(kind: str | None) -> Iterator[None]:
     """`inductor_settings` of this kind hold within."""
     with torch._inductor.config.patch(inductor_settings(kind)):
         yield
+
+
+def dense_attentions(asked: list[str] | None) -> list[str]:
+    """As asked, else SDPA with cuDNN and without it, and FA-2 where it is installed.
+
+    `eager` is not among them: it stores the scores of all pairs of a prompt's tokens, 69 GB for
+    one of 32k in bfloat16.
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    fa2 = ["flash_attention_2"] if is_flash_attn_2_available() else []
+    return asked or ["sdpa", NO_CUDNN, *fa2]
+
+
+@contextmanager
+def attending(model: Any, attention: str) -> Iterator[None]:
+    """The model on this implementation, one of transformers' or `NO_CUDNN`.
+
+    cuDNN makes a plan for each length of the keys, so with a growing cache one for each token.
+    AOTAutograd's cache does not know which backends were allowed when a graph was made, so that
+    it is left alone.
+    """
+    before, without = model.config._attn_implementation, attention == NO_CUDNN
+    model.set_attn_implementation("sdpa" if without else attention)
+    try:
+        with (
+            sdpa_kernel(WITHOUT_CUDNN) if without else nullcontext(),
+            functorch_config.patch(enable_autograd_cache=False) if without else nullcontext(),
+        ):
+            yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _twin(model: nn.Module) -> Any:
