@@ -86,9 +86,8 @@ class GateGradients:
 def backward_kinds(
     document_start: Tensor | None, config: NSAConfig, route: BackwardRoute
 ) -> Tensor | None:
-    """What `block_kinds` says where documents may be short; None elsewhere.
-
-    One launch an operator. Kept from the forward, kinds would be a result of every call.
+    """Of `block_kinds`, where documents may be short. As a result of the forward every call would
+    have it; this is a launch an operator.
     """
     if document_start is None or not route.short_documents:
         return None

@@ -86,8 +86,12 @@ def run_forward(
         route.longest,
     )
     index = _empty_index(q, value, blocks, config, differentiable)
-    documents = document_start is not None
-    plan = plan_selected(q, key, value, config, documents, route.needs_index, offsets is not None)
+    plan = plan_selected(
+        *(q, key, value, config),
+        document_start is not None,
+        route.needs_index,
+        offsets is not None,
+    )
     prepare = partial(
         selected_prepare.prepare,
         *(plan, q, rows_contiguous(key), rows_contiguous(value), blocks, scale),
@@ -109,8 +113,12 @@ def run_forward(
         route=route,
     )
     if kinds is not None:  # overwrites the results of short queries, where there are any
-        memory = results._replace(compressed=compressed.parts[0])
-        run_short(route.short_queries, save=differentiable, kinds=kinds, results=memory)
+        run_short(
+            route.short_queries,
+            save=differentiable,
+            kinds=kinds,
+            results=results._replace(compressed=compressed.parts[0]),
+        )
     return _core_tensors(results, blocks, index)
 
 

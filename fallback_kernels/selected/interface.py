@@ -154,17 +154,14 @@ def selected_forward(
         out, lse = _empty_results(query, value)
         return out.zero_(), lse.fill_(float("-inf")), storage
     with torch.cuda.device_of(query):
-        selection = prepare(
-            plan,
-            to_bshd(query),
-            rows_contiguous(key),
-            rows_contiguous(value),
-            blocks.contiguous(),
-            scale,
-            storage=storage if keep_index else None,
-            offsets=offsets,
+        out, lse = forward(
+            prepare(
+                *(plan, to_bshd(query), rows_contiguous(key), rows_contiguous(value)),
+                *(blocks.contiguous(), scale),
+                storage=storage if keep_index else None,
+                offsets=offsets,
+            )
         )
-        out, lse = forward(selection)
     return out, lse, storage
 
 
