@@ -71,6 +71,8 @@ def unsupported_reason(
         return reason
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the Triton kernels take {DTYPES}"
+    if config.selection != "top_k":
+        return f"blocks are chosen by {config.selection}; the Triton kernels take the top k"
     for value, most, meaning in limits:
         if value > most:
             return f"{value} {meaning}; the Triton kernels take at most {most}"

@@ -13,6 +13,7 @@ import torch
 
 from nsa_flex.backends import fused
 from nsa_flex.dispatch.facts import (
+    ALL_BRANCHES,
     BRANCHES,
     FEW_QUERIES,
     Backend,
@@ -45,7 +46,7 @@ class Choice:
 
 
 def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName, Choice]:
-    """One choice a branch.
+    """One choice a branch that there is.
 
     Raises:
         ValueError: an explicitly named backend cannot compute its branch; the message says why.
@@ -53,7 +54,7 @@ def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName,
             branches they do not offer follow `auto`.
     """
     wanted = _wanted(backend)
-    return {name: _choose(name, wanted[name], facts, backend) for name in BRANCHES}
+    return {name: _choose(name, wanted[name], facts, backend) for name in facts.branches}
 
 
 def is_decoded(facts: Facts, backend: Backend) -> bool:
@@ -64,6 +65,8 @@ def is_decoded(facts: Facts, backend: Backend) -> bool:
 
 def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
     """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
+    if facts.branches != BRANCHES:
+        return False
     backends = tuple(choices[name].backend for name in BRANCHES)
     if backends == fused.FUSED_RANGES:
         return fused.unsupported_reason(facts) is None
@@ -112,7 +115,7 @@ def _choose_for_few(branch: BranchName, facts: Facts, backend: Backend) -> Choic
     why = f"at most {FEW_QUERIES} queries against a longer past"
     if is_decoded(facts, backend):
         return Choice(branch, "triton", f"the decode kernels: {why}")
-    problem = decode_unsupported_reason(facts) or "they run all three branches together"
+    problem = decode_unsupported_reason(facts) or ALL_BRANCHES
     return Choice(branch, "dense", f"{why}; not the decode kernels: {problem}")
 
 
