@@ -120,7 +120,8 @@ class Gates(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.register_buffer("offset", torch.empty(len(branches), device=device, dtype=dtype))
+        offset = torch.empty(len(branches), device=device, dtype=dtype)
+        self.register_buffer("offset", offset, persistent=init != "unbiased")
         self.reset_parameters()
 
     @torch.no_grad()

@@ -75,7 +75,7 @@ class AttentionCall:
             value,
             compressed_key,
             compressed_value,
-            self._input(query.new_empty((*query.shape[:3], len(layer.config.branches)))),
+            self._input(_empty_gates(query, self.config)),
             config=self.config,
             backend=self.backend,
             sliding_key=None if sliding_key is None else self._input(twin(sliding_key)),
@@ -120,8 +120,13 @@ def rehearse_cached(
         choices = _cached_choices(layer, query, key, value, backend)
         if device.type != "cuda":  # where kernels are told of
             return choices, Kernels()
-        layer.attend(query, key, value, query.new_empty((*query.shape[:3], len(layer.config.branches))), backend=backend)
+        gates = _empty_gates(query, layer.config)
+        layer.attend(query, key, value, gates, backend=backend)
     return choices, Kernels(_runs(told.launches), (), tuple(told.reasons))
+
+
+def _empty_gates(query: Tensor, config: NSAConfig) -> Tensor:
+    return query.new_empty((*query.shape[:3], len(config.branches)))
 
 
 def _cached_choices(
