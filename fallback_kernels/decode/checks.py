@@ -54,8 +54,9 @@ def sizes_unsupported_reason(
         return f"query is {query.dtype}; the decode kernels take {DTYPES}"
     if config.branches != BRANCHES:
         return f"there are only {', '.join(config.branches)}; the decode kernels run all branches"
-    if config.selection != "top_k":
-        return f"blocks are chosen by {config.selection}; the decode kernels take the top k"
+    slots = config.num_selected_blocks
+    if config.selection == "tiled_top_k" and slots & (slots - 1):
+        return f"tiles have {slots} blocks; the decode kernels take powers of two"
     for number, most, meaning in limits:
         if number > most:
             return f"{number} {meaning}; the decode kernels take at most {most}"

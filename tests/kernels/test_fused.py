@@ -35,6 +35,7 @@ from nsa_flex.fallback_kernels.sliding import config as sliding_config
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 WINDOWED = NSAConfig(8, 4, 16, 5, window_size=37)  # holds the local blocks of every query
+TILED = NSAConfig(16, 16, 16, 4, 0, 1, window_size=20, selection="tiled_top_k")
 # The branches one by one, on the same kernels but for the sliding one.
 APART = {"compressed": "sdpa", "selected": "triton", "sliding": "fa2"}
 INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
@@ -76,6 +77,7 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
         (34, 1, WINDOWED, {"own": True, "value_dim": 32}),
         (67, 1, WINDOWED, {"heads": 6, "value_dim": 32}),
         (37, 2, WINDOWED, {"heads": 2, "deterministic": True}),
+        (117, 1, TILED, {}),
         (67, 1, WINDOWED, {"heads": 12, "least_ctas": 1}),
         (67, 1, WINDOWED, {"heads": 12, "least_ctas": 24}),
     ],
