@@ -108,7 +108,7 @@ class Gates(nn.Module):
         if init == "dense" and "selected" not in branches:
             raise ValueError(
                 'init="dense" starts with the selected branch alone, and there are only '
-                f"{', '.join(branches)}: use init=\"paper\""
+                f'{", ".join(branches)}: use init="paper"'
             )
         self.init: GateInit = init
         self.branches = branches
@@ -228,4 +228,3 @@ def gates_of_step(gates: Any, x: Tensor) -> Tensor | GateLogits:
     """What `Gates` gives for a decode step: as logits, unless hooks are to see its gates."""
     as_logits = type(gates) is Gates and not has_hooks(gates)
     return gates(x, as_logits=True) if as_logits else gates(x)
-

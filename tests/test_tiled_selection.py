@@ -8,19 +8,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from reference import nsa_1b
 
 from nsa_flex import NSAConfig, nsa_attention
 from nsa_flex.attention import NSAAux
 from nsa_flex.config import BRANCHES
 from nsa_flex.selection import best_blocks, choose_blocks
+from reference import nsa_1b
 
 TILED = NSAConfig(4, 4, 4, 4, 0, 1, 6, "mean", selection="tiled_top_k")
 SIZES = nsa_1b.Sizes(head_dim=16)
 # The selected branch alone has the compressed keys of all branches to choose by.
-SUBSETS = [
-    names for count in (1, 2, 3) for names in itertools.combinations(BRANCHES, count)
-]
+SUBSETS = [names for count in (1, 2, 3) for names in itertools.combinations(BRANCHES, count)]
 
 
 def inputs(length: int, **options) -> tuple[torch.Tensor, ...]:
@@ -125,7 +123,7 @@ def test_an_absent_branch_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     from nsa_flex import attention
 
     called = []
-    monkeypatch.setattr(attention, "choose_blocks", lambda *args, **kwargs: called.append("choose"))
+    monkeypatch.setattr(attention, "choose_blocks", lambda *args, **_: called.append("choose"))
     for key, run in list(attention.IMPLEMENTATIONS.items()):
         monkeypatch.setitem(
             attention.IMPLEMENTATIONS,

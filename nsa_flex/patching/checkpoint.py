@@ -213,8 +213,8 @@ def _load_unpatched(
     unexpected = sorted(key for key in report["unexpected_keys"] if own_name(record, key) is None)
     if unexpected and "format" in record:
         raise ValueError(
-            f"the checkpoint has tensors that the model does not take: {', '.join(unexpected)}; it "
-            f"is of another kind than {record['format']}"
+            f"the checkpoint has tensors that the model does not take: {', '.join(unexpected)}; "
+            f"it is of another kind than {record['format']}"
         )
     if unexpected:
         warnings.warn(f"not in the model, left out: {', '.join(unexpected)}", stacklevel=3)
@@ -276,9 +276,7 @@ def _of_variant(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{suffix}"
 
 
-def _assign(
-    model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cast: bool
-) -> None:
+def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cast: bool) -> None:
     """Put the saved tensors into the recorded layers; prefixes are those of the model saved."""
     names = record["layers"]
     keys: dict[str | None, dict[str, str]] = {}

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from reference import nsa_1b
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -22,6 +21,7 @@ from transformers.models.llama import modeling_llama
 import nsa_flex
 from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.patching.llama_nsa import from_upstream, to_upstream
+from reference import nsa_1b
 
 NSA = nsa_1b.Sizes()
 SSA = nsa_1b.Sizes(window_size=0, selects_only=True)
@@ -42,7 +42,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of transformers' Llama that compute in float32, norms and angles, in float64."""
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        size = x.square().mean(-1, keepdim=True) + self.variance_epsilon
+        return self.weight * x * size.rsqrt()
 
     def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         half = self.config.head_dim // 2
@@ -87,7 +88,10 @@ def weights_of(sizes: nsa_1b.Sizes) -> dict[str, torch.Tensor]:
 
 
 def write(
-    folder: Path, sizes: nsa_1b.Sizes, weights: dict[str, torch.Tensor] | None = None, **changes: Any
+    folder: Path,
+    sizes: nsa_1b.Sizes,
+    weights: dict[str, torch.Tensor] | None = None,
+    **changes: Any,
 ) -> dict[str, torch.Tensor]:
     """A checkpoint; its weights."""
     weights = weights_of(sizes) if weights is None else weights
@@ -151,8 +155,8 @@ def test_auto_classes_and_load_read_alike_and_run_no_code(tmp_path: Path) -> Non
     script = (
         "import sys, torch, nsa_flex, transformers\n"
         f"path = {str(tmp_path)!r}\n"
-        "models = [nsa_flex.load(path), transformers.AutoModelForCausalLM.from_pretrained(path),\n"
-        "          transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)]\n"
+        "read = transformers.AutoModelForCausalLM.from_pretrained\n"
+        "models = [nsa_flex.load(path), read(path), read(path, trust_remote_code=True)]\n"
         "ids = torch.arange(3, 50)[None]\n"
         "first, *others = [model(ids).logits for model in models]\n"
         "assert all(torch.equal(first, other) for other in others)\n"
@@ -251,9 +255,7 @@ def test_padded_rows_and_packed_documents_are_alone(sizes: nsa_1b.Sizes, tmp_pat
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @BOTH
-def test_saved_again_it_is_what_was_read(
-    sizes: nsa_1b.Sizes, shard: str, tmp_path: Path
-) -> None:
+def test_saved_again_it_is_what_was_read(sizes: nsa_1b.Sizes, shard: str, tmp_path: Path) -> None:
     weights = write(tmp_path / "first", sizes, inference_mode="sparse")
     model, ids = nsa_flex.load(tmp_path / "first"), ids_of(sizes, 1, 40)
     model.save_pretrained(tmp_path / "second", max_shard_size=shard)
@@ -281,10 +283,11 @@ def test_saved_in_the_other_format_when_told(tmp_path: Path) -> None:
     loaded = nsa_flex.load(tmp_path / "own")
     assert torch.equal(logits(loaded, ids), logits(model, ids))
     model.save_pretrained(tmp_path / "second")
-    assert json.loads((tmp_path / "second" / "config.json").read_text())["model_type"] == "llama-nsa"
-    with pytest.raises(ValueError, match="checkpoint_format is 'torch'; this model has nsa_flex or"):
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert config["model_type"] == "llama-nsa"
+    with pytest.raises(ValueError, match="format is 'torch'; this model has nsa_flex or"):
         model.save_pretrained(tmp_path / "third", checkpoint_format="torch")
-    with pytest.raises(ValueError, match="checkpoint_format is 'llama-nsa'; this model has nsa_f"):
+    with pytest.raises(ValueError, match="format is 'llama-nsa'; this model has nsa_flex"):
         loaded.save_pretrained(tmp_path / "third", checkpoint_format="llama-nsa")
     with pytest.raises(ValueError, match="is of patched models; LlamaForCausalLM is not patched"):
         nsa_flex.unpatch(loaded).save_pretrained(tmp_path / "third", checkpoint_format="nsa_flex")
