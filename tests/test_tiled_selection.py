@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_flex import NSAConfig, nsa_attention
+from nsa_flex import NSAAttention, NSAConfig, nsa_attention
 from nsa_flex.attention import NSAAux
 from nsa_flex.config import BRANCHES
 from nsa_flex.selection import best_blocks, choose_blocks
@@ -164,3 +164,32 @@ def test_a_chunk_chooses_as_the_whole() -> None:
     whole = choose_blocks(q, pooled(k), positions=positions, **options)
     part = choose_blocks(q[:, :, 50:], pooled(k), positions=positions[:, 50:], **options)
     torch.testing.assert_close(part, whole[:, :, 50:])
+
+
+@pytest.mark.kept(lambda branches: branches in (("selected",), ("compressed", "sliding")))
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_a_layer_of_some_branches_with_a_cache_packed_and_compiled(
+    branches: tuple[str, ...],
+) -> None:
+    config = dataclasses.replace(TILED, branches=branches)
+    layer = NSAAttention(24, 4, 2, config=config, gate_init="unbiased").double()
+    torch.nn.init.normal_(layer.gates.linear.weight)
+    x = torch.randn(1, 61, 24, dtype=torch.float64)
+    with torch.no_grad():
+        expected = layer(x)
+        cache = layer.new_cache()
+        found = torch.cat([layer(part, cache=cache) for part in x.split([30, 20, 1, 1, 9], 1)], 1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+        twice = torch.cat((x, x[:, :37]), 1)
+        packed = layer(twice, cu_seqlens=torch.tensor([0, 61, 98]))
+        torch.testing.assert_close(packed[:, :61], expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(packed[:, 61:], expected[:, :37], rtol=0, atol=1e-13)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    grad = torch.randn_like(expected)
+    eager, graph = (
+        torch.autograd.grad(run(x), [layer.k_proj.weight, layer.gates.linear.weight], grad)
+        for run in (layer, compiled)
+    )
+    for one, other in zip(eager, graph, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
