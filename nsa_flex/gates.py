@@ -69,7 +69,7 @@ class Gates(nn.Module):
     passed 0.004.
 
     `init="unbiased"` is "paper" without b, and has rows of W for absent branches, too, which
-    nothing reads: the weight of public checkpoints (`nsa_flex.checkpoints`).
+    nothing reads: the weight of public checkpoints (NSA-1B for example).
 
     Args:
         hidden_size: E, width of the layer's input.
@@ -120,8 +120,7 @@ class Gates(nn.Module):
             device=device,
             dtype=dtype,
         )
-        offset = torch.empty(len(branches), device=device, dtype=dtype)
-        self.register_buffer("offset", offset, persistent=init != "unbiased")
+        self.register_buffer("offset", torch.empty(len(branches), device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -287,7 +287,7 @@ def test_bad_shapes(shape):
 def test_unbiased_gates_are_rows_of_the_branches_that_there_are(branches, as_logits):
     """Row 3h + c of the weight is head h and branch c, whether c is there or not."""
     gates, x = Gates(16, 4, init="unbiased", branches=branches), torch.randn(2, 5, 16)
-    assert list(gates.state_dict()) == ["linear.weight"]
+    assert list(gates.state_dict()) == ["offset", "linear.weight"]
     gates.linear.weight.data.normal_()
     found = gates(x, as_logits=as_logits)
     found = found.gates() if as_logits else found

@@ -193,3 +193,28 @@ def test_a_layer_of_some_branches_with_a_cache_packed_and_compiled(
     )
     for one, other in zip(eager, graph, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_some_branches_on_kernels(branches: tuple[str, ...]) -> None:
+    """Where the choice is the same, `auto` errs about as `dense` does; with gradients."""
+    config = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k", branches)
+    shapes = [(1, heads, 700, 64) for heads in (32, 2, 2)]
+    leaves = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    gates = torch.rand(1, 32, 700, len(branches), device="cuda").bfloat16().requires_grad_()
+    results = []
+    for backend in ("auto", "dense"):
+        q, k, v = leaves
+        ck, cv = (x.unfold(2, 16, 16).mean(-1) for x in (k, v))
+        out, aux = nsa_attention(
+            q, k, v, ck, cv, gates, config=config, backend=backend, return_aux=True
+        )
+        torch.manual_seed(0)
+        grads = torch.autograd.grad(out, [*leaves, gates], torch.randn_like(out))
+        results.append((aux.blocks, [out, *grads]))
+    (blocks, found), (want_blocks, want) = results
+    if blocks is not None:
+        assert (blocks == want_blocks).all(-1).float().mean() > 0.999
+    for x, y in zip(found, want, strict=True):
+        assert (x.float() - y.float()).norm() < 2**-6 * y.float().norm()

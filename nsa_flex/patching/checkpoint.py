@@ -287,12 +287,12 @@ def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cas
     for site in patched_sites(model):
         found = keys.get(_named(site.name, names), {})
         state = site.module.nsa.state_dict()
-        missing = [f"{site.name}.nsa.{name}" for name in state if name not in found]
-        if missing:
-            lacking = ", ".join(upstream_tensors(record, dict.fromkeys(missing)))
-            raise ValueError(f"the checkpoint lacks {lacking}")
-        for name, own in state.items():
-            tensor = saved[found[name]]
+        missing = {f"{site.name}.nsa.{name}": None for name in state if name not in found}
+        lacking = upstream_tensors(record, missing)
+        if lacking:
+            raise ValueError(f"the checkpoint lacks {', '.join(lacking)}")
+        for name in found.keys() & state.keys():
+            tensor, own = saved[found[name]], state[name]
             state[name] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
             left.pop(found[name])
         site.module.nsa.load_state_dict(state, assign=True)

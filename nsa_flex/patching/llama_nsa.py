@@ -16,6 +16,7 @@ MODEL_TYPE = "llama-nsa"
 OPTIONS = ("selection", "inference_mode")
 
 _UPSTREAM_NAME, _OWN_NAME = ".self_attn.g_proj.weight", ".self_attn.nsa.gates.linear.weight"
+_ZEROS = ".self_attn.nsa.gates.offset"  # of gates without one
 _DEFAULTS = {"block_size": 64, "block_counts": 16, "window_size": 512}
 # Written back as they were; the others follow from the record.
 _KEPT = ("auto_map", "inference_mode", "selection")
@@ -27,8 +28,10 @@ def own_name(name: str) -> str | None:
     return name.removesuffix(_UPSTREAM_NAME) + _OWN_NAME if is_added else None
 
 
-def upstream_name(name: str) -> str:
-    """The name in the checkpoint of any tensor of the patched model."""
+def upstream_name(name: str) -> str | None:
+    """The name in the checkpoint of a tensor of the patched model; None if it is not written."""
+    if name.endswith(_ZEROS):
+        return None
     is_added = name.endswith(_OWN_NAME)
     return name.removesuffix(_OWN_NAME) + _UPSTREAM_NAME if is_added else name
 
