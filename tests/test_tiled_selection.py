@@ -151,6 +151,16 @@ def test_none_for_what_is_read(branches, missing, error) -> None:
         nsa_attention(q, k, v, *compressed, torch.rand(2, 4, 20, 1).double(), config=config)
 
 
+def test_a_backend_of_an_absent_branch() -> None:
+    config = dataclasses.replace(TILED, branches=("sliding",))
+    q, k, v = inputs(20)
+    gates, backend = torch.rand(2, 4, 20, 1).double(), {"selected": "dense"}
+    with pytest.raises(
+        ValueError, match="backend names selected, and the config's branches are s"
+    ):
+        nsa_attention(q, k, v, None, None, gates, config=config, backend=backend)
+
+
 def test_gates_of_another_number() -> None:
     config = dataclasses.replace(TILED, branches=("selected", "sliding"))
     q, k, v = inputs(20)

@@ -21,6 +21,8 @@ from transformers.models.llama import modeling_llama
 import nsa_flex
 from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.patching.llama_nsa import from_upstream, to_upstream
+from nsa_flex.testing import check_model
+from nsa_flex.testing.named_models import model_named
 from reference import nsa_1b
 
 NSA = nsa_1b.Sizes()
@@ -425,3 +427,14 @@ def test_loading_warns_of_nothing(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nsa_flex.load(tmp_path)
+
+
+@BOTH
+def test_the_checks_of_models_take_it(sizes: nsa_1b.Sizes, tmp_path: Path) -> None:
+    write(tmp_path, sizes)
+    report = check_model(model_named(str(tmp_path)), checks=["save and load", "left padding"])
+    assert [(check.name, check.status) for check in report.checks] == [
+        ("patch", "ok"),
+        ("left padding", "ok"),
+        ("save and load", "ok"),
+    ], report
