@@ -211,9 +211,11 @@ def _load_unpatched(
         names = ", ".join(missing)
         warnings.warn(f"not in the checkpoint, newly initialized: {names}", stacklevel=3)
     unexpected = sorted(key for key in report["unexpected_keys"] if own_name(record, key) is None)
-    if unexpected and "format" in record:
+    whole = type(model).__name__ in (kwargs["config"].architectures or [])
+    untaken = [key for key in unexpected if whole or not _is_outside(model, key)]
+    if untaken and "format" in record:
         raise ValueError(
-            f"the checkpoint has tensors that the model does not take: {', '.join(unexpected)}; "
+            f"the checkpoint has tensors that the model does not take: {', '.join(untaken)}; "
             f"it is of another kind than {record['format']}"
         )
     if unexpected:
@@ -239,8 +241,12 @@ def _saved_class(config: Any) -> Any:
 
 def _is_of_a_head(model: Any, key: str) -> bool:
     """Whether a tensor is of what a class puts on top of its base model."""
-    base = model.base_model_prefix
-    return model.base_model is not model and not key.startswith(f"{base}.")
+    return model.base_model is not model and _is_outside(model, key)
+
+
+def _is_outside(model: Any, key: str) -> bool:
+    """Whether a tensor of a checkpoint is not of the base model."""
+    return not key.startswith(f"{model.base_model_prefix}.")
 
 
 def _read_added(

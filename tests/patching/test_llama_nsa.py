@@ -334,6 +334,19 @@ def test_every_tensor_is_taken_or_named(
         nsa_flex.load(tmp_path)
 
 
+def test_other_heads_leave_the_first_one_out(tmp_path: Path) -> None:
+    """Tied embeddings may be in a checkpoint twice."""
+    weights = weights_of(NSA)
+    copy = weights["model.embed_tokens.weight"].clone()
+    write(tmp_path, NSA, {**weights, "lm_head.weight": copy})
+    model, ids = nsa_flex.load(tmp_path), ids_of(NSA, 1, 40)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with pytest.warns(UserWarning, match="not in the model, left out: lm_head.weight"):
+        base = transformers.AutoModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(base(ids)[0] @ copy.T, logits(model, ids))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
