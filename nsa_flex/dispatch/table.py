@@ -50,8 +50,8 @@ def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName,
 
     Raises:
         ValueError: an explicitly named backend cannot compute its branch, or is of an absent one;
-            the message says why. It never falls back. `fa2`, `sdpa` and `triton` alone name what they offer; the
-            branches they do not offer follow `auto`.
+            the message says why. It never falls back. `fa2`, `sdpa` and `triton` alone name what
+            they offer; the branches they do not offer follow `auto`.
     """
     wanted = _wanted(backend)
     absent = [] if isinstance(backend, str) else [x for x in backend if x not in facts.branches]
