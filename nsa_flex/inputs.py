@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import FEW_QUERIES, Facts
+from nsa_flex.config import BRANCHES, NSAConfig
+from nsa_flex.dispatch import ALL_BRANCHES, FEW_QUERIES, Facts
 from nsa_flex.documents import check_max_document_length, is_integral
 from nsa_flex.installed import HAS_TRITON
 
@@ -82,12 +82,15 @@ class Inputs(NamedTuple):
             needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
             select_block_size=config.select_block_size,
             num_selected_blocks=config.num_selected_blocks,
+            branches=config.branches,
             known_offset=not isinstance(query_offset, Tensor),
             decode_problem=self._decode_problem(config) if few else None,
         )
 
     def _decode_problem(self, config: NSAConfig) -> str | None:
         """Why the decode kernels do not take these sizes; None if they do."""
+        if config.branches != BRANCHES:
+            return ALL_BRANCHES
         if self.sliding_key is not self.key or self.sliding_value is not self.value:
             return "the sliding branch has keys of its own"
         if not HAS_TRITON:
@@ -122,7 +125,7 @@ def check_inputs(
         "value": (batch, kv_heads, kv_len, value_dim),
         "compressed_key": (batch, kv_heads, num_blocks, dim),
         "compressed_value": (batch, kv_heads, num_blocks, value_dim),
-        "gates": (batch, heads, q_len, 3),
+        "gates": (batch, heads, q_len, len(config.branches)),
         "sliding_key": (batch, kv_heads, kv_len, dim),
         "sliding_value": (batch, kv_heads, kv_len, value_dim),
     }

@@ -176,6 +176,7 @@ def check_output(inputs: Inputs, row: int, length: int, out: Tensor, aux: NSAAux
     queries, gates = (
         x[row].double().unflatten(0, (heads, -1)) for x in (inputs.query, inputs.gates.gates())
     )  # [Hkv, G, 1, D], [Hkv, G, 1, 3]
+    assert aux.blocks is not None
     wanted = []
     for head, blocks in enumerate(aux.blocks[row]):
         query, at = queries[head], (position, HEAD_DIM**-0.5)

@@ -28,6 +28,7 @@ from nsa_flex.fallback_kernels.fused.bwd_gates import switch_gate_sign
 from nsa_flex.fallback_kernels.topk.block_max import block_max
 
 meta = tokens_first("meta")
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", selection="tiled_top_k")
 
 
 def selected(group: int, tokens: int, dtype: torch.dtype, block_size: int) -> None:
@@ -68,6 +69,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"decode, φ {kind}", partial(step, meta, 4, 1, (128, 128), kind)
     yield "decode, float32", partial(step, meta, 4, 1, (128, 128), "mean", FP32)
     yield "decode, 64 rows", partial(step, meta, 8, 1, (128, 128), "mean", past=(0,) * 64)
+    yield "decode, NSA-1B", partial(step, meta, 16, 1, (64, 64), "mean", config=NSA_1B)
     yield "pages", partial(paged, meta, 4, 128)
     for dtype, size in ((BF16, 128), (BF16, 64), (FP32, 128)):
         name = f"indexer, {dtype}, blocks of {size}"
@@ -99,3 +101,5 @@ def cores() -> Iterator[Core]:
     yield Core(backend={"compressed": "dense"}, tokens=8192)
     yield Core(4, 8192, deterministic=True)
     yield Core(16, 65536, kv_heads=1)
+    yield Core(16, 16384, 64, 64, config=NSA_1B, kv_heads=2)
+    yield Core(16, 8192, 64, 64, config=NSA_1B, kv_heads=2, documents=True, train=False)

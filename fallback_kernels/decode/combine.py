@@ -63,7 +63,7 @@ def decode_combine_kernel(
     window_splits, initial_local_splits, initial_local_per_split, topk_per_split, tiles_per_split,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, WINDOW: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, TILED: tl.constexpr, WINDOW: tl.constexpr,
     COMPRESSED_BLOCK_N: tl.constexpr, BLOCK_N: tl.constexpr, PADDED_SPLITS: tl.constexpr,
     FROM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def decode_combine_kernel(
     num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)
     _, num_used = tiles_of_split(num_visible, num_compressed_splits, COMPRESSED_BLOCK_N)
     TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
-    num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL)
+    num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL, TILED)
     tiles = tl.cdiv(tl.minimum(position + 1, WINDOW), BLOCK_N)
 
     # Splits of a unit: compressed, window, initial and local blocks, top-k blocks.

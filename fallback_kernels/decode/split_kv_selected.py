@@ -48,7 +48,8 @@ def decode_selected_sliding_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, TILED: tl.constexpr, CHUNKS: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     HAS_NEW_TOKEN: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
@@ -87,7 +88,7 @@ def decode_selected_sliding_kernel(
     tiles = tl.minimum(tl.cdiv(window, BLOCK_N) - first_tile, tiles_per_split)
     own_block = position // SELECT
     slots_are_full = own_block >= NUM_SLOTS
-    num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL)
+    num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL, TILED)
     split_in_kind = split - window_splits - tl.where(is_topk, initial_local_splits, 0)
     per_split = tl.where(is_topk, topk_per_split, initial_local_per_split)
     first_slot = split_in_kind * per_split

@@ -5,6 +5,7 @@ each backend cannot compute, `implementations` what runs. Nothing here reads a t
 """
 
 from nsa_flex.dispatch.facts import (
+    ALL_BRANCHES,
     BRANCHES,
     FEW_QUERIES,
     Backend,
@@ -17,6 +18,7 @@ from nsa_flex.dispatch.table import CUDA_ORDER, Choice, choose_backends, is_deco
 from nsa_flex.dispatch.unsupported import unsupported_reason
 
 __all__ = [
+    "ALL_BRANCHES",
     "BRANCHES",
     "CUDA_ORDER",
     "FEW_QUERIES",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-BranchName = Literal["compressed", "selected", "sliding"]
+from nsa_flex.config import BRANCHES, BranchName
+
 BackendName = Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"]
 Backend = BackendName | Mapping[BranchName, BackendName]
 
-BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
+# Why kernels that run a whole call do not take it, where a branch is absent or another runs it.
+ALL_BRANCHES = "they run all three branches together"
 
 # Queries against a longer past: up to so many, tables cost more than they save.
 FEW_QUERIES = 16
@@ -34,9 +36,10 @@ class Facts:
     needs_grad: bool
     select_block_size: int = 64
     num_selected_blocks: int = 16
+    branches: tuple[BranchName, ...] = BRANCHES
     known_offset: bool = True  # the host knows where the queries are
     # Why the decode kernels do not take such sizes; None if they do.
-    decode_problem: str | None = "they run all three branches together"
+    decode_problem: str | None = ALL_BRANCHES
 
     @property
     def few(self) -> bool:

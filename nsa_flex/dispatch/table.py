@@ -13,6 +13,7 @@ import torch
 
 from nsa_flex.backends import fused
 from nsa_flex.dispatch.facts import (
+    ALL_BRANCHES,
     BRANCHES,
     FEW_QUERIES,
     Backend,
@@ -45,15 +46,21 @@ class Choice:
 
 
 def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName, Choice]:
-    """One choice a branch.
+    """One choice a branch that there is.
 
     Raises:
-        ValueError: an explicitly named backend cannot compute its branch; the message says why.
-            It never falls back. `fa2`, `sdpa` and `triton` alone name what they offer; the
-            branches they do not offer follow `auto`.
+        ValueError: an explicitly named backend cannot compute its branch, or is of an absent one;
+            the message says why. It never falls back. `fa2`, `sdpa` and `triton` alone name what
+            they offer; the branches they do not offer follow `auto`.
     """
     wanted = _wanted(backend)
-    return {name: _choose(name, wanted[name], facts, backend) for name in BRANCHES}
+    absent = [] if isinstance(backend, str) else [x for x in backend if x not in facts.branches]
+    if absent:
+        raise ValueError(
+            f"backend names {', '.join(absent)}, and the config's branches are "
+            f"{', '.join(facts.branches)}: leave the others out"
+        )
+    return {name: _choose(name, wanted[name], facts, backend) for name in facts.branches}
 
 
 def is_decoded(facts: Facts, backend: Backend) -> bool:
@@ -64,6 +71,8 @@ def is_decoded(facts: Facts, backend: Backend) -> bool:
 
 def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
     """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
+    if facts.branches != BRANCHES:
+        return False
     backends = tuple(choices[name].backend for name in BRANCHES)
     if backends == fused.FUSED_RANGES:
         return fused.unsupported_reason(facts) is None
@@ -112,7 +121,7 @@ def _choose_for_few(branch: BranchName, facts: Facts, backend: Backend) -> Choic
     why = f"at most {FEW_QUERIES} queries against a longer past"
     if is_decoded(facts, backend):
         return Choice(branch, "triton", f"the decode kernels: {why}")
-    problem = decode_unsupported_reason(facts) or "they run all three branches together"
+    problem = decode_unsupported_reason(facts) or ALL_BRANCHES
     return Choice(branch, "dense", f"{why}; not the decode kernels: {problem}")
 
 

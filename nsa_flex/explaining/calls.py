@@ -14,7 +14,7 @@ from nsa_flex.attention import nsa_attention
 from nsa_flex.cache.incoming import IncomingBatch
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import BRANCHES, Backend, BranchName, Choice, choose_backends
+from nsa_flex.dispatch import Backend, BranchName, Choice, choose_backends
 from nsa_flex.explaining.explanation import KernelRun, Kernels
 from nsa_flex.explaining.rehearsal import Launch, rehearsing, twin
 from nsa_flex.inputs import Inputs, is_whole
@@ -75,7 +75,7 @@ class AttentionCall:
             value,
             compressed_key,
             compressed_value,
-            self._input(query.new_empty((*query.shape[:3], 3))),
+            self._input(_empty_gates(query, self.config)),
             config=self.config,
             backend=self.backend,
             sliding_key=None if sliding_key is None else self._input(twin(sliding_key)),
@@ -120,8 +120,13 @@ def rehearse_cached(
         choices = _cached_choices(layer, query, key, value, backend)
         if device.type != "cuda":  # where kernels are told of
             return choices, Kernels()
-        layer.attend(query, key, value, query.new_empty((*query.shape[:3], 3)), backend=backend)
+        gates = _empty_gates(query, layer.config)
+        layer.attend(query, key, value, gates, backend=backend)
     return choices, Kernels(_runs(told.launches), (), tuple(told.reasons))
+
+
+def _empty_gates(query: Tensor, config: NSAConfig) -> Tensor:
+    return query.new_empty((*query.shape[:3], len(config.branches)))
 
 
 def _cached_choices(
@@ -138,7 +143,7 @@ def _cached_choices(
     backend, why = "triton", what
     if problem is not None:
         backend, why = "dense", f"{what}; not triton: {problem}"
-    return {branch: Choice(branch, backend, why) for branch in BRANCHES}
+    return {branch: Choice(branch, backend, why) for branch in layer.config.branches}
 
 
 def _runs(launches: list[Launch]) -> tuple[KernelRun, ...]:

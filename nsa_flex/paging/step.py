@@ -66,7 +66,7 @@ def attend_step(
     Args:
         pages: of the layer.
         query: (B, Hq, 1, D).
-        gates: (B, Hq, 1, 3).
+        gates: (B, Hq, 1, C), of the config's branches.
         table: int64 (B, P).
         positions: int (B,).
         config: NSA's sizes.
@@ -87,22 +87,27 @@ def attend_step(
         F.pad(x, (0, 0, 0, 1)) if x.shape[2] == 0 else x
         for x in pages.compressed_context(table, config)
     )
-    ends = torch.arange(compressed_key.shape[2], device=table.device) * config.compress_stride
-    visible = ends + config.compress_block_size - 1 <= positions[:, None]  # [B, N]
-    compressed, _ = masked_attention(
-        query, compressed_key, compressed_value, visible[:, None, None], scale
-    )
-    blocks = choose_blocks(
-        query,
-        compressed_key,
-        config=config,
-        scale=scale,
-        num_blocks=config.num_select_blocks(table.shape[1] * pages.page_size),
-        positions=positions[:, None],
-    )
-    selected = _selected(pages, query, blocks, table, positions, config, scale)
-    sliding = _sliding(pages, query, table, positions, config, scale)
-    return gated_sum([compressed, selected, sliding], gates)
+    outputs = []
+    if config.has("compressed"):
+        ends = torch.arange(compressed_key.shape[2], device=table.device) * config.compress_stride
+        visible = ends + config.compress_block_size - 1 <= positions[:, None]  # [B, N]
+        compressed, _ = masked_attention(
+            query, compressed_key, compressed_value, visible[:, None, None], scale
+        )
+        outputs.append(compressed)
+    if config.has("selected"):
+        blocks = choose_blocks(
+            query,
+            compressed_key,
+            config=config,
+            scale=scale,
+            num_blocks=config.num_select_blocks(table.shape[1] * pages.page_size),
+            positions=positions[:, None],
+        )
+        outputs.append(_selected(pages, query, blocks, table, positions, config, scale))
+    if config.has("sliding"):
+        outputs.append(_sliding(pages, query, table, positions, config, scale))
+    return gated_sum(outputs, gates)
 
 
 def unsupported_reason(

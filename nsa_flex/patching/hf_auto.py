@@ -7,23 +7,24 @@ from typing import Any, ClassVar
 from transformers.models.auto import modeling_auto
 
 from nsa_flex.patching.checkpoint import load
-from nsa_flex.patching.hf_checkpoint_config import NSACheckpointConfig
+from nsa_flex.patching.hf_checkpoint_config import checkpoint_configs
 
 
 def register() -> None:
-    """Tell the Auto classes how to read the model type that patched models have on disk."""
+    """Tell the Auto classes how to read the model types that patched models have on disk."""
     for name in dir(modeling_auto):
         auto = getattr(modeling_auto, name)
         if name.startswith("AutoModel") and hasattr(auto, "_model_mapping"):
-            reader = type(f"NSA{name}", (_Reader,), {"auto_class": auto})
-            auto.register(NSACheckpointConfig, reader, exist_ok=True)
+            for config_class in checkpoint_configs():
+                what = {"auto_class": auto, "config_class": config_class}
+                auto.register(config_class, type(f"NSA{name}", (_Reader,), what), exist_ok=True)
 
 
 class _Reader:
     """Stands in an Auto class's table, where the class of the patched model would."""
 
     auto_class: ClassVar[Any]
-    config_class = NSACheckpointConfig
+    config_class: ClassVar[Any]
 
     @classmethod
     def from_pretrained(cls, path: Any, *, config: Any, **kwargs: Any) -> Any:

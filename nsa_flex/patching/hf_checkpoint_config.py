@@ -1,18 +1,21 @@
-"""What AutoConfig reads from the checkpoint of a patched model."""
+"""What AutoConfig reads from the checkpoint of a patched model, one that others trained too."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from nsa_flex.patching.formats import FORMATS
 from nsa_flex.patching.saved_config import MODEL_TYPE, from_saved
 
 
 def register() -> None:
-    """Tell AutoConfig of the model type that patched models have on disk."""
-    AutoConfig.register(MODEL_TYPE, NSACheckpointConfig, exist_ok=True)
+    """Tell AutoConfig of the model types that patched models have on disk."""
+    for config_class in checkpoint_configs():
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
 class NSACheckpointConfig(PreTrainedConfig):
@@ -29,6 +32,9 @@ class NSACheckpointConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As of PreTrainedConfig."""
         return_unused = kwargs.pop("return_unused_kwargs", False)
+        options = FORMATS[cls.model_type].OPTIONS if cls.model_type in FORMATS else ()
+        said = {name: kwargs.pop(name) for name in options if name in kwargs}
+        config_dict = {**config_dict, **said}
         base, unused = _base(from_saved(config_dict), kwargs)
         config = cls()
         architectures = config_dict.get("architectures")
@@ -44,6 +50,16 @@ class NSACheckpointConfig(PreTrainedConfig):
         if name.startswith("__") or "base" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(vars(self)["base"], name)
+
+
+@functools.cache
+def checkpoint_configs() -> tuple[type[NSACheckpointConfig], ...]:
+    """The class for each model type on disk."""
+    others = (
+        type("NSACheckpointConfig", (NSACheckpointConfig,), {"model_type": name})
+        for name in FORMATS
+    )
+    return (NSACheckpointConfig, *others)
 
 
 def _base(config_dict: dict[str, Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nsa_flex.patching.formats import FORMATS, format_of
+
 MODEL_TYPE = "nsa_flex"
 # Named in transformers' error where a class of its own reads such a checkpoint.
 _ATTENTION = "nsa_flex.load"
@@ -17,6 +19,9 @@ _FORMER = "nsa_flex_base"
 
 def to_saved(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a patched model, from that of the model in memory."""
+    known = format_of(config.get("nsa_flex", {}))
+    if known is not None:
+        return known.to_upstream(config)
     architectures = config.get("architectures") or []
     return {
         **config,
@@ -30,6 +35,8 @@ def to_saved(config: dict[str, Any]) -> dict[str, Any]:
 
 def from_saved(config: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `to_saved`; any other config as it is."""
+    if config.get("model_type") in FORMATS:
+        return FORMATS[config["model_type"]].from_upstream(config)
     if config.get("model_type") != MODEL_TYPE:
         return config
     former = config[_FORMER]

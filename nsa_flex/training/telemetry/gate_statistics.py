@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import BRANCHES, NSAConfig
 from nsa_flex.training.telemetry.observe import Observation
 from nsa_flex.training.telemetry.schemas import columns
 
@@ -22,7 +22,7 @@ def statistics(seen: Observation) -> Tensor:
 
 
 def _gates(seen: Observation) -> list[Tensor]:
-    gates = seen.gates.float()  # [B, Hq, S, 3]
+    gates = _of_every_branch(seen).float()  # [B, Hq, S, 3]
     weight = torch.ones_like(gates[:, 0, :, 0]) if seen.real is None else seen.real.float()
     weight = weight[:, None].expand(gates.shape[:3])  # [B, Hq, S]
     total = weight.sum()
@@ -46,9 +46,20 @@ def _gates(seen: Observation) -> list[Tensor]:
     ]
 
 
+def _of_every_branch(seen: Observation) -> Tensor:
+    """Gates (B, Hq, S, 3), 0 of absent branches."""
+    if seen.config.branches == BRANCHES:
+        return seen.gates
+    gates = seen.gates.new_zeros((*seen.gates.shape[:3], len(BRANCHES)))
+    gates[..., [BRANCHES.index(name) for name in seen.config.branches]] = seen.gates
+    return gates
+
+
 def _blocks(seen: Observation) -> list[Tensor]:
     """Share of never chosen blocks, and mean distance of the chosen; forced blocks left out."""
     config, blocks = seen.config, seen.blocks
+    if blocks is None:  # nothing is selected
+        return [seen.gates.new_full((2,), torch.nan)]
     batch, heads, tokens, _ = blocks.shape
     size = config.select_block_size
     place = torch.arange(tokens, device=blocks.device)
@@ -73,7 +84,7 @@ def _blocks(seen: Observation) -> list[Tensor]:
 def _candidates(seen: Observation, config: NSAConfig, num_blocks: int, batch: int) -> Tensor:
     """Bool (B, blocks): blocks that a real query of the document may choose freely."""
     size, local = config.select_block_size, config.num_local_blocks
-    device = seen.blocks.device
+    device = seen.gates.device
     block = torch.arange(num_blocks, device=device)
     later = (block + local).clamp(max=num_blocks - 1)  # the first query that may choose it
     inside = (block + local < num_blocks).expand(batch, num_blocks)

@@ -36,8 +36,9 @@ class Observation:
 
     name: of the module in the model.
     config: of the layer.
-    gates: (B, Hq, S, 3).
-    blocks: int32 (B, Hkv, S, n), the chosen ones, ascending, -1 where there are fewer.
+    gates: (B, Hq, S, C), of the config's branches.
+    blocks: int32 (B, Hkv, S, n), the chosen ones, ascending, -1 where there are fewer; None
+        without a selected branch.
     document_start: int (B, S), first token of each query's document, or None.
     real: bool (B, S), false at places that alignment filled; None where all are real.
     choices: the backends that the same call with gradients takes.
@@ -46,7 +47,7 @@ class Observation:
     name: str
     config: NSAConfig
     gates: Tensor
-    blocks: Tensor
+    blocks: Tensor | None
     document_start: Tensor | None
     real: Tensor | None
     choices: Mapping[BranchName, Choice]
@@ -171,16 +172,18 @@ def _watched(model: nn.Module, found: list[Observation]) -> Iterator[None]:
 
 
 def _observation(
-    current: dict[str, Any], tensors: tuple[Tensor, ...], blocks: Tensor, options: dict[str, Any]
+    current: dict[str, Any],
+    tensors: tuple[Any, ...],
+    blocks: Tensor | None,
+    options: dict[str, Any],
 ) -> Observation:
-    query, key, value, compressed_key, compressed_value, gates = tensors
+    query, key, value, *_, gates = tensors
     own = [options.get(name) for name in ("sliding_key", "sliding_value")]
     sliding_key, sliding_value = (
         x if y is None else y for x, y in zip((key, value), own, strict=True)
     )
-    inputs = Inputs(
-        query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates
-    )
+    # Dispatch looks at no compressed tensor, of which some may be None.
+    inputs = Inputs(query, key, value, key, value, sliding_key, sliding_value, gates)
     config, start = options["config"], options.get("document_start")
     facts = inputs.facts(config, options.get("query_offset"), start)
     choices = choose_backends(replace(facts, needs_grad=True), options.get("backend", "auto"))
