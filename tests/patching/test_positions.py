@@ -17,7 +17,7 @@ import nsa_flex
 from nsa_flex.cache import NSACache
 from nsa_flex.documents import POSITIONS_RULE
 from nsa_flex.hot_path import find_syncs
-from nsa_flex.patching.hf_positions import asserted
+from nsa_flex.patching.hf_tokens import asserted
 from patching.tiny_models import NSA, relative_error, tiny_model, tokens
 
 BROKEN = r"position_ids break the rule: .* context and sequence parallelism are not supported"
