@@ -13,9 +13,9 @@ from typing import Any
 import transformers
 
 from nsa_flex import AuditReport, audit
-from nsa_flex.auditing.excerpts import shortened
 from nsa_flex.auditing.lint import lint
-from nsa_flex.auditing.tiny_decoders import (
+from nsa_flex.auditing.sources import shortened
+from nsa_flex.auditing.targets import (
     FAMILIES,
     decoding_batches,
     logits,

@@ -67,13 +67,11 @@ def patch(
     if _is_patched_so(model, sites, arguments):
         return model
     groups = _by_decoder(sites)
-    for decoder, modules in groups.items():
-        _transformers_decoder().check_decoder(decoder, set(modules))
+    configs = _transformers_decoder().prepare(model, groups) if groups else None
     layers = [
         NSALayer(site.shape(), **arguments, **site.tensor_options()).train(site.module.training)
         for site in sites
     ]
-    configs = _transformers_decoder().own_configs(model) if groups else None
     # Everything that can fail has passed: the model changes from here on.
     for site, layer in zip(sites, layers, strict=True):
         site.module.add_module("nsa", layer)

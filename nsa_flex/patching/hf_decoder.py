@@ -29,6 +29,7 @@ from nsa_flex.patching.hf_config import (
     KeptLayers,
     OwnConfigs,
     former_implementation,
+    own_configs,
     share_config,
     write_record,
 )
@@ -69,6 +70,13 @@ class Installed:
     num_layers: int
 
 
+def prepare(model: nn.Module, groups: Groups) -> OwnConfigs:
+    """Check that NSA can run in these decoders, and copy the configs; nothing is changed yet."""
+    for decoder, modules in groups.items():
+        _check_decoder(decoder, set(modules))
+    return own_configs(model)
+
+
 def install(model: nn.Module, groups: Groups, configs: OwnConfigs) -> None:
     """Route attention modules, which have their `nsa`, through NSA.
 
@@ -78,7 +86,7 @@ def install(model: nn.Module, groups: Groups, configs: OwnConfigs) -> None:
     Args:
         model: what `patch` was called with.
         groups: attention modules by decoder.
-        configs: `own_configs(model)`.
+        configs: of `prepare`.
     """
     configs.give_to(model)
     for decoder, modules in groups.items():
@@ -92,8 +100,8 @@ def _install(
 ) -> None:
     config, layer = decoder.config, modules[0].nsa
     former = former_implementation(config)
-    kept = kept_modules(decoder, set(modules))
-    masks = kept_masks(kept)
+    kept = _kept_modules(decoder, set(modules))
+    masks = _kept_masks(kept)
     own_config = configs.keep_apart(kept, config, former)
     hook = CallHook(
         arguments=parameter_names(decoder),
@@ -148,17 +156,17 @@ def remove(model: nn.Module, groups: Groups) -> None:
         del decoder.nsa_installed
 
 
-def kept_modules(decoder: Decoder, patched: set[nn.Module]) -> list[Attention]:
+def _kept_modules(decoder: Decoder, patched: set[nn.Module]) -> list[Attention]:
     """The attention modules that stay unpatched."""
     return [m for m in decoder.modules() if is_attention(m) and m not in patched]
 
 
-def kept_masks(kept: list[Attention]) -> list[str]:
+def _kept_masks(kept: list[Attention]) -> list[str]:
     """Kinds of mask, of "full" and "local", that attention modules read."""
     return sorted({kind for kind in map(kind_of_mask, kept) if kind is not None})
 
 
-def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
+def _check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
     """That NSA can run in `decoder` as a whole.
 
     Raises:
@@ -174,7 +182,7 @@ def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
         )
     _check_cache_layers(decoder, patched)
     implementation = former_implementation(decoder.config)
-    if not kept_modules(decoder, patched) or implementation in ("eager", "sdpa"):
+    if not _kept_modules(decoder, patched) or implementation in ("eager", "sdpa"):
         return
     raise ValueError(
         f"some attention layers stay unpatched, and {implementation!r} cannot run beside NSA: "

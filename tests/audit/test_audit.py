@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from nsa_flex import AuditReport, audit
 from nsa_flex.auditing import measuring, read_baseline, write_baseline
 from nsa_flex.auditing.batches import batches_of
-from nsa_flex.auditing.excerpts import excerpt, is_allowed, place_of
 from nsa_flex.auditing.lint import lint
 from nsa_flex.auditing.measuring import MOST_CALLS
 from nsa_flex.auditing.report import AuditFinding
+from nsa_flex.auditing.sources import excerpt, is_allowed, place_of
 
 HERE = Path(__file__).name
 
