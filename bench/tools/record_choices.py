@@ -27,9 +27,8 @@ from torch import Tensor
 
 from nsa_flex.bench.cases.patterns import neighbour_overlap, recorded_file
 from nsa_flex.bench.measure import machine
-from nsa_flex.cli.demo_model import GPU, Size, build_models, num_parameters
+from nsa_flex.cli.demo_model import GPU, Size, Trainee, build_models, train
 from nsa_flex.cli.demo_text import even_windows, random_windows, read_corpus
-from nsa_flex.cli.demo_training import Trainee, train
 from nsa_flex.selection import choose_blocks
 
 KEPT_HEADS = 2
@@ -114,7 +113,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(out, blocks=kept, block_size=size.config.select_block_size)
     report = {
-        "model": f"Llama, {num_parameters(trainee.model):,} parameters, {size.num_layers} layers",
+        "model": f"Llama, {trainee.model.num_parameters():,} parameters, {size.num_layers} layers",
         "heads": f"{size.num_query_heads}/{size.num_kv_heads}",
         "head_dim": size.head_dim,
         "steps": size.steps,

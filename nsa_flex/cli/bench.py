@@ -19,9 +19,8 @@ from nsa_flex.bench.measure import machine
 from nsa_flex.bench.measure.runner import Options, run
 from nsa_flex.bench.report.rows import Notebook, Row, read_rows
 from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
-from nsa_flex.cli.device import check_device
-from nsa_flex.cli.outputs import SEEDS, check_folder, print_json
-from nsa_flex.cli.shown_table import show_table
+from nsa_flex.cli.options import SEEDS, check_device, fail
+from nsa_flex.cli.outputs import check_folder, print_json, show_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,8 +162,12 @@ def _check_runnable(name: str, device: torch.device, cases: list[AnyCase]) -> No
         raise typer.BadParameter(
             f"{name} needs a CUDA device, got {device}; a CPU runs smoke", param_hint="--preset"
         )
-    if any(case.target == "model" for case in cases) and not _installed("transformers"):
-        _refuse("training steps need transformers; install with: pip install 'nsa-flex[cli,hf]'")
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    if any(case.target == "model" for case in cases) and not has_transformers:
+        fail(
+            "bench",
+            "training steps need transformers; install with: pip install 'nsa-flex[cli,hf]'",
+        )
 
 
 def _wanted(key: str, only: list[str]) -> bool:
@@ -180,32 +183,23 @@ def _check_files(path: Path, old: Path | None, plot: Path | None, run_them: bool
     needed = [old] if run_them else [path, old]
     for file in needed:
         if file is not None and not file.exists():
-            _refuse(f"there is no file {file}")
+            fail("bench", f"there is no file {file}")
     if run_them:
         check_folder(path.parent, "--out")
     for file in (path, plot):
         if file is not None and file.is_dir():
-            _refuse(f"{file} is a folder")
+            fail("bench", f"{file} is a folder")
     if plot is not None:
         check_folder(plot.parent, "--plot")
     for package in ("pandas", "matplotlib"):  # tables; --plot
-        if not _installed(package):
-            _refuse(f"it needs {package}; install with: pip install 'nsa-flex[cli,bench]'")
+        if importlib.util.find_spec(package) is None:
+            fail("bench", f"it needs {package}; install with: pip install 'nsa-flex[cli,bench]'")
     try:
         for file in (path, old):
             if file is not None and file.exists():
                 read_rows(file)
     except ValueError as error:
-        _refuse(str(error))
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _refuse(message: str) -> None:
-    typer.echo(f"nsa-flex bench: {message}", err=True)
-    raise typer.Exit(2)
+        fail("bench", str(error))
 
 
 def _run(
@@ -235,8 +229,7 @@ def _compare(earlier: list[Row], rows: list[Row]) -> pd.DataFrame:
     try:
         return compare(earlier, rows)
     except ValueError as error:
-        _refuse(str(error))
-        raise AssertionError from error
+        fail("bench", str(error), error)
 
 
 def _show(

@@ -6,26 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa_flex.bench.cases.case import DTYPES
 from nsa_flex.bench.report.rows import Row
-from nsa_flex.cli.dtypes import dtype_name
-from nsa_flex.cli.explain import pair_of
-
-
-def pairs_of(heads: list[str]) -> list[tuple[int, int]]:
-    """ "32/8" as (32, 8): query and key-value heads."""
-    pairs = [pair_of(text, "--heads") for text in heads]
-    for query_heads, kv_heads in pairs:
-        if query_heads % kv_heads:
-            raise typer.BadParameter(
-                f"{kv_heads} key-value heads must divide {query_heads} query heads",
-                param_hint="--heads",
-            )
-    return pairs
+from nsa_flex.cli.options import dtype_name, heads_of, pair_of
 
 
 def dims_of(head_dim: list[str]) -> list[tuple[int, int]]:
@@ -44,7 +30,7 @@ def shapes_of(
     dtype = None if dtype is None else dtype_name(dtype, DTYPES)
     shapes: list[dict[str, Any]] = [{}]
     if heads:
-        pairs = pairs_of(heads)
+        pairs = [heads_of(text) for text in heads]
         shapes = [{**s, "query_heads": a, "kv_heads": b} for s in shapes for a, b in pairs]
     if seq_len:
         shapes = [{**s, "seq_len": length} for s in shapes for length in seq_len]

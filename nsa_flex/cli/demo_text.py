@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-# Not the library's own prose: what others installed, and what is generated or repeats itself
-# so much (code pages) that a held-out file would be known from its siblings.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
+from nsa_flex.training.files import STANDARD_LIBRARY, python_sources
+
 HELD_OUT_SHARE = 0.1
 # Between files, and before the first: no source file contains it.
 SEPARATOR = b"\0"
@@ -43,9 +41,8 @@ def read_corpus(seed: int, root: Path | None = None) -> Corpus:
     Raises:
         FileNotFoundError: fewer than two files, as in a Python that ships without its sources.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    names = [name for name in names if not LEFT_OUT & set(name.parts)]
+    root = STANDARD_LIBRARY if root is None else root
+    names = sorted(path.relative_to(root) for path in python_sources(root))
     if len(names) < 2:
         raise FileNotFoundError(
             f"{root} holds {len(names)} Python sources; the demo needs the standard library's: "
@@ -73,25 +70,24 @@ def random_windows(text: Tensor, count: int, length: int, generator: torch.Gener
     Raises:
         ValueError: the text is shorter than `length`.
     """
-    _check_length(text, length)
-    starts = torch.randint(len(text) - length + 1, (count, 1), generator=generator)
-    return text[starts + torch.arange(length)].long()
+    last = _last_start(text, length)
+    return _windows(text, torch.randint(last + 1, (count,), generator=generator), length)
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
-    """int64 (count, length): windows spread evenly from the first byte to the last.
-
-    Raises:
-        ValueError: the text is shorter than `length`.
-    """
-    _check_length(text, length)
-    starts = torch.linspace(0, len(text) - length, count, dtype=torch.float64).long()[:, None]
-    return text[starts + torch.arange(length)].long()
+    """int64 (count, length): windows spread evenly from the first byte to the last; likewise."""
+    last = _last_start(text, length)
+    return _windows(text, torch.linspace(0, last, count, dtype=torch.float64).long(), length)
 
 
-def _check_length(text: Tensor, length: int) -> None:
+def _windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
+    return text[starts[:, None] + torch.arange(length)].long()
+
+
+def _last_start(text: Tensor, length: int) -> int:
     if len(text) < length:
         raise ValueError(f"seq_len={length} is longer than the text, {len(text)} bytes")
+    return len(text) - length
 
 
 def frequency_loss(training: Tensor, windows: Tensor) -> float:

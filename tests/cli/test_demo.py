@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from nsa_flex import NSAConfig, nsa_attention
-from nsa_flex.cli import demo_model, demo_report, demo_text, demo_training
+from nsa_flex.cli import demo, demo_model, demo_text
 from nsa_flex.cli.app import app
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def losses(before: float, after: float) -> dict[str, Any]:
 def test_verdict_on_a_loss_that_did_not_fall(after):
     seen = {"nsa": losses(5.5, after), "twin": losses(5.5, 2.0)}
     report = {"losses": seen, "sizes": {"steps": 7}, "audit": {"findings": []}}
-    (sentence,) = demo_report.verdict(report)
+    (sentence,) = demo.verdict(report)
     assert "held-out loss of nsa did not fall visibly (5.500 before" in sentence
     assert "after 7 steps; raise --steps" in sentence
 
@@ -108,7 +108,7 @@ def test_verdict_on_a_loss_that_did_not_fall(after):
 def test_verdict_on_findings():
     seen = {"nsa": losses(5.5, 2.0)}
     report = {"losses": seen, "sizes": {"steps": 7}, "audit": {"findings": [{}, {}]}}
-    assert demo_report.verdict(report) == ["the audit found 2 things (listed above)"]
+    assert demo.verdict(report) == ["the audit found 2 things (listed above)"]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_text_that_is_too_short_exits_with_2(tmp_path):
     assert "seq_len=100000000 is longer than the text" in result.stderr
 
 
-def quick_trainee() -> demo_training.Trainee:
+def quick_trainee() -> demo_model.Trainee:
     patched, _ = demo_model.build_models(demo_model.QUICK, 0, CPU)
-    return demo_training.Trainee("NSA", patched, demo_model.QUICK)
+    return demo_model.Trainee("NSA", patched, demo_model.QUICK)
 
 
 def test_twins_start_equal():
@@ -183,7 +183,7 @@ def test_training_refuses_a_shape_that_was_not_compiled():
     trainee.compile(torch.randint(0, 256, (2, 64)))
     other = torch.randint(0, 256, (4, 2, 72))
     with pytest.raises(RuntimeError, match="recompile"):
-        demo_training.train([trainee], other, other[0], lambda _: None)
+        demo_model.train([trainee], other, other[0], lambda _: None)
 
 
 def test_compiled_layers_compute_what_eager_ones_do():
