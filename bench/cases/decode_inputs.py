@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.attention import NSAAux
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import CompressionKind, NSAConfig

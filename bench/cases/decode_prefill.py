@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nsa_flex.bench.cases.decode_inputs import CONFIG, HEAD_DIM
 from nsa_flex.bench.measure.timing import Call, Times, measure
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 

@@ -9,10 +9,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from nsa_flex import NSACache
 from nsa_flex.bench.cases.generate_models import FULL, TINY, forget, make_pair
 from nsa_flex.bench.measure.machine import describe
 from nsa_flex.bench.report.rows import Notebook, Row
-from nsa_flex.cache import NSACache
 
 PROMPT = 512
 WARM_UP = 20

@@ -21,7 +21,7 @@ from nsa_flex.auditing.targets import (
     logits,
     token_batches,
 )
-from nsa_flex.testing.tiny_decoders import tiny_decoder
+from nsa_flex.testing.models import tiny_decoder
 
 OUT = Path(__file__).parents[1] / "results" / "audit_families.json"
 LENGTHS, BATCH_SIZES = [48, 100, 17], [2, 3]

@@ -45,7 +45,7 @@ from nsa_flex.bench.report.rows import Notebook, Row
 from nsa_flex.bench.tools.host_costs import HostCosts
 from nsa_flex.training import run as training_run
 from nsa_flex.training.config import TrainConfig, read_config
-from nsa_flex.training.presets import PRESETS
+from nsa_flex.training.models import PRESETS
 from nsa_flex.training.telemetry import read_rows, session
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import observe
@@ -58,7 +58,7 @@ class Plan:
     """What is trained, and how long.
 
     Args:
-        preset: of `nsa_flex.training.presets`, and the name of its sizes in `MODELS`.
+        preset: of `nsa_flex.training.models`, and the name of its sizes in `MODELS`.
         overrides: of the preset's shipped config.
         warm_up: steps before the timed ones; compilation is in the first.
         windows, window: steps are timed in windows of so many; each ends with a wait for the

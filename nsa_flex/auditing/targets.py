@@ -11,7 +11,7 @@ from torch import nn
 
 import nsa_flex
 from nsa_flex.auditing.measuring import MOST_CALLS
-from nsa_flex.testing.tiny_configs import ORDINARY_TOKENS
+from nsa_flex.testing.models import ORDINARY_TOKENS
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def targets_of(
 
 def _made_by_user(name: str) -> Target:
     """`module:factory`: it returns (model_or_fn, inputs) or (model_or_fn, inputs, decode)."""
-    from nsa_flex.testing.named_models import call_factory
+    from nsa_flex.testing.models import call_factory
 
     made = call_factory(name)
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
@@ -72,7 +72,7 @@ def _family(
     dtype: torch.dtype = torch.float32,
     **sizes: int,
 ) -> Target:
-    from nsa_flex.testing.tiny_decoders import tiny_decoder
+    from nsa_flex.testing.models import tiny_decoder
 
     model = tiny_decoder(model_type, **sizes).to(device, dtype)
     if patched:

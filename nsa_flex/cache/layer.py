@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from nsa_flex.attention import NSAAux, nsa_attention
 from nsa_flex.cache.buffers import num_rows
-from nsa_flex.cache.columns import count
-from nsa_flex.cache.fit import misfit
-from nsa_flex.cache.incoming import IncomingBatch
-from nsa_flex.cache.state import CacheState
+from nsa_flex.cache.columns import IncomingBatch, count
+from nsa_flex.cache.state import CacheState, misfit
 from nsa_flex.compression import Compression, compress_both
 from nsa_flex.decoding import MAX_STEP, New, Stored, decode_step, store, store_by_kernel
 from nsa_flex.dispatch import Backend

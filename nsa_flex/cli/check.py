@@ -40,7 +40,7 @@ def check(
     """
     from nsa_flex.cli.generate_model import be_quiet
     from nsa_flex.testing import check_model
-    from nsa_flex.testing.named_models import model_named
+    from nsa_flex.testing.models import model_named
 
     be_quiet()
     progress, place = Console(stderr=True, highlight=False), check_device(device)

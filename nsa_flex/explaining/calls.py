@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_flex import decoding
 from nsa_flex.attention import nsa_attention
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import BRANCHES, Backend, BranchName, Choice, choose_backends

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
+from nsa_flex.cache.columns import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.documents import POSITIONS_RULE, real_positions
 from nsa_flex.patching.hf_versions import cache_of

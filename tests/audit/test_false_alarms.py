@@ -174,7 +174,7 @@ def test_exception_while_an_input_is_made_is_a_finding(name: str) -> None:
 def test_decode_steps_of_gpt2_are_not_charged_with_their_prefill() -> None:
     pytest.importorskip("transformers")
     from nsa_flex.auditing.targets import decoding_batches, logits
-    from nsa_flex.testing.tiny_decoders import tiny_decoder
+    from nsa_flex.testing.models import tiny_decoder
 
     model = tiny_decoder("gpt2")
     report = quick(logits(model), decoding_batches(model))

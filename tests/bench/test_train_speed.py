@@ -120,7 +120,7 @@ def test_the_profile_is_of_one_window(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_both_train_the_same_model(tmp_path: Path, vocabulary: str) -> None:
     from nsa_flex.bench.cases.models import build
     from nsa_flex.training.models import build_model
-    from nsa_flex.training.tokenizers import BYTES
+    from nsa_flex.training.packing import BYTES
 
     plan = Plan()
     config, case = train_config(plan, vocabulary, tmp_path), case_of(plan, vocabulary)

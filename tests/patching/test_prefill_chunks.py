@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_flex
-from nsa_flex.cache import NSACache
+from nsa_flex import NSACache
 from nsa_flex.hot_path import find_syncs
 from patching.tiny_models import NSA, tiny_model
 from patching.trained_model import lines, trained_model

@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor, nn
 
 import nsa_flex
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.patching.hf_families import kind_of_mask
 from nsa_flex.patching.hf_versions import CACHE
-from nsa_flex.testing.tiny_decoders import tiny_decoder
+from nsa_flex.testing.models import tiny_decoder
 from patching.tiny_models import NSA, SIZES, relative_error, tiny_model, tokens
 
 IDS = tokens(2, 40)

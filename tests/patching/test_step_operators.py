@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_flex
-from nsa_flex import decoding
-from nsa_flex.cache import NSACache
+from nsa_flex import NSACache, decoding
 from patching.tiny_models import NSA, tiny_model, tokens
 
 pytest.importorskip("triton")
