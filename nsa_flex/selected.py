@@ -7,18 +7,10 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa_flex.backends.branch import Branch
+from nsa_flex.backends.branch import Branch, is_whole, known_offset, query_positions
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import IMPLEMENTATIONS, BackendName, Facts, choose_backends
-from nsa_flex.inputs import (
-    check_positions,
-    check_scale,
-    check_shapes,
-    check_tensors,
-    is_whole,
-    known_offset,
-    query_positions,
-)
+from nsa_flex.inputs import check_positions, check_scale, check_shapes, check_tensors
 from nsa_flex.masks.selected import visible_blocks
 
 if TYPE_CHECKING:

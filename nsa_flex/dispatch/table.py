@@ -5,14 +5,16 @@ Decided from shapes, dtypes, the device and the need of gradients; never from va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from torch import Tensor
 
-from nsa_flex.backends import fused
-from nsa_flex.dispatch.facts import (
+from nsa_flex.backends import dense, fa2, flex, fused, sdpa, triton
+from nsa_flex.backends.branch import Branch
+from nsa_flex.backends.facts import (
     BRANCHES,
     FEW_QUERIES,
     Backend,
@@ -20,7 +22,6 @@ from nsa_flex.dispatch.facts import (
     BranchName,
     Facts,
 )
-from nsa_flex.dispatch.implementations import IMPLEMENTATIONS
 from nsa_flex.dispatch.unsupported import decode_unsupported_reason, unsupported_reason
 from nsa_flex.tuning import lookup, tuned_entries
 
@@ -148,3 +149,19 @@ def _tuned(branch: BranchName, facts: Facts) -> tuple[str, ...]:
         value_head_dim=facts.value_head_dim,
         num_queries=facts.num_queries,
     )
+
+
+IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, Tensor | None]]] = {
+    ("dense", "compressed"): dense.compressed,
+    ("dense", "selected"): dense.selected,
+    ("dense", "sliding"): dense.sliding,
+    ("flex", "compressed"): flex.compressed,
+    ("flex", "selected"): flex.selected,
+    ("flex", "sliding"): flex.sliding,
+    ("sdpa", "compressed"): sdpa.compressed,
+    ("fa2", "compressed"): fa2.compressed,
+    ("fa2", "sliding"): fa2.sliding,
+    ("triton", "compressed"): triton.compressed,
+    ("triton", "selected"): triton.selected,
+    ("triton", "sliding"): triton.sliding,
+}

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from nsa_flex import decoding
 from nsa_flex.attention import nsa_attention
+from nsa_flex.backends.branch import Inputs, is_whole
 from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import BRANCHES, Backend, BranchName, Choice, choose_backends
 from nsa_flex.explaining.explanation import KernelRun, Kernels
 from nsa_flex.explaining.rehearsal import Launch, rehearsing, twin
-from nsa_flex.inputs import Inputs, is_whole
 from nsa_flex.installed import HAS_TRITON
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import nsa_flex.module
 import nsa_flex.patching.layer
+from nsa_flex.backends.branch import Inputs
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import CUDA_ORDER, BranchName, Choice, choose_backends
 from nsa_flex.documents import align_packed
-from nsa_flex.inputs import Inputs
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import NSALayer
 from nsa_flex.training.telemetry.schemas import columns
