@@ -6,7 +6,7 @@ import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -149,10 +149,10 @@ def keys_read(config: NSAConfig, seq_len: int) -> KeysRead:
 
 
 class Trainee:
-    """A Llama with its optimizer and, once `compile` has run, its compiled decoder layers.
+    """A Llama with its optimizer; once `compile` has run its decoder layers run compiled.
 
     Each layer is compiled by itself: they share one piece of code, which then is generated once
-    for all of them. Outside `compiled_layers` the model runs eagerly.
+    for all of them.
     """
 
     def __init__(self, name: str, model: Any, size: Size) -> None:
@@ -166,7 +166,6 @@ class Trainee:
         )
         self.losses: list[Tensor] = []
         self.held_out: dict[int, float] = {}
-        self._compiled: nn.ModuleList | None = None
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean nats a byte of each byte given those before it: tokens int64 (B, S) -> ()."""
@@ -176,23 +175,9 @@ class Trainee:
 
     def compile(self, tokens: Tensor) -> float:
         """Compile forward and backward for the shape of `tokens`; returns seconds."""
-        compiled: list[Any] = [
-            torch.compile(layer, fullgraph=True, dynamic=False, backend=self.size.compiler)
-            for layer in self.model.model.layers
-        ]
-        self._compiled = nn.ModuleList(compiled)
-        with self.compiled_layers():
-            return self._seconds(tokens)
-
-    @contextlib.contextmanager
-    def compiled_layers(self) -> Iterator[None]:
-        """Inside, the model runs its compiled layers instead of its own."""
-        eager = self.model.model.layers
-        self.model.model.layers = self._compiled
-        try:
-            yield
-        finally:
-            self.model.model.layers = eager
+        for layer in self.model.model.layers:
+            layer.compile(fullgraph=True, dynamic=False, backend=self.size.compiler)
+        return self._seconds(tokens)
 
     def step(self, tokens: Tensor) -> None:
         """One training step."""
@@ -237,7 +222,7 @@ class Trainee:
         torch.manual_seed(seed)
         self.model.eval()
         start = time.perf_counter()
-        with self._autocast():
+        with self._autocast(), eager():
             tokens = self.model.generate(
                 prompt[None],
                 attention_mask=torch.ones_like(prompt)[None],
@@ -263,13 +248,18 @@ class Trainee:
         return time.perf_counter() - start
 
 
+def eager() -> Any:
+    """Within, compiled layers run as they were."""
+    return torch.compiler.set_stance("force_eager")
+
+
 def train(
     trainees: list[Trainee],
     batches: Tensor,
     held_out: Tensor,
     tell: Callable[[list[Trainee]], None],
 ) -> None:
-    """Train all on the same batches, one step each in turn, with compiled layers.
+    """Train all on the same batches, one step each in turn, with their compiled layers.
 
     Held-out losses are measured at `CHECKPOINTS`. A compilation on the way raises RuntimeError:
     every shape was compiled before.
@@ -281,10 +271,7 @@ def train(
     """
     steps = len(batches)
     checkpoints = {round(share * steps) for share in CHECKPOINTS}
-    with contextlib.ExitStack() as stack:
-        for trainee in trainees:
-            stack.enter_context(trainee.compiled_layers())
-        stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+    with torch.compiler.set_stance("fail_on_recompile"):
         for step in range(steps + 1):
             if step in checkpoints:
                 for trainee in trainees:
