@@ -82,12 +82,12 @@ def attend_step(
 
         inputs = (query, *pages, gates, table, positions)
         return kernels.attend(*inputs, config=config, scale=scale)
-    compressed = (
+    compressed_key, compressed_value = (
         F.pad(x, (0, 0, 0, 1)) if x.shape[2] == 0 else x
         for x in pages.compressed_context(table, config)
     )
-    tokens = (x[table].flatten(1, 2).transpose(1, 2) for x in (pages.key, pages.value))
-    stored = Stored(*tokens, *compressed, positions)
+    key, value = (x[table].flatten(1, 2).transpose(1, 2) for x in (pages.key, pages.value))
+    stored = Stored(key, value, compressed_key, compressed_value, positions)
     out, _ = step_by_operations(query, stored, gates, config, scale)
     return out
 
