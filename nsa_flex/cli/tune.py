@@ -18,7 +18,7 @@ from nsa_flex.bench.cases.case import DTYPES, Case
 from nsa_flex.bench.measure import machine, tuner
 from nsa_flex.bench.measure.runner import Options, run
 from nsa_flex.bench.report.rows import Notebook, Row
-from nsa_flex.cli.bench_options import dims_of, log_case, progress_bar
+from nsa_flex.cli.bench import dims_of, log_case, progress_bar
 from nsa_flex.cli.options import check_device, dtype_name, fail, heads_of
 from nsa_flex.cli.outputs import print_json
 from nsa_flex.tuning import VERSIONS, Entry, parse, tuned_entries, tuned_file

@@ -12,19 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nsa_flex import AuditReport, audit
+from audit.quick_audit import quick
 from nsa_flex.auditing.sources import place_of
 from nsa_flex.hot_path import SyncDetector, find_syncs
-
-
-@pytest.fixture(autouse=True)
-def _forget_shapes() -> None:
-    torch._dynamo.reset()
-
-
-def quick(fn: Callable, inputs: Any, **options: Any) -> AuditReport:
-    """Without code generation."""
-    return audit(fn, inputs, **{"measured": False, "backend": "eager", **options})
 
 
 def made_with_syncs() -> tuple[torch.Tensor]:
