@@ -22,7 +22,6 @@ class Target:
     fn: Callable
     inputs: Any
     decode: Any = None
-    max_graphs: int | None = None
 
 
 def targets_of(
@@ -145,6 +144,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 CACHED_TOKENS = 40
+STEPS = 3
 
 # The ten whose audit is in the documentation.
 FAMILIES = (
@@ -176,7 +176,7 @@ def token_batches(
 
 
 def decoding_batches(
-    model: Any, device: torch.device | str = "cpu", steps: int = 3
+    model: Any, device: torch.device | str = "cpu"
 ) -> list[Callable[[], dict[str, Any]]]:
     """Makers of single steps against static caches that hold more tokens each time.
 
@@ -187,12 +187,12 @@ def decoding_batches(
     from nsa_flex.patching.hf_versions import CACHE
 
     def step(cached: int) -> dict[str, Any]:
-        cache = StaticCache(config=model.config, max_cache_len=CACHED_TOKENS + steps + MOST_CALLS)
+        cache = StaticCache(config=model.config, max_cache_len=CACHED_TOKENS + STEPS + MOST_CALLS)
         with torch.no_grad():
             model(_tokens(1, cached, device), use_cache=True, **{CACHE: cache})
         return {"input_ids": _tokens(1, 1, device), CACHE: cache, "use_cache": True}
 
-    return [lambda cached=CACHED_TOKENS + i: step(cached) for i in range(steps)]  # type: ignore[misc]
+    return [lambda cached=CACHED_TOKENS + i: step(cached) for i in range(STEPS)]  # type: ignore[misc]
 
 
 def logits(model: nn.Module) -> Callable[..., torch.Tensor]:

@@ -132,12 +132,11 @@ def _run(target: Any, max_graphs: int | None, options: Any, progress: Console) -
     from nsa_flex.auditing import audit as run
 
     with progress.status(f"{target.name} …") as status:
-        most = target.max_graphs if max_graphs is None else max_graphs
         return run(
             target.fn,
             target.inputs,
             decode=target.decode,
-            max_graphs=most,
+            max_graphs=max_graphs,
             name=target.name,
             tell=teller(target.name, progress, status),
             **options,

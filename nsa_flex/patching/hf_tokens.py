@@ -237,7 +237,7 @@ def _follow(position_ids: Tensor, start: int | Tensor) -> Tensor:
 
 
 # An operator whose result the decoder reads: an assertion by itself could be moved behind the
-# write that raises the count of the cache in place (see `cache/room.py`).
+# write that raises the count of the cache in place (see `count_within` in `cache/columns.py`).
 @torch.library.custom_op("nsa_flex::asserted_positions", mutates_args=())
 def asserted(position_ids: Tensor, holds: Tensor) -> Tensor:
     """A copy of `position_ids`, asserted on the device to follow the rule."""

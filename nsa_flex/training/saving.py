@@ -203,9 +203,9 @@ def save_state(path: Path, state: Any) -> None:
     save_file(tensors, path, metadata={"state": json.dumps(plain)})
 
 
-def load_state(path: Path, device: torch.device | str = "cpu") -> Any:
+def load_state(path: Path) -> Any:
     """What `save_state` wrote. Integer keys of dicts come back as integers."""
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    with safe_open(path, framework="pt") as file:
         plain = json.loads(file.metadata()["state"])
         return _put_tensors(plain, file.get_tensor)
 
