@@ -16,13 +16,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nsa_flex.cli import demo_model
-from nsa_flex.cli.demo_model import Size, Trainee, build_models, keys_read, train
-from nsa_flex.cli.demo_text import (
+from nsa_flex.cli.demo_model import (
+    Size,
+    Trainee,
     as_text,
-    even_windows,
+    build_models,
     frequency_loss,
-    random_windows,
-    read_corpus,
+    keys_read,
+    read_text,
+    train,
 )
 from nsa_flex.cli.info import collect, cxx_compiler
 from nsa_flex.cli.options import SEEDS, check_device, fail
@@ -40,9 +42,7 @@ def demo(
         Path, typer.Option(help="Folder for report.json, losses.png and the model.")
     ] = Path("nsa_flex_demo"),
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: CUDA if any.")] = "auto",
-    seed: Annotated[
-        int, typer.Option(help="Of the split, weights, batches and samples.", **SEEDS)
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, batches and samples.", **SEEDS)] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny, no code generation.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Report on stdout, progress on stderr.")
@@ -116,29 +116,18 @@ class _Demo:
 
     def read_text(self) -> None:
         self._heading("Text")
-        size, generator = self.size, torch.Generator().manual_seed(self.seed)
-        count = size.steps * size.batch_size
         try:
-            corpus = read_corpus(self.seed)
-            batches = random_windows(corpus.training, count, size.seq_len, generator)
-            held_out = even_windows(corpus.held_out, size.held_out_rows, size.seq_len)
-        except (FileNotFoundError, ValueError) as error:  # No sources, or too long a row.
+            text = read_text(self.size, self.seed)
+        except ValueError as error:  # No sources, or too long a row.
             fail("demo", str(error), error)
-        self.report["text"] = {
-            "training_files": len(corpus.training_files),
-            "training_bytes": len(corpus.training),
-            "held_out_files": len(corpus.held_out_files),
-            "held_out_bytes": len(corpus.held_out),
-            "held_out_bytes_measured": held_out.numel(),
-        }
+        facts = self.report["text"] = text.facts
         self._say(
-            f"Python's standard library: {len(corpus.training_files)} files to train on "
-            f"({len(corpus.training) / 1e6:.1f} MB), {len(corpus.held_out_files)} other files "
-            f"held out ({len(corpus.held_out) / 1e6:.1f} MB)."
+            f"Python's standard library: {facts['training_files']} files to train on "
+            f"({facts['training_bytes'] / 1e6:.1f} MB), {facts['held_out_files']} other files "
+            f"held out ({facts['held_out_bytes'] / 1e6:.1f} MB)."
         )
-        self.by_frequency = frequency_loss(corpus.training, held_out)
-        self.batches = batches.unflatten(0, (size.steps, size.batch_size)).to(self.device)
-        self.held_out = held_out.to(self.device)
+        self.by_frequency = frequency_loss(text.batches.flatten(), text.held_out)
+        self.batches, self.held_out = text.batches.to(self.device), text.held_out.to(self.device)
 
     def build(self) -> None:
         self._heading("Model")

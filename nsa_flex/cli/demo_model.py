@@ -1,15 +1,17 @@
-"""The small Llama of the demo and its patched copy: built, compiled, trained and sampled."""
+"""The demo's text, and its small Llama with a patched copy: built, compiled, trained, sampled."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ import nsa_flex
 from nsa_flex.cli.generate_model import be_quiet
 from nsa_flex.config import NSAConfig
 from nsa_flex.hot_path import ForwardBackward, Report, check, count_graphs
+from nsa_flex.training.config import DataSection
+from nsa_flex.training.files import find_files
+from nsa_flex.training.packing import BYTES, PackedRows
 
 # When held-out losses are measured; more often while they fall fast.
 CHECKPOINTS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
@@ -114,6 +119,58 @@ def build_models(size: Size, seed: int, device: torch.device) -> tuple[Any, Any]
     torch.manual_seed(seed)
     twin = LlamaForCausalLM(config).to(device).train()
     return nsa_flex.patch(copy.deepcopy(twin), size.config), twin
+
+
+class Text(NamedTuple):
+    """Bytes of Python's standard library, split by file: no file is in both halves.
+
+    batches: int64 (steps, B, S).
+    held_out: int64 (rows, S).
+    facts: numbers of files and bytes of both.
+    """
+
+    batches: Tensor
+    held_out: Tensor
+    facts: dict[str, int]
+
+
+def read_text(size: Size, seed: int) -> Text:
+    """Rows packed as `nsa-flex train` packs them.
+
+    Raises:
+        ValueError: this Python ships without its sources, or S is longer than either half.
+    """
+    files, length = find_files(["stdlib"]), size.seq_len
+    section = DataSection(("stdlib",), held_out_share=0.1, seq_len=length, documents="joined")
+    counts = {"training": size.steps * size.batch_size, "held_out": size.held_out_rows}
+    facts: dict[str, int] = {}
+    rows: list[Tensor] = []
+    for name, count in counts.items():
+        half = PackedRows(files, BYTES, section, seed=seed, held_out=name == "held_out")
+        sizes = [file.stat().st_size for file in files if half.takes(file, 0)]
+        if sum(sizes) < length:
+            raise ValueError(f"seq_len={length} is longer than the text, {sum(sizes)} bytes")
+        facts |= {f"{name}_files": len(sizes), f"{name}_bytes": sum(sizes)}
+        rows.append(torch.from_numpy(np.stack([row.ids for row in itertools.islice(half, count)])))
+    batches = rows[0].unflatten(0, (size.steps, size.batch_size))
+    return Text(batches, rows[1], {**facts, "held_out_bytes_measured": rows[1].numel()})
+
+
+def frequency_loss(training: Tensor, windows: Tensor) -> float:
+    """Nats a byte of `windows` under the byte frequencies of `training`: knowing no context.
+
+    Args:
+        training: uint8 (bytes,).
+        windows: int64 (count, length); the first byte of each is given, as it is to a model.
+    """
+    counts = torch.bincount(training.int(), minlength=256).double() + 1  # No byte is impossible.
+    log_frequency = (counts / counts.sum()).log()
+    return -log_frequency[windows[:, 1:]].mean().item()
+
+
+def as_text(tokens: Tensor) -> str:
+    """Bytes as text: UTF-8, with what is no text replaced."""
+    return bytes(tokens.tolist()).decode(errors="replace").replace("\0", "\n")
 
 
 class KeysRead(NamedTuple):

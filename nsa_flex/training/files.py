@@ -17,8 +17,7 @@ from nsa_flex.training.errors import TrainingError
 COMPRESSED = (".gz", ".xz", ".zst")
 # A plain file is read in documents of at most so many bytes.
 LONGEST_DOCUMENT = 1 << 26
-STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
-# Of the standard library: what is generated (code pages repeat themselves), or somebody else's.
+# Of the standard library: what is generated, or somebody else's.
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 
 
@@ -33,7 +32,7 @@ def find_files(entries: Iterable[str], *, outside: Path | None = None) -> list[P
     """
     found: set[Path] = set()
     for entry in entries:
-        files = python_sources(STANDARD_LIBRARY) if entry == "stdlib" else _files_of(entry)
+        files = _standard_library() if entry == "stdlib" else _files_of(entry)
         if outside is not None:
             files = _outside(outside, files)
         if not files:
@@ -101,8 +100,8 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def python_sources(root: Path) -> list[Path]:
-    """The sources below `root`, laid out as Python's standard library, that people wrote."""
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
     return [
         each for each in root.rglob("*.py") if not _NOT_PROSE & set(each.relative_to(root).parts)
     ]

@@ -215,7 +215,7 @@ class PackedRows(IterableDataset):
         any_text = False
         for path in files:
             for number, text in enumerate(self._documents_of(path)):
-                if text and self._takes(path, number):
+                if text and self.takes(path, number):
                     any_text = True
                     yield text
         if not any_text:
@@ -239,7 +239,8 @@ class PackedRows(IterableDataset):
             if self._packed >= last:
                 return
 
-    def _takes(self, path: Path, number: int) -> bool:
+    def takes(self, path: Path, number: int) -> bool:
+        """Whether these are rows of a file's document, by its number there."""
         if self.held_out is None:
             return True
         draw = zlib.crc32(f"{path.name}/{number}".encode()) / 2**32
