@@ -63,7 +63,7 @@ def warn_if_untested(package: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Its first two numbers."""
+    """The first two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

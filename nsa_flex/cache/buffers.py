@@ -29,7 +29,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all three."""
         return self.raw + self.compressed + self.other
 
     def __add__(self, more: Memory) -> Memory:
@@ -58,7 +58,7 @@ class Buffers:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All four."""
+        """All four tensors."""
         return self.key, self.value, self.compressed_key, self.compressed_value
 
     def grown(self, capacity: int, config: NSAConfig) -> Buffers:
@@ -72,7 +72,7 @@ class Buffers:
         return Buffers(*larger)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Buffers:
-        """All four changed."""
+        """All four tensors, changed by `change`."""
         return Buffers(*(change(x) for x in self.tensors))
 
     def selected(self, rows: Tensor) -> Buffers:

@@ -98,7 +98,7 @@ class Columns:
         return self._on_host if self.limit is None or not self._hidden() else None
 
     def number(self) -> int:
-        """The number. Waits for the device after compiled steps, once."""
+        """Columns so far. Waits for the device after compiled steps, once."""
         if self._on_host is None:
             assert self.on_device is not None
             self._on_host = int(self.on_device)
@@ -110,7 +110,7 @@ class Columns:
             self._on_host = other.known
 
     def number_or_tensor(self) -> int | Tensor:
-        """The number without waiting: where static a tensor."""
+        """Columns so far without waiting: a tensor in a static cache."""
         return self.number() if self.on_device is None else self.on_device
 
     def use(self, device: torch.device) -> None:
@@ -171,19 +171,19 @@ class Columns:
         return (self._real[:, begin:told] != 0).sum(1, dtype=torch.int32) + (number - told)
 
     def pick_rows(self, rows: Tensor) -> None:
-        """The rows `rows` alone, in that order."""
+        """Keep the rows `rows` alone, in that order."""
         if self._real is not None and self._real.shape[0] > 1:  # one row is that of all
             self._real = self._real[rows.to(self._real.device)]
 
     def take_back(self, num_tokens: int) -> None:
-        """So many fewer."""
+        """Count `num_tokens` columns fewer."""
         self._on_host = self.number() - num_tokens
         self._told = min(self._told, self._on_host)
         if self.on_device is not None:
             self.on_device.sub_(num_tokens)
 
     def reset(self) -> None:
-        """None at all."""
+        """Count no column any more."""
         self._on_host = 0
         self.even = True
         self._real, self._told = None, 0
@@ -205,12 +205,12 @@ class Columns:
         return twin
 
     def _hidden(self) -> bool:
-        """In a graph of a static cache no number may change from step to step."""
+        """Whether the count must stay out of a graph: it changes from step to step."""
         return self.limit is not None and torch.compiler.is_compiling()
 
 
 def count(columns: list[Columns], num_tokens: int) -> None:
-    """So many more, in all layers of a model at once."""
+    """Count `num_tokens` columns more, in all layers of a model at once."""
     uncounted = []
     for each in columns:
         if each._after is not None and each.on_device is not None:

@@ -206,7 +206,7 @@ class LayerCache(CacheState):
         buffers.compressed_value[:, :, before:after] = new_value[:, :, : after - before]
 
     def _new(self, key: Tensor, value: Tensor, start: int | None) -> New:
-        """`start` is the known length."""
+        """What is to be stored at `start`, the length if the host knows it."""
         may_complete: bool | None = None
         # Compiled code must not read what changes from step to step.
         if self.incoming is not None and not torch.compiler.is_compiling():
@@ -231,7 +231,7 @@ class LayerCache(CacheState):
         return on_cuda and torch.cuda.is_current_stream_capturing()
 
     def _store(self, new: New) -> tuple[Tensor, Tensor]:
-        """Stores now; keys and values so far."""
+        """Store now; returns keys and values of all tokens so far."""
         start, num_tokens = self.known_length, new.key.shape[2]
         if start is not None and self.columns.even and not torch.compiler.is_compiling():
             self._store_at(start, new.key, new.value)

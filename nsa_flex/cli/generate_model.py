@@ -38,7 +38,7 @@ class ByteTokens:
     """Ids are bytes of UTF-8: what models without a tokenizer and 256 tokens read and write."""
 
     def encode(self, text: str, *, follows: bool) -> list[int]:
-        """Its bytes."""
+        """The UTF-8 bytes of `text`."""
         return list(text.encode())
 
     def decoder(self) -> Decode:

@@ -61,7 +61,7 @@ class AttentionCall:
         )
 
     def output(self) -> Tensor:
-        """What it returns within a rehearsal."""
+        """The output of the call, within a rehearsal."""
         query, key, value = (self._input(twin(x)) for x in self.tensors)
         num_blocks = self.config.num_compressed_blocks(key.shape[2])
         compressed_key, compressed_value = (

@@ -155,7 +155,7 @@ class Heartbeat:
         self.write()
 
     def write(self) -> None:
-        """One line, now."""
+        """Write one line now."""
         cuda = torch.cuda.is_initialized()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         line: dict[str, Any] = {
