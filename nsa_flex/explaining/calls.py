@@ -93,21 +93,21 @@ def kernels_of(call: AttentionCall, device: torch.device) -> Kernels:
     """The kernels of a call if its tensors were on `device`, with its backward if it needs one."""
     if device.type != "cuda" or not HAS_TRITON:
         return Kernels()
-    with torch.set_grad_enabled(call.needs_grad), rehearsing(device) as told:
+    with torch.set_grad_enabled(call.needs_grad), rehearsing(device) as rehearsed:
         out = call.output()
-        num_forward = len(told.launches)
+        num_forward = len(rehearsed.launches)
         if call.needs_grad:
             out.backward(torch.empty_like(out))
         route = call.route()
-    forward, backward = told.launches[:num_forward], told.launches[num_forward:]
-    return Kernels(_runs(forward), _runs(backward), tuple(told.reasons), route)
+    forward, backward = rehearsed.launches[:num_forward], rehearsed.launches[num_forward:]
+    return Kernels(_runs(forward), _runs(backward), tuple(rehearsed.reasons), route)
 
 
 def rehearse_cached(
     query: Tensor, cache: LayerCache, backend: Backend, device: torch.device
 ) -> tuple[Choices, Kernels]:
     """Backends and kernels of storing and attending as many new tokens as there are queries."""
-    with torch.no_grad(), rehearsing(device) as told:
+    with torch.no_grad(), rehearsing(device) as rehearsed:
         layer, query = cache.twin(device, twin), twin(query)
         layer.expect(IncomingBatch(query.shape[2]))
         key, value = (
@@ -121,7 +121,7 @@ def rehearse_cached(
         if device.type != "cuda":  # where kernels are told of
             return choices, Kernels()
         layer.attend(query, key, value, query.new_empty((*query.shape[:3], 3)), backend=backend)
-    return choices, Kernels(_runs(told.launches), (), tuple(told.reasons))
+    return choices, Kernels(_runs(rehearsed.launches), (), tuple(rehearsed.reasons))
 
 
 def _cached_choices(
