@@ -67,11 +67,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-HAS_TRITON = installed("triton")
-# Earlier ones may return log-sum-exps as (B, Hq, S), which `fa2` would read in the wrong order.
-HAS_FLASH_ATTN = installed("flash_attn") and at_least("flash-attn", "2.8")
-
-
 def when_imported(name: str, action: Callable[[], None]) -> None:
     """Call `action` once module `name` has been imported: now if it has been, else after it is."""
     if name in sys.modules:
@@ -114,3 +109,8 @@ class _Loader(Loader):
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         self.action()
+
+
+HAS_TRITON = installed("triton")
+# Earlier ones may return log-sum-exps as (B, Hq, S), which `fa2` would read in the wrong order.
+HAS_FLASH_ATTN = installed("flash_attn") and at_least("flash-attn", "2.8")

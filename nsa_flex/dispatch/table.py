@@ -32,6 +32,22 @@ CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
     "sliding": ("triton", "flex", "dense"),
 }
 
+# What runs a branch on a backend.
+IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, Tensor | None]]] = {
+    ("dense", "compressed"): dense.compressed,
+    ("dense", "selected"): dense.selected,
+    ("dense", "sliding"): dense.sliding,
+    ("flex", "compressed"): flex.compressed,
+    ("flex", "selected"): flex.selected,
+    ("flex", "sliding"): flex.sliding,
+    ("sdpa", "compressed"): sdpa.compressed,
+    ("fa2", "compressed"): fa2.compressed,
+    ("fa2", "sliding"): fa2.sliding,
+    ("triton", "compressed"): triton.compressed,
+    ("triton", "selected"): triton.selected,
+    ("triton", "sliding"): triton.sliding,
+}
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -149,19 +165,3 @@ def _tuned(branch: BranchName, facts: Facts) -> tuple[str, ...]:
         value_head_dim=facts.value_head_dim,
         num_queries=facts.num_queries,
     )
-
-
-IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, Tensor | None]]] = {
-    ("dense", "compressed"): dense.compressed,
-    ("dense", "selected"): dense.selected,
-    ("dense", "sliding"): dense.sliding,
-    ("flex", "compressed"): flex.compressed,
-    ("flex", "selected"): flex.selected,
-    ("flex", "sliding"): flex.sliding,
-    ("sdpa", "compressed"): sdpa.compressed,
-    ("fa2", "compressed"): fa2.compressed,
-    ("fa2", "sliding"): fa2.sliding,
-    ("triton", "compressed"): triton.compressed,
-    ("triton", "selected"): triton.selected,
-    ("triton", "sliding"): triton.sliding,
-}

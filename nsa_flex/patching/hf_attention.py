@@ -147,11 +147,6 @@ def mask_for_attention(
     return attention_mask
 
 
-for _name in IMPLEMENTATIONS:
-    AttentionInterface.register(_name, attention_forward)
-    AttentionMaskInterface.register(_name, mask_for_attention)
-
-
 def refuse_parallelism(implementation: str) -> None:
     """That a call of a decoder sees whole sequences; asked at each, since it may begin any time.
 
@@ -241,3 +236,8 @@ def _project(module: Attention, hidden_states: Tensor) -> tuple[Tensor, Tensor, 
     fused = fused.unflatten(2, (shape.num_kv_heads, group + 2, shape.head_dim))
     query, key, value = fused.split((group, 1, 1), 3)  # [B, S, Hkv, G or 1, D]
     return tuple(x.flatten(2, 3).transpose(1, 2) for x in (query, key, value))
+
+
+for _name in IMPLEMENTATIONS:
+    AttentionInterface.register(_name, attention_forward)
+    AttentionMaskInterface.register(_name, mask_for_attention)
