@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_flex.backends import decode, fused
-from nsa_flex.backends.branch import Branch
+from nsa_flex.backends.branch import Branch, Inputs, known_offset, query_positions
 from nsa_flex.config import BRANCHES, BranchName, NSAConfig
 from nsa_flex.dispatch import (
     IMPLEMENTATIONS,
@@ -18,14 +18,7 @@ from nsa_flex.dispatch import (
     is_decoded,
     is_fused,
 )
-from nsa_flex.inputs import (
-    Inputs,
-    check_documents,
-    check_inputs,
-    check_scale,
-    known_offset,
-    query_positions,
-)
+from nsa_flex.inputs import check_documents, check_inputs, check_scale
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 from nsa_flex.sharded import refuse_context_parallel

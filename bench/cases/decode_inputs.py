@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa_flex.attention import NSAAux
 from nsa_flex.bench.command_line import pair_of
 from nsa_flex.bench.measure import reference
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import CompressionKind, NSAConfig

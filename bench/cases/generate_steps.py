@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
+from nsa_flex import NSACache
 from nsa_flex.bench.cases.pairs import FULL, TINY, forget, make_pair
 from nsa_flex.bench.measure.machine import describe
 from nsa_flex.bench.report.rows import Notebook, Row
-from nsa_flex.cache import NSACache
 
 # Compilation, the warm-up and the recording of a CUDA graph, launch plans; whole periods of φ.
 WARM_UP = 16

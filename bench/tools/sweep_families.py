@@ -17,9 +17,7 @@ import transformers
 
 from nsa_flex.bench.report.cells import markdown
 from nsa_flex.testing import check_model
-from nsa_flex.testing.named_models import model_named
-from nsa_flex.testing.tiny_configs import ORDINARY_TOKENS
-from nsa_flex.testing.tiny_decoders import NOT_BUILT, model_types
+from nsa_flex.testing.models import NOT_BUILT, ORDINARY_TOKENS, model_named, model_types
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "families.json"

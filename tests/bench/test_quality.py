@@ -34,7 +34,7 @@ from nsa_flex.bench.quality.variants import BRANCHES, config_of, leave_out, para
 from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
 from nsa_flex.bench.report.rows import merged, read_rows
 from nsa_flex.training.models import build_model
-from nsa_flex.training.tokenizers import BYTES
+from nsa_flex.training.packing import BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 64

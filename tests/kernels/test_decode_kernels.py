@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nsa_flex import decoding
 from nsa_flex.backends import decode as few_queries
+from nsa_flex.backends.branch import Inputs
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.gates import GateLogits
-from nsa_flex.inputs import Inputs
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
 from reference.interpreter import (

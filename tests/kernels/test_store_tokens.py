@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa_flex import decoding
 from nsa_flex.cache import LayerCache
-from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
+from nsa_flex.cache.columns import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
