@@ -9,24 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_flex.backends import decode, fused
-from nsa_flex.backends.branch import Branch
-from nsa_flex.config import NSAConfig
+from nsa_flex.backends.branch import Branch, Inputs, known_offset, query_positions
+from nsa_flex.config import BRANCHES, BranchName, NSAConfig
 from nsa_flex.dispatch import (
     IMPLEMENTATIONS,
     Backend,
-    BranchName,
     choose_backends,
     is_decoded,
     is_fused,
 )
-from nsa_flex.inputs import (
-    Inputs,
-    check_documents,
-    check_inputs,
-    check_scale,
-    known_offset,
-    query_positions,
-)
+from nsa_flex.inputs import check_documents, check_inputs, check_scale
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 from nsa_flex.sharded import refuse_context_parallel
@@ -36,21 +28,25 @@ if TYPE_CHECKING:
 
 
 class BranchLSE(NamedTuple):
-    """Natural log-sum-exp of each branch, float32 (B, Hq, Sq); -inf where nothing is seen."""
+    """Natural log-sum-exp of each branch, float32 (B, Hq, Sq); -inf where nothing is seen.
 
-    compressed: Tensor
-    selected: Tensor
-    sliding: Tensor
+    None of an absent branch.
+    """
+
+    compressed: Tensor | None
+    selected: Tensor | None
+    sliding: Tensor | None
 
 
 class NSAAux(NamedTuple):
     """What `nsa_attention(..., return_aux=True)` adds. Neither carries gradients.
 
-    blocks: int32 (B, Hkv, Sq, n), the chosen blocks, ascending, -1 where there are fewer than n.
+    blocks: int32 (B, Hkv, Sq, n), the chosen blocks, ascending, -1 where there are fewer than n;
+        None without a selected branch.
     lse: log-sum-exp of each branch.
     """
 
-    blocks: Tensor
+    blocks: Tensor | None
     lse: BranchLSE
 
 
@@ -59,8 +55,8 @@ def nsa_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
+    compressed_key: Tensor | None,
+    compressed_value: Tensor | None,
     gates: Tensor,
     *,
     config: NSAConfig,
@@ -80,8 +76,8 @@ def nsa_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    compressed_key: Tensor,
-    compressed_value: Tensor,
+    compressed_key: Tensor | None,
+    compressed_value: Tensor | None,
     gates: Tensor,
     *,
     config: NSAConfig,
@@ -100,9 +96,9 @@ def nsa_attention(
     query: Float[Tensor, "B Hq Sq D"],
     key: Float[Tensor, "B Hkv Sk D"],
     value: Float[Tensor, "B Hkv Sk Dv"],
-    compressed_key: Float[Tensor, "B Hkv N D"],
-    compressed_value: Float[Tensor, "B Hkv N Dv"],
-    gates: Float[Tensor, "B Hq Sq 3"],
+    compressed_key: Float[Tensor, "B Hkv N D"] | None,
+    compressed_value: Float[Tensor, "B Hkv N Dv"] | None,
+    gates: Float[Tensor, "B Hq Sq C"],
     *,
     config: NSAConfig,
     scale: float | None = None,
@@ -125,18 +121,21 @@ def nsa_attention(
             sliding one unless `sliding_key` and `sliding_value` are given.
         compressed_key: (B, Hkv, N, D), compressed_value: (B, Hkv, N, Dv): one a block of
             `compress_block_size` tokens, N = config.num_compressed_blocks(Sk). Where that is 0,
-            one block that no query sees may stand in.
-        gates: (B, Hq, Sq, 3), order compressed, selected, sliding.
-        config: block sizes, counts and window.
+            one block that no query sees may stand in. None where nothing reads it: the values
+            without a compressed branch, the keys without a selected one as well.
+        gates: (B, Hq, Sq, C), of the C branches of the config in its order: compressed, selected,
+            sliding.
+        config: block sizes, counts, window and branches.
         scale: factor of query . key, by default 1 / sqrt(D).
         backend: "auto", one backend, or a mapping from branch to backend; see `explain`.
         query_offset: key index of query 0, an int or int (B,); by default Sk - Sq. Keys after a
             query are never seen, so that Sk may be the length of a larger static cache.
         document_start: int (B, Sq), key index of the first token of each query's document, a
             multiple of `select_block_size`; see `nsa_flex.documents` for packed and padded rows.
-        max_document_length: tokens of the longest of these documents, where the host knows. It is
-            a promise, which no kernel checks: up to n * l' every query selects every block, so
-            that nothing is scored, and a query of a longer document gets wrong results.
+        max_document_length: tokens of the longest of these documents, where the host knows. Up to
+            n * l' every query selects every block, so that nothing is scored. Where kernels rely
+            on it, a longer document raises an error on the device (an assertion that the host does
+            not wait for).
         return_aux: also return the chosen blocks and the log-sum-exps.
 
     Returns:
@@ -158,8 +157,7 @@ def nsa_attention(
         query,
         key,
         value,
-        compressed_key,
-        compressed_value,
+        *with_stand_ins(config, key, value, compressed_key, compressed_value),
         key if sliding_key is None else sliding_key,
         value if sliding_value is None else sliding_value,
         gates,
@@ -174,7 +172,7 @@ def nsa_attention(
     check_scale(scale)
     compressed_key, compressed_value = (
         F.pad(x, (0, 0, 0, 1)) if x.shape[2] == 0 else x
-        for x in (compressed_key, compressed_value)
+        for x in (inputs.compressed_key, inputs.compressed_value)
     )
 
     tensors = inputs._replace(compressed_key=compressed_key, compressed_value=compressed_value)
@@ -215,32 +213,68 @@ def nsa_attention(
         )
         return IMPLEMENTATIONS[choices[branch].backend, branch](task)
 
-    compressed = run("compressed", compressed_key, compressed_value)
-    blocks = choose_blocks(
-        query,
-        compressed_key,
-        config=config,
-        scale=scale,
-        num_blocks=config.num_select_blocks(key.shape[2]),
-        positions=positions,
-        document_start=document_start,
+    results: dict[BranchName, tuple[Tensor, Tensor | None]] = {}
+    if config.has("compressed"):
+        results["compressed"] = run("compressed", compressed_key, compressed_value)
+    blocks = None
+    if config.has("selected"):
         # `dense` rounds its scores to the inputs' dtype: too coarse for a choice.
-        lse=None if choices["compressed"].backend == "dense" else compressed[1],
-    )
-    results = (
-        compressed,
-        run("selected", key, value, blocks),
-        run("sliding", inputs.sliding_key, inputs.sliding_value),
-    )
-    out = gated_sum([out for out, _ in results], gates)
+        lends = "compressed" in results and choices["compressed"].backend != "dense"
+        blocks = choose_blocks(
+            query,
+            compressed_key,
+            config=config,
+            scale=scale,
+            num_blocks=config.num_select_blocks(key.shape[2]),
+            positions=positions,
+            document_start=document_start,
+            lse=results["compressed"][1] if lends else None,
+        )
+        results["selected"] = run("selected", key, value, blocks)
+    if config.has("sliding"):
+        results["sliding"] = run("sliding", inputs.sliding_key, inputs.sliding_value)
+    out = gated_sum([out for out, _ in results.values()], gates)
     if not return_aux:
         return out
-    return out, NSAAux(blocks, BranchLSE(*(lse for _, lse in results)))
+    lse = BranchLSE(*(results[name][1] if name in results else None for name in BRANCHES))
+    return out, NSAAux(blocks, lse)
+
+
+def with_stand_ins(
+    config: NSAConfig,
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor | None,
+    compressed_value: Tensor | None,
+) -> tuple[Any, Any]:
+    """Compressed keys and values, without memory of their own where nothing reads them.
+
+    Raises:
+        TypeError: None, where a branch reads it.
+    """
+    found = {"compressed_key": compressed_key, "compressed_value": compressed_value}
+    if all(x is not None for x in found.values()) or not isinstance(config, NSAConfig):
+        return compressed_key, compressed_value
+    reads = {
+        "compressed_key": config.has("compressed") or config.has("selected"),
+        "compressed_value": config.has("compressed"),
+    }
+    for (name, given), source in zip(found.items(), (key, value), strict=True):
+        if given is None and reads[name]:
+            branches = ", ".join(config.branches)
+            raise TypeError(f"{name} is None, and is read by one of the branches {branches}")
+        if given is None and isinstance(source, Tensor) and source.dim() == 4:
+            batch, heads, tokens, dim = source.shape
+            rows = config.num_compressed_blocks(tokens)
+            rows = rows if compressed_key is None else compressed_key.shape[2]
+            found[name] = source.new_empty(()).expand(batch, heads, rows, dim)
+    return found["compressed_key"], found["compressed_value"]
 
 
 def gated_sum(outputs: list[Tensor], gates: Tensor) -> Tensor:
     """Gated sum of the branches in float32 or better: one pass over memory."""
-    if gates.device.type == "cuda" and HAS_TRITON and outputs[0].dtype != torch.float64:
+    on_kernel = gates.device.type == "cuda" and HAS_TRITON and len(outputs) == len(BRANCHES)
+    if on_kernel and outputs[0].dtype != torch.float64:
         from nsa_flex.fallback_kernels.fused import gated_sum as kernel
 
         return kernel.gated_sum(outputs[0], outputs[1], outputs[2], gates)

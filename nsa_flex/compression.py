@@ -293,6 +293,16 @@ def compress_both(
     return compressed_key, compressed_value
 
 
+def compress_what_is_read(
+    compress_key: Compression, compress_value: Compression, key: Tensor, value: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """`compress_both` for a whole row, None in the place of what no branch of the config reads."""
+    config = compress_key.config
+    if config.has("compressed"):
+        return compress_both(compress_key, compress_value, key, value)
+    return (compress_key(key) if config.has("selected") else None), None
+
+
 def _are_alike(
     compress_key: Compression, compress_value: Compression, key: Tensor, value: Tensor
 ) -> bool:

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+BranchName = Literal["compressed", "selected", "sliding"]
+BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
 CompressionKind = Literal["mean", "weighted", "linear", "mlp"]
+SelectionRule = Literal["top_k", "tiled_top_k"]
+RULES: tuple[SelectionRule, ...] = get_args(SelectionRule)
 PRODUCTS: tuple[CompressionKind, ...] = ("linear", "mlp")  # matrix products with the weights
 _MOST = 2**63 - 1  # of any size: operators take int64
 
@@ -38,10 +42,17 @@ class NSAConfig:
         num_local_blocks: blocks ending at the query's own (included) that are always chosen.
         window_size: w, keys the sliding branch sees, the query itself included.
         compression: form of the map from l keys (or values) to one, see `Compression`.
+        selection: which blocks the scores choose. "top_k": the best of all. "tiled_top_k", that
+            of NSA-1B: a query's own tile of n blocks, counted from its document's start, gives
+            its best n/2, and so do the blocks before that tile; in the first tile all are chosen.
+        branches: those there are. An absent one costs nothing, and has no gate; the selected
+            branch chooses by compressed keys all the same.
 
     Raises:
         TypeError: a count is not an int.
-        ValueError: d does not divide l or l', l > l', n < initial + local, or a size is < 1.
+        ValueError: d does not divide l or l', l > l', n < initial + local, or a size is < 1; an
+            unknown name; no branch; or "tiled_top_k" with an odd n, or forced blocks beside the
+            query's own.
 
     >>> NSAConfig(window_size=256).num_compressed_blocks(100)
     5
@@ -55,14 +66,17 @@ class NSAConfig:
     num_local_blocks: int = 2
     window_size: int = 512
     compression: CompressionKind = "mlp"
+    selection: SelectionRule = "top_k"
+    branches: tuple[BranchName, ...] = BRANCHES
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name != "compression":
-                self._check_count(field.name)
-        if self.compression not in get_args(CompressionKind):
-            kinds = ", ".join(get_args(CompressionKind))
-            raise ValueError(f"compression is {self.compression!r}; it must be one of {kinds}")
+        for name in _COUNTS:
+            self._check_count(name)
+        for name, known in (("compression", get_args(CompressionKind)), ("selection", RULES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        self._check_branches()
         for name in ("compress_block_size", "select_block_size"):
             if getattr(self, name) % self.compress_stride:
                 raise ValueError(
@@ -78,6 +92,30 @@ class NSAConfig:
             raise ValueError(
                 f"num_selected_blocks={self.num_selected_blocks} must be at least "
                 f"num_initial_blocks + num_local_blocks = {self.num_forced_blocks}"
+            )
+        if self.selection == "tiled_top_k":
+            self._check_tiles()
+
+    def _check_branches(self) -> None:
+        given = tuple(self.branches)
+        if not given or not set(given) <= set(BRANCHES):
+            raise ValueError(
+                f"branches is {self.branches!r}; it must name some of {', '.join(BRANCHES)}"
+            )
+        ordered = tuple(name for name in BRANCHES if name in given)
+        object.__setattr__(self, "branches", ordered)  # JSON has lists
+
+    def _check_tiles(self) -> None:
+        if self.num_selected_blocks % 2:
+            raise ValueError(
+                f"num_selected_blocks={self.num_selected_blocks} must be even: tiled_top_k takes "
+                "one half before the query's tile and one inside"
+            )
+        if (self.num_initial_blocks, self.num_local_blocks) != (0, 1):
+            raise ValueError(
+                f"num_initial_blocks={self.num_initial_blocks} and "
+                f"num_local_blocks={self.num_local_blocks} must be 0 and 1: tiled_top_k forces a "
+                "query's own block alone"
             )
 
     def _check_count(self, name: str) -> None:
@@ -101,8 +139,12 @@ class NSAConfig:
 
     @property
     def counts(self) -> list[int]:
-        """Every field but `compression`, in order: what an operator takes in a config's place."""
-        return [
+        """What an operator takes in a config's place: the numbers in order.
+
+        Behind them, where one is not the default, the indices of `selection` and `branches` among
+        what they may be.
+        """
+        numbers = [
             self.compress_block_size,
             self.compress_stride,
             self.select_block_size,
@@ -111,11 +153,19 @@ class NSAConfig:
             self.num_local_blocks,
             self.window_size,
         ]
+        if self.selection == "top_k" and self.branches == BRANCHES:
+            return numbers
+        branches = [BRANCHES.index(name) for name in self.branches]
+        return [*numbers, RULES.index(self.selection), *branches]
 
     @staticmethod
     def of_counts(counts: Sequence[int]) -> NSAConfig:
         """Inverse of `counts`, with the default `compression`."""
         return _of_counts(tuple(counts))
+
+    def has(self, branch: BranchName) -> bool:
+        """Whether there is this branch."""
+        return branch in self.branches
 
     @property
     def num_forced_blocks(self) -> int:
@@ -151,7 +201,7 @@ class NSAConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` is its inverse."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "branches": list(self.branches)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NSAConfig:
@@ -163,7 +213,16 @@ class NSAConfig:
         return cls(**values)
 
 
+_COUNTS = tuple(field.name for field in dataclasses.fields(NSAConfig) if field.type == "int")
+
+
 @lru_cache(maxsize=256)
 def _of_counts(counts: tuple[int, ...]) -> NSAConfig:
     """Checked once: operators ask for the same config in every layer and step."""
-    return NSAConfig(*counts)  # type: ignore[arg-type]  # compression is the last field
+    size = len(_COUNTS)
+    config = NSAConfig(*counts[:size])  # type: ignore[arg-type]  # the other fields come behind
+    if len(counts) == size:
+        return config
+    rule, *branches = counts[size:]
+    names = tuple(BRANCHES[each] for each in branches)
+    return dataclasses.replace(config, selection=RULES[rule], branches=names)

@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa_flex.attention import BranchLSE, NSAAux, gated_sum
 from nsa_flex.backends.dense import masked_attention
 from nsa_flex.compression import Compression
-from nsa_flex.config import PRODUCTS, NSAConfig
+from nsa_flex.config import BRANCHES, PRODUCTS, BranchName, NSAConfig
 from nsa_flex.fallback_kernels.launch.direct import is_plain
 from nsa_flex.gates import GateLogits
 from nsa_flex.installed import HAS_TRITON
@@ -88,7 +88,7 @@ def decode_step(
     Args:
         query: (B, Hq, T, D), T at most `MAX_STEP`.
         new: None if the tokens are stored.
-        gates: (B, Hq, T, 3), order compressed, selected, sliding.
+        gates: (B, Hq, T, C), of the config's branches in its order.
         scale: factor of query . key.
         return_aux: also return the chosen blocks and the log-sum-exps.
 
@@ -113,7 +113,7 @@ def decode_step(
     if unsupported is None:
         return _on_kernels(query, new, parameters, stored, gates, config, scale, return_aux)
     gates = gates.gates() if isinstance(gates, GateLogits) else gates
-    return _by_operations(query, stored, gates, config, scale, return_aux)
+    return step_by_operations(query, stored, gates, config, scale, return_aux=return_aux)
 
 
 def store(new: New, stored: Stored) -> None:
@@ -273,32 +273,42 @@ def _on_kernels(
     return out, NSAAux(aux.blocks, BranchLSE(*aux.lse.unbind(-1)))
 
 
-def _by_operations(
+def step_by_operations(
     query: Tensor,
     stored: Stored,
     gates: Tensor,
     config: NSAConfig,
     scale: float,
-    return_aux: bool,
+    *,
+    return_aux: bool = False,
 ) -> tuple[Tensor, NSAAux | None]:
+    """`decode_step` without kernels; the new tokens are stored."""
     new = torch.arange(query.shape[2], device=query.device)
     positions = stored.lengths[:, None] + new  # [B, T]
     compressed_key, compressed_value = stored.compressed_key, stored.compressed_value
-    compressed = _compressed(query, compressed_key, compressed_value, positions, config, scale)
-    blocks = choose_blocks(
-        query,
-        compressed_key,
-        config=config,
-        scale=scale,
-        num_blocks=config.num_select_blocks(stored.key.shape[2]),
-        positions=positions,
-    )
-    selected = _selected(query, *stored.branch(1), blocks, positions, config, scale)
-    sliding = _sliding(query, *stored.branch(2), positions, config, scale)
-    out = gated_sum([compressed[0], selected[0], sliding[0]], gates)
+    found: dict[BranchName, tuple[Tensor, Tensor]] = {}
+    if config.has("compressed"):
+        found["compressed"] = _compressed(
+            query, compressed_key, compressed_value, positions, config, scale
+        )
+    blocks = None
+    if config.has("selected"):
+        blocks = choose_blocks(
+            query,
+            compressed_key,
+            config=config,
+            scale=scale,
+            num_blocks=config.num_select_blocks(stored.key.shape[2]),
+            positions=positions,
+        )
+        found["selected"] = _selected(query, *stored.branch(1), blocks, positions, config, scale)
+    if config.has("sliding"):
+        found["sliding"] = _sliding(query, *stored.branch(2), positions, config, scale)
+    out = gated_sum([out for out, _ in found.values()], gates)
     if not return_aux:
         return out, None
-    return out, NSAAux(blocks, BranchLSE(compressed[1], selected[1], sliding[1]))
+    lse = BranchLSE(*(found[name][1] if name in found else None for name in BRANCHES))
+    return out, NSAAux(blocks, lse)
 
 
 def _compressed(

@@ -8,27 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nsa_flex.config import BRANCHES, BranchName
 from nsa_flex.plain_modules import has_hooks, is_plain_module
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-GateInit = Literal["paper", "dense"]
+GateInit = Literal["paper", "dense", "unbiased"]
 
-NUM_BRANCHES = 3  # compressed, selected, sliding
+NUM_BRANCHES = len(BRANCHES)
 ALIGNED_COLUMNS = 8  # of half precision, in 16 bytes
-
-_OFFSETS: dict[GateInit, tuple[float, float, float]] = {
-    "paper": (0.0, 0.0, 0.0),
-    "dense": (-0.5, 0.5, -0.5),
-}
 
 
 class GateLogits(NamedTuple):
     """Gates before the sigmoid: what a kernel that applies it takes.
 
-    logits: (B, Hq, S, 3) in the dtype of the gates. offset: (3,). bias: (3 · Hq,), three a head,
-    where the logits lack it.
+    logits: (B, Hq, S, C) of C branches in the dtype of the gates. offset: (C,). bias: (C · Hq,), C
+    a head, where the logits lack it.
     """
 
     logits: Tensor
@@ -36,11 +32,11 @@ class GateLogits(NamedTuple):
     bias: Tensor | None = None
 
     def gates(self) -> Tensor:
-        """sigmoid(logits + bias) + offset, computed in float32 or better, (B, Hq, S, 3)."""
+        """sigmoid(logits + bias) + offset, computed in float32 or better, (B, Hq, S, C)."""
         wide = torch.promote_types(self.logits.dtype, torch.float32)
         logits = self.logits.to(wide)
         if self.bias is not None:
-            logits = logits + self.bias.to(wide).view(-1, 1, NUM_BRANCHES)
+            logits = logits + self.bias.to(wide).view(-1, 1, logits.shape[-1])
         return (logits.sigmoid() + self.offset.to(wide)).to(self.logits.dtype)
 
 
@@ -55,8 +51,8 @@ class GateLinear(nn.Linear):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Weight and bias to zero."""
-        self.weight.zero_()
-        self.bias.zero_()
+        for parameter in self.parameters():
+            parameter.zero_()
 
 
 class Gates(nn.Module):
@@ -72,13 +68,17 @@ class Gates(nn.Module):
     ½ moves in steps of 0.002, and a gate that starts at 0 would stay there until its logit
     passed 0.004.
 
+    `init="unbiased"` is "paper" without b, and has rows of W for absent branches, too, which
+    nothing reads: the weight of public checkpoints (NSA-1B for example).
+
     Args:
         hidden_size: E, width of the layer's input.
         num_query_heads: Hq.
-        init: "paper" or "dense".
+        init: "paper", "dense" or "unbiased".
+        branches: C branches, each of which has a gate a head, in this order.
 
     Raises:
-        ValueError: `init` is unknown, or a size is less than 1.
+        ValueError: `init` is unknown, "dense" without a selected branch, or a size is less than 1.
 
     >>> Gates(64, 8, init="dense")(torch.randn(1, 5, 64))[0, 0, 0].tolist()
     [0.0, 1.0, 0.0]
@@ -92,6 +92,7 @@ class Gates(nn.Module):
         num_query_heads: int,
         *,
         init: GateInit = "paper",
+        branches: tuple[BranchName, ...] = BRANCHES,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -104,19 +105,31 @@ class Gates(nn.Module):
                 raise ValueError(f"{name}={size} must be at least 1")
         self.hidden_size = hidden_size
         self.num_query_heads = num_query_heads
+        if init == "dense" and "selected" not in branches:
+            raise ValueError(
+                'init="dense" starts with the selected branch alone, and there are only '
+                f'{", ".join(branches)}: use init="paper"'
+            )
         self.init: GateInit = init
+        self.branches = branches
+        self.rows = BRANCHES if init == "unbiased" else branches  # of W, a head
         self.linear = GateLinear(
-            hidden_size, num_query_heads * NUM_BRANCHES, device=device, dtype=dtype
+            hidden_size,
+            num_query_heads * len(self.rows),
+            bias=init != "unbiased",
+            device=device,
+            dtype=dtype,
         )
-        self.register_buffer("offset", torch.empty(NUM_BRANCHES, device=device, dtype=dtype))
+        self.register_buffer("offset", torch.empty(len(branches), device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Linear map to zero, offset to that of `init`."""
         self.linear.reset_parameters()
-        for branch, value in enumerate(_OFFSETS[self.init]):
-            self.offset[branch].fill_(value)
+        for i, branch in enumerate(self.branches):
+            dense = 0.5 if branch == "selected" else -0.5
+            self.offset[i].fill_(dense if self.init == "dense" else 0.0)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
@@ -124,7 +137,7 @@ class Gates(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "B S E"], *, as_logits: bool = False
-    ) -> Float[Tensor, "B Hq S 3"] | GateLogits:
+    ) -> Float[Tensor, "B Hq S C"] | GateLogits:
         """Gates of every token.
 
         Args:
@@ -134,8 +147,8 @@ class Gates(nn.Module):
                 map without one.
 
         Returns:
-            (B, Hq, S, 3) in the dtype of `x`, order compressed, selected, sliding; a transposed
-            view of (B, S, Hq, 3) memory.
+            (B, Hq, S, C) in the dtype of `x`, in the order of the branches; a transposed view of
+            (B, S, Hq, C) memory.
 
         Raises:
             ValueError: `x` is not (B, S, E) with this module's E.
@@ -148,7 +161,7 @@ class Gates(nn.Module):
         if as_logits and _on_kernels(x):
             # From where nn.Module looks last, and slowly.
             linear, offset = self._modules.get("linear"), self._buffers.get("offset")
-            if linear is not None and offset is not None and _is_apart(linear):
+            if linear is not None and offset is not None and self._is_apart(linear):
                 return self._logits_apart(x, linear._parameters, offset)
         logits = self.linear(x) if as_logits else self._many_logits(x)
         found = self._per_head(logits, x.dtype)
@@ -156,28 +169,44 @@ class Gates(nn.Module):
 
     def of_product(self, product: Float[Tensor, "B S N"], dtype: torch.dtype) -> Tensor:
         """What `forward` gives for x of that dtype, of x W, which lacks the bias."""
-        return self._per_head(product + self.linear.bias, dtype).gates()
+        return self._per_head(self._biased(product), dtype).gates()
+
+    def _biased(self, product: Tensor) -> Tensor:
+        return product if self.linear.bias is None else product + self.linear.bias
 
     def _per_head(self, logits: Tensor, dtype: torch.dtype) -> GateLogits:
-        """(B, S, 3·Hq) -> (B, Hq, S, 3)."""
+        """(B, S, rows·Hq) -> (B, Hq, S, C)."""
         if logits.dtype != dtype:
             logits = logits.to(dtype)
-        logits = logits.view(*logits.shape[:2], self.num_query_heads, NUM_BRANCHES)
+        logits = logits.view(*logits.shape[:2], self.num_query_heads, len(self.rows))
+        if self.rows != self.branches:
+            taken = [logits[..., self.rows.index(name)] for name in self.branches]
+            logits = torch.stack(taken, -1)
         return GateLogits(logits.transpose(1, 2), self.offset)
+
+    def _is_apart(self, linear: nn.Module) -> bool:
+        """Whether the bias of such a linear map may be added later: eager, without gradients."""
+        return (
+            not torch.compiler.is_compiling()
+            and not torch.is_grad_enabled()
+            and self.rows == self.branches
+            and is_plain_module(linear, GateLinear, may_lack=("bias",))
+            and (linear._parameters["bias"] is None or linear._parameters["bias"].is_contiguous())
+        )
 
     def _logits_apart(self, x: Tensor, parameters: dict[str, Any], offset: Tensor) -> GateLogits:
         """Logits without the bias, and the bias."""
-        logits = F.linear(x, parameters["weight"]).contiguous()  # [B, S, 3·Hq]
+        logits = F.linear(x, parameters["weight"]).contiguous()  # [B, S, C·Hq]
         if logits.dtype != x.dtype:
             logits = logits.to(x.dtype)
         batch, tokens, columns = logits.shape
         # One view for the two of `forward`.
-        shape = (batch, self.num_query_heads, tokens, NUM_BRANCHES)
-        strides = (tokens * columns, NUM_BRANCHES, columns, 1)
+        shape = (batch, self.num_query_heads, tokens, len(self.rows))
+        strides = (tokens * columns, len(self.rows), columns, 1)
         return GateLogits(logits.as_strided(shape, strides), offset, parameters["bias"])
 
     def _many_logits(self, x: Tensor) -> Tensor:
-        """x W + b of many tokens, (B, S, 3·Hq).
+        """x W + b of many tokens, (B, S, rows·Hq).
 
         Compiled, columns of zeros fill W up to a multiple of 8, and are cut off again: cuBLAS has
         slow kernels alone for rows that are not aligned to 16 bytes, forward and backward. The
@@ -185,25 +214,16 @@ class Gates(nn.Module):
         in its own dtype: inside of the product it is cast before and its gradient behind, by a
         kernel each.
         """
-        if not torch.compiler.is_compiling() or not is_plain_module(self.linear, GateLinear):
+        is_plain = is_plain_module(self.linear, GateLinear, may_lack=("bias",))
+        if not torch.compiler.is_compiling() or not is_plain:
             return self.linear(x)
-        columns, weight = NUM_BRANCHES * self.num_query_heads, self.linear.weight
+        columns, weight = len(self.rows) * self.num_query_heads, self.linear.weight
         if columns % ALIGNED_COLUMNS:
             weight = F.pad(weight, (0, 0, 0, -columns % ALIGNED_COLUMNS))
-        return F.linear(x, weight)[..., :columns] + self.linear.bias
+        return self._biased(F.linear(x, weight)[..., :columns])
 
 
 def gates_of_step(gates: Any, x: Tensor) -> Tensor | GateLogits:
     """What `Gates` gives for a decode step: as logits, unless hooks are to see its gates."""
     as_logits = type(gates) is Gates and not has_hooks(gates)
     return gates(x, as_logits=True) if as_logits else gates(x)
-
-
-def _is_apart(linear: nn.Module) -> bool:
-    """Whether the bias of such a linear map may be added later: eager, without gradients."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.is_grad_enabled()
-        and is_plain_module(linear, GateLinear)
-        and linear._parameters["bias"].is_contiguous()  # type: ignore[union-attr]
-    )

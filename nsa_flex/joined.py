@@ -83,9 +83,10 @@ def joined_input(x: Tensor, maps: Sequence[nn.Linear], gates: Gates) -> JoinedIn
     """
     if not torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) is not Tensor:
         return None
-    if not is_plain_module(gates, Gates) or not is_plain_module(gates.linear, GateLinear):
+    kinds = [(each, nn.Linear) for each in maps] + [(gates.linear, GateLinear)]
+    if not is_plain_module(gates, Gates):
         return None
-    if not all(is_plain_module(each, nn.Linear, may_lack=("bias",)) for each in maps):
+    if not all(is_plain_module(each, kind, may_lack=("bias",)) for each, kind in kinds):
         return None
     weights, last = [each.weight for each in maps], gates.linear.weight
     biases: list[Tensor] = [each.bias for each in maps if each.bias is not None]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nsa_flex.attention import BranchLSE, NSAAux, nsa_attention
-from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
+from nsa_flex.cache.columns import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import LayerCache, advance
-from nsa_flex.compression import Compression, branched, compress_both
+from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, real_positions
@@ -110,7 +110,9 @@ class NSAAttention(nn.Module):
         self.o_proj = nn.Linear(num_query_heads * value_head_dim, hidden_size, bias, **placed)
         self.compress_key = Compression(self.config, num_kv_heads, head_dim, **placed)
         self.compress_value = Compression(self.config, num_kv_heads, value_head_dim, **placed)
-        self.gates = Gates(hidden_size, num_query_heads, init=gate_init, **placed)
+        self.gates = Gates(
+            hidden_size, num_query_heads, init=gate_init, branches=self.config.branches, **placed
+        )
 
     def reset_parameters(self) -> None:
         """Start over: torch's linear initialisation, φ at the mean, gates at `gate_init`."""
@@ -330,7 +332,7 @@ class NSAAttention(nn.Module):
             query,
             key,
             value,
-            *compress_both(
+            *compress_what_is_read(
                 self.compress_key, self.compress_value, compressed_key, compressed_value
             ),
             gates,
@@ -414,11 +416,11 @@ class NSAAttention(nn.Module):
 def _restore_aux(aux: NSAAux, layout: DocumentLayout, config: NSAConfig) -> NSAAux:
     """Rows back at their tokens, blocks counted from the start of the token's document."""
     blocks = aux.blocks
-    if layout.start is not None:
+    if layout.start is not None and blocks is not None:
         first = (layout.start // config.select_block_size)[:, None, :, None]
         blocks = torch.where(blocks < 0, blocks, blocks - first)
-    lse = (layout.restore(branch[..., None]).squeeze(-1) for branch in aux.lse)
-    return NSAAux(layout.restore(blocks), BranchLSE(*lse))
+    lse = (x if x is None else layout.restore(x[..., None]).squeeze(-1) for x in aux.lse)
+    return NSAAux(blocks if blocks is None else layout.restore(blocks), BranchLSE(*lse))
 
 
 def _checked_head_dim(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import NSAConfig, SelectionRule
 from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.installed import HAS_TRITON
 
@@ -29,10 +30,10 @@ def choose_blocks(
     """The blocks each query and KV head attends: initial and local ones, then the highest scores.
 
     `p_slc[j] = sum_m sum_n p_cmp[(l'/d) j + m - n]` summed over the G heads of the group (Eq. 9
-    and 10 of arXiv 2502.11089), where p_cmp is the softmax of the compressed branch. Equal scores
-    take the lower index. Float32 throughout; chunked over queries, so that at most 2^26 scores
-    exist at once. Carries no gradient. On CUDA fused Triton kernels where they take the inputs,
-    else PyTorch operations.
+    and 10 of arXiv 2502.11089), where p_cmp is the softmax of the compressed branch. Which blocks
+    these scores choose, `config.selection` says. Equal scores take the lower index. Float32
+    throughout; chunked over queries, so that at most 2^26 scores exist at once. Carries no
+    gradient. On CUDA fused Triton kernels where they take the inputs, else PyTorch operations.
 
     Args:
         query: (B, Hq, Sq, D); compressed_key: (B, Hkv, N, D), same dtype.
@@ -102,7 +103,8 @@ def _choose_blocks(
             p = group_probabilities(
                 grouped[:, :, :, span], compressed_key, positions[:, span], first, config, scale
             )
-            scores = block_scores(p, num_blocks, config)
+            rule = RULES[config.selection]
+            scores = rule.score(p, num_blocks, config)
             blocks[:, :, span] = best_blocks(scores, positions[:, span], first, config)
     return blocks
 
@@ -168,9 +170,12 @@ def block_scores(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
 def best_blocks(
     scores: Tensor, positions: Tensor, document_start: Tensor | None, config: NSAConfig
 ) -> Tensor:
-    """The top-k set from float32 scores (B, Hkv, C, num_blocks): int32 (B, Hkv, C, n), ascending.
+    """What `config.selection` takes by float32 scores (B, Hkv, C, num_blocks).
 
     Ranks one int64 a block, score bits above reversed index, so that ties have one answer.
+
+    Returns:
+        int32 (B, Hkv, C, n), ascending, -1 behind the last.
     """
     num_blocks, n = scores.shape[-1], config.num_selected_blocks
     j = torch.arange(num_blocks, device=scores.device)
@@ -186,8 +191,60 @@ def best_blocks(
     finite = scores.nan_to_num(nan=0.0).masked_fill(initial_local, float("inf"))
     rank = finite.contiguous().view(torch.int32).long() << 32
     rank = torch.where(candidate, rank + (num_blocks - 1 - j), -1)
-    best = rank.topk(min(n, num_blocks), dim=-1, sorted=False).values
+    best = RULES[config.selection].take(rank, first, own, n)
     chosen = num_blocks - 1 - (best & 0xFFFFFFFF)
     chosen = torch.where(best >= 0, chosen, num_blocks).sort(-1).values
     chosen = torch.nn.functional.pad(chosen, (0, n - chosen.shape[-1]), value=num_blocks)
     return torch.where(chosen < num_blocks, chosen, -1).to(torch.int32)
+
+
+def take_best(rank: Tensor, first: Tensor, own: Tensor, n: int) -> Tensor:
+    """The n highest ranks of all candidates, or all of them.
+
+    Args:
+        rank: int64 (B, Hkv, C, num_blocks), all different, those of forced blocks highest, -1 for
+            a block that is no candidate.
+        first: int (B or 1, 1, C or 1, 1), the first block of a query's document.
+        own: likewise, the query's own block.
+
+    Returns:
+        int64 (B, Hkv, C, at most n), ranks of the blocks that are taken, -1 for none.
+    """
+    return rank.topk(min(n, rank.shape[-1]), dim=-1, sorted=False).values
+
+
+def take_best_of_tiles(rank: Tensor, first: Tensor, own: Tensor, n: int) -> Tensor:
+    """The n/2 highest ranks before the query's tile of n blocks and the n/2 highest inside.
+
+    Tiles are counted from the document's first block; a query in the first one has all of it.
+    That is what the kernel takes that NSA-1B was trained with: it merges tiles, and keeps a half
+    of the best so far and a half of the newest. Arguments as of `take_best`.
+    """
+    half = min(n // 2, rank.shape[-1])
+    j = torch.arange(rank.shape[-1], device=rank.device)
+    tile = own - (own - first) % n
+    parts = [
+        torch.where(inside, rank, -1).topk(half, dim=-1, sorted=False).values
+        for inside in (j < tile, j >= tile)
+    ]
+    best, every = torch.cat(parts, -1), take_best(rank, first, own, n)
+    every = torch.nn.functional.pad(every, (0, best.shape[-1] - every.shape[-1]), value=-1)
+    return torch.where(tile == first, every, best)
+
+
+class Rule(NamedTuple):
+    """How blocks are chosen: two functions.
+
+    score: from probabilities of compressed blocks (B, Hkv, C, N), the number of blocks and the
+        config to scores (B, Hkv, C, num_blocks), not negative.
+    take: from ranks to those that are taken, as `take_best`.
+    """
+
+    score: Callable[[Tensor, int, NSAConfig], Tensor]
+    take: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+RULES: dict[SelectionRule, Rule] = {
+    "top_k": Rule(block_scores, take_best),
+    "tiled_top_k": Rule(block_scores, take_best_of_tiles),
+}

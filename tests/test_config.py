@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,26 @@ def test_counts_and_back() -> None:
     config = NSAConfig(8, 4, 16, 4, 0, 1, 20)
     assert config.counts == [8, 4, 16, 4, 0, 1, 20]
     assert NSAConfig.of_counts(config.counts) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "last"),
+    [
+        ({"selection": "tiled_top_k"}, [1, 0, 1, 2]),
+        ({"branches": ("sliding",)}, [0, 2]),
+        ({"branches": ["selected"], "selection": "tiled_top_k"}, [1, 1]),
+    ],
+)
+def test_counts_say_what_is_not_the_default(changes: dict[str, Any], last: list[int]) -> None:
+    config = NSAConfig(8, 4, 16, 4, 0, 1, 20, **changes)
+    assert config.counts == [8, 4, 16, 4, 0, 1, 20, *last]
+    assert NSAConfig.of_counts(config.counts) == config
+
+
+def test_branches_are_in_order() -> None:
+    config = NSAConfig(branches=["sliding", "compressed"])  # type: ignore[arg-type]
+    assert config.branches == ("compressed", "sliding")
+    assert (config.has("sliding"), config.has("selected")) == (True, False)
 
 
 def test_frozen_and_hashable() -> None:
@@ -46,6 +67,17 @@ def test_frozen_and_hashable() -> None:
         ({"num_local_blocks": 0}, "num_local_blocks=0 must be at least 1"),
         ({"num_initial_blocks": -1}, "num_initial_blocks=-1 must be at least 0"),
         ({"compression": "max"}, "compression is 'max'; it must be one of mean, weighted, linear"),
+        ({"selection": "max"}, "selection is 'max'; it must be one of top_k, tiled_top_k"),
+        ({"branches": ()}, r"branches is \(\); it must name some of compressed, selected"),
+        ({"branches": ("window",)}, r"branches is \('window',\); it must name some of compressed"),
+        (
+            {"selection": "tiled_top_k", "num_selected_blocks": 5},
+            "num_selected_blocks=5 must be even: tiled_top_k takes one half before",
+        ),
+        (
+            {"selection": "tiled_top_k"},
+            "num_initial_blocks=1 and num_local_blocks=2 must be 0 and 1: tiled_top_k forces",
+        ),
     ],
 )
 def test_values_that_do_not_fit(changes: dict[str, int], message: str) -> None:
@@ -68,7 +100,7 @@ def test_counts_are_those_of_the_windows(length: int, stride: int, parts: int) -
 
 
 def test_dict_round_trip_through_json() -> None:
-    config = NSAConfig(window_size=77, compression="linear")
+    config = NSAConfig(window_size=77, compression="linear", branches=("selected", "sliding"))
     assert NSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ValueError, match=r"unknown NSAConfig fields \['windows'\]"):
         NSAConfig.from_dict({"windows": 3})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa_flex.config import PRODUCTS, NSAConfig
+from nsa_flex.config import BRANCHES, PRODUCTS, NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -52,6 +52,11 @@ def sizes_unsupported_reason(
     )
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the decode kernels take {DTYPES}"
+    if config.branches != BRANCHES:
+        return f"there are only {', '.join(config.branches)}; the decode kernels run all branches"
+    slots = config.num_selected_blocks
+    if config.selection == "tiled_top_k" and slots & (slots - 1):
+        return f"tiles have {slots} blocks; the decode kernels take powers of two"
     for number, most, meaning in limits:
         if number > most:
             return f"{number} {meaning}; the decode kernels take at most {most}"

@@ -127,11 +127,19 @@ def tiles_of_split(num_visible, num_compressed_splits, BLOCK_N: tl.constexpr):
 def count_slots(
     position,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, TOPK: tl.constexpr, INITIAL: tl.constexpr,
+    TILED: tl.constexpr,
 ):  # fmt: skip
     """How many initial and local slots, and how many top-k slots, a query at `position` fills.
 
-    With fewer blocks than slots, slot i holds block i.
+    With fewer blocks than slots, slot i holds block i. TILED: past the first tile of NUM_SLOTS
+    blocks half of the slots are for blocks before a query's tile, the others for its own tile.
     """
     filled = tl.minimum(position // SELECT + 1, NUM_SLOTS)
     num_topk = tl.minimum(tl.maximum(filled - INITIAL, 0), TOPK)
+    if TILED:
+        HALF: tl.constexpr = NUM_SLOTS // 2
+        own = position // SELECT
+        in_tiles = HALF + tl.minimum(own % NUM_SLOTS, HALF - 1)
+        num_topk = tl.where(own < NUM_SLOTS, num_topk, in_tiles)
+        filled = tl.where(own < NUM_SLOTS, filled, in_tiles + 1)
     return filled - num_topk, num_topk

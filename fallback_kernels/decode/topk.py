@@ -9,7 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
+    count_slots,
     count_visible_blocks,
     pdl_launch_dependents,
     pdl_wait,
@@ -118,6 +120,28 @@ def best_of_chunks(
     return best, tl.sum(tl.where(greater == index + 1, rank, 0), 0)
 
 
+@triton.jit
+def rank_by_tiles(
+    rank, block, own_block,
+    NUM_SLOTS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`rank` [CHUNK] such that the highest are what `tiled_top_k` takes.
+
+    Of the query's tile of NUM_SLOTS blocks, which lies in one chunk, the best NUM_SLOTS / 2 - 1
+    stay, above all others; `count_slots` says how many of the others follow them.
+    """
+    tile = own_block // NUM_SLOTS * NUM_SLOTS
+    # Of another chunk than the tile's, whose blocks are all before it, anything may be compared.
+    place = tl.minimum(tl.maximum(tile - tl.min(block, 0), 0), CHUNK - NUM_SLOTS)
+    other = tl.gather(rank, place + tl.arange(0, NUM_SLOTS), 0)  # [NUM_SLOTS]
+    better = tl.sum((other[:, None] > rank[None, :]).to(tl.int64), 0)  # [CHUNK]
+    inside = (block >= tile) & (rank >= 0)
+    above = ((0x7FFFFFFF - better) << 32) + (PADDED_BLOCKS - 1 - block)
+    kept = tl.where(better < NUM_SLOTS // 2 - 1, above, -1 - block)
+    return tl.where(inside, kept, rank)
+
+
+@recordable
 @triton.jit(do_not_specialize=["num_compressed_splits", "num_splits"])
 def decode_topk_kernel(
     lengths_ptr, score_ptr, row_max_ptr, row_sum_ptr, candidate_ptr, block_ptr, capacity,
@@ -126,7 +150,8 @@ def decode_topk_kernel(
     NUM_SLOTS: tl.constexpr, PADDED_GROUP: tl.constexpr, HEADS: tl.constexpr,
     PADDED_COMPRESSED_SPLITS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
     MAX_COUNTED: tl.constexpr, BLOCK_N: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, PDL: tl.constexpr, LAUNCH_AFTER_WAIT: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, TILED: tl.constexpr,
+    PDL: tl.constexpr, LAUNCH_AFTER_WAIT: tl.constexpr,
 ):  # fmt: skip
     """CTA (chunk, new token, KV head of a batch row): the top-k blocks of its chunk.
 
@@ -169,6 +194,13 @@ def decode_topk_kernel(
     is_candidate = (block >= INITIAL) & (block <= own_block - LOCAL)
     rank = score.to(tl.int32, bitcast=True).to(tl.int64) << 32
     rank = tl.where(is_candidate, rank + (PADDED_BLOCKS - 1 - block), -1 - block)
+    if TILED:
+        rank = rank_by_tiles(rank, block, own_block, NUM_SLOTS, PADDED_BLOCKS, CHUNK)
+        if chunk == 0:
+            slot = tl.arange(0, PADDED_SLOTS)
+            _, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL, TILED)
+            empty = (slot >= num_topk) & (slot < TOPK)
+            tl.store(block_ptr + unit * NUM_SLOTS + slot, -1, mask=empty)
     candidate_ptr += (unit * tl.num_programs(0) + chunk) * PADDED_SLOTS
     if CHUNK <= MAX_COUNTED:
         slot = count_greater(rank, CHUNK)

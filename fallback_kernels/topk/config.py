@@ -97,6 +97,7 @@ class TopkPlan:
     sm90: bool = False  # whether `topk_scores_sm90_kernel` takes the call
     spans: bool = False  # whether `topk_span_kernel` takes queries that see SPAN blocks
     longest: int | None = None  # blocks of the longest document, if known
+    tiled: bool = False  # whether `topk_select_tiled_kernel` selects
 
     @cached_property
     def group(self) -> int:

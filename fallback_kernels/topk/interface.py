@@ -39,6 +39,7 @@ from nsa_flex.fallback_kernels.topk.lse import compressed_lse_kernel
 from nsa_flex.fallback_kernels.topk.scores import topk_scores_kernel
 from nsa_flex.fallback_kernels.topk.select import topk_select_kernel
 from nsa_flex.fallback_kernels.topk.span import topk_span_kernel
+from nsa_flex.fallback_kernels.topk.tiled import topk_select_tiled_kernel
 from nsa_flex.reasons import explained
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -99,7 +100,8 @@ def sm90_unsupported_reason(
 
 def has_spans(config: NSAConfig, has_documents: bool, num_blocks: int) -> bool:
     """Whether many queries may choose among few blocks, as in packed rows and in short ones."""
-    return config.num_selected_blocks < SPAN and (has_documents or num_blocks <= SPAN)
+    has_few = has_documents or num_blocks <= SPAN
+    return config.selection == "top_k" and config.num_selected_blocks < SPAN and has_few
 
 
 @explained
@@ -215,6 +217,7 @@ def run_topk(
         spans=has_spans(config, has_documents, num_blocks)
         and span_unsupported_reason(query, config) is None,
         longest=longest_blocks,
+        tiled=config.selection == "tiled_top_k",
     )
     shape = (batch, plan.kv_heads, num_queries, config.num_selected_blocks)
     blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
@@ -304,8 +307,8 @@ def _log_sum_exp(
         lse,
         query_positions.positions,
         query_positions.starts,
-        *strides(query),
-        *strides(key),
+        strides(query),
+        strides(key),
         query_positions.position_stride,
         query_positions.start_stride,
         plan.num_queries,
@@ -368,9 +371,9 @@ def _launch_span(
         query_positions.positions,
         query_positions.starts,
         blocks,
-        *strides(query),
-        *strides(key),
-        *lse.stride(),
+        strides(query),
+        strides(key),
+        lse.stride(),
         query_positions.position_stride,
         query_positions.start_stride,
         plan.num_queries,
@@ -431,9 +434,9 @@ def _launch_scores(
         query_positions.positions,
         query_positions.starts,
         scores,
-        *strides(query),
-        *strides(key),
-        *lse.stride(),
+        strides(query),
+        strides(key),
+        lse.stride(),
         query_positions.position_stride,
         query_positions.start_stride,
         chunk.start,
@@ -474,6 +477,21 @@ def _launch_select(
         plan.num_queries,
         chunk.pitch,
     )
+    grid = (plan.kv_heads, plan.batch)
+    if plan.tiled:
+        threads = max(32, chunk.width // 32)
+        topk_select_tiled_kernel[(chunk.size, *grid)](
+            *arguments,
+            SELECT=constants["SELECT"],
+            NUM_SLOTS=plan.num_slots,
+            PADDED_SLOTS=next_power_of_2(plan.num_slots),
+            CANDIDATES=chunk.candidates,
+            THREADS=threads,
+            DEPTH=chunk.width // threads,
+            DOCUMENTS=query_positions.documents,
+            num_warps=threads // 32,
+        )
+        return
     constants |= {
         "PADDED_SLOTS": next_power_of_2(plan.num_slots),
         "CANDIDATES": chunk.candidates,
@@ -485,7 +503,7 @@ def _launch_select(
     }
     queries = plan.queries_of_select(chunk.size, query_positions.documents)
     options = {"num_warps": chunk.threads // 32, "maxnreg": 64}
-    topk_select_kernel[(cdiv(chunk.size, queries), plan.kv_heads, plan.batch)](
+    topk_select_kernel[(cdiv(chunk.size, queries), *grid)](
         *arguments,
         **constants,
         QUERIES=queries,

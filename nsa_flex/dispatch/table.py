@@ -5,14 +5,17 @@ Decided from shapes, dtypes, the device and the need of gradients; never from va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from torch import Tensor
 
-from nsa_flex.backends import fused
-from nsa_flex.dispatch.facts import (
+from nsa_flex.backends import dense, fa2, flex, fused, sdpa, triton
+from nsa_flex.backends.branch import Branch
+from nsa_flex.backends.facts import (
+    ALL_BRANCHES,
     BRANCHES,
     FEW_QUERIES,
     Backend,
@@ -20,7 +23,6 @@ from nsa_flex.dispatch.facts import (
     BranchName,
     Facts,
 )
-from nsa_flex.dispatch.implementations import IMPLEMENTATIONS
 from nsa_flex.dispatch.unsupported import decode_unsupported_reason, unsupported_reason
 from nsa_flex.tuning import lookup, tuned_entries
 
@@ -29,6 +31,22 @@ CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
     "compressed": ("sdpa", "triton", "flex", "dense"),
     "selected": ("triton", "flex", "dense"),
     "sliding": ("triton", "flex", "dense"),
+}
+
+# What runs a branch on a backend.
+IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, Tensor | None]]] = {
+    ("dense", "compressed"): dense.compressed,
+    ("dense", "selected"): dense.selected,
+    ("dense", "sliding"): dense.sliding,
+    ("flex", "compressed"): flex.compressed,
+    ("flex", "selected"): flex.selected,
+    ("flex", "sliding"): flex.sliding,
+    ("sdpa", "compressed"): sdpa.compressed,
+    ("fa2", "compressed"): fa2.compressed,
+    ("fa2", "sliding"): fa2.sliding,
+    ("triton", "compressed"): triton.compressed,
+    ("triton", "selected"): triton.selected,
+    ("triton", "sliding"): triton.sliding,
 }
 
 
@@ -45,15 +63,21 @@ class Choice:
 
 
 def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName, Choice]:
-    """One choice a branch.
+    """One choice a branch that there is.
 
     Raises:
-        ValueError: an explicitly named backend cannot compute its branch; the message says why.
-            It never falls back. `fa2`, `sdpa` and `triton` alone name what they offer; the
-            branches they do not offer follow `auto`.
+        ValueError: an explicitly named backend cannot compute its branch, or is of an absent one;
+            the message says why. It never falls back. `fa2`, `sdpa` and `triton` alone name what
+            they offer; the branches they do not offer follow `auto`.
     """
     wanted = _wanted(backend)
-    return {name: _choose(name, wanted[name], facts, backend) for name in BRANCHES}
+    absent = [] if isinstance(backend, str) else [x for x in backend if x not in facts.branches]
+    if absent:
+        raise ValueError(
+            f"backend names {', '.join(absent)}, and the config's branches are "
+            f"{', '.join(facts.branches)}: leave the others out"
+        )
+    return {name: _choose(name, wanted[name], facts, backend) for name in facts.branches}
 
 
 def is_decoded(facts: Facts, backend: Backend) -> bool:
@@ -64,6 +88,8 @@ def is_decoded(facts: Facts, backend: Backend) -> bool:
 
 def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
     """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
+    if facts.branches != BRANCHES:
+        return False
     backends = tuple(choices[name].backend for name in BRANCHES)
     if backends == fused.FUSED_RANGES:
         return fused.unsupported_reason(facts) is None
@@ -112,7 +138,7 @@ def _choose_for_few(branch: BranchName, facts: Facts, backend: Backend) -> Choic
     why = f"at most {FEW_QUERIES} queries against a longer past"
     if is_decoded(facts, backend):
         return Choice(branch, "triton", f"the decode kernels: {why}")
-    problem = decode_unsupported_reason(facts) or "they run all three branches together"
+    problem = decode_unsupported_reason(facts) or ALL_BRANCHES
     return Choice(branch, "dense", f"{why}; not the decode kernels: {problem}")
 
 

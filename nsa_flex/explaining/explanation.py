@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nsa_flex.dispatch import BRANCHES, BranchName, Choice
+from nsa_flex.dispatch import BranchName, Choice
 
 if TYPE_CHECKING:
     from nsa_flex.fallback_kernels.fused.route import Route
@@ -41,7 +41,7 @@ class Kernels:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of forward and backward."""
+        """Names of the kernels of forward and backward."""
         return frozenset(run.name for run in (*self.forward, *self.backward))
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Explanation:
         return self.choices[branch]
 
     def __str__(self) -> str:
-        lines = [str(self.choices[branch]) for branch in BRANCHES]
+        lines = [str(choice) for choice in self.choices.values()]
         return "\n".join([*lines, *filter(None, [str(self.kernels)])])
 
     def to_dict(self) -> dict[str, Any]:

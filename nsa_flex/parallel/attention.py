@@ -13,6 +13,7 @@ Queries, gates and outputs never leave their rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_flex.attention import nsa_attention
-from nsa_flex.compression import Compression, branched, compress_both
+from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.parallel.shards import SequenceShards
@@ -34,7 +35,7 @@ def context_parallel_attention(
     query: Float[Tensor, "B Hq Tq D"],
     key: Float[Tensor, "B Hkv T D"],
     value: Float[Tensor, "B Hkv T Dv"],
-    gates: Float[Tensor, "B Hq Tq 3"],
+    gates: Float[Tensor, "B Hq Tq C"],
     compress_key: Compression,
     compress_value: Compression,
     *,
@@ -57,7 +58,8 @@ def context_parallel_attention(
     part: sum them over ranks, as data parallelism does.
 
     Args:
-        query: (B, Hq, Tq, D), Tq = Sq / P. gates: (B, Hq, Tq, 3).
+        query: (B, Hq, Tq, D), Tq = Sq / P. gates: (B, Hq, Tq, C), of the
+            C branches of the config.
         key: (B, Hkv, T, D), value: (B, Hkv, T, Dv), T = S / P, a multiple of
             2 * select_block_size.
         compress_key, compress_value: φ.
@@ -93,7 +95,7 @@ def context_parallel_attention(
     num_parts = 1 if kv_heads_at_once is None else key.shape[1] // kv_heads_at_once
     parts = list(zip(*(x.chunk(num_parts, 1) for x in raw), strict=True))
     queries, gate_parts = query.chunk(num_parts, 1), gates.chunk(num_parts, 1)
-    compressed_parts = list(zip(*(x.chunk(num_parts, 1) for x in compressed), strict=True))
+    compressed_parts = list(zip(*(_chunks(x, num_parts) for x in compressed), strict=True))
 
     outputs, coming = [], shards.send(*parts[0])
     for part in range(num_parts):
@@ -103,7 +105,8 @@ def context_parallel_attention(
         outputs.append(
             _attend_chunks(
                 (queries[part], gate_parts[part]),
-                (*whole, *compressed_parts[part]),
+                whole,
+                compressed_parts[part],
                 shards,
                 config,
                 scale,
@@ -122,22 +125,34 @@ def gather_compressed(
     value: Tensor,
     shards: SequenceShards,
     config: NSAConfig,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Compressed keys and values (B, Hkv, N, D) of whole sequences from shards (B, Hkv, T, D).
 
-    Each rank compresses the blocks that begin in its chunks. One that does so in the last l - d
-    tokens ends in the next chunk, whose first tokens have been gathered.
+    None in the place of what no branch of the config reads. Each rank compresses the blocks that
+    begin in its chunks. One that does so in the last l - d tokens ends in the next chunk, whose
+    first tokens have been gathered.
     """
-    chunk = key.shape[2] // 2
+    own_blocks = key.shape[2] // 2 // config.compress_stride
     num_blocks = config.num_compressed_blocks(shards.size * key.shape[2])
-    blocks = compress_both(
-        compress_key, compress_value, *_with_halos((key, value), shards, config)
-    )
-    own = [x[:, :, : chunk // config.compress_stride] for x in blocks]  # [2B, Hkv, C/d, D]
-    compressed = shards.gather(*(torch.cat(x.chunk(2), 2) for x in own))
+    read = _num_compressed(config)
+    rows = _with_halos((key, value)[:read], shards, config) if read else []
+    rows += [key, value][len(rows) :]  # of what nothing reads, as it is
+    blocks = compress_what_is_read(compress_key, compress_value, *rows)
+    own = [x[:, :, :own_blocks] for x in blocks if x is not None]  # [2B, Hkv, C/d, D]
+    whole = shards.gather(*(torch.cat(x.chunk(2), 2) for x in own)) if read else []
     # The last blocks reach behind the sequence.
-    compressed_key, compressed_value = (x[:, :, :num_blocks] for x in compressed)
-    return compressed_key, compressed_value
+    found = [x[:, :, :num_blocks] for x in whole]
+    return (found[0] if read else None), (found[1] if read == 2 else None)
+
+
+def _chunks(x: Tensor | None, number: int) -> Sequence[Tensor | None]:
+    """Some KV heads at a time."""
+    return [None] * number if x is None else x.chunk(number, 1)
+
+
+def _num_compressed(config: NSAConfig) -> int:
+    """Of compressed keys and compressed values, how many some branch reads."""
+    return 2 if config.has("compressed") else int(config.has("selected"))
 
 
 def _with_halos(
@@ -160,7 +175,8 @@ def _with_halos(
 
 def _attend_chunks(
     own: tuple[Tensor, Tensor],
-    whole: tuple[Tensor, ...],
+    raw: list[Tensor],
+    compressed: tuple[Tensor | None, ...],
     shards: SequenceShards,
     config: NSAConfig,
     scale: float | None,
@@ -172,9 +188,9 @@ def _attend_chunks(
 
     Args:
         own: queries and gates of this rank.
-        whole: keys, values, those of the window if it has its own, compressed keys and values.
+        raw: keys, values, those of the window if it has its own.
+        compressed: compressed keys and values.
     """
-    *raw, compressed_key, compressed_value = whole
     tokens, length = own[0].shape[2], raw[0].shape[2]
     first = length - shards.size * tokens if query_offset is None else query_offset
     outputs = []
@@ -184,13 +200,16 @@ def _attend_chunks(
         end = offset + tokens // 2
         num_blocks = max(2, config.num_compressed_blocks(end))
         key, value, *sliding = (x[:, :, :end] for x in raw)
+        compressed_key, compressed_value = (
+            x if x is None else x[:, :, :num_blocks] for x in compressed
+        )
         outputs.append(
             nsa_attention(
                 own[0][:, :, span],
                 key,
                 value,
-                compressed_key[:, :, :num_blocks],
-                compressed_value[:, :, :num_blocks],
+                compressed_key,
+                compressed_value,
                 own[1][:, :, span],
                 config=config,
                 scale=scale,
@@ -277,8 +296,12 @@ def sent_bytes(
     """
     own = num_tokens // num_ranks
     halo = 2 * (config.compress_block_size - config.compress_stride)
-    rows = own * (2 if separate_branch_kv else 1) + own // config.compress_stride + halo
-    width = num_kv_heads * (head_dim + (head_dim if value_head_dim is None else value_head_dim))
-    elements = (num_ranks - 1) * batch_size * rows * width
+    dims = (head_dim, head_dim if value_head_dim is None else value_head_dim)
+    raw = own * (2 if separate_branch_kv else 1) * sum(dims)
+    compressed = (own // config.compress_stride + halo) * sum(dims[: _num_compressed(config)])
+    learned = compressed if config.has("compressed") else 0  # choosing blocks has no gradient
+    times = (num_ranks - 1) * batch_size * num_kv_heads
     wide = torch.promote_types(dtype, torch.float32)
-    return SentBytes(elements * dtype.itemsize, elements * wide.itemsize)
+    return SentBytes(
+        times * (raw + compressed) * dtype.itemsize, times * (raw + learned) * wide.itemsize
+    )

@@ -1,10 +1,10 @@
 """Native Sparse Attention inside existing models: `patch`, `unpatch`, `load`."""
 
+from nsa_flex.installed import when_imported
 from nsa_flex.patching.adapters import Adapter, register_adapter
 from nsa_flex.patching.apply import patch, unpatch
-from nsa_flex.patching.checkpoint import load
+from nsa_flex.patching.checkpoint import load, register_models
 from nsa_flex.patching.layer import AttentionShape, NSALayer
-from nsa_flex.patching.on_import import when_imported
 from nsa_flex.patching.parallel import context_parallel
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
@@ -24,15 +24,9 @@ __all__ = [
 
 
 def _register_config() -> None:
-    from nsa_flex.patching import hf_checkpoint_config
+    from nsa_flex.patching import hf_saved_config
 
-    hf_checkpoint_config.register()
-
-
-def _register_models() -> None:
-    from nsa_flex.patching import hf_auto
-
-    hf_auto.register()
+    hf_saved_config.register()
 
 
 def _register_minimax_m3() -> None:
@@ -42,7 +36,7 @@ def _register_minimax_m3() -> None:
 
 
 when_imported("transformers.models.auto.configuration_auto", _register_config)
-when_imported("transformers.models.auto.modeling_auto", _register_models)
+when_imported("transformers.models.auto.modeling_auto", register_models)
 when_imported(
     "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl",
     _register_minimax_m3,

@@ -1,4 +1,4 @@
-"""`load`: a patched transformers model from what its `save_pretrained` wrote."""
+"""`load`, and transformers' Auto classes: a patched model from what `save_pretrained` wrote."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import copy
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.patching.apply import patch
+from nsa_flex.patching.formats import own_name, upstream_tensors
 from nsa_flex.patching.layer import layer_of
 from nsa_flex.patching.sites import Site, find_sites, patched_sites
 from nsa_flex.patching.wrapped import is_offloaded
@@ -43,6 +44,9 @@ def load(
 ) -> Any:
     """Read a patched model that `model.save_pretrained(path)` wrote, on disk or on the hub.
 
+    Or one that others trained, as they published it: NSA-1B, SSA-1B and MoBA-1B (model type
+    llama-nsa), of which every tensor must be taken. No code that comes with a checkpoint is run.
+
     The model is built and loaded by transformers, patched as the record in its config says, and
     given the saved `...nsa.*` tensors, in the dtype they were saved in unless `dtype` is among
     the arguments. Only safetensors files are read. `from_pretrained` of the Auto classes does the
@@ -54,6 +58,7 @@ def load(
         backend: as of `nsa_attention`; the saved one if None.
         model_class: whose `from_pretrained` to call; if None that of the class which was saved.
         kwargs: passed to `from_pretrained`. `variant` says of NSA's tensors, too, which are meant.
+            `selection` and `inference_mode` say otherwise of such a checkpoint than its config.
             `attn_implementation` is for attention that is not patched, or no more; a warning says
             so where there is none.
 
@@ -75,13 +80,13 @@ def load(
     config, kwargs = _read_config(path, hub, kwargs)
     record = _pop_record(config, path)
     attention = config._attn_implementation or kwargs.get("attn_implementation")
-    model, report = _load_unpatched(path, model_class, {**kwargs, "config": config})
+    model, report = _load_unpatched(path, model_class, {**kwargs, "config": config}, record)
     _check_not_offloaded(model)
     patch_as_recorded(model, record, backend)
     _say_what_attends(model, attention)
-    added = _read_added(path, hub, kwargs.get("variant"))
+    added = _read_added(path, hub, kwargs.get("variant"), record)
     cast = "dtype" in kwargs or "torch_dtype" in kwargs
-    _assign(model, added, record["layers"], cast=cast)
+    _assign(model, added, record, cast=cast)
     hf_saving.name_checkpoint(model, path)
     if adapter is not None:
         model.load_adapter(**adapter)
@@ -98,6 +103,9 @@ def patch_as_recorded(model: Any, record: dict[str, Any], backend: Backend | Non
         backend=record["backend"] if backend is None else backend,
         filter_fn=lambda module, _: module in chosen,
     )
+    if "format" in record:
+        own = model.config.get_text_config().nsa_flex
+        own.update({name: record[name] for name in ("format", "kept")})
 
 
 def _recorded_sites(model: Any, names: list[str]) -> list[Site]:
@@ -157,7 +165,7 @@ def _read_config(
     """The model's config with what `kwargs` says of it, and the rest of `kwargs`."""
     from transformers import AutoConfig
 
-    from nsa_flex.patching.hf_checkpoint_config import NSACheckpointConfig
+    from nsa_flex.patching.hf_saved_config import NSACheckpointConfig
 
     config = kwargs.pop("config", None)
     if config is None:
@@ -180,7 +188,9 @@ def _pop_record(config: Any, path: str | Path) -> dict[str, Any]:
     return record
 
 
-def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) -> Any:
+def _load_unpatched(
+    path: str | Path, model_class: Any, kwargs: dict[str, Any], record: dict[str, Any]
+) -> Any:
     """The model without its NSA layers, which transformers does not know, and its report."""
     from transformers.utils import logging
 
@@ -200,7 +210,14 @@ def _load_unpatched(path: str | Path, model_class: Any, kwargs: dict[str, Any]) 
     if missing:
         names = ", ".join(missing)
         warnings.warn(f"not in the checkpoint, newly initialized: {names}", stacklevel=3)
-    unexpected = sorted(key for key in report["unexpected_keys"] if not _is_added(key))
+    unexpected = sorted(key for key in report["unexpected_keys"] if own_name(record, key) is None)
+    whole = type(model).__name__ in (kwargs["config"].architectures or [])
+    untaken = [key for key in unexpected if whole or not _is_outside(model, key)]
+    if untaken and "format" in record:
+        raise ValueError(
+            f"the checkpoint has tensors that the model does not take: {', '.join(untaken)}; "
+            f"it is of another kind than {record['format']}"
+        )
     if unexpected:
         warnings.warn(f"not in the model, left out: {', '.join(unexpected)}", stacklevel=3)
     return model, {**report, "unexpected_keys": set(unexpected)}
@@ -224,12 +241,18 @@ def _saved_class(config: Any) -> Any:
 
 def _is_of_a_head(model: Any, key: str) -> bool:
     """Whether a tensor is of what a class puts on top of its base model."""
-    base = model.base_model_prefix
-    return model.base_model is not model and not key.startswith(f"{base}.")
+    return model.base_model is not model and _is_outside(model, key)
 
 
-def _read_added(path: str | Path, hub: dict[str, Any], variant: str | None) -> dict[str, Tensor]:
-    """The tensors that patch added, by the names they were saved under.
+def _is_outside(model: Any, key: str) -> bool:
+    """Whether a tensor of a checkpoint is not of the base model."""
+    return not key.startswith(f"{model.base_model_prefix}.")
+
+
+def _read_added(
+    path: str | Path, hub: dict[str, Any], variant: str | None, record: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors that patch added, by their names in a patched model.
 
     From the files that transformers reads the others from: a single one where there is one, though
     shards of another save may lie beside it.
@@ -241,13 +264,15 @@ def _read_added(path: str | Path, hub: dict[str, Any], variant: str | None) -> d
     if files == [None]:
         index = cached_file(path, _of_variant(_INDEX_FILE, variant), **hub)
         shard_of = json.loads(Path(index).read_text())["weight_map"]
-        names = {name for key, name in shard_of.items() if _is_added(key)}
+        names = {name for key, name in shard_of.items() if own_name(record, key) is not None}
         files = [cached_file(path, name, **hub) for name in sorted(names)]
     tensors = {}
     for name in files:
         with safe_open(name, framework="pt") as file:
-            keys = [key for key in file.keys() if _is_added(key)]  # noqa: SIM118 -- not a dict
-            tensors.update({key: file.get_tensor(key) for key in keys})
+            for key in file.keys():  # noqa: SIM118 -- not a dict
+                own = own_name(record, key)
+                if own is not None:
+                    tensors[own] = file.get_tensor(key)
     return tensors
 
 
@@ -257,12 +282,9 @@ def _of_variant(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{suffix}"
 
 
-def _is_added(key: str) -> bool:
-    return ".nsa." in f".{key}"
-
-
-def _assign(model: Any, saved: dict[str, Tensor], names: list[str], *, cast: bool) -> None:
-    """Put the saved tensors into the layers `names`; prefixes are those of the model saved."""
+def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cast: bool) -> None:
+    """Put the saved tensors into the recorded layers; prefixes are those of the model saved."""
+    names = record["layers"]
     keys: dict[str | None, dict[str, str]] = {}
     for key in saved:
         place, _, parameter = key.rpartition(".nsa.")
@@ -271,17 +293,52 @@ def _assign(model: Any, saved: dict[str, Tensor], names: list[str], *, cast: boo
     for site in patched_sites(model):
         found = keys.get(_named(site.name, names), {})
         state = site.module.nsa.state_dict()
-        missing = [f"{site.name}.nsa.{name}" for name in state if name not in found]
-        if missing:
-            raise ValueError(f"the checkpoint lacks {', '.join(missing)}")
-        for name, own in state.items():
-            tensor = saved[found[name]]
+        missing = {f"{site.name}.nsa.{name}": None for name in state if name not in found}
+        lacking = upstream_tensors(record, missing)
+        if lacking:
+            raise ValueError(f"the checkpoint lacks {', '.join(lacking)}")
+        for name in found.keys() & state.keys():
+            tensor, own = saved[found[name]], state[name]
             state[name] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
             left.pop(found[name])
         site.module.nsa.load_state_dict(state, assign=True)
     if left:
         raise ValueError(
-            f"the checkpoint has NSA tensors that no layer takes: {', '.join(left)}; its "
+            "the checkpoint has NSA tensors that no layer takes: "
+            f"{', '.join(upstream_tensors(record, left))}; its "
             "config.json (num_hidden_layers, nsa_flex.layers) is of a model with other layers, as "
             "one was written whose layers were added or moved after patch: save it anew"
+        )
+
+
+def register_models() -> None:
+    """Tell the Auto classes how to read the model types that patched models have on disk."""
+    from transformers.models.auto import modeling_auto
+
+    from nsa_flex.patching.hf_saved_config import checkpoint_configs
+
+    for name in dir(modeling_auto):
+        auto = getattr(modeling_auto, name)
+        if name.startswith("AutoModel") and hasattr(auto, "_model_mapping"):
+            for config_class in checkpoint_configs():
+                known = {"auto_class": auto, "config_class": config_class}
+                auto.register(config_class, type(f"NSA{name}", (_Reader,), known), exist_ok=True)
+
+
+class _Reader:
+    """Stands in an Auto class's table, where the class of the patched model would."""
+
+    auto_class: ClassVar[Any]
+    config_class: ClassVar[Any]
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *, config: Any, **kwargs: Any) -> Any:
+        return load(path, config=config, model_class=cls.auto_class, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "this is the config of a checkpoint of a patched model, which from_config would leave "
+            "without its NSA layers: call nsa_flex.load(path); for fresh layers build the dense "
+            "model from config.base, del its config.nsa_flex and call nsa_flex.patch"
         )

@@ -20,14 +20,16 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nsa_flex.patching.formats import upstream_tensors
 from nsa_flex.patching.hf_cache import num_layers
 from nsa_flex.patching.hf_config import former_implementation, with_nested
 from nsa_flex.patching.hf_edited import number_of_layer
 from nsa_flex.patching.hf_layers import Decoder, holders_of
+from nsa_flex.patching.hf_saved_config import to_saved
 from nsa_flex.patching.layer import NSALayer, layer_of
-from nsa_flex.patching.saved_config import to_saved
 from nsa_flex.patching.sites import Site, patched_sites
 
+_OF_FORMATS = ("format", "kept")  # of the record of a model that others trained
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 # In the place of a hub name, which it cannot be: what asks the hub for it shows this text.
 _UNSAVED = "nsa_flex.patch({former}), in memory only: save_pretrained it, then nsa_flex.load"
@@ -123,6 +125,7 @@ def _of_unpatched(owner: Any) -> dict[str, Any]:
             "attn_implementation", former_implementation(owner.config)
         ),
         "kept_masks": record.get("kept_masks", []),
+        **{name: record[name] for name in _OF_FORMATS if name in record},
     }
 
 
@@ -182,16 +185,52 @@ def _recorded(model: Any, record: dict[str, Any] | None) -> Iterator[None]:
         for config, what in former:
             if record is None or config is not text:
                 config.nsa_flex = what
+            else:
+                text.nsa_flex = record | {name: what[name] for name in _OF_FORMATS if name in what}
+
+
+def _in_format(
+    record: dict[str, Any], wanted: str | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The record of a checkpoint in the format `wanted`; if None, in that which the model came in.
+
+    Raises:
+        ValueError: the model came in another, or the call saves in pieces, under names in memory.
+    """
+    own = record.get("format", "nsa_flex")
+    wanted = own if wanted is None else wanted
+    if wanted not in ("nsa_flex", own):
+        raise ValueError(f"checkpoint_format is {wanted!r}; this model has nsa_flex or {own}")
+    if wanted == "nsa_flex":
+        return {name: value for name, value in record.items() if name not in _OF_FORMATS}
+    if arguments.get("distributed_checkpoint"):
+        raise ValueError(
+            f"a distributed checkpoint has the names in memory, not those of {own}: pass "
+            "checkpoint_format='nsa_flex'"
+        )
+    return record
 
 
 def _extend_models() -> None:
     save = PreTrainedModel.save_pretrained
 
     @functools.wraps(save)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(
+        self: Any, *args: Any, checkpoint_format: str | None = None, **kwargs: Any
+    ) -> Any:
         record = record_of(self)
         if record is not None:
             _check_writable(self)
+            record = _in_format(record, checkpoint_format, kwargs)
+        elif checkpoint_format is not None:
+            raise ValueError(
+                f"checkpoint_format={checkpoint_format!r} is of patched models; "
+                f"{type(self).__name__} is not patched: leave it out"
+            )
+        is_adapter = getattr(self, "_hf_peft_config_loaded", False)
+        if record is not None and "format" in record and not is_adapter:
+            tensors = kwargs.pop("state_dict", None) or self.state_dict()
+            kwargs["state_dict"] = upstream_tensors(record, tensors)
         with _recorded(self, record):
             return save(self, *args, **kwargs)
 

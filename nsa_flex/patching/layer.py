@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from nsa_flex.attention import nsa_attention
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
-from nsa_flex.compression import Compression, branched, compress_both
+from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates, gates_of_step
@@ -61,7 +61,7 @@ class NSALayer(nn.Module):
     Args:
         shape: sizes of the layer.
         config: NSA's block sizes, counts and window.
-        init: "paper" or "dense", where the gates start (see `Gates`).
+        init: "paper", "dense" or "unbiased", where the gates start (see `Gates`).
         backend: passed to `nsa_attention`.
     """
 
@@ -92,7 +92,12 @@ class NSALayer(nn.Module):
             config, shape.num_kv_heads, value_dim, device=device, dtype=dtype
         )
         self.gates = Gates(
-            shape.hidden_size, shape.num_query_heads, init=init, device=device, dtype=dtype
+            shape.hidden_size,
+            shape.num_query_heads,
+            init=init,
+            branches=config.branches,
+            device=device,
+            dtype=dtype,
         )
 
     def forward(
@@ -179,7 +184,9 @@ class NSALayer(nn.Module):
             query,
             key,
             value,
-            *compress_both(self.compress_key, self.compress_value, source_key, source_value),
+            *compress_what_is_read(
+                self.compress_key, self.compress_value, source_key, source_value
+            ),
             gates,
             config=self.config,
             scale=scale,

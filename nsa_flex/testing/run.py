@@ -1,19 +1,20 @@
-"""`check_model`: what a patched model must keep, tried on a model that a user brings."""
+"""What `check_model` found: a status for every check, and the words for each that is not ok."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.patching import NSALayer, patch
-from nsa_flex.testing import forward_checks, generation_checks, lifetime_checks
+from nsa_flex.patching import NSALayer, patch, unpatch
+from nsa_flex.testing import forward_checks, lifetime_checks
 from nsa_flex.testing.lifetime_checks import differences, snapshot
-from nsa_flex.testing.report import FAILURES, Check, ConformanceReport
 from nsa_flex.testing.subject import (
     Subject,
     WrongNumbers,
@@ -23,6 +24,82 @@ from nsa_flex.testing.subject import (
     token_range,
     twin_of,
 )
+
+Status: TypeAlias = Literal["ok", "refused", "inherited", "wrong", "crashed"]
+Verdict: TypeAlias = Literal["right", "refused", "wrong", "crashed"]
+
+FAILURES: tuple[Literal["crashed"], Literal["wrong"]] = ("crashed", "wrong")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property of the patched model.
+
+    Args:
+        name: of the check, as in `CHECKS`.
+        status: "ok"; "refused", a ValueError of nsa_flex; "inherited", the unpatched model fails
+            in the same way; "wrong", other numbers than expected; "crashed", another exception.
+        detail: the error's size, the refusal or the exception; "" where it is ok.
+    """
+
+    name: str
+    status: Status
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class ConformanceReport:
+    """What `check_model` found.
+
+    Args:
+        model: name of the model.
+        layers: names of the patched attention modules; none where `patch` refused.
+        checks: in the order they ran; "patch" alone where it refused.
+    """
+
+    model: str
+    layers: tuple[str, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check is wrong or crashed. A refusal is no failure."""
+        return not any(check.status in FAILURES for check in self.checks)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst that was found: "crashed", "wrong"; "refused" if it cannot run; or "right"."""
+        for failure in FAILURES:
+            if any(check.status == failure for check in self.checks):
+                return failure
+        runs = {check.name: check.status for check in self.checks}
+        is_refused = "refused" in (runs["patch"], runs.get("causality"))
+        return "refused" if is_refused else "right"
+
+    def __getitem__(self, name: str) -> Check:
+        """The check of that name; KeyError if it did not run."""
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model": self.model,
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "layers": list(self.layers),
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.verdict}, {len(self.layers)} layers patched"]
+        for check in self.checks:
+            detail = f"  {check.detail}" if check.detail else ""
+            lines.append(f"  {check.status:<9} {check.name}{detail}")
+        return "\n".join(lines)
+
 
 # Small blocks: a few dozen tokens hold every case.
 SMALL = NSAConfig(
@@ -50,8 +127,8 @@ _OF_PATCHED: dict[str, Run] = {
     "right padding": forward_checks.right_padding,
     "packed by position_ids": forward_checks.packed_by_positions,
     "packed by cu_seq_lens": forward_checks.packed_by_lengths,
-    "dynamic cache": generation_checks.dynamic_cache,
-    "static cache": generation_checks.static_cache,
+    "dynamic cache": forward_checks.dynamic_cache,
+    "static cache": forward_checks.static_cache,
     "save and load": lifetime_checks.save_and_load,
     "gradients": lifetime_checks.gradients,
 }
@@ -79,13 +156,14 @@ def check_model(
 ) -> ConformanceReport:
     """Patch a twin of `model` and try everything that a patched model must keep.
 
+    Of a model that is patched already, the twin is one of it as it is, and its own config counts.
     The twin shares the model's tensors; `model` itself, its configs and its gradients stay as
     they are. Memory for a second copy of the weights is needed by "save and load" alone.
 
     Args:
-        model: a causal language model that takes token ids, not patched, float32 or float64.
+        model: a causal language model that takes token ids, float32 or float64.
         config: NSA's sizes, from which the lengths of the inputs follow; blocks of 8 if None, so
-            that a few dozen tokens hold every case.
+            that a few dozen tokens hold every case. None for a patched model.
         name: of the model in the report; its class if None.
         tokens: (first, last), the range of the random token ids, the last excluded. If None, from
             3 to the vocabulary's end, or to the first special token of its upper part.
@@ -101,9 +179,9 @@ def check_model(
 
     Raises:
         TypeError: `model` is no nn.Module.
-        ValueError: a name in `checks` is unknown; `model` is patched already, has no parameters,
-            fails on token ids alone, or is of a half-precision dtype, whose rounding would hide
-            what a check looks for.
+        ValueError: a name in `checks` is unknown; `config` is given for a patched model; `model`
+            has no parameters, fails on token ids alone, or is of a half-precision dtype, whose
+            rounding would hide what a check looks for.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -115,7 +193,13 @@ def check_model(
       ok        left padding
     """
     _check_arguments(model, checks)
-    subject = Subject(SMALL if config is None else config, tokens or token_range(model), seed)
+    own = _own_config(model)
+    if own is not None and config is not None:
+        raise ValueError(
+            "model is patched already: leave config out to check it as it is, or call "
+            "nsa_flex.unpatch(model) first"
+        )
+    subject = Subject(own or config or SMALL, tokens or token_range(model), seed)
     name = type(model).__name__ if name is None else name
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # φ starts at random
@@ -131,11 +215,15 @@ def _report(
 ) -> ConformanceReport:
     base, patched = (twin_of(model, own_configs=True).eval() for _ in range(2))
     tell("patch")
-    found = [_patch(patched, subject)]
+    if _own_config(model) is None:
+        found = [_patch(patched, subject)]
+        scatter_added(patched, subject.seed)
+    else:
+        found = [Check("patch", "ok")]
+        unpatch(base)
     layers = tuple(n for n, m in patched.named_modules() if isinstance(m, NSALayer))
     if found[0].status == "ok":
         _check_runs(base, subject)
-        scatter_added(patched, subject.seed)
         for check in [name for name in CHECKS[1:] if name in checks]:
             tell(check)
             found.append(_run(check, patched, base, subject))
@@ -157,8 +245,11 @@ def _check_arguments(model: nn.Module, checks: Collection[str]) -> None:
             f"model has parameters of {', '.join(half)}; rounding would hide what a check looks "
             "for: load it in float32, or call model.float()"
         )
-    if any(isinstance(module, NSALayer) for module in model.modules()):
-        raise ValueError("model is patched already: call nsa_flex.unpatch(model) first")
+
+
+def _own_config(model: nn.Module) -> NSAConfig | None:
+    """That of the first layer of a patched model; None if it is not patched."""
+    return next((each.config for each in model.modules() if isinstance(each, NSALayer)), None)
 
 
 def _check_runs(model: nn.Module, subject: Subject) -> None:

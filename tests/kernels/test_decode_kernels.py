@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nsa_flex import decoding
 from nsa_flex.backends import decode as few_queries
+from nsa_flex.backends.branch import Inputs
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
 from nsa_flex.gates import GateLogits
-from nsa_flex.inputs import Inputs
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
 from reference.interpreter import (
@@ -44,6 +44,7 @@ ALIKE = NSAConfig(16, 16, 16, 4, window_size=1)  # l = d = l'
 WIDE = NSAConfig(32, 16, 128, 4, window_size=33)  # several tiles of tokens a block
 BARE = NSAConfig(8, 4, 16, 3, num_initial_blocks=0, num_local_blocks=1, window_size=20)
 FORCED = NSAConfig(8, 4, 16, 4, num_initial_blocks=2, num_local_blocks=2, window_size=20)
+TILED = NSAConfig(16, 16, 16, 4, 0, 1, window_size=20, selection="tiled_top_k")
 ODD = NSAConfig(6, 3, 24, 4, window_size=20)  # no powers of two but l'/d
 
 
@@ -240,7 +241,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("config", [APART, DENSE, ALIKE, WIDE, BARE, FORCED, ODD])
+@pytest.mark.parametrize("config", [APART, DENSE, ALIKE, WIDE, BARE, FORCED, ODD, TILED])
 def test_configs(config: NSAConfig) -> None:
     past = (config.num_selected_blocks + 3) * config.select_block_size
     check_step(Case(config, (past + 3, 40), capacity=past + 9))
@@ -250,6 +251,21 @@ def choose_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """As where there are few rows and many blocks."""
     monkeypatch.setattr(decode_plan, "TARGET_CTAS", 264)
     monkeypatch.setattr(decode_plan, "MIN_CHUNK_BLOCKS", chunk)
+
+
+@kernels
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_tiles(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries in the first tile, at both ends of others, and in a tile of the second chunk."""
+    choose_in_chunks(monkeypatch, 128 // chunks)
+    config = NSAConfig(4, 4, 4, 8, 0, 1, window_size=9, selection="tiled_top_k")
+    case = Case(config, (5, 31, 32, 36, 63, 255, 256, 300), capacity=330, group=1)
+    problem = Problem(case)
+    key, value, compressed_key, _ = problem.cache
+    plan = decode_plan.DecodePlan.of(problem.query, key, value, compressed_key, config)
+    assert plan.chunks == chunks
+    check(problem, *problem.step())
+    check_step(Case(config, (126, 30, 253), tokens=5, capacity=330, group=2))
 
 
 @kernels
@@ -625,9 +641,6 @@ def test_steps_by_recent_plans(
     assert kept.replayed - replayed == 12
     assert len(steps) == 3  # one to see, one to record, one to know it again
     assert not kept.problems
-    if kind == "mean":  # mlp's block is computed here, in memory that is given back
-        (plan,) = kept.by_key.values()
-        assert (plan.brief is not None) == (DEVICE == "cuda" and new_memory == "as it is")
     with torch.no_grad(), pytest.raises(ValueError, match="gates has shape"):
         decoding.decode_step(
             query,
@@ -637,6 +650,30 @@ def test_steps_by_recent_plans(
             config=config,
             scale=0.25,
         )
+
+
+@kernels
+def test_steps_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies give the bits that replays give."""
+    monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
+    problem = Problem(Case(past=(150, 31)))
+    problem.store()
+
+    def run() -> tuple[Tensor, Tensor]:
+        out, aux = problem.attend()
+        return out, aux.blocks
+
+    kept = operators.step._init_fn.plans
+    for _ in range(2):
+        run()
+    before = kept.replayed
+    expected = run()
+    assert kept.replayed == before + 1, kept.problems
+    with plans.without_plans():
+        found = run()
+    assert kept.replayed == before + 1
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @kernels
@@ -903,6 +940,7 @@ def test_refused_on_the_cpu() -> None:
 
 
 PAPER = NSAConfig()
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
 BF16 = torch.bfloat16
 
 
@@ -959,8 +997,19 @@ def gpu_rows(problem: Problem, out: Tensor, aux: decode.DecodeAux, rows: list[in
 def test_long_rows_beside_short_ones(
     kv_heads: int, group: int, dims: tuple[int, int], past: tuple[int, ...]
 ) -> None:
-    case = Case(PAPER, past, 1, max(past) + 1, kv_heads, group, *dims, BF16)
-    problem = Problem(case)
+    check_on_the_gpu(Case(PAPER, past, 1, max(past) + 1, kv_heads, group, *dims, BF16))
+
+
+@pytest.mark.gpu
+def test_long_rows_of_tiles() -> None:
+    """The sizes of NSA-1B."""
+    past = (65535, 0, 255, 256, 40000)
+    check_on_the_gpu(Case(NSA_1B, past, 1, 65536, 2, 16, 64, 64, BF16))
+
+
+def check_on_the_gpu(case: Case) -> None:
+    """Some rows, and the same bits again."""
+    problem, past = Problem(case), case.past
     out, aux = problem.step()
     gpu_rows(problem, out, aux, list(range(len(past))))
     again, aux_again = problem.step()

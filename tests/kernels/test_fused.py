@@ -20,13 +20,13 @@ from reference.played_cudnn import causal, causal_gradients
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
+from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.compressed import cudnn as core_compressed
 from nsa_flex.fallback_kernels.compressed.fold import fold_of, range_rows_view
 from nsa_flex.fallback_kernels.fused import operators as core
 from nsa_flex.fallback_kernels.fused import route
 from nsa_flex.fallback_kernels.fused.operators import core_attention
 from nsa_flex.fallback_kernels.launch import direct, plans
-from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
 from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.config import PARTIAL_BYTES
@@ -35,6 +35,8 @@ from nsa_flex.fallback_kernels.sliding import config as sliding_config
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 WINDOWED = NSAConfig(8, 4, 16, 5, window_size=37)  # holds the local blocks of every query
+TILED = NSAConfig(16, 16, 16, 4, 0, 1, window_size=20, selection="tiled_top_k")
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
 # The branches one by one, on the same kernels but for the sliding one.
 APART = {"compressed": "sdpa", "selected": "triton", "sliding": "fa2"}
 INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
@@ -76,6 +78,7 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
         (34, 1, WINDOWED, {"own": True, "value_dim": 32}),
         (67, 1, WINDOWED, {"heads": 6, "value_dim": 32}),
         (37, 2, WINDOWED, {"heads": 2, "deterministic": True}),
+        (117, 1, TILED, {}),
         (67, 1, WINDOWED, {"heads": 12, "least_ctas": 1}),
         (67, 1, WINDOWED, {"heads": 12, "least_ctas": 24}),
     ],
@@ -421,8 +424,14 @@ def test_auto_runs_the_operator_and_its_kernels() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "dim", "value_dim", "config"),
-    [(16, 128, 64, PAPER), (2, 64, 128, PAPER), (6, 80, 80, SMALL), (32, 32, 32, SMALL)],
-    ids=["D128-64", "D64-128", "G3-D80", "G16-D32"],
+    [
+        (16, 128, 64, PAPER),
+        (2, 64, 128, PAPER),
+        (6, 80, 80, SMALL),
+        (32, 32, 32, SMALL),
+        (32, 64, 64, NSA_1B),
+    ],
+    ids=["D128-64", "D64-128", "G3-D80", "G16-D32", "NSA-1B"],
 )
 def test_other_shapes_and_memory(heads: int, dim: int, value_dim: int, config: NSAConfig) -> None:
     inputs = inputs_of(2, heads, 2, 333, dim, value_dim, config=config, dtype=torch.float16)

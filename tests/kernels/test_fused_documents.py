@@ -30,6 +30,7 @@ from nsa_flex.fallback_kernels.selected import config as selected_plan
 PAPER = NSAConfig()
 NARROW = NSAConfig(8, 4, 16, 4, window_size=20)  # a window that does not hold the local blocks
 WIDE = NSAConfig(8, 4, 16, 5, window_size=37)  # and one that does
+TILED = NSAConfig(16, 16, 16, 4, 0, 1, window_size=20, selection="tiled_top_k")
 LARGE = NSAConfig(8, 8, 32, 4, window_size=70)  # blocks as large as the key tiles of float32
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
@@ -111,6 +112,7 @@ CASES = {
     "a head a group": Case(((1, 2),), WIDE, blocks=4, heads=1, deterministic=True),
     "keys of its own for the window": Case(((2, 3),), WIDE, blocks=4, own=True, value_dim=32),
     "large blocks": Case(((1, 2),), LARGE, blocks=4, heads=1),
+    "tiles of a document": Case(((1,),), TILED, blocks=7),
 }
 
 

@@ -38,6 +38,9 @@ APART = NSAConfig(8, 8, 16, 4)  # compressed blocks do not overlap
 DENSE = NSAConfig(16, 4, 16, 5)  # each token in four compressed blocks
 BARE = NSAConfig(8, 4, 16, 3, num_initial_blocks=0, num_local_blocks=1)
 FORCED = NSAConfig(8, 4, 16, 4, num_initial_blocks=2, num_local_blocks=2)
+TILED = NSAConfig(4, 4, 4, 8, 0, 1, selection="tiled_top_k")
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
+ODD_TILED = NSAConfig(8, 4, 8, 6, 0, 1, selection="tiled_top_k")
 
 
 @only_outside
@@ -176,6 +179,38 @@ def test_configs(config: NSAConfig) -> None:
     blocks = config.num_selected_blocks + 5
     length = blocks * config.select_block_size + 3
     check(Case(config=config, past=length - 6, group=1))
+
+
+@kernels
+@pytest.mark.parametrize("config", [TILED, ODD_TILED])
+def test_tiles(config: NSAConfig) -> None:
+    """Queries in the first tile, in the first and the last block of the second, in the third."""
+    tile = config.num_selected_blocks * config.select_block_size
+    for past in (tile - 3, 2 * tile - 3, 3 * tile - 9):
+        check(Case(config=config, past=past, group=1))
+
+
+@kernels
+@pytest.mark.parametrize("config", [TILED, ODD_TILED])
+def test_tiles_of_documents(config: NSAConfig) -> None:
+    """They are counted from a document's first block, which no vector of scores begins with."""
+    blocks = 2 * config.num_selected_blocks + 3
+    last = (2 * blocks - 2) * config.select_block_size  # in the last tile of the second document
+    check(Case(config=config, past=last - 12, num_queries=18, batch=2, group=1,
+               documents=True, document_blocks=blocks))  # fmt: skip
+
+
+@kernels
+@pytest.mark.kept(lambda num_blocks: num_blocks in (129, 1100))
+@pytest.mark.parametrize("num_blocks", [129, 513, 1100, 4100])
+def test_wide_rows_of_tiles(num_blocks: int) -> None:
+    case = Case(config=TILED, num_queries=2, past=4 * num_blocks - 2, group=1)
+    case = replace(case, dtype=torch.float16)
+    q, k = inputs(case)
+    for _ in range(2):
+        lse, scores = references(case, q, k)
+        assert_best(case, choice(case, q, k, lse), scores)
+        k[:, :, num_blocks // 3 :] = 0.0  # ties, across threads, and all over the last tile
 
 
 @kernels
@@ -760,6 +795,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
         Case(PAPER, 1, 2, 4, 300_000, 0, head_dim=64, dtype=BF16),
         Case(PAPER, 3, 4, 16, 1, past=131_071, head_dim=128, dtype=BF16),
         Case(PAPER, 1, 1, 3, 700, past=9000, head_dim=80, dtype=FP16),
+        Case(NSA_1B, 1, 2, 16, 16384, 0, head_dim=64, dtype=BF16),
+        Case(NSA_1B, 2, 2, 16, 300, past=60_001, head_dim=64, dtype=BF16),
     ],
 )
 def test_long_sequences(case: Case) -> None:

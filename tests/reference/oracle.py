@@ -250,6 +250,19 @@ def forced_blocks(t: int, cfg: NSAConfig, first_block: int = 0) -> set[int]:
     return {*candidates[: cfg.num_initial_blocks], *local}
 
 
+def parts_of_choice(t: int, cfg: NSAConfig, first_block: int = 0) -> list[tuple[range, int]]:
+    """Candidates in parts that are chosen from apart, and how many each part gives.
+
+    "top_k": all of them give n. "tiled_top_k": past the first n blocks of the document, its tiles
+    of n blocks before the query's own tile give n/2, and that tile gives n/2.
+    """
+    candidates, n = candidate_blocks(t, cfg, first_block), cfg.num_selected_blocks
+    if getattr(cfg, "selection", "top_k") == "top_k" or len(candidates) <= n:
+        return [(candidates, n)]
+    tile = (len(candidates) - 1) // n * n
+    return [(candidates[:tile], n // 2), (candidates[tile:], n // 2)]
+
+
 def choose(scores: ArrayLike, t: int, cfg: NSAConfig, first_block: int = 0) -> list[int]:
     """Blocks, ascending, of a query at position t whose document starts at `first_block`.
 
@@ -261,9 +274,10 @@ def choose(scores: ArrayLike, t: int, cfg: NSAConfig, first_block: int = 0) -> l
     """
     score = np.asarray(scores, np.float64)
     forced = forced_blocks(t, cfg, first_block)
-    free = [j for j in candidate_blocks(t, cfg, first_block) if j not in forced]
-    best = sorted(free, key=lambda j: (-score[j], j))
-    return sorted([*forced, *best[: cfg.num_selected_blocks - len(forced)]])
+    chosen: list[int] = []
+    for part, count in parts_of_choice(t, cfg, first_block):
+        chosen += sorted(part, key=lambda j: (j not in forced, -score[j], j))[:count]
+    return sorted(chosen)
 
 
 def choose_all(
@@ -306,17 +320,20 @@ def choice_excess(
     for b, h, s in np.ndindex(batch, kv_heads, num_queries):
         place = int(t[b, s]), cfg, int(first[b, s])
         candidates, forced = set(candidate_blocks(*place)), forced_blocks(*place)
-        count = min(slots, len(candidates))
+        parts = [(set(part), min(most, len(part))) for part, most in parts_of_choice(*place)]
+        count = sum(number for _, number in parts)
         chosen = blocks[b, h, s, :count].tolist()
         got = f"row {b}, KV head {h}, query {s} has blocks {blocks[b, h, s].tolist()}"
         assert (blocks[b, h, s, count:] == -1).all(), f"{got}; expected {count}, then -1"
         assert chosen == sorted(set(chosen)), f"{got}; expected ascending, each once"
         assert candidates.issuperset(chosen), f"{got}; candidates are {sorted(candidates)}"
         assert forced.issubset(chosen), f"{got}; forced are {sorted(forced)}"
-        taken = [scores[b, h, s, j] for j in chosen if j not in forced]
-        left_out = [scores[b, h, s, j] for j in candidates.difference(chosen)]
-        if taken and left_out:
-            excess = max(excess, float(max(left_out) - min(taken)))
+        for part, number in parts:
+            assert len(part.intersection(chosen)) == number, f"{got}; {number} of {sorted(part)}"
+            taken = [scores[b, h, s, j] for j in part.intersection(chosen) - forced]
+            left_out = [scores[b, h, s, j] for j in part.difference(chosen)]
+            if taken and left_out:
+                excess = max(excess, float(max(left_out) - min(taken)))
     return excess
 
 

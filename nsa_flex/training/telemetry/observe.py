@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 
 import nsa_flex.module
 import nsa_flex.patching.layer
-from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import BranchName, Choice, choose_backends
+from nsa_flex.backends.branch import Inputs
+from nsa_flex.config import BRANCHES, NSAConfig
+from nsa_flex.dispatch import CUDA_ORDER, BranchName, Choice, choose_backends
 from nsa_flex.documents import align_packed
-from nsa_flex.inputs import Inputs
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import NSALayer
+from nsa_flex.training.telemetry.schemas import columns
 
 # What compilation and activation checkpointing put into the names of modules.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -36,8 +38,9 @@ class Observation:
 
     name: of the module in the model.
     config: of the layer.
-    gates: (B, Hq, S, 3).
-    blocks: int32 (B, Hkv, S, n), the chosen ones, ascending, -1 where there are fewer.
+    gates: (B, Hq, S, C), of the config's branches.
+    blocks: int32 (B, Hkv, S, n), the chosen ones, ascending, -1 where there are fewer; None
+        without a selected branch.
     document_start: int (B, S), first token of each query's document, or None.
     real: bool (B, S), false at places that alignment filled; None where all are real.
     choices: the backends that the same call with gradients takes.
@@ -46,7 +49,7 @@ class Observation:
     name: str
     config: NSAConfig
     gates: Tensor
-    blocks: Tensor
+    blocks: Tensor | None
     document_start: Tensor | None
     real: Tensor | None
     choices: Mapping[BranchName, Choice]
@@ -171,16 +174,18 @@ def _watched(model: nn.Module, found: list[Observation]) -> Iterator[None]:
 
 
 def _observation(
-    current: dict[str, Any], tensors: tuple[Tensor, ...], blocks: Tensor, options: dict[str, Any]
+    current: dict[str, Any],
+    tensors: tuple[Any, ...],
+    blocks: Tensor | None,
+    options: dict[str, Any],
 ) -> Observation:
-    query, key, value, compressed_key, compressed_value, gates = tensors
+    query, key, value, *_, gates = tensors
     own = [options.get(name) for name in ("sliding_key", "sliding_value")]
     sliding_key, sliding_value = (
         x if y is None else y for x, y in zip((key, value), own, strict=True)
     )
-    inputs = Inputs(
-        query, key, value, compressed_key, compressed_value, sliding_key, sliding_value, gates
-    )
+    # Dispatch looks at no compressed tensor, of which some may be None.
+    inputs = Inputs(query, key, value, key, value, sliding_key, sliding_value, gates)
     config, start = options["config"], options.get("document_start")
     facts = inputs.facts(config, options.get("query_offset"), start)
     choices = choose_backends(replace(facts, needs_grad=True), options.get("backend", "auto"))
@@ -201,3 +206,142 @@ def _real_places(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     real = torch.zeros_like(layout.source, dtype=torch.bool)
     real.view(-1)[layout.target.flatten()] = True
     return real
+
+
+# Reasons of a choice that stands for itself: asked for, or measured to be the fastest.
+_MEANT = ("asked for", "fastest here by nsa-flex tune")
+
+
+def is_fallback(choice: Choice) -> bool:
+    """Whether another backend runs than the table's first, and nobody asked for it."""
+    return choice.backend != CUDA_ORDER[choice.branch][0] and choice.reason not in _MEANT
+
+
+def counted(seen: Iterable[Observation], calls: int) -> list[dict[str, Any]]:
+    """Rows of fallback_counters.csv, but for session and step.
+
+    Args:
+        seen: one entry a layer.
+        calls: forward calls of the model since the rows before.
+    """
+    layers = Counter(choice for each in seen for choice in each.choices.values())
+    return [
+        {
+            "branch": choice.branch,
+            "backend": choice.backend,
+            "first": CUDA_ORDER[choice.branch][0],
+            "fallback": int(is_fallback(choice)),
+            "layers": count,
+            "calls": calls * count,
+            "reason": choice.reason,
+        }
+        for choice, count in layers.items()
+    ]
+
+
+def check_strict(seen: Iterable[Observation]) -> None:
+    """Raise ValueError if a layer would not run on the first backend of the table."""
+    for each in seen:
+        for choice in each.choices.values():
+            if is_fallback(choice):
+                raise ValueError(
+                    f"strict: the {choice.branch} branch of {each.name} runs on {choice.backend}, "
+                    f"expected {CUDA_ORDER[choice.branch][0]} ({choice.reason}); "
+                    "change what the reason names, or pass strict=False"
+                )
+
+
+def backends_of(seen: Iterable[Observation]) -> dict[str, str]:
+    """Branch to its backend, several joined by a slash."""
+    found: dict[str, list[str]] = {}
+    for each in seen:
+        for branch, choice in each.choices.items():
+            if choice.backend not in found.setdefault(branch, []):
+                found[branch].append(choice.backend)
+    return {branch: "/".join(names) for branch, names in found.items()}
+
+
+STATISTICS = columns("gates")[3:]
+
+
+def statistics(seen: Observation) -> Tensor:
+    """float32 (len(STATISTICS),): the columns of gates.csv; NaN where there is nothing to average.
+
+    Nothing is read on the host.
+    """
+    gates = _gates(seen)
+    return torch.cat([*gates, *_blocks(seen)]).float()
+
+
+def _gates(seen: Observation) -> list[Tensor]:
+    gates = _of_every_branch(seen).float()  # [B, Hq, S, 3]
+    weight = torch.ones_like(gates[:, 0, :, 0]) if seen.real is None else seen.real.float()
+    weight = weight[:, None].expand(gates.shape[:3])  # [B, Hq, S]
+    total = weight.sum()
+
+    def mean(x: Tensor) -> Tensor:
+        return (x * weight).sum() / total
+
+    size = gates.abs()
+    share = size / size.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    entropy = -torch.special.xlogy(share, share).sum(-1)
+    return [
+        torch.stack([mean(gates[..., branch]) for branch in range(3)]),
+        torch.stack([mean(share[..., branch]) for branch in range(3)]),
+        torch.stack(
+            [
+                mean(entropy),
+                mean((gates < 0.01).float().mean(-1)),
+                mean((gates > 0.99).float().mean(-1)),
+            ]
+        ),
+    ]
+
+
+def _of_every_branch(seen: Observation) -> Tensor:
+    """Gates (B, Hq, S, 3), 0 of absent branches."""
+    if seen.config.branches == BRANCHES:
+        return seen.gates
+    gates = seen.gates.new_zeros((*seen.gates.shape[:3], len(BRANCHES)))
+    gates[..., [BRANCHES.index(name) for name in seen.config.branches]] = seen.gates
+    return gates
+
+
+def _blocks(seen: Observation) -> list[Tensor]:
+    """Share of never chosen blocks, and mean distance of the chosen; forced blocks left out."""
+    config, blocks = seen.config, seen.blocks
+    if blocks is None:  # nothing is selected
+        return [seen.gates.new_full((2,), torch.nan)]
+    batch, heads, tokens, _ = blocks.shape
+    size = config.select_block_size
+    place = torch.arange(tokens, device=blocks.device)
+    own = (place // size)[None, None, :, None]  # [1, 1, S, 1]
+    start = seen.document_start
+    first = torch.zeros_like(own) if start is None else (start // size)[:, None, :, None]
+    free = (blocks >= first + config.num_initial_blocks) & (
+        blocks <= own - config.num_local_blocks
+    )  # [B, Hkv, S, n]
+    if seen.real is not None:
+        free &= seen.real[:, None, :, None]
+    distance = torch.where(free, own - blocks, 0).sum() * size / free.sum()
+    num_blocks = config.num_select_blocks(tokens)
+    counts = torch.zeros(batch, heads, num_blocks, device=blocks.device)
+    index = blocks.clamp(min=0).flatten(2).long()
+    counts.scatter_add_(2, index, free.flatten(2).float())
+    candidate = _candidates(seen, config, num_blocks, batch)[:, None]  # [B, 1, blocks]
+    never = (candidate & (counts == 0)).sum() / (candidate.sum() * heads)
+    return [never[None], distance[None]]
+
+
+def _candidates(seen: Observation, config: NSAConfig, num_blocks: int, batch: int) -> Tensor:
+    """Bool (B, blocks): blocks that a real query of the document may choose freely."""
+    size, local = config.select_block_size, config.num_local_blocks
+    device = seen.gates.device
+    block = torch.arange(num_blocks, device=device)
+    later = (block + local).clamp(max=num_blocks - 1)  # the first query that may choose it
+    inside = (block + local < num_blocks).expand(batch, num_blocks)
+    if seen.document_start is None:
+        return inside & (block >= config.num_initial_blocks)
+    first = seen.document_start[:, ::size] // size  # [B, blocks]
+    inside = inside & (first[:, later] == first) & (block - first >= config.num_initial_blocks)
+    return inside if seen.real is None else inside & seen.real[:, ::size][:, later]
