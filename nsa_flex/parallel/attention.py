@@ -132,17 +132,17 @@ def gather_compressed(
     begin in its chunks. One that does so in the last l - d tokens ends in the next chunk, whose
     first tokens have been gathered.
     """
+    read = _num_compressed(config)
+    if read == 0:
+        return None, None
     own_blocks = key.shape[2] // 2 // config.compress_stride
     num_blocks = config.num_compressed_blocks(shards.size * key.shape[2])
-    read = _num_compressed(config)
-    rows = _with_halos((key, value)[:read], shards, config) if read else []
-    rows += [key, value][len(rows) :]  # of what nothing reads, as it is
+    rows = [*_with_halos((key, value)[:read], shards, config), value][:2]
     blocks = compress_what_is_read(compress_key, compress_value, *rows)
     own = [x[:, :, :own_blocks] for x in blocks if x is not None]  # [2B, Hkv, C/d, D]
-    whole = shards.gather(*(torch.cat(x.chunk(2), 2) for x in own)) if read else []
-    # The last blocks reach behind the sequence.
-    found = [x[:, :, :num_blocks] for x in whole]
-    return (found[0] if read else None), (found[1] if read == 2 else None)
+    whole = shards.gather(*(torch.cat(x.chunk(2), 2) for x in own))
+    found = [x[:, :, :num_blocks] for x in whole]  # the last ones reach behind the sequence
+    return found[0], found[1] if read == 2 else None
 
 
 def _chunks(x: Tensor | None, number: int) -> Sequence[Tensor | None]:

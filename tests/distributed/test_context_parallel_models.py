@@ -131,6 +131,20 @@ def every_recipe(device: torch.device) -> None:
         )
 
 
+def test_whole_models_compile(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, whole_models)
+
+
+def whole_models(device: torch.device) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nsa_flex.context_parallel(new_model(device), mesh)
+    own = shares(device, mesh, "packed")
+    with torch.no_grad():
+        loss = model(**own).loss
+        compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)(**own).loss
+    torch.testing.assert_close(compiled, loss)
+
+
 def test_beside_fsdp_on_the_other_axis(tmp_path: Path) -> None:
     """Rows over one axis of the mesh, which shards parameters, and tokens over the other."""
     on_ranks(4, "cpu", tmp_path, fsdp_beside)
