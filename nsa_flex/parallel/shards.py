@@ -140,7 +140,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """The operator alone has no gradient in torch 2.11."""
+    """Waits, with a gradient in any version of torch."""
 
     @staticmethod
     def forward(sent: Tensor) -> Tensor:
