@@ -152,7 +152,7 @@ def read_text(size: Size, seed: int) -> Text:
         if sum(sizes) < length:
             raise ValueError(f"seq_len={length} is longer than the text, {sum(sizes)} bytes")
         facts |= {f"{name}_files": len(sizes), f"{name}_bytes": sum(sizes)}
-        every = torch.from_numpy(np.stack([row.ids for row in half]))
+        every = torch.from_numpy(np.stack([row.ids for row in half if row.real == length]))
         spread = torch.linspace(0, len(every) - 1, count).long()
         drawn = torch.randint(len(every), (count,), generator=generator)
         rows.append(every[spread if is_held_out else drawn])
