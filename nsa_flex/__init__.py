@@ -10,6 +10,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, align_positions
 from nsa_flex.explaining import Explanation, explain
 from nsa_flex.gates import Gates
+from nsa_flex.indexer import indexer_topk
 from nsa_flex.installed import warn_if_untested
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching import Adapter, AttentionShape, load, patch, register_adapter, unpatch
@@ -42,6 +43,7 @@ __all__ = [
     "align_positions",
     "audit",
     "explain",
+    "indexer_topk",
     "load",
     "nsa_attention",
     "patch",

@@ -121,14 +121,25 @@ def resolve(dotted: str) -> Any:
     return found
 
 
+DECISIONS = ROOT / "docs" / "log" / "decisions"
+NUMBERED = sorted(DECISIONS.glob("[0-9]*.md"))
+
+
 def test_every_decision_has_the_four_parts() -> None:
-    decisions = sorted((ROOT / "docs" / "log" / "decisions").glob("*.md"))
-    assert [int(page.name[:4]) for page in decisions] == list(range(1, len(decisions) + 1))
-    for page in decisions:
-        parts = ["Context", "Choice", "Why", "Consequences"]
+    for page in NUMBERED:
+        parts = ["Context", "Decision", "Consequences", "Reconsider when"]
         title, *found = HEADING.findall(page.read_text())
         assert title.startswith(f"{int(page.name[:4])}. ")
         assert found == parts, name_of(page)
+
+
+def test_every_decision_is_listed_once_or_replaced() -> None:
+    listed, replaced = (DECISIONS / "README.md").read_text().split("## Replaced")
+    linked = [link for link in LINK.findall(listed) if link[0].isdigit()]
+    assert sorted(linked) == [page.name for page in NUMBERED]
+    gone = [int(number) for number in re.findall(r"(?:^- |and )(\d+),", replaced, re.M)]
+    numbers = [int(page.name[:4]) for page in NUMBERED]
+    assert sorted(numbers + gone) == list(range(1, max(numbers) + 1))
 
 
 def test_every_image_is_used_and_drawn_by_the_script() -> None:
@@ -191,3 +202,23 @@ def texts_of(source: Path) -> list[str]:
                 )
             )
     return found
+
+
+WALK = (ROOT / "docs" / "design" / "walk.md").read_text()
+
+
+def test_the_walk_has_at_most_15_files_each_once() -> None:
+    files = re.findall(r"`((?:nsa_flex|fallback_kernels)/[\w/]+\.py)`", WALK)
+    assert len(files) == len(set(files)) <= 15
+    assert len(files) == len(re.findall(r"^\| \d+ \|", WALK, re.M)) + 1  # and the route
+
+
+def test_the_walk_names_the_kernels_of_its_call() -> None:
+    """As `explain` lists them for Hopper."""
+    query, key = (
+        torch.empty(1, 65536, heads, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        for heads in (32, 8)
+    )
+    plan = nsa_flex.explain(query, key, device="cuda", needs_grad=True)
+    named = set(re.findall(r"`(\w+_kernel)`", WALK))
+    assert named == plan.kernels.names

@@ -20,6 +20,7 @@ from nsa_flex.fallback_kernels.decode import interface as decode_kernels
 from nsa_flex.fallback_kernels.decode import pages as decode_pages
 from nsa_flex.fallback_kernels.decode import store_tokens as decode_store
 from nsa_flex.fallback_kernels.fused.bwd_gates import switch_gate_sign
+from nsa_flex.fallback_kernels.topk.block_max import block_max
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAPER = NSAConfig()
@@ -174,6 +175,13 @@ def stored(dim: int, kind: CompressionKind) -> None:
     )
 
 
+def indexed(dtype: torch.dtype, block_size: int) -> None:
+    """Scores of an indexer."""
+    query, key = meta(1, 4, 4096, 128, dtype), meta(1, 1, 16384, 128, dtype)
+    position = torch.empty(1, 4096, dtype=torch.int32, device="meta")
+    block_max(query, key, position, None, block_size)
+
+
 def signs() -> None:
     """What the backward of compiled code launches beside all that eager code does."""
     tokens, heads = 16384, 16
@@ -198,6 +206,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "decode, float32", partial(step, 4, 1, (128, 128), "mean", FP32)
     yield "decode, 64 rows", partial(step, 8, 1, (128, 128), "mean", batch=64)
     yield "pages", partial(paged, 4, 128)
+    for dtype, size in ((BF16, 128), (BF16, 64), (FP32, 128)):
+        name = f"indexer, {dtype}, blocks of {size}"
+        yield name.replace("torch.", ""), partial(indexed, dtype, size)
     yield "gates of a compiled backward", signs
     for kind in kinds[:2]:
         yield f"stored chunk, φ {kind}", partial(stored, 128, kind)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import sysconfig
 from pathlib import Path
 
 # `# audit: allow`, perhaps with a reason behind it.
 ALLOW = re.compile(r"#\s*audit:\s*allow\b")
 
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+# Of this environment, and of others that it looks into (--system-site-packages, .pth files).
+INSTALLED = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
+        *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),
+    }
+)
 _LOCATION = re.compile(r"(?P<file>.*):(?P<line>\d+)(?: in (?P<function>.*))?$")
 
 
@@ -32,7 +39,7 @@ def shortened(text: str) -> str:
     >>> shortened(f"{Path.cwd()}/model.py:7 in forward")
     'model.py:7 in forward'
     """
-    for folder in (Path.cwd(), *_INSTALLED):
+    for folder in (Path.cwd(), *INSTALLED):
         text = text.replace(f"{folder}/", "")
     return text
 

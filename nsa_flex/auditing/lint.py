@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from nsa_flex.auditing.definition import unwrapped
+from nsa_flex.auditing.excerpts import INSTALLED
 from nsa_flex.auditing.mends import mend_of
 from nsa_flex.auditing.phases import AuditFinding
 
@@ -26,7 +27,6 @@ Scope = Literal["own", "all", "none"]
 
 _READS = {"item", "tolist", "numpy", "cpu", "nonzero", "masked_select"}
 _DATA_DEPENDENT = {"unique", "unique_consecutive", "bincount", "argwhere"}
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _NEVER = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib") + "/")
 
 
@@ -66,7 +66,7 @@ def _reachable(fn: Any, scope: Scope) -> Iterator[types.FunctionType]:
 
 def _in_scope(function: types.FunctionType, scope: Scope) -> bool:
     file = function.__code__.co_filename
-    if file.startswith(_INSTALLED):
+    if file.startswith(INSTALLED):
         return scope == "all" and not file.startswith(_NEVER)
     return not file.startswith(_NEVER) and Path(file).is_file()
 

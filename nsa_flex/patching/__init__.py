@@ -33,5 +33,15 @@ def _register_models() -> None:
     hf_auto.register()
 
 
+def _register_minimax_m3() -> None:
+    from nsa_flex.patching import hf_attention, minimax_m3
+
+    minimax_m3.use_indexer_input(hf_attention.IMPLEMENTATIONS)
+
+
 when_imported("transformers.models.auto.configuration_auto", _register_config)
 when_imported("transformers.models.auto.modeling_auto", _register_models)
+when_imported(
+    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl",
+    _register_minimax_m3,
+)

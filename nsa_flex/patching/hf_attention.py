@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from nsa_flex.patching import minimax_m3
 from nsa_flex.patching.call_context import CallContext, LayerInput
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
 from nsa_flex.patching.hf_refusals import (
@@ -65,6 +66,10 @@ def attention_forward(
     """
     layer = getattr(module, "nsa", None)
     name = type(module).__name__
+    if layer is None and nsa_call is None and minimax_m3.is_own(module.config):
+        return minimax_m3.attend(
+            module, query, key, value, attention_mask, scaling, dropout, **kwargs
+        )
     if layer is None and nsa_call is not None:
         raise ValueError(_ADDED.format(name=name, place=module.layer_idx))
     if layer is None:
@@ -115,6 +120,16 @@ def mask_for_attention(
     the padding mask goes through as it is, so that masks which `generate` prepares ahead of a
     static cache still tell the padding.
     """
+    if minimax_m3.is_own(kwargs["config"]):
+        return minimax_m3.mask_for_rows(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
     record = getattr(kwargs["config"], "nsa_flex", None)
     if record is None:
         raise ValueError(_NOT_PATCHED.format(what="it has no record of a patch"))

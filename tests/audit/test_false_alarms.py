@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,3 +212,19 @@ def test_loops_over_experts_are_marked_as_fallbacks(experts: str, mend: str) -> 
 def test_only_loops_over_experts_are_marked() -> None:
     report = quick(lambda x: x * x.max().item(), torch.ones(3))
     assert not any("experts" in finding.message for finding in report.findings)
+
+
+def test_packages_below_this_environment_are_not_own_code(tmp_path: Path) -> None:
+    """As those that an environment with --system-site-packages, or a .pth file, looks into."""
+    below = tmp_path / "site-packages"
+    (below / "installed_below").mkdir(parents=True)
+    (below / "installed_below" / "__init__.py").write_text("def f(x):\n    return x.item()\n")
+    script = (
+        "import installed_below\n"
+        "from nsa_flex.auditing.lint import lint\n"
+        "assert lint(installed_below.f) == [], lint(installed_below.f)\n"
+        "assert len(lint(installed_below.f, 'all')) == 1\n"
+    )
+    path = f"{below}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
