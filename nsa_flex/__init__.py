@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from nsa_flex.attention import NSAAux, nsa_attention
+from nsa_flex.block_topk import topk_blocks
 from nsa_flex.cache import LayerCache
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
@@ -51,6 +52,7 @@ __all__ = [
     "register_adapter",
     "selected_attention",
     "telemetry",
+    "topk_blocks",
     "unpatch",
 ]
 

@@ -72,6 +72,8 @@ def unsupported_reason(
         return reason
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the Triton kernels take {DTYPES}"
+    if config.selection == "max_pool":
+        return "selection is 'max_pool'; the fused Triton kernels add up probabilities"
     for value, most, meaning in limits:
         if value > most:
             return f"{value} {meaning}; the Triton kernels take at most {most}"
