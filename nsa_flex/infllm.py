@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,9 +70,11 @@ class InfLLMV2Config:
     dense_len: int = 8192
     use_nope: bool = False
     exact_lse: bool = False
+    # The same sizes as of NSA, for `topk_blocks` and `selected_attention`; made once.
+    selection: NSAConfig = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in _given_fields():
             value = getattr(self, field.name)
             kind = bool if field.type == "bool" else int
             if type(value) is not kind:
@@ -99,6 +100,7 @@ class InfLLMV2Config:
             raise ValueError(
                 f"kernel_size={self.kernel_size} must be at most block_size={self.block_size}"
             )
+        object.__setattr__(self, "selection", self._as_of_nsa())
 
     @property
     def num_blocks(self) -> int:
@@ -110,9 +112,7 @@ class InfLLMV2Config:
         """Slots that hold every block of a document below `dense_len`."""
         return -(-max(1, self.dense_len - 1) // self.block_size)
 
-    @cached_property
-    def selection(self) -> NSAConfig:
-        """The same sizes as of NSA, for `topk_blocks` and `selected_attention`."""
+    def _as_of_nsa(self) -> NSAConfig:
         return NSAConfig(
             compress_block_size=self.kernel_size,
             compress_stride=self.kernel_stride,
@@ -128,11 +128,15 @@ class InfLLMV2Config:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> InfLLMV2Config:
         """Of a `sparse_config`; unknown names raise ValueError and are listed."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {field.name for field in _given_fields()}
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"unknown fields of sparse_config {unknown}; known are {sorted(known)}")
         return cls(**values)
+
+
+def _given_fields() -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(InfLLMV2Config) if field.init]
 
 
 def infllm_v2_attention(

@@ -22,15 +22,17 @@ __all__ = [
 
 
 def _register_config() -> None:
-    from nsa_flex.patching import hf_checkpoint_config
+    from nsa_flex.patching import hf_checkpoint_config, minicpm_config
 
     hf_checkpoint_config.register()
+    minicpm_config.register()
 
 
 def _register_models() -> None:
-    from nsa_flex.patching import hf_auto
+    from nsa_flex.patching import hf_auto, minicpm_auto
 
     hf_auto.register()
+    minicpm_auto.register()
 
 
 def _register_minimax_m3() -> None:

@@ -1,4 +1,4 @@
-"""InfLLM-V2 attention (MiniCPM4, MiniCPM4.1) in float64 NumPy, forward and backward.
+"""InfLLM-V2 attention and the MiniCPM4 around it in float64 NumPy, forward and backward.
 
 Written from what upstream's attention and kernels compute, and from nothing else: no torch, none
 of the package's code. One row without padding; queries are its last tokens. Every block set is an
@@ -15,6 +15,9 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from reference import nsa_1b
+from reference.nsa_1b import Weights
 
 Floats: TypeAlias = NDArray[np.float64]
 Backward: TypeAlias = Callable[[Floats], tuple[Floats, Floats, Floats]]
@@ -151,5 +154,124 @@ def masked_attention(
         of_k, of_v = scale * of_logits.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ grad
         sums = [x.reshape(k.shape[0], group, *x.shape[1:]).sum(1) for x in (of_k, of_v)]
         return scale * of_logits @ wide_k, sums[0], sums[1]
+
+    return out, backward
+
+
+@dataclass(frozen=True)
+class Model:
+    """What config.json says, by upstream's names; `sparse` is its sparse_config."""
+
+    num_hidden_layers: int = 2
+    hidden_size: int = 32
+    intermediate_size: int = 48
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    vocab_size: int = 61
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 512
+    original_max_position_embeddings: int = 512
+    short_factor: tuple[float, ...] = (1.0, 1.1, 1.4, 2.0)
+    long_factor: tuple[float, ...] = (1.2, 1.5, 2.5, 4.0)
+    scale_emb: float = 12.0
+    scale_depth: float = 1.4
+    dim_model_base: int = 8
+    tie_word_embeddings: bool = False
+    sparse: Sizes | None = Sizes()
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+def shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Every weight of a checkpoint by name: a Llama's."""
+    kept = {
+        name: getattr(model, name)
+        for name in nsa_1b.Sizes.__dataclass_fields__
+        if hasattr(model, name)
+    }
+    llama = nsa_1b.shapes(nsa_1b.Sizes(**kept))
+    return {name: shape for name, shape in llama.items() if "g_proj" not in name}
+
+
+def angles(model: Model, length: int) -> tuple[Floats, Floats]:
+    """Cosines and sines (S, D / 2), scaled, as upstream's table has them.
+
+    The table is made up to max_position_embeddings, and made anew for a longer sequence.
+    """
+    half = model.head_dim // 2
+    original = model.original_max_position_embeddings
+    is_long = max(length, model.max_position_embeddings) > original
+    factor = np.array(model.long_factor if is_long else model.short_factor)
+    angle = np.arange(length)[:, None] / factor * model.rope_theta ** (-np.arange(half) / half)
+    scale = np.sqrt(1 + np.log(model.max_position_embeddings / original) / np.log(original))
+    return np.cos(angle) * scale, np.sin(angle) * scale
+
+
+def rotated(x: Floats, cos: Floats, sin: Floats) -> Floats:
+    """Of (..., S, D): channels i and i + D/2 are turned."""
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def forward(
+    weights: Weights, model: Model, ids: NDArray[np.int64]
+) -> tuple[Floats, Callable[[Floats], Weights]]:
+    """Logits (B, S, vocabulary), and the gradients of all weights from that of the logits."""
+    grads = {name: np.zeros_like(weight) for name, weight in weights.items()}
+    residual = model.scale_depth / np.sqrt(model.num_hidden_layers)
+    x = model.scale_emb * weights["model.embed_tokens.weight"][ids]
+    steps = []
+    for i in range(model.num_hidden_layers):
+        for part in (_attention_part, nsa_1b._mlp_part):
+            change, back = part(weights, grads, model, f"model.layers.{i}", x)
+            x = x + residual * change
+            steps.append(back)
+    normed, back_norm = nsa_1b._norm(weights, grads, "model.norm", x, model.rms_norm_eps)
+    head = "model.embed_tokens" if model.tie_word_embeddings else "lm_head"
+    divisor = model.hidden_size / model.dim_model_base
+    logits, back_head = nsa_1b._linear(weights, grads, head, normed / divisor)
+
+    def backward(grad_logits: Floats) -> Weights:
+        grad = back_norm(back_head(grad_logits) / divisor)
+        for back in reversed(steps):
+            grad = grad + back(residual * grad)
+        np.add.at(grads["model.embed_tokens.weight"], ids, model.scale_emb * grad)
+        return grads
+
+    return logits, backward
+
+
+def _attention_part(
+    weights: Weights, grads: Weights, model: Model, layer: str, x: Floats
+) -> tuple[Floats, Callable[[Floats], Floats]]:
+    """o_proj(attention) of the normed x."""
+    normed, back_norm = nsa_1b._norm(
+        weights, grads, f"{layer}.input_layernorm", x, model.rms_norm_eps
+    )
+    maps = [
+        nsa_1b._linear(weights, grads, f"{layer}.self_attn.{name}_proj", normed) for name in "qkv"
+    ]
+    flat, backs = zip(*maps, strict=True)
+    batch, length, _ = x.shape
+    q, k, v = (y.reshape(batch, length, -1, model.head_dim).swapaxes(1, 2) for y in flat)
+    cos, sin = angles(model, length)
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    sparse = Sizes(dense_len=length + 1) if model.sparse is None else model.sparse
+    results = [attention(q[row], k[row], v[row], sparse) for row in range(batch)]
+    out = np.stack([each for each, _ in results]).swapaxes(1, 2).reshape(batch, length, -1)
+    out, back_out = nsa_1b._linear(weights, grads, f"{layer}.self_attn.o_proj", out)
+
+    def backward(grad: Floats) -> Floats:
+        grad = back_out(grad).reshape(batch, length, -1, model.head_dim).swapaxes(1, 2)
+        rows = [back(of_row) for (_, back), of_row in zip(results, grad, strict=True)]
+        grad_q, grad_k, grad_v = (np.stack(each) for each in zip(*rows, strict=True))
+        grad_q, grad_k = rotated(grad_q, cos, -sin), rotated(grad_k, cos, -sin)
+        together = np.zeros_like(normed)
+        for back, y in zip(backs, (grad_q, grad_k, grad_v), strict=True):
+            together = together + back(y.swapaxes(1, 2).reshape(batch, length, -1))
+        return back_norm(together)
 
     return out, backward
