@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from nsa_flex.compression import mean_of_blocks, split_segments

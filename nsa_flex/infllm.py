@@ -131,7 +131,9 @@ class InfLLMV2Config:
         known = {field.name for field in _given_fields()}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"unknown fields of sparse_config {unknown}; known are {sorted(known)}")
+            raise ValueError(
+                f"unknown fields of sparse_config {unknown}; known are {sorted(known)}"
+            )
         return cls(**values)
 
 

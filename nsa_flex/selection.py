@@ -90,28 +90,26 @@ def _choose_blocks(
     coarse: int = 1,
 ) -> Tensor:
     config = NSAConfig.of_counts(counts)
-    batch, heads, num_queries, dim = query.shape
+    batch, heads, num_queries, _ = query.shape
     kv_heads, num_compressed = compressed_key.shape[1:3]
     if num_blocks <= config.num_selected_blocks:
         shape = (batch, kv_heads, num_queries, config.num_selected_blocks)
         return every_block(positions, document_start, shape, config.select_block_size)
-    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
-    coarse_key = None if coarse == 1 else coarse_keys(compressed_key, config, coarse)
-    rule = RULES[config.selection]
     blocks = query.new_empty(
         (batch, kv_heads, num_queries, config.num_selected_blocks), dtype=torch.int32
     )
-    chunk = max(1, MAX_SCORES // max(1, batch * heads * num_compressed))
+    coarse_key = None if coarse == 1 else coarse_keys(compressed_key, config, coarse)
+    on_kernel = _takes_kernel(query, compressed_key)
+    row = batch * kv_heads * num_blocks if on_kernel else batch * heads * num_compressed
+    chunk = max(1, MAX_SCORES // max(1, row))
     # Autocast would make the float32 products half precision, here where it is still on.
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, num_queries, chunk):
             span = slice(start, start + chunk)
             first = None if document_start is None else document_start[:, span]
-            p = group_probabilities(
-                *(grouped[:, :, :, span], compressed_key, positions[:, span], first),
-                *(config, scale, coarse, coarse_key),
-            )
-            scores = rule.score(p, num_blocks, config)
+            of_span = (query[:, :, span], compressed_key, positions[:, span], first)
+            score = _scores_by_kernel if on_kernel else _scores
+            scores = score(*of_span, config, scale, num_blocks, coarse, coarse_key)
             blocks[:, :, span] = best_blocks(scores, positions[:, span], first, config)
     return blocks
 
@@ -121,6 +119,59 @@ def _(query: Tensor, compressed_key: Tensor, *options: Any) -> Tensor:
     num_selected = NSAConfig.of_counts(options[4]).num_selected_blocks
     shape = (query.shape[0], compressed_key.shape[1], query.shape[2], num_selected)
     return query.new_empty(shape, dtype=torch.int32)
+
+
+def _scores(
+    query: Tensor,
+    compressed_key: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+    num_blocks: int,
+    coarse: int,
+    coarse_key: Tensor | None,
+) -> Tensor:
+    """Of all blocks, float32 (B, Hkv, C, num_blocks), by PyTorch operations."""
+    grouped = query.unflatten(1, (compressed_key.shape[1], -1))
+    p = group_probabilities(
+        *(grouped, compressed_key, positions, document_start, config, scale, coarse, coarse_key)
+    )
+    return RULES[config.selection].score(p, num_blocks, config)
+
+
+def _takes_kernel(query: Tensor, compressed_key: Tensor) -> bool:
+    if not HAS_TRITON:
+        return False
+    from nsa_flex.fallback_kernels.topk import block_scores
+
+    return block_scores.unsupported_reason(query, compressed_key) is None
+
+
+def _scores_by_kernel(
+    query: Tensor,
+    compressed_key: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+    num_blocks: int,
+    coarse: int,
+    coarse_key: Tensor | None,
+) -> Tensor:
+    """`_scores` by two Triton kernels: log-sum-exps, then the scores of whole blocks."""
+    from nsa_flex.fallback_kernels.topk import block_scores, interface
+
+    rows = positions.to(torch.int32).expand(query.shape[0], -1).contiguous()
+    first = None if document_start is None else document_start.to(torch.int32).contiguous()
+    lse = interface.lse_of_windows(
+        *(query, compressed_key if coarse_key is None else coarse_key, rows, first, scale),
+        *(config.select_block_size, coarse * config.compress_block_size),
+        coarse * config.compress_stride,
+    )
+    return block_scores.block_scores(
+        query, compressed_key, lse, rows, first, scale, num_blocks, config
+    )
 
 
 def group_probabilities(

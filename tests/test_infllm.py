@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -133,9 +134,7 @@ def test_packed_documents_are_alone(dense_len):
     layout = align_packed(ends, total, config.selection)
     inputs = tensors(3, total, total)
     aligned = [layout.align(x) for x in inputs]
-    out = layout.restore(
-        infllm_v2_attention(*aligned, config=config, document_start=layout.start)
-    )
+    out = layout.restore(infllm_v2_attention(*aligned, config=config, document_start=layout.start))
     grad = torch.randn_like(out)
     out.backward(grad)
     for first, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
@@ -178,11 +177,14 @@ def test_scored_by_other_tensors():
     scored_by = tuple(x.detach() for x in tensors(2, 150, 150)[:2])
     out = infllm_v2_attention(query, key, value, config=config, scored_by=scored_by)
     blocks = reference.selected_blocks(*numpy(*scored_by), sizes_of(config))
-    place = torch.arange(150)
-    mask = torch.tensor(
-        [[[j // 16 in blocks[h][t] and j <= t for j in range(150)] for t in place.tolist()] for h in (0, 1)]
+    place = np.arange(150)
+    mask = np.stack(
+        [
+            [np.isin(place // 16, list(chosen)) & (place <= t) for t, chosen in enumerate(of_head)]
+            for of_head in blocks
+        ]
     )
-    want, _ = reference.masked_attention(*numpy(query, key, value), mask.numpy())
+    want, _ = reference.masked_attention(*numpy(query, key, value), mask)
     torch.testing.assert_close(out[0], torch.from_numpy(want), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="use_nope is True and scored_by is None"):
         infllm_v2_attention(query, key, value, config=config)

@@ -41,7 +41,9 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers' Llama computes in float32, norms and angles, in float64."""
 
     def norm(self: Any, x: Tensor) -> Tensor:
-        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        return (
+            self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        )
 
     def turns(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         half, rope = self.config.head_dim // 2, self.config.rope_parameters
@@ -124,11 +126,7 @@ def test_a_folder_is_read_and_computes_what_upstream_does(tmp_path, reader):
     """Logits and all gradients. No code that comes with the folder is run."""
     weights = write(tmp_path, MODEL)
     (tmp_path / "configuration_minicpm.py").write_text("raise SystemExit(1)")
-    read = (
-        nsa_flex.load
-        if reader == "load"
-        else transformers.AutoModelForCausalLM.from_pretrained
-    )
+    read = nsa_flex.load if reader == "load" else transformers.AutoModelForCausalLM.from_pretrained
     model = read(tmp_path, dtype=torch.float64)
     assert type(model) is minicpm.MiniCPMForCausalLM
     assert not model.training
@@ -218,7 +216,10 @@ def test_padding_does_not_count_for_dense_len(real):
 
 @pytest.mark.parametrize("dense_len", [0, 80, 1000])
 def test_packed_documents_are_as_if_alone(dense_len):
-    model, lengths = built(replace(MODEL, sparse=reference.Sizes(dense_len=dense_len))), (90, 1, 16, 85)
+    model, lengths = (
+        built(replace(MODEL, sparse=reference.Sizes(dense_len=dense_len))),
+        (90, 1, 16, 85),
+    )
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     ids = ids_of(1, sum(lengths))
     packed = logits(model, ids, position_ids=position_ids, use_cache=False)
