@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex import NSAConfig, nsa_attention, selected_attention
+from nsa_flex import (
+    InfLLMV2Config,
+    NSAConfig,
+    infllm_v2_attention,
+    nsa_attention,
+    selected_attention,
+)
 from nsa_flex.compression import Compression
 from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
@@ -182,6 +188,13 @@ def indexed(dtype: torch.dtype, block_size: int) -> None:
     block_max(query, key, position, None, block_size)
 
 
+def pooled(group: int, dtype: torch.dtype, dim: int) -> None:
+    """InfLLM-V2's attention with its choice of blocks, and the backward."""
+    query, key, value = (meta(1, h, 16384, dim, dtype).requires_grad_() for h in (group, 1, 1))
+    out = infllm_v2_attention(query, key, value, config=InfLLMV2Config())
+    out.backward(torch.empty_like(out))
+
+
 def signs() -> None:
     """What the backward of compiled code launches beside all that eager code does."""
     tokens, heads = 16384, 16
@@ -209,6 +222,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for dtype, size in ((BF16, 128), (BF16, 64), (FP32, 128)):
         name = f"indexer, {dtype}, blocks of {size}"
         yield name.replace("torch.", ""), partial(indexed, dtype, size)
+    for group, dtype, dim in ((16, BF16, 128), (4, BF16, 128), (1, BF16, 64), (2, FP32, 128)):
+        name = f"InfLLM-V2, group {group}, {dtype}, head dim {dim}"
+        yield name.replace("torch.", ""), partial(pooled, group, dtype, dim)
     yield "gates of a compiled backward", signs
     for kind in kinds[:2]:
         yield f"stored chunk, φ {kind}", partial(stored, 128, kind)

@@ -69,7 +69,9 @@ def block_scores(
     group = heads // kv_heads
     padded_group = next_power_of_2(group)
     is_float32 = query.dtype == torch.float32
-    rows = max(64 if is_float32 or dim > 128 else 128, padded_group)
+    # Larger tiles would spill registers.
+    rows = 32 if is_float32 else 64 if dim > 128 or group <= 2 else 128
+    rows, block_n = max(rows, padded_group), 16 if is_float32 else 32 if group == 1 else 64
     tokens = max(1, rows // padded_group)
     shape = (batch, kv_heads, num_queries, num_blocks)
     scores = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -79,7 +81,7 @@ def block_scores(
             query.stride()[:3], key.stride()[:3], lse.stride(),
             num_queries, num_keys, num_blocks, kv_heads, base2_scale(scale),
             GROUP=group, PADDED_GROUP=padded_group, BLOCK_TOKENS=tokens,
-            BLOCK_N=16 if is_float32 else 64, HEAD_DIM=dim, BLOCK_D=tile_width(dim),
+            BLOCK_N=block_n, HEAD_DIM=dim, BLOCK_D=tile_width(dim),
             COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
             SELECT=config.select_block_size, MAXIMUM=config.selection == "max_pool",
             PRECISION="ieee" if is_float32 else "tf32",
