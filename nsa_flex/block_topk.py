@@ -131,6 +131,5 @@ def _check_compressed(compressed_key: Tensor, key: Tensor, config: NSAConfig) ->
     whole = (num_keys - config.compress_block_size) // config.compress_stride + 1
     shape = tuple(compressed_key.shape)
     if (*shape[:2], shape[3]) != (batch, heads, dim) or shape[2] < whole:
-        raise ValueError(
-            f"compressed_key has shape {shape}; expected ({batch}, {heads}, {max(1, whole)}, {dim})"
-        )
+        expected = (batch, heads, max(1, whole), dim)
+        raise ValueError(f"compressed_key has shape {shape}; expected {expected}")

@@ -154,7 +154,7 @@ def infllm_v2_attention(
     scored_by: tuple[Tensor, Tensor] | None = None,
     backend: BackendName = "auto",
 ) -> Float[Tensor, "B Hq Sq Dv"]:
-    """softmax(scale * q k^T) v over the tokens up to a query in its initial, local and best blocks.
+    """softmax(scale * q k^T) v over tokens up to a query in its initial, local and best blocks.
 
     Blocks are those of `topk_blocks` with pooling "max", and attention is `selected_attention`:
     gradients go to query, key and value, none through the choice. For any number of query heads
@@ -257,14 +257,14 @@ def _length(
 
 
 def _known_below(length: int | Tensor, num_keys: int, dense_len: int) -> bool:
-    """Whether the host knows that the longest row is below `dense_len`: it has no more than keys."""
+    """Whether the host knows that the longest row, of `num_keys` at most, is below `dense_len`."""
     return (num_keys if isinstance(length, Tensor) else length) < dense_len
 
 
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, scale: float
 ) -> Tensor:
-    """Dense causal attention by SDPA; `positions` (1 or B, Sq) where queries are not all tokens."""
+    """Dense, by SDPA; `positions` (1 or B, Sq) of the queries where they are not all tokens."""
     if positions is None:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=True
@@ -303,5 +303,7 @@ def _check(
         "value": (batch, kv_heads, kv_len, value.shape[3]),
     }
     if scored_by is not None:
-        expected |= {"scored_by[0]": query.shape, "scored_by[1]": key.shape}
+        dim = query.shape[3]
+        expected["scored_by[0]"] = (batch, query.shape[1], query.shape[2], dim)
+        expected["scored_by[1]"] = (batch, kv_heads, kv_len, dim)
     check_shapes(tensors, expected)

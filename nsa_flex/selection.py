@@ -267,7 +267,7 @@ def max_pooled_scores(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
 
 
 def _overlapping(p: Tensor, num_blocks: int, config: NSAConfig) -> Iterator[tuple[int, Tensor]]:
-    """Of each block the first compressed one that overlaps it, then the second, ...: (..., blocks).
+    """Of each block the first compressed one that overlaps it, then the second: (..., blocks).
 
     With the number of segments of d tokens that the two share. 0 outside [0, N).
     """

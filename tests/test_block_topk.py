@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from nsa_flex import NSAConfig, selection, topk_blocks
+from nsa_flex import NSAConfig, nsa_attention, selection, topk_blocks
 from nsa_flex.selection import choose_blocks
 from reference import infllm_v2 as reference
 
@@ -102,6 +102,22 @@ def test_by_sums_it_is_the_choice_of_nsa(rule):
     )
     blocks = topk_blocks(query, key, config=config, compressed_key=compressed, scale=0.3)
     assert torch.equal(blocks, expected)
+
+
+def test_nsa_with_max_pooling():
+    """The same rule inside the whole layer."""
+    config = replace(config_of(SIZES), selection="max_pool")
+    query, key = tensors(2, 120, 120)
+    compressed = torch.randn(1, 2, config.num_compressed_blocks(120), 16, dtype=torch.float64)
+    gates = torch.rand(1, 4, 120, 3, dtype=torch.float64)
+    inputs = (query, key, key, compressed, compressed, gates)
+    _, aux = nsa_attention(*inputs, config=config, return_aux=True)
+    expected = topk_blocks(query, key, config=config, compressed_key=compressed)
+    assert torch.equal(aux.blocks, expected)
+    by_sums = topk_blocks(
+        query, key, config=config_of(SIZES), compressed_key=compressed, pooling="sum"
+    )
+    assert not torch.equal(expected, by_sums)
 
 
 def test_coarse_windows_are_means_of_their_keys():

@@ -297,9 +297,7 @@ def _of_variant(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{suffix}"
 
 
-def _assign(
-    model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cast: bool
-) -> None:
+def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cast: bool) -> None:
     """Put the saved tensors into the recorded layers; prefixes are those of the model saved."""
     names = record["layers"]
     keys: dict[str | None, dict[str, str]] = {}

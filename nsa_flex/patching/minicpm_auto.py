@@ -1,4 +1,4 @@
-"""transformers' Auto classes read MiniCPM4 checkpoints; the model's module is imported when asked."""
+"""transformers' Auto classes read MiniCPM4 checkpoints; the model is imported when asked for."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _MODEL_TYPES = ("minicpm", "minicpm4")
 
 
 class MiniCPMConfig(PreTrainedConfig):
-    """A Llama's config, by its names, with the scales of MiniCPM, and `sparse_config` of InfLLM-V2.
+    """A Llama's config by its names, with MiniCPM's scales and InfLLM-V2's `sparse_config`.
 
     Args:
         scale_emb: factor of the input embeddings.
@@ -97,13 +97,13 @@ class MiniCPMConfig(PreTrainedConfig):
         Upstream fills its table of angles up to max_position_embeddings at once. Where that is
         more than the original length, the long factors are used from the first token on.
         """
-        rope = self.rope_parameters
+        rope = dict(self.rope_parameters or {})
         if rope.get("rope_type") != "longrope":
             return self
         if self.max_position_embeddings <= rope["original_max_position_embeddings"]:
             return self
-        config = copy.deepcopy(self)
-        config.rope_parameters["short_factor"] = rope["long_factor"]
+        config = copy.copy(self)
+        config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
         return config
 
 
@@ -144,9 +144,10 @@ def own_configs() -> list[type[MiniCPMConfig]]:
 
 def register() -> None:
     """Tell AutoConfig of them."""
-    for config_class in [*own_configs(), MiniCPMSALAConfig]:
-        if config_class.model_type not in CONFIG_MAPPING_NAMES:
-            AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    for config_class in own_configs():
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    if MiniCPMSALAConfig.model_type not in CONFIG_MAPPING_NAMES:
+        AutoConfig.register(MiniCPMSALAConfig.model_type, MiniCPMSALAConfig, exist_ok=True)
 
 
 def is_own(config: Any) -> bool:
