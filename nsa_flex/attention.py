@@ -163,7 +163,7 @@ def nsa_attention(
         query,
         key,
         value,
-        *unread_compressed(config, key, value, compressed_key, compressed_value),
+        *with_stand_ins(config, key, value, compressed_key, compressed_value),
         key if sliding_key is None else sliding_key,
         value if sliding_value is None else sliding_value,
         gates,
@@ -246,29 +246,34 @@ def nsa_attention(
     return out, NSAAux(blocks, lse)
 
 
-def unread_compressed(
+def with_stand_ins(
     config: NSAConfig,
     key: Tensor,
     value: Tensor,
     compressed_key: Tensor | None,
     compressed_value: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Compressed keys and values, views of their shapes where None stands for what nothing reads.
+) -> tuple[Any, Any]:
+    """Compressed keys and values, without memory of their own where nothing reads them.
 
     Raises:
         TypeError: None, where a branch reads it.
     """
+    found = {"compressed_key": compressed_key, "compressed_value": compressed_value}
+    if all(x is not None for x in found.values()) or not isinstance(config, NSAConfig):
+        return compressed_key, compressed_value
     reads = {
         "compressed_key": config.has("compressed") or config.has("selected"),
         "compressed_value": config.has("compressed"),
     }
-    found = {"compressed_key": compressed_key, "compressed_value": compressed_value}
     for (name, given), source in zip(found.items(), (key, value), strict=True):
         if given is None and reads[name]:
             branches = ", ".join(config.branches)
             raise TypeError(f"{name} is None, and is read by one of the branches {branches}")
-        if given is None:
-            found[name] = source[:, :, : config.num_compressed_blocks(source.shape[2])]
+        if given is None and isinstance(source, Tensor) and source.dim() == 4:
+            batch, heads, tokens, dim = source.shape
+            rows = config.num_compressed_blocks(tokens)
+            rows = rows if compressed_key is None else compressed_key.shape[2]
+            found[name] = source.new_empty(()).expand(batch, heads, rows, dim)
     return found["compressed_key"], found["compressed_value"]
 
 

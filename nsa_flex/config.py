@@ -99,9 +99,8 @@ class NSAConfig:
             self._check_tiles()
 
     def _check_branches(self) -> None:
-        given = (self.branches,) if isinstance(self.branches, str) else tuple(self.branches)
-        unknown = [name for name in given if name not in BRANCHES]
-        if unknown or not given:
+        given = tuple(self.branches)
+        if not given or not set(given) <= set(BRANCHES):
             raise ValueError(
                 f"branches is {self.branches!r}; it must name some of {', '.join(BRANCHES)}"
             )
@@ -223,11 +222,9 @@ _COUNTS = tuple(field.name for field in dataclasses.fields(NSAConfig) if field.t
 def _of_counts(counts: tuple[int, ...]) -> NSAConfig:
     """Checked once: operators ask for the same config in every layer and step."""
     size = len(_COUNTS)
+    config = NSAConfig(*counts[:size])  # type: ignore[arg-type]  # the other fields come behind
     if len(counts) == size:
-        return NSAConfig(*counts)  # type: ignore[arg-type]  # the other fields come behind
+        return config
     rule, *branches = counts[size:]
-    return NSAConfig(
-        *counts[:size],  # type: ignore[arg-type]
-        selection=RULES[rule],
-        branches=tuple(BRANCHES[each] for each in branches),
-    )
+    names = tuple(BRANCHES[each] for each in branches)
+    return dataclasses.replace(config, selection=RULES[rule], branches=names)

@@ -69,7 +69,7 @@ class Gates(nn.Module):
     passed 0.004.
 
     `init="unbiased"` is "paper" without b, and has rows of W for absent branches, too, which
-    nothing reads: the weight of public checkpoints (`nsa_flex.checkpoints`).
+    nothing reads: the weight of public checkpoints (NSA-1B for example).
 
     Args:
         hidden_size: E, width of the layer's input.
@@ -108,7 +108,7 @@ class Gates(nn.Module):
         if init == "dense" and "selected" not in branches:
             raise ValueError(
                 'init="dense" starts with the selected branch alone, and there are only '
-                f"{', '.join(branches)}: use init=\"paper\""
+                f'{", ".join(branches)}: use init="paper"'
             )
         self.init: GateInit = init
         self.branches = branches
@@ -120,8 +120,7 @@ class Gates(nn.Module):
             device=device,
             dtype=dtype,
         )
-        offset = torch.empty(len(branches), device=device, dtype=dtype)
-        self.register_buffer("offset", offset, persistent=init != "unbiased")
+        self.register_buffer("offset", torch.empty(len(branches), device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -228,4 +227,3 @@ def gates_of_step(gates: Any, x: Tensor) -> Tensor | GateLogits:
     """What `Gates` gives for a decode step: as logits, unless hooks are to see its gates."""
     as_logits = type(gates) is Gates and not has_hooks(gates)
     return gates(x, as_logits=True) if as_logits else gates(x)
-

@@ -31,8 +31,8 @@ def choose_blocks(
     """The blocks each query and KV head attends: initial and local ones, then the highest scores.
 
     `p_slc[j] = sum_m sum_n p_cmp[(l'/d) j + m - n]` summed over the G heads of the group (Eq. 9
-    and 10 of arXiv 2502.11089), where p_cmp is the softmax of the compressed branch. Which of them
-    the scores choose, `config.selection` says. Equal scores take the lower index. Float32
+    and 10 of arXiv 2502.11089), where p_cmp is the softmax of the compressed branch. Which blocks
+    these scores choose, `config.selection` says. Equal scores take the lower index. Float32
     throughout; chunked over queries, so that at most 2^26 scores exist at once. Carries no
     gradient. On CUDA fused Triton kernels where they take the inputs, else PyTorch operations.
 

@@ -68,7 +68,7 @@ def test_frozen_and_hashable() -> None:
         ({"num_initial_blocks": -1}, "num_initial_blocks=-1 must be at least 0"),
         ({"compression": "max"}, "compression is 'max'; it must be one of mean, weighted, linear"),
         ({"selection": "max"}, "selection is 'max'; it must be one of top_k, tiled_top_k"),
-        ({"branches": ()}, r"branches is \(\); it must name some of compressed, selected, sliding"),
+        ({"branches": ()}, r"branches is \(\); it must name some of compressed, selected"),
         ({"branches": ("window",)}, r"branches is \('window',\); it must name some of compressed"),
         (
             {"selection": "tiled_top_k", "num_selected_blocks": 5},

@@ -282,6 +282,28 @@ def test_bad_shapes(shape):
         Gates(16, 4)(torch.randn(shape))
 
 
+@pytest.mark.parametrize("as_logits", [False, True])
+@pytest.mark.parametrize("branches", [("selected",), ("compressed", "sliding")])
+def test_unbiased_gates_are_rows_of_the_branches_that_there_are(branches, as_logits):
+    """Row 3h + c of the weight is head h and branch c, whether c is there or not."""
+    gates, x = Gates(16, 4, init="unbiased", branches=branches), torch.randn(2, 5, 16)
+    assert list(gates.state_dict()) == ["offset", "linear.weight"]
+    gates.linear.weight.data.normal_()
+    found = gates(x, as_logits=as_logits)
+    found = found.gates() if as_logits else found
+    places = [("compressed", "selected", "sliding").index(name) for name in branches]
+    whole = (x @ gates.linear.weight.T).sigmoid().unflatten(-1, (4, 3))
+    torch.testing.assert_close(found, whole[..., places].transpose(1, 2))
+
+
+def test_gates_of_fewer_branches_have_rows_of_those_alone():
+    gates = Gates(16, 4, init="dense", branches=("selected", "sliding"))
+    assert gates.linear.weight.shape == (8, 16)
+    assert gates(torch.randn(1, 3, 16))[0, 0, 0].tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError, match='init="dense" starts with the selected branch alone'):
+        Gates(16, 4, init="dense", branches=("sliding",))
+
+
 @pytest.mark.parametrize("register", ["module", "every module"])
 def test_a_hook_sees_the_gates_of_a_decode_step(register):
     layer, x = NSAAttention(32, 4, 2), torch.randn(1, 9, 32)

@@ -8,19 +8,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from reference import nsa_1b
 
-from nsa_flex import NSAConfig, nsa_attention
+from nsa_flex import NSAAttention, NSAConfig, nsa_attention
 from nsa_flex.attention import NSAAux
 from nsa_flex.config import BRANCHES
 from nsa_flex.selection import best_blocks, choose_blocks
+from reference import nsa_1b
 
 TILED = NSAConfig(4, 4, 4, 4, 0, 1, 6, "mean", selection="tiled_top_k")
 SIZES = nsa_1b.Sizes(head_dim=16)
 # The selected branch alone has the compressed keys of all branches to choose by.
-SUBSETS = [
-    names for count in (1, 2, 3) for names in itertools.combinations(BRANCHES, count)
-]
+SUBSETS = [names for count in (1, 2, 3) for names in itertools.combinations(BRANCHES, count)]
 
 
 def inputs(length: int, **options) -> tuple[torch.Tensor, ...]:
@@ -125,7 +123,7 @@ def test_an_absent_branch_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     from nsa_flex import attention
 
     called = []
-    monkeypatch.setattr(attention, "choose_blocks", lambda *args, **kwargs: called.append("choose"))
+    monkeypatch.setattr(attention, "choose_blocks", lambda *args, **_: called.append("choose"))
     for key, run in list(attention.IMPLEMENTATIONS.items()):
         monkeypatch.setitem(
             attention.IMPLEMENTATIONS,
@@ -153,6 +151,16 @@ def test_none_for_what_is_read(branches, missing, error) -> None:
         nsa_attention(q, k, v, *compressed, torch.rand(2, 4, 20, 1).double(), config=config)
 
 
+def test_a_backend_of_an_absent_branch() -> None:
+    config = dataclasses.replace(TILED, branches=("sliding",))
+    q, k, v = inputs(20)
+    gates, backend = torch.rand(2, 4, 20, 1).double(), {"selected": "dense"}
+    with pytest.raises(
+        ValueError, match="backend names selected, and the config's branches are s"
+    ):
+        nsa_attention(q, k, v, None, None, gates, config=config, backend=backend)
+
+
 def test_gates_of_another_number() -> None:
     config = dataclasses.replace(TILED, branches=("selected", "sliding"))
     q, k, v = inputs(20)
@@ -166,3 +174,57 @@ def test_a_chunk_chooses_as_the_whole() -> None:
     whole = choose_blocks(q, pooled(k), positions=positions, **options)
     part = choose_blocks(q[:, :, 50:], pooled(k), positions=positions[:, 50:], **options)
     torch.testing.assert_close(part, whole[:, :, 50:])
+
+
+@pytest.mark.kept(lambda branches: branches in (("selected",), ("compressed", "sliding")))
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_a_layer_of_some_branches_with_a_cache_packed_and_compiled(
+    branches: tuple[str, ...],
+) -> None:
+    config = dataclasses.replace(TILED, branches=branches)
+    layer = NSAAttention(24, 4, 2, config=config, gate_init="unbiased").double()
+    torch.nn.init.normal_(layer.gates.linear.weight)
+    x = torch.randn(1, 61, 24, dtype=torch.float64)
+    with torch.no_grad():
+        expected = layer(x)
+        cache = layer.new_cache()
+        found = torch.cat([layer(part, cache=cache) for part in x.split([30, 20, 1, 1, 9], 1)], 1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+        twice = torch.cat((x, x[:, :37]), 1)
+        packed = layer(twice, cu_seqlens=torch.tensor([0, 61, 98]))
+        torch.testing.assert_close(packed[:, :61], expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(packed[:, 61:], expected[:, :37], rtol=0, atol=1e-13)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    grad = torch.randn_like(expected)
+    eager, graph = (
+        torch.autograd.grad(run(x), [layer.k_proj.weight, layer.gates.linear.weight], grad)
+        for run in (layer, compiled)
+    )
+    for one, other in zip(eager, graph, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_some_branches_on_kernels(branches: tuple[str, ...]) -> None:
+    """Where the choice is the same, `auto` errs about as `dense` does; with gradients."""
+    config = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k", branches)
+    shapes = [(1, heads, 700, 64) for heads in (32, 2, 2)]
+    leaves = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    gates = torch.rand(1, 32, 700, len(branches), device="cuda").bfloat16().requires_grad_()
+    results = []
+    for backend in ("auto", "dense"):
+        q, k, v = leaves
+        ck, cv = (x.unfold(2, 16, 16).mean(-1) for x in (k, v))
+        out, aux = nsa_attention(
+            q, k, v, ck, cv, gates, config=config, backend=backend, return_aux=True
+        )
+        torch.manual_seed(0)
+        grads = torch.autograd.grad(out, [*leaves, gates], torch.randn_like(out))
+        results.append((aux.blocks, [out, *grads]))
+    (blocks, found), (want_blocks, want) = results
+    if blocks is not None:
+        assert (blocks == want_blocks).all(-1).float().mean() > 0.999
+    for x, y in zip(found, want, strict=True):
+        assert (x.float() - y.float()).norm() < 2**-6 * y.float().norm()

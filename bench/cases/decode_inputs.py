@@ -176,6 +176,7 @@ def check_stored(inputs: Inputs, length: int) -> None:
 def check_output(inputs: Inputs, row: int, length: int, out: Tensor, aux: NSAAux) -> None:
     """Of one row of the batch, from the blocks it chose, and that it chose well."""
     stored, group = inputs.cache.buffers, inputs.query.shape[1] // inputs.key.shape[1]
+    assert aux.blocks is not None
     q = inputs.query[row, :, 0].double().unflatten(0, (-1, group))
     gates = inputs.gates.gates()[row, :, 0].double().unflatten(0, (-1, group))
     want = torch.zeros_like(q)

@@ -265,8 +265,7 @@ def compiling() -> list[AnyCase]:
 
 def smoke() -> list[AnyCase]:
     """What a CPU can run of each target, tiny and in seconds: for tests, not for times."""
-    sizes = {"compress_block_size": 8, "compress_stride": 4, "select_block_size": 8}
-    config = NSAConfig(**sizes, num_selected_blocks=4, window_size=16, compression="mean")
+    config = NSAConfig(8, 4, 8, num_selected_blocks=4, window_size=16, compression="mean")
 
     def tiny(target: str, implementation: str, train: bool, pattern: Pattern = "random") -> Case:
         sides = {"seq_len": 128, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16}

@@ -30,6 +30,7 @@ from nsa_flex.fallback_kernels.topk.block_max import block_max
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAPER = NSAConfig()
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", selection="tiled_top_k")
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,16 @@ def step(
     dtype: torch.dtype = BF16,
     capacity: int = 65536,
     batch: int = 1,
+    config: NSAConfig = PAPER,
 ) -> None:
     """New tokens of each row are stored, and attend."""
-    kv_heads, blocks = 4, PAPER.num_compressed_blocks(capacity)
+    kv_heads, blocks = 4, config.num_compressed_blocks(capacity)
     sizes = [(n, dim) for n in (tokens, capacity, blocks) for dim in dims]
     new_key, new_value, key, value, compressed_key, compressed_value = (
         meta(batch, kv_heads, *size, dtype) for size in sizes
     )
     phi = [
-        tuple(Compression(PAPER, kv_heads, dim, kind, device="meta", dtype=dtype).parameters())
+        tuple(Compression(config, kv_heads, dim, kind, device="meta", dtype=dtype).parameters())
         for dim in dims
     ]
     query, gates = (meta(batch, kv_heads * group, tokens, x, dtype) for x in (dims[0], 3))
@@ -142,7 +144,7 @@ def step(
         compressed_value,
         gates,
         lengths,
-        config=PAPER,
+        config=config,
         phi=phi_of_both,
     )
 
@@ -218,6 +220,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"decode, φ {kind}", partial(step, 4, 1, (128, 128), kind)
     yield "decode, float32", partial(step, 4, 1, (128, 128), "mean", FP32)
     yield "decode, 64 rows", partial(step, 8, 1, (128, 128), "mean", batch=64)
+    yield "decode, NSA-1B", partial(step, 16, 1, (64, 64), "mean", config=NSA_1B)
     yield "pages", partial(paged, 4, 128)
     for dtype, size in ((BF16, 128), (BF16, 64), (FP32, 128)):
         name = f"indexer, {dtype}, blocks of {size}"
@@ -252,3 +255,5 @@ def cores() -> Iterator[Core]:
     yield Core(backend={"compressed": "dense"}, tokens=8192)
     yield Core(4, 8192, deterministic=True)
     yield Core(16, 65536, kv_heads=1)
+    yield Core(16, 16384, 64, 64, config=NSA_1B, kv_heads=2)
+    yield Core(16, 8192, 64, 64, config=NSA_1B, kv_heads=2, documents=True, train=False)

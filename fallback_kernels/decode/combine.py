@@ -86,9 +86,7 @@ def decode_combine_kernel(
     num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)
     _, num_used = tiles_of_split(num_visible, num_compressed_splits, COMPRESSED_BLOCK_N)
     TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
-    num_initial_local, num_topk = count_slots(
-        position, SELECT, NUM_SLOTS, TOPK, INITIAL, TILED
-    )
+    num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL, TILED)
     tiles = tl.cdiv(tl.minimum(position + 1, WINDOW), BLOCK_N)
 
     # Splits of a unit: compressed, window, initial and local blocks, top-k blocks.

@@ -89,9 +89,7 @@ def decode_selected_sliding_kernel(
     tiles = tl.minimum(tl.cdiv(window, BLOCK_N) - first_tile, tiles_per_split)
     own_block = position // SELECT
     slots_are_full = own_block >= NUM_SLOTS
-    num_initial_local, num_topk = count_slots(
-        position, SELECT, NUM_SLOTS, TOPK, INITIAL, TILED
-    )
+    num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL, TILED)
     split_in_kind = split - window_splits - tl.where(is_topk, initial_local_splits, 0)
     per_split = tl.where(is_topk, topk_per_split, initial_local_per_split)
     first_slot = split_in_kind * per_split

@@ -21,7 +21,8 @@ def check(
         str,
         typer.Argument(
             help="A model type of transformers (llama, qwen3, …: a tiny random one is checked), a "
-            "checkpoint directory, or module:function (it returns a model)."
+            "checkpoint directory, or module:function (it returns a model). One that is patched, "
+            "or trained with NSA by others, is checked as it is."
         ),
     ],
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: CUDA if any.")] = "cpu",

@@ -50,11 +50,17 @@ def choose_backends(facts: Facts, backend: Backend = "auto") -> dict[BranchName,
     """One choice a branch that there is.
 
     Raises:
-        ValueError: an explicitly named backend cannot compute its branch; the message says why.
-            It never falls back. `fa2`, `sdpa` and `triton` alone name what they offer; the
-            branches they do not offer follow `auto`.
+        ValueError: an explicitly named backend cannot compute its branch, or is of an absent one;
+            the message says why. It never falls back. `fa2`, `sdpa` and `triton` alone name what
+            they offer; the branches they do not offer follow `auto`.
     """
     wanted = _wanted(backend)
+    absent = [] if isinstance(backend, str) else [x for x in backend if x not in facts.branches]
+    if absent:
+        raise ValueError(
+            f"backend names {', '.join(absent)}, and the config's branches are "
+            f"{', '.join(facts.branches)}: leave the others out"
+        )
     return {name: _choose(name, wanted[name], facts, backend) for name in facts.branches}
 
 

@@ -37,7 +37,8 @@ def patch(
         config: NSA's sizes; `NSAConfig()` if None.
         init: "paper" starts with neutral gates; "dense" with gates (0, 1, 0), so that a
             pretrained model computes what it did while S <= num_selected_blocks *
-            select_block_size, and its gates can learn.
+            select_block_size, and its gates can learn; "unbiased" as "paper", with the gates of
+            public checkpoints (see `Gates`).
         filter_fn: (module, name) -> whether to patch this attention module. If None, all of them
             but those with a sliding window (or another limit on their context), which keep
             their own attention.

@@ -232,10 +232,12 @@ def _load_unpatched(
         names = ", ".join(missing)
         warnings.warn(f"not in the checkpoint, newly initialized: {names}", stacklevel=3)
     unexpected = sorted(key for key in report["unexpected_keys"] if own_name(record, key) is None)
-    if unexpected and "format" in record:
+    whole = type(model).__name__ in (kwargs["config"].architectures or [])
+    untaken = [key for key in unexpected if whole or not _is_outside(model, key)]
+    if untaken and "format" in record:
         raise ValueError(
-            f"the checkpoint has tensors that the model does not take: {', '.join(unexpected)}; it "
-            f"is of another kind than {record['format']}"
+            f"the checkpoint has tensors that the model does not take: {', '.join(untaken)}; "
+            f"it is of another kind than {record['format']}"
         )
     if unexpected:
         warnings.warn(f"not in the model, left out: {', '.join(unexpected)}", stacklevel=3)
@@ -260,8 +262,12 @@ def _saved_class(config: Any) -> Any:
 
 def _is_of_a_head(model: Any, key: str) -> bool:
     """Whether a tensor is of what a class puts on top of its base model."""
-    base = model.base_model_prefix
-    return model.base_model is not model and not key.startswith(f"{base}.")
+    return model.base_model is not model and _is_outside(model, key)
+
+
+def _is_outside(model: Any, key: str) -> bool:
+    """Whether a tensor of a checkpoint is not of the base model."""
+    return not key.startswith(f"{model.base_model_prefix}.")
 
 
 def _read_added(
@@ -308,12 +314,12 @@ def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cas
     for site in patched_sites(model):
         found = keys.get(_named(site.name, names), {})
         state = site.module.nsa.state_dict()
-        missing = [f"{site.name}.nsa.{name}" for name in state if name not in found]
-        if missing:
-            lacking = ", ".join(upstream_tensors(record, dict.fromkeys(missing)))
-            raise ValueError(f"the checkpoint lacks {lacking}")
-        for name, own in state.items():
-            tensor = saved[found[name]]
+        missing = {f"{site.name}.nsa.{name}": None for name in state if name not in found}
+        lacking = upstream_tensors(record, missing)
+        if lacking:
+            raise ValueError(f"the checkpoint lacks {', '.join(lacking)}")
+        for name in found.keys() & state.keys():
+            tensor, own = saved[found[name]], state[name]
             state[name] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
             left.pop(found[name])
         site.module.nsa.load_state_dict(state, assign=True)

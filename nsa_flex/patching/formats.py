@@ -33,8 +33,9 @@ def own_name(record: Mapping[str, Any], name: str) -> str | None:
 
 
 def upstream_tensors(record: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:
-    """Tensors by their names in the patched model, under those that its checkpoint has."""
+    """Those tensors, by name in the patched model, that its checkpoint has, under its names."""
     known = format_of(record)
     if known is None:
         return dict(tensors)
-    return {known.upstream_name(name): tensor for name, tensor in tensors.items()}
+    names = {name: known.upstream_name(name) for name in tensors}
+    return {names[own]: tensor for own, tensor in tensors.items() if names[own] is not None}

@@ -16,6 +16,7 @@ MODEL_TYPE = "llama-nsa"
 OPTIONS = ("selection", "inference_mode")
 
 _UPSTREAM_NAME, _OWN_NAME = ".self_attn.g_proj.weight", ".self_attn.nsa.gates.linear.weight"
+_ZEROS = ".self_attn.nsa.gates.offset"  # of gates without one
 _DEFAULTS = {"block_size": 64, "block_counts": 16, "window_size": 512}
 # Written back as they were; the others follow from the record.
 _KEPT = ("auto_map", "inference_mode", "selection")
@@ -27,8 +28,10 @@ def own_name(name: str) -> str | None:
     return name.removesuffix(_UPSTREAM_NAME) + _OWN_NAME if is_added else None
 
 
-def upstream_name(name: str) -> str:
-    """The name in the checkpoint of any tensor of the patched model."""
+def upstream_name(name: str) -> str | None:
+    """The name in the checkpoint of a tensor of the patched model; None if it is not written."""
+    if name.endswith(_ZEROS):
+        return None
     is_added = name.endswith(_OWN_NAME)
     return name.removesuffix(_OWN_NAME) + _UPSTREAM_NAME if is_added else name
 
@@ -86,15 +89,15 @@ def _nsa_config(config: dict[str, Any]) -> NSAConfig:
         raise ValueError(f"inference_mode is {mode!r}; it must be sparse or full")
     if mode == "full":
         raise ValueError(
-            "the checkpoint's inference_mode is 'full', gated dense attention, which nsa_flex does "
-            "not compute: pass inference_mode='sparse' for its sparse attention"
+            "the checkpoint's inference_mode is 'full', gated dense attention, which nsa_flex "
+            "does not compute: pass inference_mode='sparse' for its sparse attention"
         )
     if window == 0 and block == 64 and mode is None:
         raise ValueError(
-            "block_size=64 and window_size=0 are those of FullAttn-1B, gated dense attention, which "
-            "nsa_flex does not compute: pass inference_mode='sparse' if the model selects blocks"
+            "block_size=64 and window_size=0 are those of FullAttn-1B, gated dense attention, "
+            "which nsa_flex does not compute: pass inference_mode='sparse' if it selects blocks"
         )
-    sizes = NSAConfig(
+    return NSAConfig(
         compress_block_size=block,
         compress_stride=block,
         select_block_size=block,
@@ -105,7 +108,6 @@ def _nsa_config(config: dict[str, Any]) -> NSAConfig:
         selection=config.get("selection") or _trained_selection(block, count),
         **({"window_size": window} if window else {"branches": ("selected",)}),
     )
-    return sizes
 
 
 def _trained_selection(block: int, count: int) -> Any:
@@ -115,7 +117,7 @@ def _trained_selection(block: int, count: int) -> Any:
     if count == block:
         return "tiled_top_k"
     raise ValueError(
-        f"block_counts={count} with block_size={block}: upstream's kernel keeps halves of tiles of "
-        f"{block} blocks, which is known here for up to {block // 2} blocks and for {block}; pass "
-        "selection='top_k' for the best of all blocks"
+        f"block_counts={count} with block_size={block}: upstream's kernel keeps halves of tiles "
+        f"of {block} blocks, which is known here for up to {block // 2} blocks and for {block}; "
+        "pass selection='top_k' for the best of all blocks"
     )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.patching import NSALayer, patch
+from nsa_flex.patching import NSALayer, patch, unpatch
 from nsa_flex.testing import forward_checks, generation_checks, lifetime_checks
 from nsa_flex.testing.lifetime_checks import differences, snapshot
 from nsa_flex.testing.report import FAILURES, Check, ConformanceReport
@@ -79,13 +79,14 @@ def check_model(
 ) -> ConformanceReport:
     """Patch a twin of `model` and try everything that a patched model must keep.
 
+    Of a model that is patched already, the twin is one of it as it is, and its own config counts.
     The twin shares the model's tensors; `model` itself, its configs and its gradients stay as
     they are. Memory for a second copy of the weights is needed by "save and load" alone.
 
     Args:
-        model: a causal language model that takes token ids, not patched, float32 or float64.
+        model: a causal language model that takes token ids, float32 or float64.
         config: NSA's sizes, from which the lengths of the inputs follow; blocks of 8 if None, so
-            that a few dozen tokens hold every case.
+            that a few dozen tokens hold every case. None for a patched model.
         name: of the model in the report; its class if None.
         tokens: (first, last), the range of the random token ids, the last excluded. If None, from
             3 to the vocabulary's end, or to the first special token of its upper part.
@@ -101,9 +102,9 @@ def check_model(
 
     Raises:
         TypeError: `model` is no nn.Module.
-        ValueError: a name in `checks` is unknown; `model` is patched already, has no parameters,
-            fails on token ids alone, or is of a half-precision dtype, whose rounding would hide
-            what a check looks for.
+        ValueError: a name in `checks` is unknown; `config` is given for a patched model; `model`
+            has no parameters, fails on token ids alone, or is of a half-precision dtype, whose
+            rounding would hide what a check looks for.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -115,7 +116,13 @@ def check_model(
       ok        left padding
     """
     _check_arguments(model, checks)
-    subject = Subject(SMALL if config is None else config, tokens or token_range(model), seed)
+    own = _own_config(model)
+    if own is not None and config is not None:
+        raise ValueError(
+            "model is patched already: leave config out to check it as it is, or call "
+            "nsa_flex.unpatch(model) first"
+        )
+    subject = Subject(own or config or SMALL, tokens or token_range(model), seed)
     name = type(model).__name__ if name is None else name
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # φ starts at random
@@ -131,11 +138,15 @@ def _report(
 ) -> ConformanceReport:
     base, patched = (twin_of(model, own_configs=True).eval() for _ in range(2))
     tell("patch")
-    found = [_patch(patched, subject)]
+    if _own_config(model) is None:
+        found = [_patch(patched, subject)]
+        scatter_added(patched, subject.seed)
+    else:
+        found = [Check("patch", "ok")]
+        unpatch(base)
     layers = tuple(n for n, m in patched.named_modules() if isinstance(m, NSALayer))
     if found[0].status == "ok":
         _check_runs(base, subject)
-        scatter_added(patched, subject.seed)
         for check in [name for name in CHECKS[1:] if name in checks]:
             tell(check)
             found.append(_run(check, patched, base, subject))
@@ -157,8 +168,11 @@ def _check_arguments(model: nn.Module, checks: Collection[str]) -> None:
             f"model has parameters of {', '.join(half)}; rounding would hide what a check looks "
             "for: load it in float32, or call model.float()"
         )
-    if any(isinstance(module, NSALayer) for module in model.modules()):
-        raise ValueError("model is patched already: call nsa_flex.unpatch(model) first")
+
+
+def _own_config(model: nn.Module) -> NSAConfig | None:
+    """That of the first layer of a patched model; None if it is not patched."""
+    return next((each.config for each in model.modules() if isinstance(each, NSALayer)), None)
 
 
 def _check_runs(model: nn.Module, subject: Subject) -> None:

@@ -920,6 +920,7 @@ def test_refused_on_the_cpu() -> None:
 
 
 PAPER = NSAConfig()
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
 BF16 = torch.bfloat16
 
 
@@ -976,8 +977,19 @@ def gpu_rows(problem: Problem, out: Tensor, aux: decode.DecodeAux, rows: list[in
 def test_long_rows_beside_short_ones(
     kv_heads: int, group: int, dims: tuple[int, int], past: tuple[int, ...]
 ) -> None:
-    case = Case(PAPER, past, 1, max(past) + 1, kv_heads, group, *dims, BF16)
-    problem = Problem(case)
+    check_on_the_gpu(Case(PAPER, past, 1, max(past) + 1, kv_heads, group, *dims, BF16))
+
+
+@pytest.mark.gpu
+def test_long_rows_of_tiles() -> None:
+    """The sizes of NSA-1B."""
+    past = (65535, 0, 255, 256, 40000)
+    check_on_the_gpu(Case(NSA_1B, past, 1, 65536, 2, 16, 64, 64, BF16))
+
+
+def check_on_the_gpu(case: Case) -> None:
+    """Some rows, and the same bits again."""
+    problem, past = Problem(case), case.past
     out, aux = problem.step()
     gpu_rows(problem, out, aux, list(range(len(past))))
     again, aux_again = problem.step()

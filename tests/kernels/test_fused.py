@@ -36,6 +36,7 @@ PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 WINDOWED = NSAConfig(8, 4, 16, 5, window_size=37)  # holds the local blocks of every query
 TILED = NSAConfig(16, 16, 16, 4, 0, 1, window_size=20, selection="tiled_top_k")
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
 # The branches one by one, on the same kernels but for the sliding one.
 APART = {"compressed": "sdpa", "selected": "triton", "sliding": "fa2"}
 INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
@@ -423,8 +424,14 @@ def test_auto_runs_the_operator_and_its_kernels() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "dim", "value_dim", "config"),
-    [(16, 128, 64, PAPER), (2, 64, 128, PAPER), (6, 80, 80, SMALL), (32, 32, 32, SMALL)],
-    ids=["D128-64", "D64-128", "G3-D80", "G16-D32"],
+    [
+        (16, 128, 64, PAPER),
+        (2, 64, 128, PAPER),
+        (6, 80, 80, SMALL),
+        (32, 32, 32, SMALL),
+        (32, 64, 64, NSA_1B),
+    ],
+    ids=["D128-64", "D64-128", "G3-D80", "G16-D32", "NSA-1B"],
 )
 def test_other_shapes_and_memory(heads: int, dim: int, value_dim: int, config: NSAConfig) -> None:
     inputs = inputs_of(2, heads, 2, 333, dim, value_dim, config=config, dtype=torch.float16)

@@ -39,6 +39,7 @@ DENSE = NSAConfig(16, 4, 16, 5)  # each token in four compressed blocks
 BARE = NSAConfig(8, 4, 16, 3, num_initial_blocks=0, num_local_blocks=1)
 FORCED = NSAConfig(8, 4, 16, 4, num_initial_blocks=2, num_local_blocks=2)
 TILED = NSAConfig(4, 4, 4, 8, 0, 1, selection="tiled_top_k")
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
 ODD_TILED = NSAConfig(8, 4, 8, 6, 0, 1, selection="tiled_top_k")
 
 
@@ -795,6 +796,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
         Case(PAPER, 1, 2, 4, 300_000, 0, head_dim=64, dtype=BF16),
         Case(PAPER, 3, 4, 16, 1, past=131_071, head_dim=128, dtype=BF16),
         Case(PAPER, 1, 1, 3, 700, past=9000, head_dim=80, dtype=FP16),
+        Case(NSA_1B, 1, 2, 16, 16384, 0, head_dim=64, dtype=BF16),
+        Case(NSA_1B, 2, 2, 16, 300, past=60_001, head_dim=64, dtype=BF16),
     ],
 )
 def test_long_sequences(case: Case) -> None:

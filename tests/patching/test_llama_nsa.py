@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from reference import nsa_1b
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -22,6 +21,9 @@ from transformers.models.llama import modeling_llama
 import nsa_flex
 from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.patching.llama_nsa import from_upstream, to_upstream
+from nsa_flex.testing import check_model
+from nsa_flex.testing.named_models import model_named
+from reference import nsa_1b
 
 NSA = nsa_1b.Sizes()
 SSA = nsa_1b.Sizes(window_size=0, selects_only=True)
@@ -42,7 +44,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of transformers' Llama that compute in float32, norms and angles, in float64."""
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        size = x.square().mean(-1, keepdim=True) + self.variance_epsilon
+        return self.weight * x * size.rsqrt()
 
     def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         half = self.config.head_dim // 2
@@ -87,7 +90,10 @@ def weights_of(sizes: nsa_1b.Sizes) -> dict[str, torch.Tensor]:
 
 
 def write(
-    folder: Path, sizes: nsa_1b.Sizes, weights: dict[str, torch.Tensor] | None = None, **changes: Any
+    folder: Path,
+    sizes: nsa_1b.Sizes,
+    weights: dict[str, torch.Tensor] | None = None,
+    **changes: Any,
 ) -> dict[str, torch.Tensor]:
     """A checkpoint; its weights."""
     weights = weights_of(sizes) if weights is None else weights
@@ -151,8 +157,8 @@ def test_auto_classes_and_load_read_alike_and_run_no_code(tmp_path: Path) -> Non
     script = (
         "import sys, torch, nsa_flex, transformers\n"
         f"path = {str(tmp_path)!r}\n"
-        "models = [nsa_flex.load(path), transformers.AutoModelForCausalLM.from_pretrained(path),\n"
-        "          transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)]\n"
+        "read = transformers.AutoModelForCausalLM.from_pretrained\n"
+        "models = [nsa_flex.load(path), read(path), read(path, trust_remote_code=True)]\n"
         "ids = torch.arange(3, 50)[None]\n"
         "first, *others = [model(ids).logits for model in models]\n"
         "assert all(torch.equal(first, other) for other in others)\n"
@@ -251,9 +257,7 @@ def test_padded_rows_and_packed_documents_are_alone(sizes: nsa_1b.Sizes, tmp_pat
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @BOTH
-def test_saved_again_it_is_what_was_read(
-    sizes: nsa_1b.Sizes, shard: str, tmp_path: Path
-) -> None:
+def test_saved_again_it_is_what_was_read(sizes: nsa_1b.Sizes, shard: str, tmp_path: Path) -> None:
     weights = write(tmp_path / "first", sizes, inference_mode="sparse")
     model, ids = nsa_flex.load(tmp_path / "first"), ids_of(sizes, 1, 40)
     model.save_pretrained(tmp_path / "second", max_shard_size=shard)
@@ -281,10 +285,11 @@ def test_saved_in_the_other_format_when_told(tmp_path: Path) -> None:
     loaded = nsa_flex.load(tmp_path / "own")
     assert torch.equal(logits(loaded, ids), logits(model, ids))
     model.save_pretrained(tmp_path / "second")
-    assert json.loads((tmp_path / "second" / "config.json").read_text())["model_type"] == "llama-nsa"
-    with pytest.raises(ValueError, match="checkpoint_format is 'torch'; this model has nsa_flex or"):
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert config["model_type"] == "llama-nsa"
+    with pytest.raises(ValueError, match="format is 'torch'; this model has nsa_flex or"):
         model.save_pretrained(tmp_path / "third", checkpoint_format="torch")
-    with pytest.raises(ValueError, match="checkpoint_format is 'llama-nsa'; this model has nsa_f"):
+    with pytest.raises(ValueError, match="format is 'llama-nsa'; this model has nsa_flex"):
         loaded.save_pretrained(tmp_path / "third", checkpoint_format="llama-nsa")
     with pytest.raises(ValueError, match="is of patched models; LlamaForCausalLM is not patched"):
         nsa_flex.unpatch(loaded).save_pretrained(tmp_path / "third", checkpoint_format="nsa_flex")
@@ -327,6 +332,19 @@ def test_every_tensor_is_taken_or_named(
     write(tmp_path, NSA, {name: x for name, x in weights.items() if x is not None})
     with pytest.raises(ValueError, match=message):
         nsa_flex.load(tmp_path)
+
+
+def test_other_heads_leave_the_first_one_out(tmp_path: Path) -> None:
+    """Tied embeddings may be in a checkpoint twice."""
+    weights = weights_of(NSA)
+    copy = weights["model.embed_tokens.weight"].clone()
+    write(tmp_path, NSA, {**weights, "lm_head.weight": copy})
+    model, ids = nsa_flex.load(tmp_path), ids_of(NSA, 1, 40)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with pytest.warns(UserWarning, match="not in the model, left out: lm_head.weight"):
+        base = transformers.AutoModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(base(ids)[0] @ copy.T, logits(model, ids))
 
 
 @pytest.mark.parametrize(
@@ -403,6 +421,7 @@ def test_a_model_of_full_size_has_upstreams_names_and_shapes(
     tensors = {
         name.replace("nsa.gates.linear", "g_proj"): tuple(tensor.shape)
         for name, tensor in model.state_dict().items()
+        if not name.endswith("gates.offset")
     }
     assert tensors.pop("lm_head.weight") == (128256, 2048)  # tied, and in no checkpoint
     assert tensors == nsa_1b.shapes(sizes)
@@ -421,3 +440,14 @@ def test_loading_warns_of_nothing(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nsa_flex.load(tmp_path)
+
+
+@BOTH
+def test_the_checks_of_models_take_it(sizes: nsa_1b.Sizes, tmp_path: Path) -> None:
+    write(tmp_path, sizes)
+    report = check_model(model_named(str(tmp_path)), checks=["save and load", "left padding"])
+    assert [(check.name, check.status) for check in report.checks] == [
+        ("patch", "ok"),
+        ("left padding", "ok"),
+        ("save and load", "ok"),
+    ], report

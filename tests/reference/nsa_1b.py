@@ -1,4 +1,4 @@
-"""NSA-1B, SSA-1B and MoBA-1B in float64 NumPy, forward and backward: what loaded models are held to.
+"""NSA-1B, SSA-1B and MoBA-1B in float64 NumPy, forward and backward: the oracle of loaded models.
 
 Written from what upstream's modelling code and kernels compute, and from nothing else: no torch,
 none of the package's code. Every mask is an explicit boolean array. Weights are a dict under
@@ -95,9 +95,7 @@ def forward(
     return logits, backward
 
 
-def _linear(
-    weights: Weights, grads: Weights, name: str, x: Floats
-) -> tuple[Floats, Backward]:
+def _linear(weights: Weights, grads: Weights, name: str, x: Floats) -> tuple[Floats, Backward]:
     weight = weights[f"{name}.weight"]
 
     def backward(grad: Floats) -> Floats:
@@ -151,9 +149,7 @@ def _attention_part(
 ) -> tuple[Floats, Backward]:
     """o_proj(Σ gate · branch) of the normed x."""
     normed, back_norm = _norm(weights, grads, f"{layer}.input_layernorm", x, sizes.rms_norm_eps)
-    maps = [
-        _linear(weights, grads, f"{layer}.self_attn.{name}_proj", normed) for name in "qkvg"
-    ]
+    maps = [_linear(weights, grads, f"{layer}.self_attn.{name}_proj", normed) for name in "qkvg"]
     (q, k, v, logits), backs = zip(*maps, strict=True)
     batch, length, _ = x.shape
     q, k, v = (y.reshape(batch, length, -1, sizes.head_dim).swapaxes(1, 2) for y in (q, k, v))
@@ -234,7 +230,7 @@ def attention(
 def attend(
     q: Floats, k: Floats, v: Floats, mask: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Callable[[Floats], tuple[Floats, Floats, Floats]]]:
-    """Probabilities, output and backward of softmax(q k^T / sqrt(D)) v; 0 where nothing is seen."""
+    """Probabilities, output and backward of softmax(q k^T / sqrt(D)) v; 0 where all is hidden."""
     group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
     wide_k, wide_v = (np.repeat(y, group, axis=1) for y in (k, v))
     if mask.shape[1] > 1:

@@ -220,7 +220,6 @@ def test_what_the_model_gets_wrong_without_nsa_is_inherited() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: nsa_flex.patch(llama()), "model is patched already: call nsa_flex.unpatch"),
         (lambda: llama().bfloat16(), "model has parameters of torch.bfloat16; rounding would"),
         (lambda: nn.Identity(), "model has no parameters; expected a causal language model"),
         (lambda: nsa_flex.testing, "model is a module; it must be an nn.Module"),
@@ -229,6 +228,18 @@ def test_what_the_model_gets_wrong_without_nsa_is_inherited() -> None:
 def test_what_cannot_be_checked_is_refused(model: Callable[[], Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         check_model(model())
+
+
+def test_a_patched_model_is_checked_as_it_is() -> None:
+    config = nsa_flex.NSAConfig(4, 4, 4, 4, 0, 1, 6, "mean", "tiled_top_k", ("selected",))
+    model = nsa_flex.patch(llama(), config, init="unbiased")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check_model(model)
+    assert statuses(report) == dict.fromkeys(CHECKS, "ok"), report
+    assert report.layers == ("model.layers.0.self_attn.nsa", "model.layers.1.self_attn.nsa")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="model is patched already: leave config out to check"):
+        check_model(model, config)
 
 
 def test_a_model_that_fails_on_token_ids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

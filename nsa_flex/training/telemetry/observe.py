@@ -172,7 +172,10 @@ def _watched(model: nn.Module, found: list[Observation]) -> Iterator[None]:
 
 
 def _observation(
-    current: dict[str, Any], tensors: tuple[Any, ...], blocks: Tensor | None, options: dict[str, Any]
+    current: dict[str, Any],
+    tensors: tuple[Any, ...],
+    blocks: Tensor | None,
+    options: dict[str, Any],
 ) -> Observation:
     query, key, value, *_, gates = tensors
     own = [options.get(name) for name in ("sliding_key", "sliding_value")]
