@@ -12,7 +12,13 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from nsa_flex import InfLLMV2Config, align_packed, infllm_v2_attention
+from nsa_flex import (
+    InfLLMV2Config,
+    align_packed,
+    infllm_v2_attention,
+    selected_attention,
+    topk_blocks,
+)
 from reference import infllm_v2 as reference
 
 CONFIG = InfLLMV2Config(8, 4, 16, window_size=32, topk=3, dense_len=0)
@@ -198,6 +204,44 @@ def test_it_compiles_whole_for_any_length():
         expected = infllm_v2_attention(*inputs, config=CONFIG)
         assert torch.equal(compiled(*inputs, config=CONFIG), expected)
     assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense_len", [0, 7001])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_on_kernels(group, dense_len):
+    """96 or 128 slots in bfloat16: at most twice the error of PyTorch operations, and no sync."""
+    config = InfLLMV2Config(dense_len=dense_len)
+    shapes = ((2 * group, 500), (2, 7000), (2, 7000))
+    inputs = [
+        torch.randn(1, heads, tokens, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads, tokens in shapes
+    ]
+    offset = torch.tensor([6500], device="cuda")
+    grad = torch.randn_like(inputs[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = infllm_v2_attention(*inputs, config=config, query_offset=offset)
+        found = [out, *torch.autograd.grad(out, inputs, grad)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    blocks = topk_blocks(*inputs[:2], config=config.selection, coarse=4, query_offset=offset)
+    by_operations = topk_blocks(
+        *(x.cpu() for x in inputs[:2]), config=config.selection, coarse=4, query_offset=6500
+    )
+    # The same rounded means; the order of float32 sums may swap blocks that score alike.
+    assert (blocks.cpu() == by_operations).all(-1).double().mean() > 0.99
+    on_cpu = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    if dense_len:
+        blocks = torch.arange(110, device="cuda").expand(1, 2, 500, 110)
+    options: dict[str, Any] = {"config": config.selection, "query_offset": 6500}
+    wanted = selected_attention(*on_cpu, blocks.cpu(), **options)
+    want = [wanted, *torch.autograd.grad(wanted, on_cpu, grad.cpu().double())]
+    eager = selected_attention(*inputs, blocks, backend="dense", **options)
+    plain = [eager, *torch.autograd.grad(eager, inputs, grad)]
+    for ours, theirs, expected in zip(found, plain, want, strict=True):
+        errors = [(x.cpu().double() - expected).norm() for x in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1]
 
 
 def test_published_config():

@@ -284,6 +284,43 @@ def test_a_prefill_in_chunks_is_one_forward():
         torch.testing.assert_close(part, whole[:, first:end], rtol=0, atol=1e-10)
 
 
+def test_packed_by_lengths():
+    """As the collators of FlashAttention tell documents."""
+    model, lengths = built(), (90, 1, 85)
+    ids = ids_of(1, sum(lengths))
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    inputs = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    packed = logits(model, ids, use_cache=False, **inputs)
+    for first, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        alone = logits(model, ids[:, first:end])
+        torch.testing.assert_close(packed[:, first:end], alone, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="cu_seq_lens_q is for one row of packed documents"):
+        logits(model, ids, attention_mask=torch.ones_like(ids), **inputs)
+
+
+def test_the_conformance_harness_runs():
+    """On a twin with small blocks, whatever the sizes of the model."""
+    model = built(replace(MODEL, sparse=reference.Sizes(32, 16, 1, 64, 2048, 64, 8192)))
+    before = dict(vars(model.config))
+    report = nsa_flex.testing.check_model(model, name="tiny")
+    assert [check.name for check in report.checks if check.status == "ok"] == [
+        "patch", "causality", "left padding", "right padding", "packed by position_ids",
+        "packed by cu_seq_lens", "dynamic cache", "static cache", "save and load", "gradients",
+    ], str(report)  # fmt: skip
+    assert len(report.layers) == 2
+    assert vars(model.config) == before
+
+
+def test_patch_puts_nsa_in_its_place():
+    model, ids = built(), ids_of(1, 60)
+    sparse = logits(model, ids)
+    nsa_flex.patch(model, nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16))
+    patched = logits(model, ids)
+    assert not torch.allclose(patched, sparse)
+    nsa_flex.unpatch(model)
+    assert torch.equal(logits(model, ids), sparse)
+
+
 def test_compiled_whole_without_a_host_sync():
     torch._dynamo.reset()
     model = built()
