@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_flex.backends.gathered import gathered_attention
 from nsa_flex.block_topk import topk_blocks
 from nsa_flex.config import NSAConfig
-from nsa_flex.dispatch import BackendName
+from nsa_flex.dispatch import FEW_QUERIES, BackendName
 from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.inputs import (
     check_positions,
@@ -218,14 +219,23 @@ def infllm_v2_attention(
         slots = min(config.num_dense_blocks, -(-key.shape[2] // config.block_size))
         shape = (query.shape[0], key.shape[1], query.shape[2], slots)
         blocks.append(every_block(positions, start, shape, config.block_size))
+    attended = _one_of(blocks, length, config)
+    if backend == "auto" and start is None and _are_few(query, key, attended, config):
+        return gathered_attention(query, key, value, attended, positions, config.block_size, scale)
     return selected_attention(
-        *(query, key, value, _one_of(blocks, length, config)),
+        *(query, key, value, attended),
         config=config.selection,
         scale=scale,
         query_offset=query_offset,
         document_start=start,
         backend=backend,
     )
+
+
+def _are_few(query: Tensor, key: Tensor, blocks: Tensor, config: InfLLMV2Config) -> bool:
+    """Whether to gather the keys of blocks, of a step over a long cache."""
+    few = query.shape[2] <= FEW_QUERIES
+    return few and query.shape[2] * blocks.shape[3] * config.block_size < key.shape[2]
 
 
 def _one_of(blocks: list[Tensor], length: int | Tensor, config: InfLLMV2Config) -> Tensor:

@@ -73,7 +73,7 @@ def test_other_sizes(change):
     check(replace(CONFIG, **change), 2, 150, 150)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 150), (7, 150), (1, 20)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 150), (7, 150), (1, 20), (3, 400)])
 @pytest.mark.parametrize("dense_len", [0, 151])
 def test_later_queries(queries, keys, dense_len):
     check(replace(CONFIG, dense_len=dense_len), 3, queries, keys)
@@ -113,14 +113,15 @@ def test_longest_decides(longest, on_device):
         torch.testing.assert_close(each.grad[0], torch.from_numpy(gradient), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("dense_len", [0, 100, 200])
-def test_offsets_of_the_device(dense_len):
+@pytest.mark.parametrize("dense_len", [0, 100, 200, 300])
+@pytest.mark.parametrize("size", [180, 1000])
+def test_offsets_of_the_device(dense_len, size):
     """The buffer of a static cache: what lies behind a row's tokens has no say.
 
-    The longest row decides for both.
+    The longest row decides for both. In the longer buffer keys are gathered.
     """
     config = replace(CONFIG, dense_len=dense_len)
-    query, key, value = tensors(2, 3, 180, batch=2)
+    query, key, value = tensors(2, 3, size, batch=2)
     offset = torch.tensor([150, 61])
     out = infllm_v2_attention(query, key, value, config=config, query_offset=offset)
     for row, first in enumerate(offset.tolist()):

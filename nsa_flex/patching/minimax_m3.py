@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from nsa_flex.backends.gathered import gathered_attention
 from nsa_flex.config import NSAConfig
 from nsa_flex.indexer import indexer_topk
 from nsa_flex.patching.rows import Rows
@@ -184,27 +185,14 @@ def _attend_gathered(
     config: NSAConfig,
     scale: float | None,
 ) -> Tensor:
-    """`selected_attention` of few queries, to keys that stay where padding put them.
-
-    Reads the keys of the blocks alone: a step over a long cache should not move all of it.
-    """
+    """`selected_attention` of few queries, to keys that stay where padding put them."""
     assert rows.keys is not None
     assert isinstance(rows.query_offset, Tensor)
-    (batch, heads, num_queries, dim), num_keys = query.shape, key.shape[2]
-    kv_heads = key.shape[1]
-    size = config.select_block_size
-    own = rows.query_offset[:, None] + torch.arange(num_queries, device=query.device)  # [B, Sq]
-    token = blocks[..., None] * size + torch.arange(size, device=query.device)
-    visible = (blocks[..., None] >= 0) & (token <= own[:, None, :, None, None])
-    token = token.flatten(3).clamp(0, num_keys - 1).long()  # [B, Hkv, Sq, n * l']
-    row = torch.arange(batch, device=query.device)[:, None, None, None]
-    slot = rows.keys.source[row, token] - row * num_keys
-    head = torch.arange(kv_heads, device=query.device)[:, None, None]
-    keys, values = key[row, head, slot], value[row, head, slot]  # [B, Hkv, Sq, n * l', D]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.unflatten(1, (kv_heads, -1)).transpose(2, 3)  # [B, Hkv, Sq, G, D]
-    scores = grouped.to(dtype) @ keys.to(dtype).transpose(-1, -2)
-    scores = scores * (dim**-0.5 if scale is None else scale)
-    scores = scores.masked_fill(~visible.flatten(3)[..., None, :], float("-inf"))
-    output = scores.softmax(-1) @ values.to(dtype)
-    return output.transpose(2, 3).reshape(batch, heads, num_queries, -1).to(value.dtype)
+    (batch, _, num_queries, dim), num_keys = query.shape, key.shape[2]
+    positions = rows.query_offset[:, None] + torch.arange(num_queries, device=query.device)
+    row = torch.arange(batch, device=query.device)[:, None] * num_keys
+    scale = dim**-0.5 if scale is None else scale
+    return gathered_attention(
+        *(query, key, value, blocks, positions, config.select_block_size, scale),
+        slots=rows.keys.source - row,
+    )
