@@ -27,6 +27,7 @@ from nsa_flex.fallback_kernels.decode import pages as decode_pages
 from nsa_flex.fallback_kernels.decode import store_tokens as decode_store
 from nsa_flex.fallback_kernels.fused.bwd_gates import switch_gate_sign
 from nsa_flex.fallback_kernels.topk.block_max import block_max
+from nsa_flex.fallback_kernels.topk.block_scores import block_scores
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAPER = NSAConfig()
@@ -190,11 +191,19 @@ def indexed(dtype: torch.dtype, block_size: int) -> None:
     block_max(query, key, position, None, block_size)
 
 
-def pooled(group: int, dtype: torch.dtype, dim: int) -> None:
+def pooled(group: int, dim: int) -> None:
     """InfLLM-V2's attention with its choice of blocks, and the backward."""
-    query, key, value = (meta(1, h, 16384, dim, dtype).requires_grad_() for h in (group, 1, 1))
+    query, key, value = (meta(1, h, 16384, dim, BF16).requires_grad_() for h in (group, 1, 1))
     out = infllm_v2_attention(query, key, value, config=InfLLMV2Config())
     out.backward(torch.empty_like(out))
+
+
+def scores() -> None:
+    """Of 128 queries, by sums."""
+    query, key = meta(1, 4, 128, 128, FP32), meta(1, 1, 1023, 128, FP32)
+    lse = torch.empty(1, 4, 128, device="meta")
+    position = torch.empty(1, 128, dtype=torch.int32, device="meta")
+    block_scores(query, key, lse, position, None, 0.1, 256, PAPER)
 
 
 def signs() -> None:
@@ -225,9 +234,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for dtype, size in ((BF16, 128), (BF16, 64), (FP32, 128)):
         name = f"indexer, {dtype}, blocks of {size}"
         yield name.replace("torch.", ""), partial(indexed, dtype, size)
-    for group, dtype, dim in ((16, BF16, 128), (4, BF16, 128), (1, BF16, 64), (2, FP32, 128)):
-        name = f"InfLLM-V2, group {group}, {dtype}, head dim {dim}"
-        yield name.replace("torch.", ""), partial(pooled, group, dtype, dim)
+    for group, dim in ((16, 128), (4, 128), (1, 64)):
+        yield f"InfLLM-V2, group {group}, head dim {dim}", partial(pooled, group, dim)
+    yield "scores of blocks, float32", scores
     yield "gates of a compiled backward", signs
     for kind in kinds[:2]:
         yield f"stored chunk, φ {kind}", partial(stored, 128, kind)
