@@ -21,6 +21,6 @@ _ENGINE = "transformers.generation.continuous_batching.cache_allocators"
 
 collect_ignore = []
 if _is_missing(_ENGINE):
-    collect_ignore += ["nsa_flex/patching/hf_manager.py", "nsa_flex/patching/hf_pages.py"]
+    collect_ignore += ["nsa_flex/patching/hf_engine.py"]
 if _is_missing(_ENGINE) or any(map(_is_missing, ("fastapi", "openai", "uvicorn"))):
     collect_ignore += ["nsa_flex/cli/serve_app.py"]

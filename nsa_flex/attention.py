@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_flex.backends import decode, fused
-from nsa_flex.backends.branch import Branch
+from nsa_flex.backends.branch import Branch, Inputs, known_offset, query_positions
 from nsa_flex.config import BRANCHES, BranchName, NSAConfig
 from nsa_flex.dispatch import (
     IMPLEMENTATIONS,
@@ -18,14 +18,7 @@ from nsa_flex.dispatch import (
     is_decoded,
     is_fused,
 )
-from nsa_flex.inputs import (
-    Inputs,
-    check_documents,
-    check_inputs,
-    check_scale,
-    known_offset,
-    query_positions,
-)
+from nsa_flex.inputs import check_documents, check_inputs, check_scale
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.selection import choose_blocks
 from nsa_flex.sharded import refuse_context_parallel
@@ -139,9 +132,10 @@ def nsa_attention(
             query are never seen, so that Sk may be the length of a larger static cache.
         document_start: int (B, Sq), key index of the first token of each query's document, a
             multiple of `select_block_size`; see `nsa_flex.documents` for packed and padded rows.
-        max_document_length: tokens of the longest of these documents, where the host knows. It is
-            a promise, which no kernel checks: up to n * l' every query selects every block, so
-            that nothing is scored, and a query of a longer document gets wrong results.
+        max_document_length: tokens of the longest of these documents, where the host knows. Up to
+            n * l' every query selects every block, so that nothing is scored. Where kernels rely
+            on it, a longer document raises an error on the device (an assertion that the host does
+            not wait for).
         return_aux: also return the chosen blocks and the log-sum-exps.
 
     Returns:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
+from nsa_flex.backends.branch import query_positions
 from nsa_flex.compression import mean_of_blocks, split_segments
 from nsa_flex.config import NSAConfig
-from nsa_flex.inputs import check_positions, check_scale, check_tensors, query_positions
+from nsa_flex.inputs import check_positions, check_scale, check_tensors
 from nsa_flex.selection import choose_blocks
 
 if TYPE_CHECKING:

@@ -113,7 +113,7 @@ def decode_step(
     if unsupported is None:
         return _on_kernels(query, new, parameters, stored, gates, config, scale, return_aux)
     gates = gates.gates() if isinstance(gates, GateLogits) else gates
-    return _by_operations(query, stored, gates, config, scale, return_aux)
+    return step_by_operations(query, stored, gates, config, scale, return_aux=return_aux)
 
 
 def store(new: New, stored: Stored) -> None:
@@ -273,14 +273,16 @@ def _on_kernels(
     return out, NSAAux(aux.blocks, BranchLSE(*aux.lse.unbind(-1)))
 
 
-def _by_operations(
+def step_by_operations(
     query: Tensor,
     stored: Stored,
     gates: Tensor,
     config: NSAConfig,
     scale: float,
-    return_aux: bool,
+    *,
+    return_aux: bool = False,
 ) -> tuple[Tensor, NSAAux | None]:
+    """`decode_step` without kernels; the new tokens are stored."""
     new = torch.arange(query.shape[2], device=query.device)
     positions = stored.lengths[:, None] + new  # [B, T]
     compressed_key, compressed_value = stored.compressed_key, stored.compressed_value

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nsa_flex.inputs import check_positions, query_positions
+from nsa_flex.backends.branch import query_positions
+from nsa_flex.inputs import check_positions
 from nsa_flex.installed import HAS_TRITON
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_flex.backends.branch import is_whole, known_offset, query_positions
 from nsa_flex.backends.gathered import gathered_attention
 from nsa_flex.block_topk import topk_blocks
 from nsa_flex.config import NSAConfig
@@ -22,9 +23,6 @@ from nsa_flex.inputs import (
     check_scale,
     check_shapes,
     check_tensors,
-    is_whole,
-    known_offset,
-    query_positions,
 )
 from nsa_flex.selected import selected_attention
 

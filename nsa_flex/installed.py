@@ -1,12 +1,18 @@
-"""Which packages there are, and in which versions, without importing them."""
+"""Which packages there are and in which versions, without importing them."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import re
+import sys
 import warnings
+from collections.abc import Callable
 from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 from torch.torch_version import TorchVersion
 
@@ -57,8 +63,52 @@ def warn_if_untested(package: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Its first two numbers."""
+    """The first two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Call `action` once module `name` has been imported: now if it has been, else after it is."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Finder(name, action))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as the other finders do, and has its loader call the action at the end."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self.name = name
+        self.action = action
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.action)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, loader: Loader, action: Callable[[], None]) -> None:
+        self.loader = loader
+        self.action = action
+
+    def __getattr__(self, name: str) -> Any:
+        """All else (source, resources) is the real loader's."""
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.action()
 
 
 HAS_TRITON = installed("triton")

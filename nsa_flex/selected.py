@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
-from nsa_flex.backends.branch import Branch
+from nsa_flex.backends.branch import Branch, Inputs, known_offset, query_positions
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import IMPLEMENTATIONS, BackendName, Facts, choose_backends
-from nsa_flex.inputs import (
-    check_positions,
-    check_scale,
-    check_shapes,
-    check_tensors,
-    is_whole,
-    known_offset,
-    query_positions,
-)
+from nsa_flex.inputs import check_positions, check_scale, check_shapes, check_tensors
 from nsa_flex.masks.selected import visible_blocks
 
 if TYPE_CHECKING:
@@ -129,7 +122,9 @@ def selected_attention(
     _check(query, key, value, blocks, query_offset, document_start)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     check_scale(scale)
-    facts = _facts(query, key, value, blocks, config, query_offset, document_start)
+    inputs = Inputs(query, key, value, key, value, key, value, gates=query)
+    facts = inputs.facts(config, query_offset, document_start)
+    facts = replace(facts, num_selected_blocks=blocks.shape[3])
     chosen_backend = _backend(facts, backend)
     offset, positions = query_positions(query, key, query_offset)
     task = Branch(
@@ -211,32 +206,6 @@ def _check(
     if blocks.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"blocks is {blocks.dtype}; it must be torch.int32 or torch.int64")
     check_positions(query, key, query_offset, document_start)
-
-
-def _facts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: Tensor,
-    config: NSAConfig,
-    query_offset: int | Tensor | None,
-    document_start: Tensor | None,
-) -> Facts:
-    """What dispatch looks at."""
-    return Facts(
-        device_type=query.device.type,
-        dtype=query.dtype,
-        head_dim=query.shape[-1],
-        value_head_dim=value.shape[-1],
-        num_query_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        num_queries=query.shape[2],
-        whole=is_whole(query, key, query_offset),
-        documents=document_start is not None,
-        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)),
-        select_block_size=config.select_block_size,
-        num_selected_blocks=blocks.shape[3],
-    )
 
 
 def _backend(facts: Facts, backend: BackendName) -> str:

@@ -311,6 +311,37 @@ def test_patched_model_trains_compiled_in_bfloat16() -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_patched_model_without_launch_plans() -> None:
+    """Gradients and generated tokens are those of a model that replays plans."""
+    from nsa_flex.fallback_kernels.launch import plans
+
+    model = patch(tiny_llama().bfloat16(), SMALL)
+    ids = torch.randint(2, 97, (2, 200), device="cuda")
+
+    def run() -> list[Tensor]:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        grads = torch.autograd.grad(loss, [x for x in model.parameters() if x.requires_grad])
+        out = model.generate(ids[:, :60], max_new_tokens=20, do_sample=False)
+        return [loss, *grads, out]
+
+    plans.forget_plans()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for _ in range(2):
+            run()
+        before = [(each, each.replayed) for each in plans._all_plans]
+        expected = run()
+        assert any(each.replayed > count for each, count in before), plans.plan_problems()
+        before = [(each, each.replayed) for each in plans._all_plans]
+        with plans.without_plans():
+            found = run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(each.replayed == count for each, count in before)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("padding", [0, 5])
 def test_generate_with_a_cache_is_the_full_pass(padding: int) -> None:
     model = patch(tiny_llama().eval(), SMALL)

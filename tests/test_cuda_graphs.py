@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from nsa_flex import NSAAttention, NSAConfig, audit, patch
-from nsa_flex.auditing.parameters import parameters_of
+from nsa_flex.auditing.measuring import parameters_of
 from nsa_flex.hot_path import ForwardBackward, SyncDetector
 from nsa_flex.hot_path.syncs import cuda_sync_warnings
 from nsa_flex.hot_path.torch_internals import cudagraph_skips

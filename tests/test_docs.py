@@ -15,8 +15,8 @@ import transformers
 from torch import nn
 
 import nsa_flex
+from nsa_flex.backends.facts import BRANCHES
 from nsa_flex.dispatch import IMPLEMENTATIONS
-from nsa_flex.dispatch.facts import BRANCHES
 from nsa_flex.dispatch.table import CUDA_ORDER
 
 ROOT = Path(__file__).resolve().parents[1]

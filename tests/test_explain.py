@@ -384,7 +384,7 @@ def test_the_profiler_sees_the_kernels_of_a_decode_step(kind: Any, tokens: int) 
     options = {"dtype": torch.bfloat16}
 
     def step(num_new: int = tokens) -> None:
-        from nsa_flex.cache.incoming import IncomingBatch
+        from nsa_flex.cache.columns import IncomingBatch
         from nsa_flex.cache.layer import advance
 
         cache.expect(IncomingBatch(num_new))

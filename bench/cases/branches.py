@@ -16,6 +16,7 @@ from nsa_flex.bench.cases.targets import (
     Group,
     Target,
     Task,
+    Tensors,
     compiled,
     compress,
     normal,
@@ -74,9 +75,7 @@ class Compressed(BranchTarget):
         keys = case.config.num_compressed_blocks(case.seq_len)
         return too_large(case, keys, memory) if backend_of(case) == "dense" else None
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         query, key, value = arguments.values()
         scale = scale_of(case)
         return reference.compressed(query, key, value, group.positions, scale, case.config)
@@ -108,9 +107,7 @@ class Selected(BranchTarget):
         facts["overlap"] = round(patterns.neighbour_overlap(blocks), 4)
         return Task(tensors, {"blocks": blocks}, facts)
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         blocks = task.constants["blocks"][group.batch, group.head, group.positions]
         query, key, value = arguments.values()
         scale, places = scale_of(case), group.positions
@@ -131,9 +128,7 @@ class Sliding(BranchTarget):
         }
         return Task(tensors)
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         query, key, value = arguments.values()
         scale = scale_of(case)
         return reference.sliding(query, key, value, group.positions, scale, case.config)

@@ -15,10 +15,12 @@ from nsa_flex.bench.cases.targets import (
     Group,
     Target,
     Task,
+    Tensors,
     compiled,
     compress,
     query_key_value,
     scale_of,
+    scores_of,
     too_large,
     uniform_gates,
 )
@@ -83,9 +85,7 @@ class Core(Target):
 
         return core if name == "nsa-eager" else compiled(core, compiler)
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         query, key, value, gates = arguments.values()
         positions, config, scale = group.positions, case.config, scale_of(case)
         if not is_nsa(case):
@@ -194,13 +194,6 @@ def _rounded(x: Tensor, source: Tensor, group: Group, config: NSAConfig) -> Tens
 def _choose(case: Case, task: Task, group: Group) -> tuple[Tensor, Tensor]:
     """The float64 choice of a group's sampled queries, and its margins."""
     query, key = (task.arguments[name].detach() for name in ("query", "key"))
-    heads = slice(group.head * case.group_size, (group.head + 1) * case.group_size)
     compressed_key = compress(key[group.batch, group.head][None, None], case.config)[0, 0]
-    scored = reference.scores(
-        query[group.batch, heads, group.positions].double(),
-        compressed_key.double(),
-        group.positions,
-        scale_of(case),
-        case.config,
-    )
+    scored = scores_of(case, group, query, compressed_key)
     return reference.choice(scored, group.positions, case.config)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from nsa_flex.attention import NSAAux
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.bench.command_line import pair_of
+from nsa_flex.bench.measure import reference
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import CompressionKind, NSAConfig
 from nsa_flex.gates import GateLogits
-from nsa_flex.selection import block_scores
 
 HEAD_DIM = 128
 CONFIG = NSAConfig()
@@ -35,8 +36,7 @@ class Shape:
     @classmethod
     def of(cls, batch: int, heads: str, seq_len: int) -> Shape:
         """`heads` as "Hq/Hkv"."""
-        query_heads, kv_heads = (int(x) for x in heads.split("/"))
-        return cls(batch, query_heads, kv_heads, seq_len)
+        return cls(batch, *pair_of(heads), seq_len)
 
     @property
     def stored(self) -> int:
@@ -81,12 +81,6 @@ class Inputs:
     def arguments(self) -> tuple[LayerCache, Tensor, Tensor, Tensor, GateLogits]:
         """Of `step`."""
         return self.cache, self.query, self.new_key, self.new_value, self.gates
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
-        cache = (*self.cache.buffers.tensors, self.cache.lengths)
-        gates = [x for x in self.gates if x is not None]
-        return *cache, self.query, self.new_key, self.new_value, *gates
 
     def earlier(self, num_tokens: int) -> Inputs:
         """The same buffers with so many tokens fewer."""
@@ -175,29 +169,28 @@ def check_stored(inputs: Inputs, length: int) -> None:
 
 def check_output(inputs: Inputs, row: int, length: int, out: Tensor, aux: NSAAux) -> None:
     """Of one row of the batch, from the blocks it chose, and that it chose well."""
-    stored, group = inputs.cache.buffers, inputs.query.shape[1] // inputs.key.shape[1]
+    heads, stored = inputs.key.shape[1], inputs.cache.buffers
+    position = torch.tensor([length - 1], device=out.device)
+    ends = (length, length, *[CONFIG.num_compressed_blocks(length)] * 2)
+    kept = (stored.key, stored.value, stored.compressed_key, stored.compressed_value)
+    queries, gates = (
+        x[row].double().unflatten(0, (heads, -1)) for x in (inputs.query, inputs.gates.gates())
+    )  # [Hkv, G, 1, D], [Hkv, G, 1, 3]
     assert aux.blocks is not None
-    q = inputs.query[row, :, 0].double().unflatten(0, (-1, group))
-    gates = inputs.gates.gates()[row, :, 0].double().unflatten(0, (-1, group))
-    want = torch.zeros_like(q)
-    position = torch.arange(length, device=q.device)
-    chosen = aux.blocks[row, :, 0, :, None] == position // CONFIG.select_block_size
-    near = (position >= length - CONFIG.window_size)[None, None]
-    rows = CONFIG.num_compressed_blocks(length)
-    branches = (
-        (stored.compressed_key, stored.compressed_value, rows, None),
-        (stored.key, stored.value, length, chosen.any(1)[:, None]),
-        (stored.key, stored.value, length, near),
-    )
-    for branch, (keys, values, end, mask) in enumerate(branches):
-        logits = q @ keys[row, :, :end].double().mT * HEAD_DIM**-0.5
-        if mask is not None:
-            logits = logits.masked_fill(~mask, float("-inf"))
-        p = logits.softmax(-1)
-        want += gates[:, :, branch, None] * (p @ values[row, :, :end].double())
-        if branch == 0:
-            check_choice(p.sum(1).float(), aux.blocks[row, :, 0], length)
-    check_error("the step's output", out[row, :, 0], want.flatten(0, 1))
+    wanted = []
+    for head, blocks in enumerate(aux.blocks[row]):
+        query, at = queries[head], (position, HEAD_DIM**-0.5)
+        key, value, compressed_key, compressed_value = (
+            x[row, head, :end].double() for x, end in zip(kept, ends, strict=True)
+        )
+        branches = (
+            reference.compressed(query, compressed_key, compressed_value, *at, CONFIG),
+            reference.selected(query, key, value, *at, blocks, CONFIG),
+            reference.sliding(query, key, value, *at, CONFIG),
+        )
+        wanted.append(sum(gates[head, ..., i, None] * x for i, x in enumerate(branches)))
+        check_choice(reference.scores(query, compressed_key, *at, CONFIG)[0], blocks[0])
+    check_error("the step's output", out[row, :, 0], torch.cat(wanted)[:, 0])
 
 
 def check_error(name: str, found: Tensor, want: Tensor) -> None:
@@ -206,15 +199,13 @@ def check_error(name: str, found: Tensor, want: Tensor) -> None:
     assert error < 2**-7, f"{name} is off by {error:.1e}"
 
 
-def check_choice(p: Tensor, blocks: Tensor, length: int) -> None:
-    """No block left out outscores one of `blocks` (Hkv, n); p (Hkv, N) is summed over groups."""
-    scores = block_scores(p, CONFIG.num_select_blocks(length), CONFIG)
-    for row, picked in zip(scores, blocks, strict=True):
-        taken = picked[picked >= 0]
-        own = int(taken.max())
-        free = [j for j in taken.tolist() if 1 <= j <= own - 2]
-        left = torch.ones_like(row, dtype=torch.bool)
-        left[taken] = False
-        left[own - 1 :] = False
-        if free and left.any():
-            assert row[left].max() - row[free].min() < 1e-4, "a better block was left out"
+def check_choice(scores: Tensor, blocks: Tensor) -> None:
+    """No block left out outscores one of `blocks` (n); scores (blocks) are summed over a group."""
+    taken = blocks[blocks >= 0]
+    own = int(taken.max())
+    free = [j for j in taken.tolist() if 1 <= j <= own - 2]
+    left = torch.ones_like(scores, dtype=torch.bool)
+    left[taken] = False
+    left[own - 1 :] = False
+    if free and left.any():
+        assert scores[left].max() - scores[free].min() < 1e-4, "a better block was left out"

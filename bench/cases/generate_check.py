@@ -10,9 +10,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor
 
-from nsa_flex.bench.cases.generate_case import GenerateCase
-from nsa_flex.bench.cases.generate_clock import TokenClock
-from nsa_flex.bench.cases.generate_models import forget
+from nsa_flex.bench.cases.generate_steps import GenerateCase, TokenClock
+from nsa_flex.bench.cases.pairs import forget
 from nsa_flex.bench.report.rows import Row
 
 # A step that is wrong gives logits as far from the right ones as their own size. One that chooses

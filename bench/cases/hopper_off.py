@@ -9,12 +9,10 @@ Example: python -m nsa_flex.bench.cases.hopper_off --out bench/results/hopper_of
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +20,9 @@ from torch import Tensor
 
 from nsa_flex import nsa_attention
 from nsa_flex.bench.cases.host_time import CONFIG, WARM_UP, make
+from nsa_flex.bench.command_line import row_parser
 from nsa_flex.bench.measure.machine import describe
-from nsa_flex.bench.measure.timing import Call, measure
+from nsa_flex.bench.measure.timing import Call, milliseconds
 from nsa_flex.fallback_kernels.common import arch
 from nsa_flex.fallback_kernels.launch import plans
 
@@ -70,31 +69,20 @@ def rows_of(heads: str, tokens: int, device: torch.device) -> list[dict[str, Any
             for name, call in calls_of(leaves).items():
                 for _ in range(WARM_UP):
                     call()
-                times = measure(partial(_ignoring, call), device, BUDGET_MS, hide_host=True)
-                row[f"{name}_ms"] = round(times["whole"].median_ms, 4)
-                row[f"{name}_wall_ms"] = round(times["whole"].wall_ms, 4)
+                row |= milliseconds(name, call, device, BUDGET_MS)
         rows.append(row)
     return rows
 
 
-def _ignoring(call: Call, _mark: object) -> None:
-    call()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--heads", nargs="+", default=["64/4", "32/8"], help="Hq/Hkv")
+    parser = row_parser(__doc__, "64/4", "32/8")
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 65536])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     found: list[Any] = []
-    for heads in arguments.heads:
-        for tokens in arguments.tokens:
-            found += rows_of(heads, tokens, device)
-            print(json.dumps(found[-2:]))
+    for shape in itertools.product(arguments.heads, arguments.tokens):
+        found += rows_of(*shape, device)
+        print(json.dumps(found[-2:]))
     about = str(__doc__).partition("Rows of")[0]
     head = json.dumps({"about": about, **describe(device)})[:-1]
     lines = ",\n".join(json.dumps(row) for row in found)

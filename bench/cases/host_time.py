@@ -12,12 +12,12 @@ Example: python -m nsa_flex.bench.cases.host_time --tokens 2048 65536 --out host
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_flex import NSAConfig, nsa_attention
-from nsa_flex.bench.measure.memory import PeakMemory
+from nsa_flex.bench.command_line import pair_of, row_parser
+from nsa_flex.bench.measure.machine import device_name
+from nsa_flex.bench.measure.timing import PeakMemory
+from nsa_flex.bench.report.rows import Row, write_rows
 
 CONFIG = NSAConfig()
 HEAD_DIM = 128
@@ -34,7 +37,7 @@ WARM_UP = 5  # calls: compilation, and the recording of launch plans
 
 def make(heads: str, tokens: int, device: str) -> list[Tensor]:
     """Query, key, value, compressed key and value, gates: leaves in memory order (B, S, H, D)."""
-    query_heads, kv_heads = (int(x) for x in heads.split("/"))
+    query_heads, kv_heads = pair_of(heads)
     blocks = CONFIG.num_compressed_blocks(tokens)
     sizes = [(query_heads, tokens), (kv_heads, tokens), (kv_heads, tokens)]
     sizes += [(kv_heads, blocks), (kv_heads, blocks)]
@@ -70,7 +73,7 @@ def peak_bytes(step: Callable[[], object], leaves: list[Tensor]) -> int | None:
     return peak.bytes
 
 
-def row_of(what: str, forward: Callable[..., Tensor], leaves: list[Tensor], repeats: int) -> Any:
+def row_of(what: str, forward: Callable[..., Tensor], leaves: list[Tensor], repeats: int) -> Row:
     grad = torch.ones_like(forward(*leaves))
 
     def without_gradients() -> None:
@@ -91,7 +94,7 @@ def row_of(what: str, forward: Callable[..., Tensor], leaves: list[Tensor], repe
 
 def rows_of(
     heads: str, tokens: int, documents: int, device: str, repeats: int, compiled: bool
-) -> list[Any]:
+) -> list[Row]:
     """Rows of one shape; `documents` of equal length, 1 for none."""
     leaves = make(heads, tokens, device)
     start = None
@@ -104,37 +107,26 @@ def rows_of(
         rows.append(row_of("nsa_attention, compiled", torch.compile(ours), leaves, repeats))
     if documents == 1:
         rows.append(row_of("dense", dense, leaves, repeats))
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return [
-        {"device": name, "torch": torch.__version__, "heads": heads, "tokens": tokens,
-         "documents": documents, **row}
-        for row in rows
-    ]  # fmt: skip
+    about: Row = {"device": device_name(torch.device(device)), "torch": torch.__version__}
+    about |= {"heads": heads, "tokens": tokens, "documents": documents}
+    return [about | row for row in rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--heads", nargs="+", default=["32/8"], help="Hq/Hkv")
+    parser = row_parser(__doc__, "32/8")
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 65536])
     parser.add_argument("--documents", nargs="+", type=int, default=[1, 8], help="a row of tokens")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--repeats", type=int, default=50, help="calls a median is of")
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows: list[Any] = []
-    for heads in arguments.heads:
-        for tokens in arguments.tokens:
-            for documents in arguments.documents:
-                options = (arguments.device, arguments.repeats, arguments.compiled)
-                found = rows_of(heads, tokens, documents, *options)
-                rows += found
-                arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
-                for row in found:
-                    print(json.dumps(row))
+    rows: list[Row] = []
+    for shape in itertools.product(arguments.heads, arguments.tokens, arguments.documents):
+        found = rows_of(*shape, arguments.device, arguments.repeats, arguments.compiled)
+        rows += found
+        write_rows(arguments.out, rows)
+        print(*map(json.dumps, found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import nsa_flex
 from nsa_flex.bench.cases.case import Case
+from nsa_flex.bench.cases.models import ModelSize, llama_config
 from nsa_flex.bench.measure.gate import GateError
-from nsa_flex.bench.measure.timing import Mark, Times, measure
+from nsa_flex.bench.measure.timing import Mark, measure, peak_of, reset_peak
 from nsa_flex.config import NSAConfig
 
 ROWS = "nsa"
@@ -102,8 +103,7 @@ def layer_columns(
     _added(layer, x, grad)  # which compiles it
     leaves = [x, *decoder.parameters()]
     leaves = [each for each in leaves if each.requires_grad]
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak(device)
 
     def step(mark: Mark) -> None:
         out = layer(x)
@@ -111,12 +111,9 @@ def layer_columns(
         torch.autograd.grad(out, leaves, grad, allow_unused=True)
 
     times = measure(step, device, budget_ms, hide_host=True)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    named: dict[str, Times] = {"forward_backward": times["whole"], "backward": times["second"]}
-    return {
-        which: {**each.columns(), "peak_bytes": peak, "compiler": compiler}
-        for which, each in named.items()
-    }
+    shared = {"peak_bytes": peak_of(device), "compiler": compiler}
+    named = {"forward_backward": times["whole"], "backward": times["second"]}
+    return {which: each.columns() | shared for which, each in named.items()}
 
 
 def check_layer(layer: Layer, expected: Layer, x: Tensor, grad: Tensor) -> None:
@@ -139,20 +136,11 @@ def _added(layer: Layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decoder(case: LayerCase, device: torch.device, dtype: torch.dtype) -> Any:
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaModel
 
-    config = LlamaConfig(
-        vocab_size=1,
-        hidden_size=case.hidden_size,
-        intermediate_size=7 * case.hidden_size // 2,
-        num_hidden_layers=1,
-        num_attention_heads=case.query_heads,
-        num_key_value_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        max_position_embeddings=case.batch * case.seq_len,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+    sizes = (case.hidden_size, 7 * case.hidden_size // 2, 1, case.query_heads, case.kv_heads)
+    config = llama_config(
+        ModelSize(*sizes, case.head_dim, 1, case.config), case.batch * case.seq_len
     )
     with device:
         decoder: Any = LlamaModel(config).to(dtype).train()

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nsa_flex
 from nsa_flex.bench.cases.case import Case
-from nsa_flex.bench.measure.timing import measure
+from nsa_flex.bench.measure.timing import measure, peak_of, reset_peak
 from nsa_flex.bench.measure.work import Work, work_of
 from nsa_flex.config import NSAConfig
 
@@ -227,9 +227,19 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def build(size: ModelSize, seq_len: int, device: torch.device, *, patched: bool) -> Any:
     """A Llama in training mode, patched with `size.config` if asked."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
+    with device:
+        model = LlamaForCausalLM(llama_config(size, seq_len))
+    model = model.train()
+    return nsa_flex.patch(model, size.config) if patched else model
+
+
+def llama_config(size: ModelSize, seq_len: int) -> Any:
+    """Of transformers, for rows of so many tokens; no token is special."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         vocab_size=size.vocab_size,
         hidden_size=size.hidden_size,
         intermediate_size=size.mlp_size,
@@ -243,10 +253,6 @@ def build(size: ModelSize, seq_len: int, device: torch.device, *, patched: bool)
         eos_token_id=None,
         pad_token_id=None,
     )
-    with device:
-        model = LlamaForCausalLM(config)
-    model = model.train()
-    return nsa_flex.patch(model, size.config) if patched else model
 
 
 @contextlib.contextmanager
@@ -281,26 +287,21 @@ def training_columns(
         start = time.perf_counter()
         first = trainee.step().item()
         first_step_s = time.perf_counter() - start
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        reset_peak(device)
         step = trainee.capture() if trainee.captured else trainee.step
-        times = measure(lambda mark: _drop(step), device, budget_ms)["whole"]
+        times = measure(lambda mark: step(), device, budget_ms)["whole"]
         last = step().item()
     _check_losses(first, last, case.size.vocab_size)
     return {
         **times.columns(),
         "tokens_per_s": round(1e3 * case.batch * case.seq_len / times.median_ms),
         "parameters": sum(parameter.numel() for parameter in trainee.parameters),
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "peak_bytes": peak_of(device),
         **training_work(case, trainee.model).columns(ceilings, times.median_ms),
         "first_step_s": round(first_step_s, 2),
         "first_loss": round(first, 4),
         "last_loss": round(last, 4),
     }
-
-
-def _drop(step: Callable[[], Tensor]) -> None:
-    step()
 
 
 def _check_losses(first: float, last: float, vocab_size: int) -> None:

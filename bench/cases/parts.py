@@ -15,11 +15,13 @@ from nsa_flex.bench.cases.targets import (
     Group,
     Target,
     Task,
+    Tensors,
     compiled,
     compress,
     normal,
     query_key_value,
     scale_of,
+    scores_of,
     uniform_gates,
 )
 from nsa_flex.bench.measure import reference
@@ -80,15 +82,8 @@ class Choice(Target):
 
         chosen: int (R, n) of the group's queries.
         """
-        heads = slice(group.head * case.group_size, (group.head + 1) * case.group_size)
         query, key = task.arguments.values()
-        scored = reference.scores(
-            query[group.batch, heads, group.positions].double(),
-            key[group.batch, group.head].double(),
-            group.positions,
-            scale_of(case),
-            case.config,
-        )
+        scored = scores_of(case, group, query, key[group.batch, group.head])
         wanted, _ = reference.choice(scored, group.positions, case.config)
         taken, right = (_membership(x, scored.shape[1]) for x in (chosen.long(), wanted))
         if not torch.equal(taken.sum(-1), right.sum(-1)):
@@ -141,9 +136,7 @@ class Merge(Target):
             return auto
         return compiled(_expression if case.implementation == "expression" else auto, compiler)
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         return _expression(*arguments.values())
 
 

@@ -3,9 +3,8 @@
 * `random`: independent normal queries and keys: neighbours share little but the forced blocks.
 * `overlap`: a query is a moving average of normal noise over a width of tokens, which is searched
   until neighbours share 88 to 92 % of their blocks. Keys stay independent.
-* `trained`: the choices of one layer of the demo's model on held-out text, recorded by
-  `record_choices`, for the selected branch alone; one model for each group size G, whose heads
-  choose together.
+* `trained`: the choices of one layer of the demo's model on held-out text, as they were recorded,
+  for the selected branch alone; one model for each group size G, whose heads choose together.
 """
 
 from __future__ import annotations

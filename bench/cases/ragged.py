@@ -15,21 +15,23 @@ Example: python -m nsa_flex.bench.cases.ragged --heads 32/8 --documents 16 --out
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_flex import NSAConfig, nsa_attention
+from nsa_flex.bench.cases.case import Case
+from nsa_flex.bench.cases.core import Core
 from nsa_flex.bench.cases.targets import Function, compiled, compress
-from nsa_flex.bench.measure.timing import measure
-from nsa_flex.bench.report.rows import Row
+from nsa_flex.bench.command_line import pair_of, row_parser
+from nsa_flex.bench.measure.machine import device_name
+from nsa_flex.bench.measure.timing import milliseconds
+from nsa_flex.bench.report.rows import Row, write_rows
 from nsa_flex.documents import DocumentLayout, align_packed
 
 CONFIG = NSAConfig()
@@ -47,12 +49,9 @@ def lengths_of(documents: int, tokens: int, seed: int) -> list[int]:
 
 def inputs(heads: str, batch: int, tokens: int, device: torch.device) -> list[Tensor]:
     """Query, key, value (B, H, S, 128) and gates (B, Hq, S, 3) in (B, S, H, D) memory."""
-    query_heads, kv_heads = (int(x) for x in heads.split("/"))
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    sizes = (query_heads, kv_heads, kv_heads)
-    made = [torch.randn((batch, tokens, h, 128), **options).transpose(1, 2) for h in sizes]
-    gates = torch.rand((batch, tokens, query_heads, 3), **options).transpose(1, 2)
-    return [*made, gates]
+    query_heads, kv_heads = pair_of(heads)
+    case = Case("core", "nsa", False, tokens, batch, query_heads, kv_heads)
+    return list(Core().prepare(case, device).arguments.values())
 
 
 def core_of(layout: DocumentLayout | None) -> Function:
@@ -76,21 +75,19 @@ def times_of(core: Function, tensors: list[Tensor], budget_ms: float) -> dict[st
     leaves = [x.detach().requires_grad_() for x in tensors]
     grad = torch.randn_like(core(*leaves))
 
-    def forward(_mark: object) -> None:
+    def forward() -> None:
         with torch.no_grad():
             core(*tensors)
 
-    def both(_mark: object) -> None:
+    def both() -> None:
         for leaf in leaves:
             leaf.grad = None
         core(*leaves).backward(grad)
 
-    found = {}
+    found: dict[str, float] = {}
     for name, step in (("forward", forward), ("forward_backward", both)):
-        step(None)
-        whole = measure(step, tensors[0].device, budget_ms, hide_host=True)["whole"]
-        found[f"{name}_ms"] = round(whole.median_ms, 4)
-        found[f"{name}_wall_ms"] = round(whole.wall_ms, 4)
+        step()
+        found |= milliseconds(name, step, tensors[0].device, budget_ms)
     return found
 
 
@@ -134,38 +131,32 @@ def row_of(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write rows, and say whether all were right."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--heads", nargs="+", default=["64/4", "32/8", "16/16"], help="Hq/Hkv")
+    parser = row_parser(__doc__, "64/4", "32/8", "16/16")
     parser.add_argument("--documents", nargs="+", type=int, default=[8, 16, 64])
     parser.add_argument("--tokens", type=int, default=65536, help="of all documents together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
     parser.add_argument("--milliseconds", type=float, default=300, help="of each measurement")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and inputs")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of rows")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    about = {"device": device_name(device), "torch": torch.__version__}
     torch.manual_seed(options.seed)
     rows: list[Row] = []
-    for heads in options.heads:
-        for documents in options.documents:
+    for heads, documents in itertools.product(options.heads, options.documents):
+        torch.compiler.reset()
+        batch = inputs(heads, documents, options.tokens // documents, device)
+        equal = times_of(compiled(core_of(None), options.compiler), batch, options.milliseconds)
+        for told in (False, True):
             torch.compiler.reset()
-            batch = inputs(heads, documents, options.tokens // documents, device)
-            whole = compiled(core_of(None), options.compiler)
-            equal = times_of(whole, batch, options.milliseconds)
-            for told in (False, True):
-                torch.compiler.reset()
-                row = row_of(heads, documents, options.tokens, told, device, options)
-                for each in ("forward", "forward_backward"):
-                    of_rows = equal[f"{each}_ms"]
-                    row[f"{each}_batch_rows_ms"] = of_rows
-                    row[f"{each}_over_batch_rows"] = round(row[f"{each}_ms"] / of_rows, 3)
-                rows.append({"device": name, "torch": torch.__version__, **row})
-                options.out.write_text(json.dumps(rows, indent=1) + "\n")
-                print(json.dumps(rows[-1]), flush=True)
+            row = row_of(heads, documents, options.tokens, told, device, options)
+            for each in ("forward", "forward_backward"):
+                of_rows = equal[f"{each}_ms"]
+                row[f"{each}_batch_rows_ms"] = of_rows
+                row[f"{each}_over_batch_rows"] = round(row[f"{each}_ms"] / of_rows, 3)
+            rows.append(about | row)
+            write_rows(options.out, rows)
+            print(json.dumps(rows[-1]), flush=True)
     return int(any(row["status"] != "ok" for row in rows))
 
 

@@ -36,17 +36,19 @@ from typing import Any
 import torch
 import transformers
 
-from nsa_flex.bench.cases.generate_models import FULL, TINY, Pair, forget, make_pair
-from nsa_flex.bench.cases.serving_check import check_tokens
+from nsa_flex.bench.cases.pairs import FULL, TINY, Pair, forget, make_pair
 from nsa_flex.bench.cases.serving_engine import (
     Prompt,
     TimeOver,
+    check_tokens,
     check_version,
     engine,
     random_prompts,
     serve,
 )
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import describe
+from nsa_flex.bench.measure.timing import peak_of, reset_peak
 from nsa_flex.bench.report.generation import slower_run
 from nsa_flex.bench.report.rows import Notebook, Row
 
@@ -70,7 +72,7 @@ def throughput(pair: Pair, who: str, prompts: list[Prompt], options: Any) -> Row
         try:
             # The same lengths first, which compiles and records; no prefix is the same.
             first = max(x.seconds for x in serve(manager, reversed_prompts, num_new, most))
-            _reset_peak(model.device)
+            reset_peak(model.device)
             start = time.perf_counter()
             done = serve(manager, prompts, num_new, most)
         except TimeOver as error:
@@ -78,7 +80,7 @@ def throughput(pair: Pair, who: str, prompts: list[Prompt], options: Any) -> Row
                 raise
             return {"attention": attention, **bounds(lengths, num_new, most), "reason": f"{error}"}
         seconds = time.perf_counter() - start
-        peak = _peak(model.device)
+        peak = peak_of(model.device)
     sample = [i * count // options.checked for i in range(options.checked)]
     new, whole = sum(len(each.tokens) for each in done), sum(lengths)
     return {
@@ -236,20 +238,9 @@ def ratio(rows: list[Row]) -> str | None:
     return f"dense / NSA: more than {least:.2f} times as long"
 
 
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = parser_of(__doc__)
     made.add_argument("--requests", type=int, default=16)
     made.add_argument("--min-prompt", type=int, default=2048, help="tokens")
     made.add_argument("--max-prompt", type=int, default=32768, help="tokens")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa_flex.bench.cases import patterns
 from nsa_flex.bench.cases.case import Case
+from nsa_flex.bench.measure import reference
 from nsa_flex.compression import mean_of_blocks, split_segments
 from nsa_flex.config import NSAConfig
 
@@ -18,6 +19,7 @@ from nsa_flex.config import NSAConfig
 PER_QUERY = ("query", "gates", "compressed_out", "selected_out", "sliding_out")
 
 Function = Callable[..., Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass
@@ -30,8 +32,8 @@ class Task:
         facts: columns of the row that only the tensors tell.
     """
 
-    arguments: dict[str, Tensor]
-    constants: dict[str, Tensor] = field(default_factory=dict)
+    arguments: Tensors
+    constants: Tensors = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,9 +68,7 @@ class Target:
         """What is timed: arguments -> output; `compiler` is a backend of torch.compile."""
         raise NotImplementedError
 
-    def reference(
-        self, case: Case, task: Task, group: Group, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def reference(self, case: Case, task: Task, group: Group, arguments: Tensors) -> Tensor:
         """The output of a group's sampled queries, (G, R, Dv), in the arguments' dtype.
 
         arguments: those of the task cut to the group: (G, R, ...) or (S, ...).
@@ -109,7 +109,7 @@ def uniform_gates(case: Case, device: torch.device) -> Tensor:
     return x.requires_grad_(case.train)
 
 
-def query_key_value(case: Case, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def query_key_value(case: Case, device: torch.device) -> tuple[Tensors, dict[str, Any]]:
     """q, k, v of the case's pattern, and the overlap of the choices that they lead to."""
     key = normal(case, case.kv_heads, case.seq_len, case.head_dim, device)
     value = normal(case, case.kv_heads, case.seq_len, case.value_dim, device)
@@ -133,6 +133,17 @@ def compress(x: Tensor, config: NSAConfig) -> Tensor:
 def scale_of(case: Case) -> float:
     """1 / sqrt(D)."""
     return case.head_dim**-0.5
+
+
+def scores_of(case: Case, group: Group, query: Tensor, compressed_key: Tensor) -> Tensor:
+    """Eq. 9 and 10 in float64 of a group's sampled queries.
+
+    query: (B, Hq, S, D); compressed_key: (N, D) of the group's KV head.
+    """
+    heads = slice(group.head * case.group_size, (group.head + 1) * case.group_size)
+    sampled = query[group.batch, heads, group.positions].double()
+    positions, scale = group.positions, scale_of(case)
+    return reference.scores(sampled, compressed_key.double(), positions, scale, case.config)
 
 
 def scores_in_memory(case: Case, keys: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import nsa_flex
-from nsa_flex.bench.measure.timing import measure
+from nsa_flex.bench.measure.timing import Call, measure
 
 PACKAGE = Path(nsa_flex.__file__).parent
 
@@ -86,22 +86,15 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(a)
-
-    def multiply() -> None:
-        torch.mm(a, b, out=product)
-
+    multiply = functools.partial(torch.mm, a, b, out=product)
     multiply()
     times = measure(lambda mark: multiply(), device, 150)["whole"]
-    clocks = _clocks_under_load(a, b, product) if device.type == "cuda" else {}
+    clocks = _clocks_under_load(device, multiply) if device.type == "cuda" else {}
     numbers = 2**30 if device.type == "cuda" else 2**24
     source = torch.zeros(numbers, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-
-    copy()
-    copied = measure(lambda mark: copy(), device, 100)["whole"]
+    target.copy_(source)
+    copied = measure(lambda mark: target.copy_(source), device, 100)["whole"]
     return {
         "matrix_tflops": _rounded(2 * size**3 / times.p20_ms / 1e9),
         "memory_gb_per_s": _rounded(2 * source.nbytes / copied.p20_ms / 1e6),
@@ -114,21 +107,17 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def _clocks_under_load(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> dict[str, Any]:
+def _clocks_under_load(device: torch.device, multiply: Call) -> dict[str, Any]:
     """MHz of processors and memory and the limit of power, while work is queued."""
     for _ in range(400):
-        torch.mm(a, b, out=product)
+        multiply()
     found = _answer(
         "nvidia-smi",
-        f"--id={_uuid(a.device)}",
+        f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",
         "--query-gpu=clocks.sm,clocks.mem,power.limit",
         "--format=csv,noheader,nounits",
     )
-    torch.cuda.synchronize(a.device)
+    torch.cuda.synchronize(device)
     values = [value.strip() for value in found.split(",")]
     names = ("sm_clock_mhz", "memory_clock_mhz", "power_limit_w")
     return dict(zip(names, values, strict=False)) if len(values) == len(names) else {}
-
-
-def _uuid(device: torch.device) -> str:
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -18,8 +18,7 @@ from nsa_flex.bench.cases.models import ModelCase, training_columns
 from nsa_flex.bench.cases.registry import TARGETS, AnyCase
 from nsa_flex.bench.cases.targets import Function, Target
 from nsa_flex.bench.measure.gate import GateError, check
-from nsa_flex.bench.measure.memory import PeakMemory
-from nsa_flex.bench.measure.timing import Mark, measure
+from nsa_flex.bench.measure.timing import Mark, PeakMemory, Step, measure
 from nsa_flex.bench.measure.work import work_of
 from nsa_flex.bench.report.rows import Notebook, Row
 
@@ -148,19 +147,15 @@ def _measured_attention(
         errors, grad = check(target, case, task, function)
         _clean_up(options.device)
         arguments = list(task.arguments.values())
-        step = _train_step(function, arguments, grad) if case.train else _step(function, arguments)
+        step = _step(function, arguments, grad if case.train else None)
         peak = PeakMemory(options.device)
         # What runs eagerly is bound by its host, which belongs to it.
         hide_host = not case.implementation.endswith("eager")
         times = measure(
             step, options.device, options.budget_ms, hide_host=hide_host, first_run=peak
         )
-    found = {}
-    named = (
-        {"forward_backward": "whole", "backward": "second"} if case.train else {"forward": "whole"}
-    )
-    for which, interval in named.items():
-        found[which] = {
+    return {
+        which: {
             **times[interval].columns(),
             "peak_bytes": peak.bytes,
             **work_of(case, which).columns(ceilings, times[interval].median_ms),
@@ -168,21 +163,14 @@ def _measured_attention(
             **task.facts,
             "compiler": options.compiler,
         }
-    return found
+        for which, interval in zip(passes_of(case), ("whole", "second"), strict=False)
+    }
 
 
-def _step(function: Function, arguments: list[Tensor]) -> Callable[[Mark], None]:
-    def step(mark: Mark) -> None:
-        function(*arguments)
-
-    return step
-
-
-def _train_step(
-    function: Function, arguments: list[Tensor], grad: Tensor | None
-) -> Callable[[Mark], None]:
-    """grad: memory of an incoming gradient, laid out as the output."""
-    assert grad is not None
+def _step(function: Function, arguments: list[Tensor], grad: Tensor | None) -> Step:
+    """grad: memory of an incoming gradient, laid out as the output; None without a backward."""
+    if grad is None:
+        return lambda mark: function(*arguments)
     grad.normal_()
 
     def step(mark: Mark) -> None:

@@ -1,4 +1,4 @@
-"""The one timer: what the device takes, and what a caller waits for.
+"""The one timer: what the device takes, and what a caller waits for; peak memory; a time limit.
 
 Device time is by CUDA events around every call, with the caches flushed in between. Where the
 host needs longer to queue a call than the device to run it, the device can be made to wait until
@@ -9,10 +9,12 @@ the result.
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +30,11 @@ SLOW_MS = 500.0  # what takes longer warms nothing up that matters: its first ru
 SLOW_REPEATS = 2
 NEAR_HOST = 0.4  # of the device's time: closer, and a slow call of the host leaves gaps
 BURST_MS = 3.0  # of calls too short for events around each
+# Seconds until the signal comes again, and until the process ends: no signal gets into a C call.
+AGAIN, GRACE = 5.0, 30.0
 
 Mark = Callable[[], None]
-Step = Callable[[Mark], None]
+Step = Callable[[Mark], object]
 Call = Callable[[], Any]
 
 
@@ -95,6 +99,14 @@ def measure(
     if len(stamps[0]) == 3:
         found["second"] = _summary([s[2] - s[1] for s in stamps])
     return {name: replace(x, host_ms=host_ms, wall_ms=wall_ms) for name, x in found.items()}
+
+
+def milliseconds(
+    name: str, call: Call, device: torch.device, budget_ms: float
+) -> dict[str, float]:
+    """Columns `{name}_ms`, the device's kernels back to back, and `{name}_wall_ms`, a caller's."""
+    whole = measure(lambda mark: call(), device, budget_ms, hide_host=True)["whole"]
+    return {f"{name}_ms": round(whole.median_ms, 4), f"{name}_wall_ms": round(whole.wall_ms, 4)}
 
 
 def measure_burst(calls: Sequence[Call], repeats: int, *, captured: bool, most: int = 24) -> Times:
@@ -200,3 +212,59 @@ class _HostClock:
     def from_idle(self, step: Step, repeats: int) -> list[float]:
         """Nothing: a call on the CPU is done when it returns."""
         return []
+
+
+def reset_peak(device: torch.device) -> None:
+    """From now on `peak_of` counts."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_of(device: torch.device) -> int | None:
+    """Most bytes that were allocated at once; None where they are not counted."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+class PeakMemory:
+    """Inside, counts memory above what there was: `bytes`, None where it is not counted."""
+
+    bytes: int | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError in the code inside once it has run so long, compilation or not.
+
+    It comes again where that code goes on in spite of it. If nothing helps, every stack is printed
+    and the process exits: what was measured is on disk. Call it in the main thread.
+
+    >>> with time_limit(60):
+    ...     pass
+    """
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)

@@ -1,14 +1,6 @@
 """Useful FLOPs and bytes of a case: what any implementation has to do, by sizes alone.
 
-FLOPs of attention over P visible pairs of a query head and a key: a multiplication and an addition
-for each of D (scores) and Dv (values),
-
-    forward   P * (2 D + 2 Dv)
-    backward  P * (6 D + 4 Dv)      scores again, dQ, dK; dP, dV
-
-summed over the parts: compressed, selected, sliding, and the choice of blocks, which computes the
-scores of all visible compressed blocks a second time, P * 2 D, forward only. Softmax, Eq. 9, gates
-and compression by means are left out: they are no matrix products.
+FLOPs of attention are those of `nsa_flex.flops`; compression by means has no matrix products.
 
 Bytes: every input read once, every output written once, at the size of its dtype; the backward
 reads the inputs and the incoming gradient and writes a gradient of each input. The floor is
@@ -22,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nsa_flex.bench.cases.case import Case
-from nsa_flex.config import NSAConfig
+from nsa_flex.flops import CORE, attention_flops
 
 
 @dataclass(frozen=True)
@@ -50,45 +42,12 @@ class Work:
         }
 
 
-def keys_seen(part: str, length: int, config: NSAConfig) -> int:
-    """Sum over the S queries of the keys that each sees in `part`.
-
-    part: dense, compressed, selected or sliding.
-
-    >>> keys_seen("dense", 4, NSAConfig()), keys_seen("sliding", 4, NSAConfig(window_size=2))
-    (10, 7)
-    """
-    if part == "dense":
-        return _up_to(length)
-    if part == "compressed":
-        blocks, rest = divmod(
-            max(0, length - config.compress_block_size + 1), config.compress_stride
-        )
-        return config.compress_stride * _up_to(blocks) + rest * (blocks + 1)
-    if part == "selected":
-        size, most = config.select_block_size, config.num_selected_blocks - 1
-        own, rest = divmod(length, size)
-        earlier = size * _capped(own, most) + rest * min(own, most)
-        return size * earlier + own * _up_to(size) + _up_to(rest)
-    return _capped(length + 1, config.window_size)
-
-
-def _up_to(n: int) -> int:
-    """1 + ... + n."""
-    return n * (n + 1) // 2
-
-
-def _capped(n: int, most: int) -> int:
-    """The sum of min(i, most) over i < n."""
-    return _up_to(min(n - 1, most)) + max(0, n - 1 - most) * most
-
-
 def parts_of(case: Case) -> tuple[str, ...]:
     """The attentions that a case consists of."""
     if case.target != "core":
         return (case.target,)
     nsa = case.implementation.startswith("nsa")
-    return ("compressed", "choice", "selected", "sliding") if nsa else ("dense",)
+    return CORE if nsa else ("dense",)
 
 
 def work_of(case: Case, which: str) -> Work:
@@ -107,14 +66,8 @@ def _flops(part: str, case: Case, which: str) -> float:
         return 0.0
     if part == "compression":
         return _compression_flops(case) * (1 if which == "forward" else 2)
-    heads = case.batch * case.query_heads
-    if part == "choice":
-        pairs = heads * keys_seen("compressed", case.seq_len, case.config)
-        return pairs * 2.0 * case.head_dim if which == "forward" else 0.0
-    pairs = heads * keys_seen(part, case.seq_len, case.config)
-    if which == "forward":
-        return pairs * (2.0 * case.head_dim + 2.0 * case.value_dim)
-    return pairs * (6.0 * case.head_dim + 4.0 * case.value_dim)
+    sizes = (case.seq_len, case.head_dim, case.value_dim)
+    return case.batch * case.query_heads * attention_flops(part, which, *sizes, case.config)
 
 
 def _compression_flops(case: Case) -> float:

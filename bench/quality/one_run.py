@@ -6,7 +6,6 @@ came. Its row is in row.json: after each held-out loss on the way, and at the en
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from nsa_flex.bench.cases.models import best_dense
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.build import MANIFEST, sha256
 from nsa_flex.bench.quality.cutting import cut
@@ -196,9 +196,7 @@ def _kernels(variant: Variant) -> Iterator[None]:
 
 def main() -> None:
     """Train, evaluate."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("variant")
     parser.add_argument("--size", default="30m")
     parser.add_argument("--seed", type=int, default=0)

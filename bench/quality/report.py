@@ -7,20 +7,132 @@ Runs that are neither finished nor stopped are left out.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Any
 
-from nsa_flex.bench.quality.merging import merged
-from nsa_flex.bench.report.quality import draw, quality
-from nsa_flex.bench.report.rows import read_rows, write_rows
-from nsa_flex.bench.report.table import markdown
+import numpy as np
+import pandas as pd
+
+from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.report.cells import EMPTY, markdown
+from nsa_flex.bench.report.cells import tokens as length
+from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
+
+BASE = "dense"  # what the others are compared with
+GROUP = ["size", "seq_len", "tokens"]
+
+
+def quality(rows: list[Row]) -> pd.DataFrame:
+    """One line a variant, of runs with as many tokens: mean of the seeds ± half their range.
+
+    "after dense" is its loss less that of dense attention with the same seeds. Losses are
+    held-out nats a token.
+    """
+    lines = []
+    for (size, seq_len, count), group in _groups(rows).items():
+        by_variant: dict[str, list[Row]] = {}
+        for row in group:
+            by_variant.setdefault(row["variant"], []).append(row)
+        dense = {row["seed"]: row["loss"] for row in by_variant.get(BASE, [])}
+        for name, runs in by_variant.items():
+            behind = [row["loss"] - dense[row["seed"]] for row in runs if row["seed"] in dense]
+            speed = np.mean([row["tokens"] / row["seconds"] for row in runs])
+            lines.append(
+                {
+                    "model": size,
+                    "context": length(seq_len),
+                    "tokens": f"{count / 1e6:.0f} M",
+                    "variant": name,
+                    "parameters": f"{runs[0]['parameters'] / 1e6:.1f} M",
+                    "seeds": str(len(runs)),
+                    "held-out loss": _spread([row["loss"] for row in runs]),
+                    "after dense": _spread(behind, "+.3f"),
+                    "last quarter": _spread([last_quarter(row) for row in runs]),
+                    "names far back": _spread([loss for row in runs for loss in _far(row)]),
+                    "tokens/s": f"{speed:,.0f}",
+                    "commit": runs[0]["commit"],
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+def last_quarter(row: Row) -> float:
+    """Loss of the last quarter of positions, where a context is long."""
+    places = row["by_position"]
+    return float(np.mean(places[-(len(places) // 4) :]))
+
+
+def _far(row: Row) -> list[float]:
+    """Loss on names that came last far back; nothing if there is none."""
+    return [row["names"]["far"]["loss"]] if "far" in row["names"] else []
+
+
+def _groups(rows: list[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """Runs that compare: of the same size, length and tokens."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["target"] == "quality" and "by_position" in row:
+            groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
+    return groups
+
+
+def _spread(values: list[float], style: str = ".3f") -> str:
+    """Mean ± half the range.
+
+    >>> _spread([1.0, 1.1, 1.5]), _spread([2.0]), _spread([])
+    ('1.200 ± 0.250', '2.000', '-')
+    """
+    if not values:
+        return EMPTY
+    mean = f"{np.mean(values):{style}}"
+    return mean if len(values) == 1 else f"{mean} ± {(max(values) - min(values)) / 2:.3f}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """One PNG of the runs with the most tokens: losses over tokens, by position and on names."""
+    from matplotlib.figure import Figure
+
+    group = max(_groups(rows).items(), key=lambda each: (each[0][2], len(each[1])))[1]
+    names = list(dict.fromkeys(row["variant"] for row in group))
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for number, name in enumerate(names):
+        runs = [row for row in group if row["variant"] == name]
+        style: dict[str, Any] = {"color": f"C{number}"}
+        for row in runs:
+            told = style | ({"label": name} if row is runs[0] else {})
+            count, seconds, losses = np.array(row["curve"]).T
+            axes[0, 0].plot(count / 1e6, losses, "o-", ms=3, **told)
+            axes[0, 1].plot(seconds, losses, "o-", ms=3, **told)
+        places = np.mean([row["by_position"] for row in runs], 0)
+        positions = (np.arange(len(places)) + 0.5) * runs[0]["seq_len"] / len(places)
+        axes[1, 0].plot(positions, places, label=name, **style)
+        kinds = ("first", "near", "middle", "far")
+        found = [
+            np.mean([row["names"].get(kind, {}).get("loss", np.nan) for row in runs])
+            for kind in kinds
+        ]
+        axes[1, 1].plot(kinds, found, "o-", label=name, **style)
+    titles = ("million tokens", "seconds of training", "position", "a name that came before")
+    for place, title in zip(axes.flat, titles, strict=True):
+        place.set_xlabel(title)
+        place.set_ylabel("held-out nats a token")
+        place.grid(alpha=0.3)
+        place.legend(fontsize=8)
+    for place in (axes[0, 0], axes[0, 1]):
+        place.set_ylim(top=np.percentile([row["curve"][0][2] for row in group], 90))
+    first = group[0]
+    figure.suptitle(
+        f"{first['size']}, {length(first['seq_len'])} tokens of context, {first['device']}",
+        fontsize=9,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     """Merge, print, draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="rows that are there stay")
     given = parser.parse_args()

@@ -9,7 +9,6 @@ checkpoints below --work and their rows say how far they came; the same command 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,11 +21,11 @@ from typing import Any
 
 import torch
 
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality.cutting import cut
-from nsa_flex.bench.quality.merging import merged
 from nsa_flex.bench.quality.one_run import HELD_OUT_TOKENS, ROW
 from nsa_flex.bench.quality.variants import config_of, sizes, variants
-from nsa_flex.bench.report.rows import Row, read_rows, write_rows
+from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
 
 POLL_SECONDS = 2.0
 
@@ -167,9 +166,7 @@ def in_order(names: Iterable[str], seeds: Iterable[int]) -> tuple[tuple[str, int
 
 def main() -> None:
     """Run; print what was found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="file of rows")
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))

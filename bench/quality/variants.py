@@ -8,7 +8,6 @@ prints the whole config, which `nsa-flex train` takes. What no config can say, `
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
@@ -19,13 +18,14 @@ from typing import Any, Literal
 import yaml
 from torch import Tensor
 
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.config import CompressionKind
 from nsa_flex.gates import NUM_BRANCHES, Gates
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.flops import num_parameters
 from nsa_flex.training.models import build_model
-from nsa_flex.training.tokenizers import BYTES
+from nsa_flex.training.packing import BYTES
 
 LayerKind = Literal["nsa", "dense", "window"]
 BRANCHES = ("compressed", "selected", "sliding")
@@ -149,9 +149,7 @@ def _configs() -> Path:
 
 def main() -> None:
     """Print one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("variant", choices=variants())
     parser.add_argument("--size", choices=sizes(), default="30m")
     parser.add_argument("--set", action="append", default=[], help="as of nsa-flex train")

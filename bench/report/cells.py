@@ -37,6 +37,14 @@ def _columns(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys([*read.split(), *(name for row in rows for name in row)]))
 
 
+def markdown(table: pd.DataFrame) -> str:
+    """A table of strings, its columns as heads; nothing if it has no lines."""
+    if table.empty:
+        return ""
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
 def milliseconds(part: pd.DataFrame) -> pd.Series:
     """Median with half the spread of the 20th to 80th percentile, "12.3 ± 0.1"; or the status."""
     return part.apply(_milliseconds, axis=1).astype(object) if len(part) else _nothing(part)

@@ -7,6 +7,7 @@ import pandas as pd
 from nsa_flex.bench.report.cells import EMPTY, tokens
 from nsa_flex.bench.report.rows import Row
 
+_TOKEN, _PREFILL = {"ms_per_token": "ms a token"}, {"prefill_ms": "prefill, ms"}
 _SAME = ("target", "cache", "batch", "seq_len", "quantized", "requests")
 
 
@@ -17,61 +18,56 @@ def generating(rows: list[Row]) -> pd.DataFrame:
     each has its column; "dense on" names both, the token's first. The fastest round has columns
     where a row has several.
     """
-    lines = []
     in_rounds = any(len(row.get("round_ms", [])) > 1 for row in rows)
-    for ours, dense in _pairs([row for row in rows if not row.get("quantized")]):
-        least = _against(ours, dense, "least_round_ms", "fastest round") if in_rounds else {}
-        lines.append(
-            {
-                "cache": ours["cache"],
-                "batch": str(ours["batch"]),
-                "prompt": tokens(ours["seq_len"]),
-                **_against(ours, dense, "ms_per_token", "ms a token"),
-                **least,
-                **_against(ours, dense, "prefill_ms", "prefill, ms"),
-                "dense on": _attentions(dense, "ms_per_token", "prefill_ms"),
-                "commit": ours["commit"],
-            }
-        )
-    return pd.DataFrame(lines)
+    least = {"least_round_ms": "fastest round"} if in_rounds else {}
+    return pd.DataFrame(
+        {
+            "cache": ours["cache"],
+            **_times(ours, dense, {**_TOKEN, **least, **_PREFILL}),
+            "dense on": _attentions(dense, "ms_per_token", "prefill_ms"),
+            "commit": ours["commit"],
+        }
+        for ours, dense in _pairs([row for row in rows if not row.get("quantized")])
+    )
 
 
 def quantizing(rows: list[Row]) -> pd.DataFrame:
     """One line a kind of weights and call of `generate`, whole ones first."""
-    lines = []
-    for ours, dense in _pairs(rows):
-        lines.append(
-            {
-                "weights": ours["quantized"] or ours["dtype"],
-                "batch": str(ours["batch"]),
-                "prompt": tokens(ours["seq_len"]),
-                **_against(ours, dense, "ms_per_token", "ms a token"),
-                **_against(ours, dense, "prefill_ms", "prefill, ms"),
-                "commit": ours["commit"],
-            }
-        )
-    return pd.DataFrame(lines)
+    return pd.DataFrame(
+        {
+            "weights": ours["quantized"] or ours["dtype"],
+            **_times(ours, dense, {**_TOKEN, **_PREFILL}),
+            "commit": ours["commit"],
+        }
+        for ours, dense in _pairs(rows)
+    )
+
+
+def _times(ours: Row, dense: list[Row], columns: dict[str, str]) -> dict[str, str]:
+    """Cells of a call of `generate`, and of each column of times by its title."""
+    cells = {"batch": str(ours["batch"]), "prompt": tokens(ours["seq_len"])}
+    for column, title in columns.items():
+        cells |= _against(ours, dense, column, title)
+    return cells
 
 
 def serving(rows: list[Row]) -> pd.DataFrame:
     """One line a load of the engine."""
-    lines = []
-    for ours, dense in _pairs([row for row in rows if row["target"] == "serve"]):
-        checked = _number(ours, "tokens_checked", 0)
-        lines.append(
-            {
-                "requests": str(ours["requests"]),
-                "prompt tokens": _number(ours, "prompt_tokens", 0),
-                "new tokens": _number(ours, "new_tokens", 0),
-                **_against(ours, dense, "seconds", "seconds"),
-                **_at_least(ours, dense),
-                "new tokens/s, NSA": _number(ours, "new_tokens_per_s", 0),
-                "tokens that are the best": f"{_number(ours, 'tokens_best', 0)} of {checked}",
-                "dense on": _attentions(dense, "seconds", "seconds_more_than"),
-                "commit": ours["commit"],
-            }
-        )
-    return pd.DataFrame(lines)
+    return pd.DataFrame(
+        {
+            "requests": str(ours["requests"]),
+            "prompt tokens": _number(ours, "prompt_tokens", 0),
+            "new tokens": _number(ours, "new_tokens", 0),
+            **_against(ours, dense, "seconds", "seconds"),
+            **_at_least(ours, dense),
+            "new tokens/s, NSA": _number(ours, "new_tokens_per_s", 0),
+            "tokens that are the best": f"{_number(ours, 'tokens_best', 0)} of "
+            f"{_number(ours, 'tokens_checked', 0)}",
+            "dense on": _attentions(dense, "seconds", "seconds_more_than"),
+            "commit": ours["commit"],
+        }
+        for ours, dense in _pairs([row for row in rows if row["target"] == "serve"])
+    )
 
 
 def slower_run(ours: Row) -> float:
@@ -81,7 +77,7 @@ def slower_run(ours: Row) -> float:
 
 def prefixes(rows: list[Row]) -> pd.DataFrame:
     """One line a shared prefix."""
-    lines = [
+    return pd.DataFrame(
         {
             "prefix": tokens(row["prefix_tokens"]),
             "own tokens": tokens(row["own_tokens"]),
@@ -92,26 +88,19 @@ def prefixes(rows: list[Row]) -> pd.DataFrame:
             "commit": row["commit"],
         }
         for row in rows
-        if row["target"] == "serve-prefix"
-        and row["status"] == "ok"
-        and row["implementation"] == "nsa"
-    ]
-    return pd.DataFrame(lines)
+        if (row["target"], row["status"], row["implementation"]) == ("serve-prefix", "ok", "nsa")
+    )
 
 
 def _pairs(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
     """Each row of NSA with those of dense attention in the same case that have numbers."""
+    dense = [
+        row
+        for row in rows
+        if row["implementation"] == "dense" and row["status"] not in ("failed", "skipped")
+    ]
     return [
-        (
-            ours,
-            [
-                row
-                for row in rows
-                if row["implementation"] == "dense"
-                and row["status"] not in ("failed", "skipped")
-                and all(row.get(name) == ours.get(name) for name in _SAME)
-            ],
-        )
+        (ours, [row for row in dense if all(row.get(name) == ours.get(name) for name in _SAME)])
         for ours in rows
         if ours["implementation"] == "nsa"
     ]

@@ -11,7 +11,6 @@ nothing where there are no such rows yet.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,13 @@ import pandas as pd
 
 from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS, WHOLE
+from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.quality.report import quality
 from nsa_flex.bench.report.cells import (
     EMPTY,
     frame,
     gib,
+    markdown,
     medians,
     milliseconds,
     number,
@@ -32,9 +34,7 @@ from nsa_flex.bench.report.cells import (
     tokens,
     waits,
 )
-from nsa_flex.bench.report.compat import tested
 from nsa_flex.bench.report.generation import generating, prefixes, quantizing, serving
-from nsa_flex.bench.report.quality import quality
 from nsa_flex.bench.report.rows import Row, read_rows
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
@@ -42,14 +42,6 @@ RIVAL = "sdpa-cudnn"
 NO_PARTS = {"layer", "model", "compile"}
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 SHAPE = ["heads", "D", "seq_len"]
-
-
-def markdown(table: pd.DataFrame) -> str:
-    """A table of strings, its columns as heads; nothing if it has no lines."""
-    if table.empty:
-        return ""
-    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def cores(rows: list[Row]) -> pd.DataFrame:
@@ -308,6 +300,26 @@ def reasons(rows: list[Row]) -> pd.DataFrame:
     return table[table.status != "ok"][["case", "status", "reason"]].drop_duplicates()
 
 
+def tested(rows: list[Row]) -> pd.DataFrame:
+    """One line an environment: versions, and how many tests passed, failed and were skipped."""
+    lines = []
+    for row in rows:
+        numbers = [str(row.get(name, "-")) for name in ("passed", "failed", "skipped")]
+        lines.append(
+            {
+                "environment": f"`{row['case']}`",
+                **{title: row.get(title.lower(), "-") for title in _VERSIONS},
+                "passed / failed / skipped": " / ".join(numbers)
+                if "passed" in row
+                else row["status"],
+                "date": row["date"],
+                "commit": row["commit"] or "-",
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+_VERSIONS = ("Python", "torch", "Triton", "transformers")
 TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "headline": headline,
     "sweep": sweep,
@@ -365,9 +377,7 @@ def fill(page: str, root: Path) -> str:
 
 def main() -> None:
     """Rewrite the pages named on the command line, from the root of the checkout."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE", help="Markdown files")
     for page in parser.parse_args().pages:
         page.write_text(fill(page.read_text(), Path()))

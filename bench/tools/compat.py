@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import commit
 from nsa_flex.bench.report.rows import Row, read_rows, write_rows
 from nsa_flex.bench.report.table import fill
@@ -93,8 +94,8 @@ ENVIRONMENTS = {
     "triton-oldest": Environment((OLDEST["triton"],), tests=KERNELS),
     "triton-newest": Environment(("triton",), tests=KERNELS),
     "torch-newest": Environment(("torch",)),
-    # torch 2.11 wants setuptools < 82.
-    "oldest": Environment((*OLDEST.values(), "setuptools<82"), python="3.10"),
+    # torch 2.11 wants setuptools < 82, transformers 5.17 huggingface-hub < 2.
+    "oldest": Environment((*OLDEST.values(), "setuptools<82", "huggingface-hub<2"), python="3.10"),
     "newest": Environment(python="newest", pinned=False),
 }
 
@@ -116,9 +117,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS), metavar="NAME",
         help=f"some environments: {', '.join(ENVIRONMENTS)}",

@@ -12,7 +12,6 @@ Example: python -m nsa_flex.bench.tools.matrix --jobs 2
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -30,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from triton import knobs
 
 import nsa_flex
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.tools.matrix_entries import DEVICES, Entry, compiled, entries
 
 Row = dict[str, Any]
@@ -116,9 +116,7 @@ def wanted(architectures: Iterable[int]) -> dict[str, Entry]:
 
 def main() -> None:
     """See above."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=TABLE, help="the table")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--sm", type=int, nargs="+", choices=DEVICES, help="only these")

@@ -27,8 +27,8 @@ from triton.runtime.jit import JITFunction
 from nsa_flex.bench.tools.matrix_calls import calls
 from nsa_flex.explaining.rehearsal import pretending
 from nsa_flex.fallback_kernels.common import arch
+from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.launch import plans
-from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
 
 GPU = torch.device("cuda:0")
 # Compute capabilities, and the bytes of shared memory that a CTA may have there.

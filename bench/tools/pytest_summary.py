@@ -1,17 +1,20 @@
 """Turns pytest's JUnit XML into the JSON summary that is committed under bench/results.
 
-Example: python bench/tools/pytest_summary.py junit.xml bench/results/pytest_gpu_h200.json
+Example: python -m nsa_flex.bench.tools.pytest_summary junit.xml bench/results/pytest_h200.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.measure.machine import describe
 
 
 def summarize(junit: Path) -> dict[str, Any]:
@@ -44,35 +47,16 @@ def summarize(junit: Path) -> dict[str, Any]:
 OUTCOMES = ("failure", "error", "skipped")
 
 
-def machine() -> dict[str, Any]:
-    """What ran: device, torch, triton, Python."""
-    import torch
-
-    try:
-        import triton
-    except ImportError:
-        triton = None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {
-        "device": device,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": getattr(triton, "__version__", None),
-        "python": platform.python_version(),
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("junit", type=Path, help="file that pytest --junitxml wrote")
     parser.add_argument("json", type=Path, help="where the summary goes")
     parser.add_argument(
         "--machine", type=Path, help="JSON of what ran the tests, if it was another machine"
     )
     arguments = parser.parse_args()
-    ran = json.loads(arguments.machine.read_text()) if arguments.machine else machine()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ran = json.loads(arguments.machine.read_text()) if arguments.machine else describe(device)
     row = {**ran, **summarize(arguments.junit)}
     arguments.json.write_text(json.dumps(row, indent=2) + "\n")
     print(f"{row['passed']} of {row['tests']} passed")

@@ -10,7 +10,6 @@ Example: python -m nsa_flex.bench.tools.same_bits compare before.json after.json
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import hashlib
 import json
@@ -26,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from nsa_flex import NSAConfig, nsa_attention
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.compression import mean_of_blocks, split_segments
 
 _nsa_attention: Any = nsa_attention  # whose overloads take no mappings
@@ -216,9 +216,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: the same; 1: something differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     recording = commands.add_parser("record")
     recording.add_argument("file", type=Path)

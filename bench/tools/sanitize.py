@@ -14,7 +14,6 @@ Example: python -m bench.tools.sanitize merge decode --tools racecheck
 from __future__ import annotations
 
 import argparse
-import ast
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,9 +31,10 @@ from typing import Any
 
 import torch
 
-import nsa_flex.fallback_kernels
+from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import describe
 from nsa_flex.bench.report.rows import Row, write_rows
+from nsa_flex.bench.tools.kernel_table import kernels
 from nsa_flex.bench.tools.sanitized_calls import FAMILIES
 
 TOOLS = ("memcheck", "racecheck")
@@ -140,26 +140,8 @@ def launches_of(text: str) -> dict[str, int] | None:
     return None
 
 
-def our_kernels() -> list[str]:
-    """Names of the kernels that the package launches, read from its sources; each occurs once."""
-    folder = Path(str(nsa_flex.fallback_kernels.__file__)).parent
-    return [name for path in folder.rglob("*.py") for name in kernels_in(path.read_text())]
-
-
-def kernels_in(source: str) -> Iterator[str]:
-    """Functions in Triton or Gluon whose names say that they are launched."""
-    functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
-    for node in functions:
-        marks = map(ast.unparse, node.decorator_list)
-        compiled = any(mark.startswith(("triton.jit", "gluon.jit")) for mark in marks)
-        if compiled and node.name.endswith("_kernel"):
-            yield node.name
-
-
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--json", type=Path, help="file to write the rows to")
@@ -251,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         shared = shared_columns(sanitizer)
         write_rows(options.json, [{**result.row(), **shared} for result in results])
-    missed = set(our_kernels()) - {name for result in results for name in result.launches}
+    missed = {kernel.name for kernel in kernels()} - {
+        name for result in results for name in result.launches
+    }
     everything = set(options.families) == FAMILIES.keys()
     if missed and everything:
         print(f"never launched: {', '.join(sorted(missed))}")

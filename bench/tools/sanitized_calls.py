@@ -9,10 +9,10 @@ Example: python -m bench.tools.sanitized_calls core --call 1
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,12 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex import NSAConfig, nsa_attention
-from nsa_flex.compression import Compression, mean_of_blocks, split_segments
-from nsa_flex.config import CompressionKind
-from nsa_flex.fallback_kernels.decode import interface as decode_kernels
-from nsa_flex.fallback_kernels.decode import pages as decode_pages
-from nsa_flex.fallback_kernels.decode import store_tokens as decode_store
+from nsa_flex import NSAConfig
+from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.tools.kernel_calls import (
+    FP16,
+    PAPER,
+    Core,
+    paged,
+    step,
+    store,
+    tokens_first,
+)
 from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
@@ -34,8 +39,8 @@ from nsa_flex.fallback_kernels.topk.interface import select_topk_blocks
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-HALF, OTHER_HALF = (torch.bfloat16 if CUDA else torch.float16), torch.float16
-PAPER = NSAConfig()
+HALF, OTHER_HALF = (torch.bfloat16 if CUDA else FP16), FP16
+NORMAL = tokens_first(DEVICE)
 SMALL = NSAConfig(8, 4, 16, 5, window_size=20)
 
 # B, Hq, Hkv, S, D, dtype
@@ -45,8 +50,7 @@ Calls = Sequence[Callable[[], None]]
 
 def normal(batch: int, heads: int, length: int, dim: int, dtype: torch.dtype) -> Tensor:
     """(B, H, S, D) in (B, S, H, D) memory, ready for gradients."""
-    x = torch.randn(batch, length, heads, dim, device=DEVICE).to(dtype)
-    return x.transpose(1, 2).requires_grad_()
+    return NORMAL(batch, heads, length, dim, dtype).requires_grad_()
 
 
 def heads_of(shape: Shape, value_dim: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,104 +63,54 @@ def heads_of(shape: Shape, value_dim: int | None = None) -> tuple[Tensor, Tensor
     )
 
 
-def differentiate(
-    outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...], *, heads_first: bool = False
-) -> None:
-    """The backward of random gradients, in memory as outputs lie or (B, H, S, D)."""
-    grads = tuple(torch.randn_like(x) for x in outputs)
-    if heads_first:
-        grads = tuple(x.contiguous() for x in grads)
-    torch.autograd.grad(outputs, inputs, grads)
+def differentiate(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> None:
+    """The backward of random gradients, in memory as outputs lie."""
+    torch.autograd.grad(outputs, inputs, tuple(torch.randn_like(x) for x in outputs))
 
 
 def core() -> Calls:
     """The whole function as `auto` runs it, with and without a backward."""
-    # shape, Dv, documents, keys of the window's own
-    cases: tuple[tuple[Shape, int, bool, bool], ...] = (
-        ((1, 4, 1, 1290, 128, torch.bfloat16), 128, False, False),
-        ((1, 4, 1, 1290, 128, torch.bfloat16), 128, True, False),
-        ((1, 4, 1, 1040, 128, torch.bfloat16), 128, True, True),
-        ((1, 8, 2, 1030, 192, torch.bfloat16), 128, False, False),
-        ((1, 6, 2, 2101, 80, torch.bfloat16), 80, False, False),  # tiles that no rows fill
-        ((1, 2, 1, 8210, 64, torch.float16), 64, False, False),  # long enough for the fold
+    calls = (
+        Core(4, 1290, kv_heads=1),
+        Core(4, 1290, documents=True, kv_heads=1),
+        Core(4, 1040, documents=True, own=True, kv_heads=1),
+        Core(4, 1030, 192, kv_heads=2),
+        Core(3, 2101, 80, 80, kv_heads=2),  # tiles that no rows fill
+        Core(2, 8210, 64, 64, FP16, kv_heads=1),  # long enough for the fold
     )
     # Queries behind a past, with keys after them; the last with keys of its own for the window.
-    chunks: tuple[tuple[Shape, int, int, bool], ...] = (
-        ((1, 16, 1, 515, 128, torch.bfloat16), 1021, 1600, False),
-        ((2, 8, 2, 130, 128, torch.bfloat16), 0, 1100, False),
-        ((1, 4, 1, 333, 64, torch.float16), 900, 1300, False),
-        ((1, 7, 1, 141, 96, torch.bfloat16), 1001, 1300, False),
-        ((1, 6, 1, 141, 64, torch.float16), 1001, 1142, True),
+    chunks = (
+        Core(16, 1600, queries=515, offset=1021, kv_heads=1),
+        Core(4, 1100, queries=130, offset=0, batch=2, kv_heads=2),
+        Core(4, 1300, 64, 64, FP16, queries=333, offset=900, kv_heads=1),
+        Core(7, 1300, 96, 96, queries=141, offset=1001, kv_heads=1),
+        Core(6, 1142, 64, 64, FP16, queries=141, offset=1001, own=True, kv_heads=1),
     )
     return [
-        *(partial(differentiate_core, *case) for case in cases),
-        *(partial(attend_at_offset, *case) for case in chunks),
+        *(partial(in_both_modes, each) for each in calls),
+        *(replace(each, train=False, backend="triton", device=DEVICE) for each in chunks),
     ]
 
 
 def short() -> Calls:
     """Rows of up to twice a choice, masked, and of no more than one; packed documents of that."""
-    cases: tuple[tuple[Shape, int, bool, bool], ...] = (
-        ((1, 4, 1, 1290, 128, torch.bfloat16), 128, False, False),
-        ((2, 6, 2, 1041, 64, torch.bfloat16), 64, False, False),
-        ((2, 6, 2, 1041, 64, torch.float16), 64, False, True),
-        ((1, 8, 2, 130, 192, torch.bfloat16), 128, False, False),
-        ((2, 6, 2, 141, 64, torch.float16), 64, False, True),
+    calls = (
+        Core(4, 1290, kv_heads=1),
+        Core(3, 1041, 64, 64, batch=2, kv_heads=2),
+        Core(3, 1041, 64, 64, FP16, own=True, batch=2, kv_heads=2),
+        Core(4, 130, 192, kv_heads=2),
+        Core(3, 141, 64, 64, FP16, own=True, batch=2, kv_heads=2),
+        Core(4, 1290, documents=True, longest=640, kv_heads=1),
     )
-    packed = ((1, 4, 1, 1290, 128, torch.bfloat16), 128, True, False)
-    return [
-        *(partial(differentiate_core, *case) for case in cases),
-        partial(differentiate_core, *packed, max_document_length=640),
-    ]
+    return [partial(in_both_modes, each) for each in calls]
 
 
-def attend_at_offset(shape: Shape, offset: int, keys: int, own: bool) -> None:
-    """A forward without gradients of queries at an offset."""
-    q = heads_of(shape)[0].detach()
-    k, v = (x.detach() for x in heads_of((*shape[:3], keys, *shape[4:]))[1:])
-    ck, cv = (mean_of_blocks(split_segments(x, PAPER), PAPER).to(q.dtype) for x in (k, v))
-    gates = normal(shape[0], shape[1], shape[3], 3, shape[5]).detach()
-    nsa_attention(
-        *(q, k, v, ck, cv, gates),
-        config=PAPER,
-        query_offset=offset,
-        backend="triton",
-        sliding_key=k.clone() if own else None,
-        sliding_value=v.clone() if own else None,
-    )
-
-
-def differentiate_core(
-    shape: Shape,
-    value_dim: int,
-    documents: bool,
-    own: bool,
-    max_document_length: int | None = None,
-) -> None:
+def in_both_modes(call: Core) -> None:
     """Both backwards, then a forward without gradients."""
-    q, k, v = heads_of(shape, value_dim)
-    gates = normal(shape[0], shape[1], shape[3], 3, shape[5])
-    options: dict[str, Any] = {"config": PAPER}
-    if documents:  # a long one, one token, an empty one, the rest
-        edges = torch.tensor([0, 640, 704, 704], dtype=torch.int32, device=q.device)
-        token = torch.arange(shape[3], device=q.device)
-        start = edges[torch.searchsorted(edges, token, right=True) - 1]
-        options["document_start"] = start.repeat(shape[0], 1)
-        options["max_document_length"] = max_document_length
-    inputs = [q, k, v, gates]
-    if own:
-        of_window = heads_of(shape, value_dim)[1:]
-        options |= dict(zip(("sliding_key", "sliding_value"), of_window, strict=True))
-        inputs += of_window
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
-        compressed = (mean_of_blocks(split_segments(x, PAPER), PAPER) for x in (k, v))
-        ck, cv = (x.to(q.dtype) for x in compressed)
-        out = nsa_attention(q, k, v, ck, cv, gates, **options)
-        assert isinstance(out, Tensor)
-        differentiate((out,), tuple(inputs), heads_first=deterministic)
-    with torch.no_grad():
-        nsa_attention(q, k, v, ck, cv, gates, **options)
+        replace(call, heads_first=deterministic, device=DEVICE)()
+    replace(call, train=False, device=DEVICE)()
     torch.use_deterministic_algorithms(False)
 
 
@@ -293,110 +247,29 @@ def differentiate_merge() -> None:
 
 def decode() -> Calls:
     """Steps of one token and of several on rows of different lengths, φ of every kind; chunks."""
-    # Hkv, G, T, lengths, capacity, D, Dv, dtype, config, kind of φ
+    # G, T, D and Dv, kind of φ, dtype, capacity, Hkv, config, tokens of the past
     cases: tuple[tuple[Any, ...], ...] = (
-        (2, 2, 1, (280, 0), 300, 16, 16, torch.float32, SMALL, "mean"),
-        (1, 3, 5, (151, 7), 300, 24, 40, torch.float32, SMALL, "weighted"),
-        (2, 1, 1, (151, 7), 300, 24, 40, torch.float32, SMALL, "linear"),
-        (1, 4, 5, (150, 5), 300, 32, 16, OTHER_HALF, SMALL, "mlp"),
-        *([(2, 16, 1, (2175, 1503), 2200, 128, 128, HALF, PAPER, "mlp")] if CUDA else []),
+        (2, 1, (16, 16), "mean", torch.float32, 300, 2, SMALL, (280, 0)),
+        (3, 5, (24, 40), "weighted", torch.float32, 300, 1, SMALL, (151, 7)),
+        (1, 1, (24, 40), "linear", torch.float32, 300, 2, SMALL, (151, 7)),
+        (4, 5, (32, 16), "mlp", OTHER_HALF, 300, 1, SMALL, (150, 5)),
+        *([(16, 1, (128, 128), "mlp", HALF, 2200, 2, PAPER, (2175, 1503))] if CUDA else []),
     )
-    paged = (
-        partial(decode_in_pages, (151, 3), 16, SMALL),
-        partial(decode_in_pages, (1503,), 64, PAPER),
+    steps = [partial(step, heads_first, *case) for case in cases]
+    in_pages = (
+        partial(paged, NORMAL, 4, 64, HALF, (151, 3), 16, 10, 2, SMALL),
+        partial(paged, NORMAL, 4, 64, HALF, (1503,), 64, 24, 2),
     )
     chunks = (
-        partial(store_chunk, 37, (150, 7), (24, 40), torch.float32, SMALL, "weighted"),
-        partial(store_chunk, 101, (0, 203), (64, 64), HALF, PAPER, "mean"),
+        partial(store, NORMAL, 37, 184, (24, 40), torch.float32, "weighted", 2, SMALL, (150, 7)),
+        partial(store, NORMAL, 101, 301, (64, 64), HALF, "mean", 2, PAPER, (0, 203)),
     )
-    steps = [partial(decode_step, *case) for case in cases]
-    return [*steps, *(paged if CUDA else paged[:1]), *chunks]
+    return [*steps, *(in_pages if CUDA else in_pages[:1]), *chunks]
 
 
-def store_chunk(
-    tokens: int,
-    past: tuple[int, ...],
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    config: NSAConfig,
-    kind: CompressionKind,
-) -> None:
-    """Of two KV heads, the last row up to the end of the cache."""
-    capacity = max(past) + tokens - 3
-    phi = [Compression(config, 2, dim, kind, device=DEVICE) for dim in dims]
-
-    def numbers(length: int) -> list[Tensor]:
-        return [normal(len(past), 2, length, dim, dtype).detach() for dim in dims]
-
-    with torch.no_grad():
-        decode_store.store(
-            *numbers(tokens),
-            *numbers(capacity),
-            *numbers(config.num_compressed_blocks(capacity)),
-            torch.tensor(past, dtype=torch.int32, device=DEVICE),
-            [x for each in phi for x in each.parameters()],
-            True,
-            config.counts,
-        )
-
-
-def decode_in_pages(lengths: tuple[int, ...], page_size: int, config: NSAConfig) -> None:
-    """One query a request, whose pages lie apart in a shared memory."""
-    rows, dim = len(lengths), 64
-    per_row = -(-max(lengths) // page_size)
-    table = torch.randperm(rows * per_row, device=DEVICE).int().view(rows, per_row)
-    sizes = (page_size, page_size, page_size // config.compress_stride)
-    key, value, compressed = (
-        torch.randn(table.numel(), size, 2, dim, device=DEVICE).to(HALF) for size in sizes
-    )
-    decode_pages.attend(
-        torch.randn(rows, 8, 1, dim, device=DEVICE).to(HALF),
-        key,
-        value,
-        compressed,
-        compressed.clone(),
-        torch.rand(rows, 8, 1, 3, device=DEVICE),
-        table,
-        torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1,
-        config=config,
-        scale=dim**-0.5,
-    )
-
-
-def decode_step(
-    kv_heads: int,
-    group: int,
-    tokens: int,
-    past: tuple[int, ...],
-    capacity: int,
-    dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
-    config: NSAConfig,
-    kind: CompressionKind,
-) -> None:
-    blocks = config.num_compressed_blocks(capacity)
-
-    def numbers(heads: int, length: int, width: int) -> Tensor:
-        return torch.randn(len(past), heads, length, width, device=DEVICE).to(dtype)
-
-    phi = [
-        tuple(Compression(config, kv_heads, width, kind, device=DEVICE, dtype=dtype).parameters())
-        for width in (dim, value_dim)
-    ]
-    decode_kernels.step(
-        numbers(kv_heads * group, tokens, dim),
-        numbers(kv_heads, tokens, dim),
-        numbers(kv_heads, tokens, value_dim),
-        numbers(kv_heads, capacity, dim),
-        numbers(kv_heads, capacity, value_dim),
-        numbers(kv_heads, blocks, dim),
-        numbers(kv_heads, blocks, value_dim),
-        numbers(kv_heads * group, tokens, 3),
-        torch.tensor(past, dtype=torch.int32, device=DEVICE),
-        config=config,
-        phi=decode_kernels.Phi(kind, *phi),
-    )
+def heads_first(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Random numbers in memory (B, H, S, D), as a cache has them."""
+    return torch.randn(batch, heads, tokens, dim, device=DEVICE).to(dtype)
 
 
 FAMILIES: dict[str, Calls] = {
@@ -415,9 +288,7 @@ def count_launches() -> Counter[str]:
 
 def main() -> None:
     """Runs a family, or one call of it, and prints the kernels launched as a line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--call", type=int, help="only this one of the family's, from 0")
     options = parser.parse_args()

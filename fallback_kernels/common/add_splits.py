@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 
 ADDED = 1024  # numbers that one CTA adds
@@ -26,6 +27,7 @@ def add_splits_tile(partial_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.
     tl.store(out_ptr + number, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_k", "num_v", "more_k", "more_v"])
 def add_splits_kernel(
     k_ptr, v_ptr, dk_ptr, dv_ptr, num_k, num_v,

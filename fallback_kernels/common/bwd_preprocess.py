@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import load_lse_log2
 from nsa_flex.fallback_kernels.common.tiles import cdiv, load_masked_rows, tile_width
 
@@ -32,7 +33,7 @@ def row_deltas(
         grad_out,
         lse_gradient,
         delta,
-        *lse_gradient.stride(),
+        lse_gradient.stride(),
         tokens,
         heads,
         VALUE_DIM=value_dim,
@@ -53,15 +54,14 @@ def softmax_stats(lse: Tensor, delta: Tensor) -> Tensor:
     return stats
 
 
+@recordable
 @triton.jit
 def bwd_delta_kernel(
     out_ptr,
     grad_out_ptr,
     grad_lse_ptr,
     delta_ptr,
-    grad_lse_stride_b,
-    grad_lse_stride_h,
-    grad_lse_stride_s,
+    grad_lse_strides,
     num_queries,
     query_heads,
     VALUE_DIM: tl.constexpr,
@@ -85,12 +85,13 @@ def bwd_delta_kernel(
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)  # [BLOCK_M]
     if HAS_GRAD_LSE:
         query = (row // query_heads).to(tl.int64)
-        offset = b * grad_lse_stride_b + query * grad_lse_stride_s
-        offset += (row % query_heads) * grad_lse_stride_h
+        offset = b * grad_lse_strides[0] + query * grad_lse_strides[2]
+        offset += (row % query_heads) * grad_lse_strides[1]
         delta -= tl.load(grad_lse_ptr + offset, mask=row_mask, other=0.0)
     tl.store(delta_ptr + first + row, delta, mask=row_mask)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_rows"])
 def softmax_stats_kernel(lse_ptr, delta_ptr, stats_ptr, num_rows, BLOCK_M: tl.constexpr):
     """What is gathered with a row, side by side: base-2 log-sum-exp, and delta."""

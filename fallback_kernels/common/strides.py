@@ -7,7 +7,11 @@ from torch import Tensor
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, head and token; the kernels take the last dimension as contiguous."""
+    """Strides of batch, head and token: one argument of a kernel.
+
+    Kernels take the last dimension as contiguous. Triton specialises each element of a tuple, as
+    it does an integer; `do_not_specialize` has no effect on tuples (Triton 3.6 to 3.9).
+    """
     assert tensor.stride(3) == 1 or tensor.shape[3] == 1
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 
 ADD_ROWS = 16  # rows that one CTA adds
@@ -83,8 +84,8 @@ def sum_residues(partials: list[Tensor], total: Tensor) -> None:
         total,
         *(partial.shape[1] for partial in partials),
         *(partial.shape[3] for partial in partials),
-        *(stride for partial in partials for stride in partial.stride()[:4]),
-        *total.stride()[:3],
+        *(partial.stride()[:4] for partial in partials),
+        total.stride()[:3],
         heads,
         rows,
         DIM=dim,
@@ -95,16 +96,17 @@ def sum_residues(partials: list[Tensor], total: Tensor) -> None:
 
 @triton.jit
 def _add_range(total, source, b, h, row, column, DIM: tl.constexpr):
-    partial, width, rows, stride_b, stride_w, stride_h, stride_n = source
-    partial += b * stride_b + h * stride_h
-    partial = partial + row[:, None].to(tl.int64) * stride_n + column[None, :]
+    partial, width, rows, strides = source  # of (B, width, H, rows)
+    partial += b * strides[0] + h * strides[2]
+    partial = partial + row[:, None].to(tl.int64) * strides[3] + column[None, :]
     mask = (row < rows)[:, None] & (column < DIM)[None, :]
     for _ in range(width):
         total += tl.load(partial, mask=mask, other=0.0).to(tl.float32)
-        partial += stride_w
+        partial += strides[1]
     return total
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "width0", "width1", "width2", "width3", "rows0", "rows1", "rows2", "rows3", "rows",
@@ -113,9 +115,7 @@ def _add_range(total, source, b, h, row, column, DIM: tl.constexpr):
 def sum_residues_kernel(
     partial0, partial1, partial2, partial3, total_ptr,
     width0, width1, width2, width3, rows0, rows1, rows2, rows3,
-    stride_b0, stride_w0, stride_h0, stride_n0, stride_b1, stride_w1, stride_h1, stride_n1,
-    stride_b2, stride_w2, stride_h2, stride_n2, stride_b3, stride_w3, stride_h3, stride_n3,
-    total_stride_b, total_stride_h, total_stride_n, heads, rows,
+    strides0, strides1, strides2, strides3, total_strides, heads, rows,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of rows, KV head of a batch row): their gradients, summed over residues."""
@@ -124,15 +124,15 @@ def sum_residues_kernel(
     column = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sources = (
-        (partial0, width0, rows0, stride_b0, stride_w0, stride_h0, stride_n0),
-        (partial1, width1, rows1, stride_b1, stride_w1, stride_h1, stride_n1),
-        (partial2, width2, rows2, stride_b2, stride_w2, stride_h2, stride_n2),
-        (partial3, width3, rows3, stride_b3, stride_w3, stride_h3, stride_n3),
+        (partial0, width0, rows0, strides0),
+        (partial1, width1, rows1, strides1),
+        (partial2, width2, rows2, strides2),
+        (partial3, width3, rows3, strides3),
     )
     for i in tl.static_range(4):
         total = _add_range(total, sources[i], b, h, row, column, DIM)
-    total_ptr += b * total_stride_b + h * total_stride_h
-    offset = row[:, None].to(tl.int64) * total_stride_n + column[None, :]
+    total_ptr += b * total_strides[0] + h * total_strides[1]
+    offset = row[:, None].to(tl.int64) * total_strides[2] + column[None, :]
     mask = (row < rows)[:, None] & (column < DIM)[None, :]
     tl.store(total_ptr + offset, total.to(total_ptr.dtype.element_ty), mask=mask)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
+
 
 @triton.jit
 def completed_block(position, COMPRESS: tl.constexpr, STRIDE: tl.constexpr):
@@ -117,16 +119,13 @@ def store_completed_block(
         store_row(row_ptr, v, VALUE_DIM, BLOCK_DV)
 
 
+@recordable
 @triton.jit(do_not_specialize=["compressed_heads"])
 def decode_append_kernel(
     new_key_ptr, new_value_ptr, key_ptr, value_ptr, compressed_key_ptr, compressed_value_ptr,
     key_weight_ptr, value_weight_ptr, lengths_ptr,
-    new_key_stride_b, new_key_stride_h, new_key_stride_s,
-    new_value_stride_b, new_value_stride_h, new_value_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    compressed_key_stride_b, compressed_key_stride_h, compressed_key_stride_s,
-    compressed_value_stride_b, compressed_value_stride_h, compressed_value_stride_s,
+    new_key_strides, new_value_strides, key_strides, value_strides, compressed_key_strides,
+    compressed_value_strides,
     capacity, num_compressed, kv_heads, compressed_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -144,25 +143,25 @@ def decode_append_kernel(
     position = length + token
     if position >= capacity:
         return
-    key_ptr += batch * key_stride_b + head * key_stride_h
-    value_ptr += batch * value_stride_b + head * value_stride_h
-    new_key_ptr += batch * new_key_stride_b + head * new_key_stride_h
-    new_value_ptr += batch * new_value_stride_b + head * new_value_stride_h
+    key_ptr += batch * key_strides[0] + head * key_strides[1]
+    value_ptr += batch * value_strides[0] + head * value_strides[1]
+    new_key_ptr += batch * new_key_strides[0] + head * new_key_strides[1]
+    new_value_ptr += batch * new_value_strides[0] + head * new_value_strides[1]
     append_token(
-        new_key_ptr + token * new_key_stride_s, new_value_ptr + token * new_value_stride_s,
-        key_ptr, value_ptr, key_stride_s, value_stride_s, position,
+        new_key_ptr + token * new_key_strides[2], new_value_ptr + token * new_value_strides[2],
+        key_ptr, value_ptr, key_strides[2], value_strides[2], position,
         HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
     if WRITE_COMPRESSED:  # noqa: SIM102  # known to the compiler, what follows is not
         if head < compressed_heads:
             store_completed_block(
-                new_key_ptr, new_value_ptr, new_key_stride_s, new_value_stride_s,
-                key_ptr, value_ptr, key_stride_s, value_stride_s,
+                new_key_ptr, new_value_ptr, new_key_strides[2], new_value_strides[2],
+                key_ptr, value_ptr, key_strides[2], value_strides[2],
                 compressed_key_ptr
-                + batch * compressed_key_stride_b + head * compressed_key_stride_h,
+                + batch * compressed_key_strides[0] + head * compressed_key_strides[1],
                 compressed_value_ptr
-                + batch * compressed_value_stride_b + head * compressed_value_stride_h,
-                compressed_key_stride_s, compressed_value_stride_s,
+                + batch * compressed_value_strides[0] + head * compressed_value_strides[1],
+                compressed_key_strides[2], compressed_value_strides[2],
                 key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
                 position, length, num_compressed,
                 HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_slots,
     count_visible_blocks,
@@ -41,6 +42,7 @@ def load_gate(
     return gate.to(tl.float32)
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -56,7 +58,7 @@ def load_gate(
 def decode_combine_kernel(
     partial_ptr, row_max_ptr, row_sum_ptr, gate_ptr, gate_offset_ptr, gate_bias_ptr, lengths_ptr,
     out_ptr, lse_ptr,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    gate_strides,
     capacity, num_compressed, kv_heads, num_tokens, num_compressed_splits, num_splits,
     window_splits, initial_local_splits, initial_local_per_split, topk_per_split, tiles_per_split,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -72,15 +74,16 @@ def decode_combine_kernel(
     batch = (batch_head // kv_heads).to(tl.int64)
     head = batch_head % kv_heads * GROUP + head_in_group
     position = tl.load(lengths_ptr + batch) + token
-    gate_ptr += batch * gate_stride_b + head * gate_stride_h + token * gate_stride_s
+    gate_ptr += batch * gate_strides[0] + head * gate_strides[1] + token * gate_strides[2]
     gate_bias_ptr += head * 3
     compressed_gate = load_gate(gate_ptr, gate_offset_ptr, gate_bias_ptr, FROM_LOGITS, HAS_BIAS)
     selected_gate = load_gate(
-        gate_ptr + gate_stride_c, gate_offset_ptr + 1, gate_bias_ptr + 1, FROM_LOGITS, HAS_BIAS
+        gate_ptr + gate_strides[3], gate_offset_ptr + 1, gate_bias_ptr + 1, FROM_LOGITS, HAS_BIAS
     )
     sliding_gate = load_gate(
-        gate_ptr + 2 * gate_stride_c, gate_offset_ptr + 2, gate_bias_ptr + 2, FROM_LOGITS, HAS_BIAS
-    )
+        gate_ptr + 2 * gate_strides[3],
+        gate_offset_ptr + 2, gate_bias_ptr + 2, FROM_LOGITS, HAS_BIAS,
+    )  # fmt: skip
     pdl_wait(PDL)
     is_stored = position < capacity
     num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
     completes_any,
     pdl_launch_dependents,
@@ -172,14 +173,12 @@ def project_blocks(
         )
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_new", "batch_size", "kv_heads", "tokens_per_split", "tiles"])
 def decode_project_kernel(
     key_ptr, value_ptr, new_key_ptr, new_value_ptr, key_weight_ptr, value_weight_ptr,
     key_position_ptr, value_position_ptr, partial_key_ptr, partial_value_ptr, lengths_ptr,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    new_key_stride_b, new_key_stride_h, new_key_stride_s,
-    new_value_stride_b, new_value_stride_h, new_value_stride_s,
+    key_strides, value_strides, new_key_strides, new_value_strides,
     num_new, capacity, num_compressed, batch_size, kv_heads, tokens_per_split, tiles,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -207,8 +206,8 @@ def decode_project_kernel(
     if tl.program_id(2) == 0:
         project_blocks(
             key_ptr, new_key_ptr, key_weight_ptr, key_position_ptr, partial_key_ptr, lengths_ptr,
-            key_stride_b, key_stride_h, key_stride_s,
-            new_key_stride_b, new_key_stride_h, new_key_stride_s,
+            *key_strides,
+            *new_key_strides,
             num_new, capacity, num_compressed, batch_size, kv_heads, tokens_per_split, tiles,
             HEAD_DIM, BLOCK_D, COMPRESS, STRIDE, COUNT, BLOCK_M, BLOCK_N, MLP, READ_NEW,
             PRECISION, STAGES,
@@ -216,8 +215,8 @@ def decode_project_kernel(
     else:
         project_blocks(
             value_ptr, new_value_ptr, value_weight_ptr, value_position_ptr, partial_value_ptr,
-            lengths_ptr, value_stride_b, value_stride_h, value_stride_s,
-            new_value_stride_b, new_value_stride_h, new_value_stride_s,
+            lengths_ptr, *value_strides,
+            *new_value_strides,
             num_new, capacity, num_compressed, batch_size, kv_heads, tokens_per_split, tiles,
             VALUE_DIM, BLOCK_DV, COMPRESS, STRIDE, COUNT, BLOCK_M, BLOCK_N, MLP, READ_NEW,
             PRECISION, STAGES,
@@ -304,12 +303,12 @@ def write_blocks(
         )
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_new", "batch_size", "kv_heads"])
 def decode_write_blocks_kernel(
     partial_key_ptr, partial_value_ptr, key_weight_ptr, value_weight_ptr,
     compressed_key_ptr, compressed_value_ptr, lengths_ptr,
-    compressed_key_stride_b, compressed_key_stride_h, compressed_key_stride_s,
-    compressed_value_stride_b, compressed_value_stride_h, compressed_value_stride_s,
+    compressed_key_strides, compressed_value_strides,
     num_new, capacity, num_compressed, batch_size, kv_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -331,7 +330,7 @@ def decode_write_blocks_kernel(
     if tl.program_id(2) == 0:
         write_blocks(
             partial_key_ptr, key_weight_ptr, compressed_key_ptr, lengths_ptr,
-            compressed_key_stride_b, compressed_key_stride_h, compressed_key_stride_s,
+            *compressed_key_strides,
             num_new, capacity, num_compressed, batch_size, kv_heads,
             HEAD_DIM, BLOCK_D, COMPRESS, STRIDE, COUNT, BLOCK_M, BLOCK_N, SPLITS, MLP,
             PRECISION, PDL,
@@ -339,7 +338,7 @@ def decode_write_blocks_kernel(
     else:
         write_blocks(
             partial_value_ptr, value_weight_ptr, compressed_value_ptr, lengths_ptr,
-            compressed_value_stride_b, compressed_value_stride_h, compressed_value_stride_s,
+            *compressed_value_strides,
             num_new, capacity, num_compressed, batch_size, kv_heads,
             VALUE_DIM, BLOCK_DV, COMPRESS, STRIDE, COUNT, BLOCK_M, BLOCK_N, SPLITS, MLP,
             PRECISION, PDL,

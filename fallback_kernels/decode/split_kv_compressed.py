@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.append_kv import append_token, store_completed_block
 from nsa_flex.fallback_kernels.decode.tiles import (
     completes_any,
@@ -60,18 +61,14 @@ def pool(p, pooling, COMPILED: tl.constexpr):
     return pooled
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_compressed_splits", "num_splits"])
 def decode_compressed_kernel(
     query_ptr, key_ptr, value_ptr, lengths_ptr, partial_ptr, row_max_ptr, row_sum_ptr, score_ptr,
     rows_read_ptr, new_key_ptr, new_value_ptr, cache_key_ptr, cache_value_ptr,
     key_weight_ptr, value_weight_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    new_key_stride_b, new_key_stride_h,
-    new_value_stride_b, new_value_stride_h,
-    cache_key_stride_b, cache_key_stride_h, cache_key_stride_s,
-    cache_value_stride_b, cache_value_stride_h, cache_value_stride_s,
+    query_strides, key_strides, value_strides, new_key_strides, new_value_strides,
+    cache_key_strides, cache_value_strides,
     capacity, num_compressed, kv_heads, num_compressed_splits, num_splits, scale_log2,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -87,7 +84,7 @@ def decode_compressed_kernel(
     """CTA (split, new token, KV head of a batch row).
 
     With PAGE, compressed rows are in pages of so many: a row of the table, int (B, pages), lists
-    those of a request, and `key_stride_b` and `value_stride_b` lead from page to page. The first
+    those of a request, and the first strides of keys and values lead from page to page. The first
     COMPRESS / STRIDE - 1 rows of a request's first page are of no block. HAS_NEW_TOKEN is False.
 
     With PADDED_BATCH, φ's own kernels are right before this one.
@@ -114,9 +111,11 @@ def decode_compressed_kernel(
     split, token, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
     unit = batch_head * tl.num_programs(1) + token
-    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
+    query_ptr += (
+        batch * query_strides[0] + head * GROUP * query_strides[1] + token * query_strides[2]
+    )
     q = load_query_group(
-        query_ptr, query_stride_h, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
+        query_ptr, query_strides[1], GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
     )  # [BLOCK_M, BLOCK_D]
     length = tl.load(lengths_ptr + batch)
     position = length + token
@@ -127,29 +126,30 @@ def decode_compressed_kernel(
     num_ctas = tl.maximum(num_used, 1)  # the last one stores the new token
     if split >= num_ctas:
         return
-    key_ptr += head * key_stride_h
-    value_ptr += head * value_stride_h
+    key_ptr += head * key_strides[1]
+    value_ptr += head * value_strides[1]
     if PAGE:
         table_ptr += batch * table_stride
     else:
-        key_ptr += batch * key_stride_b
-        value_ptr += batch * value_stride_b
+        key_ptr += batch * key_strides[0]
+        value_ptr += batch * value_strides[0]
 
     if HAS_NEW_TOKEN:  # noqa: SIM102  # known to the compiler, what follows is not
         if split == num_ctas - 1:
-            new_keys = new_key_ptr + batch * new_key_stride_b + head * new_key_stride_h
-            new_values = new_value_ptr + batch * new_value_stride_b + head * new_value_stride_h
-            keys = cache_key_ptr + batch * cache_key_stride_b + head * cache_key_stride_h
-            values = cache_value_ptr + batch * cache_value_stride_b + head * cache_value_stride_h
+            new_keys = new_key_ptr + batch * new_key_strides[0] + head * new_key_strides[1]
+            new_values = new_value_ptr + batch * new_value_strides[0] + head * new_value_strides[1]
+            keys = cache_key_ptr + batch * cache_key_strides[0] + head * cache_key_strides[1]
+            values = cache_value_ptr + batch * cache_value_strides[0]
+            values += head * cache_value_strides[1]
             append_token(
-                new_keys, new_values, keys, values, cache_key_stride_s, cache_value_stride_s,
+                new_keys, new_values, keys, values, cache_key_strides[2], cache_value_strides[2],
                 position, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
             )  # fmt: skip
             if WRITE_COMPRESSED:
                 store_completed_block(
                     new_keys, new_values, 0, 0, keys, values,
-                    cache_key_stride_s, cache_value_stride_s,
-                    key_ptr, value_ptr, key_stride_s, value_stride_s,
+                    cache_key_strides[2], cache_value_strides[2],
+                    key_ptr, value_ptr, key_strides[2], value_strides[2],
                     key_weight_ptr + head * COMPRESS, value_weight_ptr + head * COMPRESS,
                     position, length, num_compressed,
                     HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
@@ -171,11 +171,11 @@ def decode_compressed_kernel(
         key_mask = tile * BLOCK_N + tl.arange(0, BLOCK_N) < num_visible  # [BLOCK_N]
         if PAGE:
             pointers = page_pointers(
-                key_ptr, table_ptr, key_stride_b, key_stride_s, tile * BLOCK_N + LEFT, key_mask,
-                PAGE, BLOCK_N, BLOCK_D,
+                key_ptr, table_ptr, key_strides[0], key_strides[2], tile * BLOCK_N + LEFT,
+                key_mask, PAGE, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         else:
-            pointers = tile_pointers(key_ptr, key_stride_s, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+            pointers = tile_pointers(key_ptr, key_strides[2], tile * BLOCK_N, BLOCK_N, BLOCK_D)
         k = load_tile(pointers, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         p, row_max, alpha = softmax_step(q, k, key_mask, row_max, scale_log2, PRECISION)
         pooled = tl.log2(pool(p, pooling, COMPILED)) + row_max[:, None]  # [BLOCK_M, BLOCK_POOL]
@@ -188,11 +188,13 @@ def decode_compressed_kernel(
         sums = sums * alpha[:, None] + p  # [BLOCK_M, BLOCK_N]
         if PAGE:
             pointers = page_pointers(
-                value_ptr, table_ptr, value_stride_b, value_stride_s, tile * BLOCK_N + LEFT,
+                value_ptr, table_ptr, value_strides[0], value_strides[2], tile * BLOCK_N + LEFT,
                 key_mask, PAGE, BLOCK_N, BLOCK_DV,
             )  # fmt: skip
         else:
-            pointers = tile_pointers(value_ptr, value_stride_s, tile * BLOCK_N, BLOCK_N, BLOCK_DV)
+            pointers = tile_pointers(
+                value_ptr, value_strides[2], tile * BLOCK_N, BLOCK_N, BLOCK_DV
+            )
         v = load_tile(pointers, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_slots,
     load_query_group,
@@ -23,6 +24,7 @@ from nsa_flex.fallback_kernels.decode.tiles import (
 from nsa_flex.fallback_kernels.decode.topk import best_of_chunks
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "num_compressed_splits",
@@ -38,13 +40,8 @@ from nsa_flex.fallback_kernels.decode.topk import best_of_chunks
 def decode_selected_sliding_kernel(
     query_ptr, key_ptr, value_ptr, sliding_key_ptr, sliding_value_ptr, new_key_ptr, new_value_ptr,
     lengths_ptr, candidate_ptr, block_ptr, partial_ptr, row_max_ptr, row_sum_ptr, rows_read_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    sliding_key_stride_b, sliding_key_stride_h, sliding_key_stride_s,
-    sliding_value_stride_b, sliding_value_stride_h, sliding_value_stride_s,
-    new_key_stride_b, new_key_stride_h,
-    new_value_stride_b, new_value_stride_h,
+    query_strides, key_strides, value_strides, sliding_key_strides, sliding_value_strides,
+    new_key_strides, new_value_strides,
     capacity, kv_heads, num_compressed_splits, num_splits, window_splits, initial_local_splits,
     first_dependent_split, initial_local_per_split, topk_per_split, tiles_per_split, scale_log2,
     GROUP: tl.constexpr,
@@ -73,9 +70,11 @@ def decode_selected_sliding_kernel(
     batch_head, token, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
     unit = (batch_head * tl.num_programs(1) + token).to(tl.int64)
-    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h + token * query_stride_s
+    query_ptr += (
+        batch * query_strides[0] + head * GROUP * query_strides[1] + token * query_strides[2]
+    )
     q = load_query_group(
-        query_ptr, query_stride_h, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
+        query_ptr, query_strides[1], GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
     )  # [BLOCK_M, BLOCK_D]
     position = tl.load(lengths_ptr + batch) + token
     if split >= first_dependent_split:
@@ -99,17 +98,18 @@ def decode_selected_sliding_kernel(
     if steps <= 0:
         return
     if PAGE:
-        keys, values = key_ptr + head * key_stride_h, value_ptr + head * value_stride_h
-        key_stride, value_stride = key_stride_s, value_stride_s
+        keys, values = key_ptr + head * key_strides[1], value_ptr + head * value_strides[1]
+        key_stride, value_stride = key_strides[2], value_strides[2]
         table_ptr += batch * table_stride
     elif is_selected:
-        keys = key_ptr + batch * key_stride_b + head * key_stride_h
-        values = value_ptr + batch * value_stride_b + head * value_stride_h
-        key_stride, value_stride = key_stride_s, value_stride_s
+        keys = key_ptr + batch * key_strides[0] + head * key_strides[1]
+        values = value_ptr + batch * value_strides[0] + head * value_strides[1]
+        key_stride, value_stride = key_strides[2], value_strides[2]
     else:
-        keys = sliding_key_ptr + batch * sliding_key_stride_b + head * sliding_key_stride_h
-        values = sliding_value_ptr + batch * sliding_value_stride_b + head * sliding_value_stride_h
-        key_stride, value_stride = sliding_key_stride_s, sliding_value_stride_s
+        keys = sliding_key_ptr + batch * sliding_key_strides[0] + head * sliding_key_strides[1]
+        values = sliding_value_ptr + batch * sliding_value_strides[0]
+        values += head * sliding_value_strides[1]
+        key_stride, value_stride = sliding_key_strides[2], sliding_value_strides[2]
 
     candidate_ptr += unit * (CHUNKS * PADDED_SLOTS)
     rank = first_slot.to(tl.int64) * 0
@@ -120,9 +120,9 @@ def decode_selected_sliding_kernel(
                 candidate_ptr, first_slot, CHUNKS, PADDED_SLOTS, TOPK
             )
     window_start = position + 1 - window + first_tile * BLOCK_N
-    new_key = new_key_ptr + batch * new_key_stride_b + head * new_key_stride_h
+    new_key = new_key_ptr + batch * new_key_strides[0] + head * new_key_strides[1]
     new_key += tl.arange(0, BLOCK_D)[None, :]
-    new_value = new_value_ptr + batch * new_value_stride_b + head * new_value_stride_h
+    new_value = new_value_ptr + batch * new_value_strides[0] + head * new_value_strides[1]
     new_value += tl.arange(0, BLOCK_DV)[None, :]
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -152,10 +152,11 @@ def decode_selected_sliding_kernel(
         key_mask = key <= last
         if PAGE:
             key_pointers = page_pointers(
-                keys, table_ptr, key_stride_b, key_stride, start, key_mask, PAGE, BLOCK_N, BLOCK_D
-            )
+                keys, table_ptr, key_strides[0], key_stride, start, key_mask,
+                PAGE, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
             value_pointers = page_pointers(
-                values, table_ptr, value_stride_b, value_stride, start, key_mask,
+                values, table_ptr, value_strides[0], value_stride, start, key_mask,
                 PAGE, BLOCK_N, BLOCK_DV,
             )  # fmt: skip
         else:

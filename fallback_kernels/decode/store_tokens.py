@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
 from nsa_flex.fallback_kernels.decode import checks
@@ -102,12 +103,12 @@ def store_tokens(
             compressed_value,
             *(logits or (key, key)),
             lengths,
-            *strides(new_key),
-            *strides(new_value),
-            *strides(key),
-            *strides(value),
-            *strides(compressed_key),
-            *strides(compressed_value),
+            strides(new_key),
+            strides(new_value),
+            strides(key),
+            strides(value),
+            strides(compressed_key),
+            strides(compressed_value),
             num_new,
             key.shape[2],
             compressed_key.shape[2],
@@ -242,6 +243,7 @@ def store_segments(
             tl.store(rows[:, None] + dim, total, mask=completes[:, None] & mask_d)
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         *("num_new", "capacity", "num_compressed", "rows", "kv_heads", "compressed_heads")
@@ -250,12 +252,8 @@ def store_segments(
 def store_tokens_kernel(
     new_key_ptr, new_value_ptr, key_ptr, value_ptr, compressed_key_ptr, compressed_value_ptr,
     key_logit_ptr, value_logit_ptr, lengths_ptr,
-    new_key_stride_b, new_key_stride_h, new_key_stride_s,
-    new_value_stride_b, new_value_stride_h, new_value_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    compressed_key_stride_b, compressed_key_stride_h, compressed_key_stride_s,
-    compressed_value_stride_b, compressed_value_stride_h, compressed_value_stride_s,
+    new_key_strides, new_value_strides, key_strides, value_strides, compressed_key_strides,
+    compressed_value_strides,
     num_new, capacity, num_compressed, rows, kv_heads, compressed_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -281,23 +279,23 @@ def store_tokens_kernel(
     batch, head = batch.to(tl.int64), head.to(tl.int64)
     if tl.program_id(1) == 0:
         store_segments(
-            new_key_ptr + batch * new_key_stride_b + head * new_key_stride_h,
-            key_ptr + batch * key_stride_b + head * key_stride_h,
+            new_key_ptr + batch * new_key_strides[0] + head * new_key_strides[1],
+            key_ptr + batch * key_strides[0] + head * key_strides[1],
             compressed_key_ptr
-            + batch * compressed_key_stride_b + head * compressed_key_stride_h,
+            + batch * compressed_key_strides[0] + head * compressed_key_strides[1],
             key_logit_ptr + logit, tile, length, stop, num_compressed,
-            new_key_stride_s, key_stride_s, compressed_key_stride_s, is_compressed,
+            new_key_strides[2], key_strides[2], compressed_key_strides[2], is_compressed,
             HEAD_DIM, BLOCK_D, COMPRESS, STRIDE, PADDED_COMPRESS, SEGMENTS, IN_FLIGHT,
             WRITE_COMPRESSED, WEIGHTED,
         )  # fmt: skip
     else:
         store_segments(
-            new_value_ptr + batch * new_value_stride_b + head * new_value_stride_h,
-            value_ptr + batch * value_stride_b + head * value_stride_h,
+            new_value_ptr + batch * new_value_strides[0] + head * new_value_strides[1],
+            value_ptr + batch * value_strides[0] + head * value_strides[1],
             compressed_value_ptr
-            + batch * compressed_value_stride_b + head * compressed_value_stride_h,
+            + batch * compressed_value_strides[0] + head * compressed_value_strides[1],
             value_logit_ptr + logit, tile, length, stop, num_compressed,
-            new_value_stride_s, value_stride_s, compressed_value_stride_s, is_compressed,
+            new_value_strides[2], value_strides[2], compressed_value_strides[2], is_compressed,
             VALUE_DIM, BLOCK_DV, COMPRESS, STRIDE, PADDED_COMPRESS, SEGMENTS, IN_FLIGHT,
             WRITE_COMPRESSED, WEIGHTED,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_slots,
     count_visible_blocks,
@@ -140,6 +141,7 @@ def rank_by_tiles(
     return tl.where(inside, kept, rank)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_compressed_splits", "num_splits"])
 def decode_topk_kernel(
     lengths_ptr, score_ptr, row_max_ptr, row_sum_ptr, candidate_ptr, block_ptr, capacity,

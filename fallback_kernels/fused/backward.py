@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import add_splits
-from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
+from nsa_flex.fallback_kernels.common.block_kinds import block_kinds
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused.bwd_dkdv import key_gradients
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, query_gradients
@@ -51,7 +51,7 @@ def run_backward(
 ) -> CoreGradients:
     """The results of `core_backward` by lists, all in one operator."""
     if route.short_documents:
-        grad = grad.contiguous()  # which the first stage leaves undone there
+        grad = grad.contiguous()  # the first stage copies no rows of short documents
     rows = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
     of_call = (document_start, scale, config)
     first = run_gates_backward(
@@ -67,19 +67,31 @@ def run_backward(
 
 @dataclass(frozen=True)
 class Short:
-    """What the queries of short documents beside long ones get before these."""
+    """Short documents beside long ones: what the first stage computes of their queries."""
 
-    query: Tensor  # dQ (B, S, Hq, D) of theirs, contiguous; the rest is to be written
-    stats: Tensor  # as short rows' `query_gradients` returns them
+    query: Tensor  # dQ (B, S, Hq, D), contiguous; other rows are still to be written
+    stats: Tensor  # as `query_gradients` of `short/` returns them
+    kinds: Tensor  # of `backward_kinds`
 
 
 @dataclass(frozen=True)
 class GateGradients:
-    """What the backward computes while the outputs of the branches are there."""
+    """Results of the first stage."""
 
     gates: Tensor  # (B, S, Hq, 3)
     sums: SumGradients
     short: Short | None  # None where no document can be short
+
+
+def backward_kinds(
+    document_start: Tensor | None, config: NSAConfig, route: BackwardRoute
+) -> Tensor | None:
+    """Of `block_kinds`, where documents may be short. As a result of the forward every call would
+    have it; this is a launch an operator.
+    """
+    if document_start is None or not route.short_documents:
+        return None
+    return block_kinds(document_start, config, route.short_documents)
 
 
 def run_gates_backward(
@@ -94,19 +106,20 @@ def run_gates_backward(
 ) -> GateGradients:
     """The first stage. Arguments as of `core_backward`; rows: as of `gated_sum_gradients`.
 
-    Queries of short documents have all their gradients at once, in one pass over the outputs.
+    Queries of short documents get all their gradients here, in one pass over the outputs.
     """
     query, *_, gates = inputs[:6]
     blocks, compressed, compressed_lse, selected, selected_lse, sliding, *_ = results
-    left_out = _left_out(document_start, route)
+    kinds = backward_kinds(document_start, config, route)
     grad_gates, sums = gated_sum_gradients(
         *(grad, compressed, selected, sliding, selected_lse, gates),
         compressed_lse if route.compressed == "ranges" else None,
         rows=rows,
-        left_out=left_out,
+        kinds=kinds,
+        block_size=config.select_block_size,
         around=tokens_read_around(config.compress_stride),
     )
-    if left_out.document_start is None:
+    if kinds is None:
         return GateGradients(grad_gates, sums, None)
     batch, heads, tokens, dim = query.shape
     of_short = short_query_gradients(
@@ -114,14 +127,15 @@ def run_gates_backward(
         tuple(inputs[:6]),
         (inputs[6], inputs[7]) if len(inputs) > 6 else None,
         ShortResults(grad, *results[1:-1]),  # the output itself is not needed
-        left_out.document_start,
+        document_start,
         config,
         scale,
-        left_out.tokens,
+        route.short_documents,
         blocks,
+        kinds,
         (query.new_empty((batch, tokens, heads, dim)), grad_gates),
     )
-    return GateGradients(grad_gates, sums, Short(of_short.query, of_short.stats))
+    return GateGradients(grad_gates, sums, Short(of_short.query, of_short.stats, kinds))
 
 
 @dataclass(frozen=True)
@@ -156,7 +170,7 @@ def run_branches_backward(
     query, key, value, compressed_key, compressed_value, gates, *own = inputs
     signed = sums.signed
     rows = query.transpose(1, 2).contiguous()
-    left_out = _left_out(document_start, route)
+    grad_query, kinds = (None, None) if short is None else (short.query, short.kinds)
     parts, fold, of_compressed = compressed_gradients(
         sums,
         rows,
@@ -169,7 +183,7 @@ def run_branches_backward(
         config,
         scale,
         route.compressed,
-        left_out,
+        kinds,
     )
 
     plan = plan_selected(
@@ -180,7 +194,7 @@ def run_branches_backward(
     )
     in_place = grad is None
     if grad is None:
-        assert short is None  # signs of rows that are left out are anything
+        assert short is None  # `signed` is not written there
         gates_after_zero = after_zero(gates)
         to_compressed, to_selected = gates_after_zero[..., :2], gates_after_zero[..., ::2]
         switch_gate_sign(signed, to_compressed)  # back to no sign, which the window's kernels want
@@ -200,9 +214,7 @@ def run_branches_backward(
     stores_local = taken_over.num_local == 0  # its dK and dV, by the selected branch's kernels
     zeros = None if stores_local else selected_backward.empty_sums(plan, key)
     of_branches = (of_rows, signed, parts, fold, window_key, window_value, gates)
-    grad_rows, stats = query_gradients(
-        *of_branches, *of_window, zeros, left_out.tokens, None if short is None else short.query
-    )
+    grad_rows, stats = query_gradients(*of_branches, *of_window, zeros, kinds, grad_query)
     del of_branches
     del parts  # their memory is large, and the next stage allocates
 
@@ -220,7 +232,7 @@ def run_branches_backward(
         grad_query=grad_rows.transpose(1, 2),
         initial_local=stores_local,
         zeros=zeros,
-        left_out=left_out,
+        kinds=kinds,
     )
     if in_place:
         switch_gate_sign(signed, to_selected)
@@ -229,38 +241,28 @@ def run_branches_backward(
             x_sum[:, : key.shape[2]].to(x.dtype).contiguous()
             for x_sum, x in zip(selected_sums, (key, value), strict=True)
         )
-        of_own = key_gradients(
-            of_rows, stats, None, window_key, window_value, *of_window, left_out.tokens
-        )
+        of_own = key_gradients(of_rows, stats, None, window_key, window_value, *of_window, kinds)
         *compressed, own_key, own_value = add_splits(of_compressed, key.dtype, of_own)
     else:
-        of_keys = key_gradients(
-            of_rows, stats, selected_sums, key, value, *of_window, left_out.tokens
-        )
+        of_keys = key_gradients(of_rows, stats, selected_sums, key, value, *of_window, kinds)
         *compressed, grad_key, grad_value = add_splits(of_compressed, key.dtype, of_keys)
         own_key, own_value = signed.new_empty(0), signed.new_empty(0)
     grads = (grad_rows, grad_key, grad_value, compressed[0], compressed[1], own_key, own_value)
     if short is not None:
-        assert left_out.document_start is not None
+        assert document_start is not None
         overwrite_key_gradients(
             grad.transpose(1, 2),
             tuple(inputs[:6]),
             (window_key, window_value) if own else None,
             short.stats,
-            left_out.document_start,
+            document_start,
+            short.kinds,
             config,
             scale,
-            left_out.tokens,
+            route.short_documents,
             grads[1:] if own else grads[1:5],
         )
     return grads
-
-
-def _left_out(document_start: Tensor | None, route: BackwardRoute) -> LeftOut:
-    """Documents that have the masked backward."""
-    if document_start is None or not route.short_documents:
-        return NONE_LEFT_OUT
-    return LeftOut(document_start, route.short_documents)
 
 
 def _taken_over(plan: SelectedPlan, config: NSAConfig, deterministic: bool) -> InitialLocal:

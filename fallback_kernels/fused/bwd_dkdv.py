@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import Splits
-from nsa_flex.fallback_kernels.common.documents import are_short
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, all_have_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tma import descriptor
@@ -43,7 +44,7 @@ def key_gradients(
     initial_local: InitialLocal,
     window_size: int,
     scale: float,
-    left_out: int = 0,
+    kinds: Tensor | None = None,
 ) -> Splits:
     """dK and dV of the sliding branch and the local blocks, plus `selected_sums`, by splits.
 
@@ -56,7 +57,7 @@ def key_gradients(
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
         document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
-        left_out: results of documents of up to so many tokens may be anything.
+        kinds: of `block_kinds`; results of short documents are left to other kernels.
     """
     key, value = (rows_contiguous(x) for x in (key, value))
     query, grad = (x.transpose(1, 2) for x in (rows.query, rows.grad))
@@ -83,6 +84,7 @@ def key_gradients(
         descriptor(grad, local_block_m),
         stats_descriptor(stats, local_block_m),
         document_start,
+        kinds,
         None if document_start is None else last_queries(document_start, tiles.block_n),
         *((None, None) if selected_sums is None else selected_sums),
         grad_key,
@@ -102,7 +104,6 @@ def key_gradients(
         LOCAL=initial_local.num_local,
         LOCAL_BLOCK_M=local_block_m,
         SPLITS=splits,
-        LEFT_OUT=left_out,
         **plan.constants(tiles),
     )
     return Splits(grad_key, grad_value)
@@ -156,11 +157,13 @@ def in_document(document_start_ptr, token, key, stop, num_tokens, ONE_DOCUMENT: 
     return same
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "sum_tokens", "window"])
 def fused_bwd_dkdv_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, stats_ptr,
     query_desc, key_desc, value_desc, grad_out_desc, stats_desc,
-    local_query_desc, local_grad_out_desc, local_stats_desc, document_start_ptr, last_query_ptr,
+    local_query_desc, local_grad_out_desc, local_stats_desc,
+    document_start_ptr, kinds_ptr, last_query_ptr,
     sum_key_ptr, sum_value_ptr, grad_key_ptr, grad_value_ptr,
     query_stride_b, query_stride_h, query_stride_s,
     key_stride_b, key_stride_h, key_stride_s,
@@ -172,7 +175,6 @@ def fused_bwd_dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
-    LEFT_OUT: tl.constexpr,
 ):  # fmt: skip
     """dV_j = sum_c gate_c p_cj dO and dK_j = scale * sum_c gate_c p_cj (dO v_j - delta_c) q.
 
@@ -193,7 +195,9 @@ def fused_bwd_dkdv_kernel(
     h = cta // tiles % kv_heads
     start = cta % tiles * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    if LEFT_OUT > 0 and are_short(document_start_ptr, b, key, num_tokens, LEFT_OUT):
+    if kinds_ptr is not None and all_have_kind(
+        kinds_ptr, b, key, num_tokens, SHORT_DOCUMENT, BLOCK_SIZE
+    ):
         return
     keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
     values = HeadRows(

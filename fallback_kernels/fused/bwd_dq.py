@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import are_long, is_span_short
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind, span_has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tma import descriptor
@@ -36,6 +37,7 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
 )
 
 ZEROS = 1024  # numbers that one CTA sets to zero at a time
+ZEROS_BLOCKS = tl.constexpr(4)  # blocks of the tokens whose vectors a CTA sets to zero, at most
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ def query_gradients(
     window_size: int,
     scale: float,
     zeroed: tuple[Tensor, ...] | None = None,
-    left_out: int = 0,
-    into: Tensor | None = None,
+    kinds: Tensor | None = None,
+    grad_query: Tensor | None = None,
 ) -> QueryGradients:
     """dQ of the compressed branch, the sliding branch, initial and local blocks.
 
@@ -114,14 +116,15 @@ def query_gradients(
         document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
         initial_local: where it has any, the selected branch has the same keys and values.
         zeroed: one tensor or two (1 or 2, B, tokens, Hkv, ·), contiguous, that are set to 0.
-        left_out: of documents of up to so many tokens dQ stays as it is, the rest may be anything.
-        into: dQ, contiguous; None for a new one.
+        kinds: of `block_kinds`. Of short documents dQ stays as it is, and nothing else is written.
+        grad_query: memory of dQ, contiguous; None for new memory.
     """
     first, second, *_ = (*(zeroed or ()), None, None)
     key, value = (rows_contiguous(x) for x in (key, value))
     plan = SlidingPlan.of(rows.query.transpose(1, 2), key, value)
     tiles = plan.dq_tiles()
-    grad_query = torch.empty_like(rows.query) if into is None else into
+    if grad_query is None:
+        grad_query = torch.empty_like(rows.query)
     stats = empty_stats(plan.batch, 4 * plan.query_heads, plan.tokens, rows.query.device)
     fused_bwd_dq_kernel[(plan.query_ctas(tiles),)](
         *rows.all(),
@@ -132,6 +135,7 @@ def query_gradients(
         descriptor(key, tiles.block_n),
         descriptor(value, tiles.block_n),
         document_start,
+        kinds,
         *compressed_parts,
         grad_query,
         stats,
@@ -155,7 +159,6 @@ def query_gradients(
         BLOCK_SIZE=initial_local.block_size,
         INITIAL=initial_local.num_initial,
         LOCAL=initial_local.num_local,
-        LEFT_OUT=left_out,
         **plan.query_tile_constants(tiles),
     )
     return QueryGradients(grad_query, stats)
@@ -163,24 +166,22 @@ def query_gradients(
 
 @triton.jit
 def _store_zeros(
-    ptr, count, rows, tokens, width, document_start_ptr, num_tokens, LEFT_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ptr, count, rows, tokens, width, kinds_ptr, num_tokens,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sets this CTA's share of `count` vectors of `width` numbers to 0, (1 or 2, rows, tokens).
 
-    LEFT_OUT: but for shares of documents of up to so many tokens alone.
+    Shares of short documents' tokens alone stay as they are.
     """
     share = (count + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, count)
-    if LEFT_OUT > 0:
+    if kinds_ptr is not None:
         row = begin // tokens
-        # What follows the last token is of its block, and so of its document.
-        first = tl.minimum(begin - row * tokens, num_tokens - 1)
-        last = tl.minimum(end - 1 - row * tokens, num_tokens - 1)
-        short = is_span_short(
-            document_start_ptr, row % rows, first, last, num_tokens, LEFT_OUT, 0, 2
-        )
+        short = span_has_kind(
+            kinds_ptr, row % rows, begin - row * tokens, end - 1 - row * tokens, num_tokens,
+            SHORT_DOCUMENT, BLOCK_SIZE, ZEROS_BLOCKS,
+        )  # fmt: skip
         if short & (end <= (row + 1) * tokens):
             end = begin
     ptr += begin.to(tl.int64) * width
@@ -246,6 +247,7 @@ def add_dq_tile(
     return tl.dot(grad_logits.to(k.dtype), k, acc, input_precision=PRECISION)
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "zeros_rows", "zeros_tokens", "window", "rows",
@@ -255,7 +257,7 @@ def add_dq_tile(
 def fused_bwd_dq_kernel(
     query_ptr, grad_out_ptr,
     selected_lse_ptr, delta_selected_ptr, sliding_lse_ptr, delta_sliding_ptr, signed_ptr, gate_ptr,
-    key_ptr, value_ptr, key_desc, value_desc, document_start_ptr,
+    key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, kinds_ptr,
     part0, part1, part2, part3, grad_query_ptr, stats_ptr,
     first_zeros_ptr, second_zeros_ptr,
     key_stride_b, key_stride_h, key_stride_s,
@@ -265,7 +267,7 @@ def fused_bwd_dq_kernel(
     scale, scale_log2,
     rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr, ZEROS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LEFT_OUT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -278,7 +280,7 @@ def fused_bwd_dq_kernel(
     of the selected gate where that may not be the sign it has; and a share of zeros for the sums
     that start there.
 
-    LEFT_OUT: documents of up to so many tokens have none of these.
+    With `kinds_ptr`, none of it is written for short documents.
     """
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
@@ -287,15 +289,15 @@ def fused_bwd_dq_kernel(
     if first_zeros_ptr is not None:
         _store_zeros(
             first_zeros_ptr, first_zeros, zeros_rows, zeros_tokens, kv_heads * HEAD_DIM,
-            document_start_ptr, num_tokens, LEFT_OUT, ZEROS,
+            kinds_ptr, num_tokens, BLOCK_SIZE, ZEROS,
         )  # fmt: skip
     if second_zeros_ptr is not None:
         _store_zeros(
             second_zeros_ptr, second_zeros, zeros_rows, zeros_tokens, kv_heads * VALUE_DIM,
-            document_start_ptr, num_tokens, LEFT_OUT, ZEROS,
+            kinds_ptr, num_tokens, BLOCK_SIZE, ZEROS,
         )  # fmt: skip
-    if LEFT_OUT > 0:
-        row_mask &= are_long(document_start_ptr, b, token, num_tokens, LEFT_OUT)
+    if kinds_ptr is not None:
+        row_mask &= ~has_kind(kinds_ptr, b, token, num_tokens, SHORT_DOCUMENT, BLOCK_SIZE)
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
@@ -388,8 +390,8 @@ def fused_bwd_dq_kernel(
         )  # fmt: skip
     end -= full_tiles * BLOCK_N
 
-    rest = tl.maximum(end - tl.maximum(first - window + 1, lowest), 0)
-    for i in tl.range(0, (rest + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
+    edge_keys = tl.maximum(end - tl.maximum(first - window + 1, lowest), 0)
+    for i in tl.range(0, (edge_keys + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
         start = end - (i + 1) * EDGE_BLOCK_N
         edge_k, edge_v = load_key_value(
             keys, values, start, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, is_span_short
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, span_has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import lse_in_base2
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
@@ -76,7 +77,8 @@ def gated_sum_gradients(
     compressed_lse: Tensor | None = None,
     *,
     rows: Tensor | None = None,
-    left_out: LeftOut = NONE_LEFT_OUT,
+    kinds: Tensor | None = None,
+    block_size: int = 1,
     around: int = 0,
 ) -> tuple[Tensor, SumGradients]:
     """Gradients of the gates (B, S, H, 3), and what the branches' backward takes for its own.
@@ -88,11 +90,12 @@ def gated_sum_gradients(
         gates: (B, H, S, 3), any strides, any real numbers.
         compressed_lse: float32 (B, H, S), any strides, -inf for a query that sees nothing; None
             where that branch's backward has rows in another order, the fold's.
-        rows: takes a copy of `grad`; without `left_out`.
-        left_out: whose results may be anything, but `around` longer documents, up to so many
-            tokens from them, where they are read and multiplied by 0.
+        rows: takes a copy of `grad`; without `kinds`.
+        kinds: of `block_kinds` for blocks of `block_size` tokens. Rows of short documents are left
+            to other kernels, but for those up to `around` tokens from longer ones, which are read
+            there and multiplied by 0.
     """
-    assert rows is None or left_out.document_start is None
+    assert rows is None or kinds is None
     batch, tokens, heads, dim = selected.shape
     grad_gates = gates.new_empty((batch, tokens, heads, 3))
     shape = (num_stats(compressed_lse), batch, tokens, heads)
@@ -102,7 +105,8 @@ def gated_sum_gradients(
     num_rows = batch * tokens * heads
     contiguous = grad.is_contiguous()
     # More rows a CTA where many leave: a CTA costs more than its look at the documents.
-    tiles = 1 if left_out.document_start is None else LEAVING_TILES
+    tiles = 1 if kinds is None else LEAVING_TILES
+    span = BLOCK_ROWS * tiles + 2 * around  # tokens, at most
     fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS * tiles),)](
         grad,
         compressed,
@@ -118,7 +122,7 @@ def gated_sum_gradients(
         rows,
         compressed_lse,
         *of_compressed,
-        left_out.document_start,
+        kinds,
         *((0, 0, 0, 0) if contiguous else grad.stride()),
         *gates.stride(),
         *(compressed_lse.stride() if compressed_lse is not None else (0, 0, 0)),
@@ -126,22 +130,15 @@ def gated_sum_gradients(
         tokens,
         heads,
         CONTIGUOUS=contiguous,
-        LEFT_OUT=left_out.tokens,
+        SELECT=block_size,
         AROUND=around,
-        PROBES=_probes(left_out, BLOCK_ROWS * tiles + 2 * around),
+        BLOCKS=1 if kinds is None else next_power_of_2(cdiv(span, block_size) + 1),
         TILES=tiles,
         DIM=dim,
         BLOCK_D=next_power_of_2(dim),
         BLOCK_M=BLOCK_ROWS,
     )
     return grad_gates, SumGradients(signed, stats)
-
-
-def _probes(left_out: LeftOut, tokens: int) -> int:
-    """How many tokens tell whether none of so many, or fewer, is of a long document."""
-    if left_out.document_start is None:
-        return 1
-    return next_power_of_2(cdiv(tokens, left_out.tokens) + 1)
 
 
 def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
@@ -213,32 +210,35 @@ def split_row(row, num_rows, num_tokens, heads):
     return token // num_tokens, token % num_tokens, row % heads, row < num_rows
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def fused_bwd_gates_kernel(
     grad_ptr, compressed_ptr, selected_ptr, sliding_ptr, selected_lse_ptr, gate_ptr,
     signed_ptr, grad_gate_ptr, selected_stats_ptr, delta_selected_ptr, delta_sliding_ptr,
     copy_ptr, compressed_lse_ptr, gated_compressed_lse_ptr, compressed_delta_ptr,
-    document_start_ptr,
+    kinds_ptr,
     grad_stride_b, grad_stride_s, grad_stride_h, grad_stride_d,
     stride_b, stride_h, stride_s, stride_c, lse_stride_b, lse_stride_h, lse_stride_s,
     num_rows, num_tokens, heads,
-    CONTIGUOUS: tl.constexpr, LEFT_OUT: tl.constexpr, AROUND: tl.constexpr, PROBES: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, SELECT: tl.constexpr, AROUND: tl.constexpr, BLOCKS: tl.constexpr,
     TILES: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """CTA of (token, head) rows, TILES tiles of BLOCK_M: what `SumGradients` holds.
 
-    CONTIGUOUS: whether the gradient is, and its strides are not read. LEFT_OUT: results of
-    documents of up to so many tokens may be anything more than AROUND tokens from longer ones.
+    CONTIGUOUS: whether the gradient is, and its strides are not read. With `kinds_ptr`, of blocks
+    of SELECT tokens, CTAs leave whose tokens are all short documents', AROUND tokens before and
+    behind them too.
     """
     first_row = tl.program_id(0).to(tl.int64) * (BLOCK_M * TILES)
-    if LEFT_OUT > 0:
+    if kinds_ptr is not None:
         first = first_row // heads
         last = (tl.minimum(first_row + BLOCK_M * TILES, num_rows) - 1) // heads
         of_first = first // num_tokens
         first, last = first - of_first * num_tokens, last - of_first * num_tokens
-        if (last < num_tokens) & is_span_short(
-            document_start_ptr, of_first, first, last, num_tokens, LEFT_OUT, AROUND, PROBES
-        ):
+        if (last < num_tokens) & span_has_kind(
+            kinds_ptr, of_first, first - AROUND, last + AROUND, num_tokens,
+            SHORT_DOCUMENT, SELECT, BLOCKS,
+        ):  # fmt: skip
             return
     for tile in range(TILES):
         row = first_row + tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -290,6 +290,7 @@ def fused_bwd_gates_kernel(
             tl.store(compressed_delta_ptr + row, delta, mask=row_mask)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def switch_gate_sign_kernel(
     signed_ptr, gate_ptr, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads,
@@ -327,6 +328,7 @@ def signs_differ(
     return (compressed_gate < 0) != (selected_gate < 0)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "rows", "first1", "first2", "first3", "reach"])
 def fold_gated_lse_kernel(
     lse_ptr, gate_ptr, out0, out1, out2, out3, stride_b, stride_h, stride_s,

@@ -9,19 +9,14 @@ need not know.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
-from nsa_flex.fallback_kernels.common.documents import (
-    NONE_EARLY,
-    NONE_LEFT_OUT,
-    Early,
-    LeftOut,
-)
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, SHORT_QUERIES
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous
 from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradients
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
@@ -60,23 +55,23 @@ def attend_compressed(
     scale: float,
     kernels: Literal["cudnn", "ranges"],
     offsets: Tensor | None = None,
-    early: Early = NONE_EARLY,
+    kinds: Tensor | None = None,
 ) -> CompressedOutput:
     """The compressed branch of queries (B, S, H, D), contiguous.
 
     document_start: int32 (B, S), first key of each query's document; None for one document.
     kernels: as of `Route.compressed`.
     offsets: int32 (B, Hkv), position of query 0; None where that is key 0.
-    early: whose results may be anything.
+    kinds: of `block_kinds`; results of short queries are left to other kernels.
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
     if kernels == "ranges":
-        bounds = _bounds(rows, document_start, key, config, offsets, early=early.tokens)
+        bounds = _bounds(rows, document_start, key, config, offsets, kinds, SHORT_QUERIES)
         out, lse = ranges_forward(
             *(rows.transpose(1, 2), key, value, *bounds, scale),
             lse_by_head=document_start is None,
-            leave=early.tokens > 0,
+            leave=kinds is not None,
         )
         return CompressedOutput((out.transpose(1, 2),) * NUM_PARTS, fold_of(tokens, 1, 1), lse)
     fold = _fold(tokens, config)
@@ -102,13 +97,13 @@ def compressed_gradients(
     config: NSAConfig,
     scale: float,
     kernels: Literal["cudnn", "ranges"],
-    left_out: LeftOut = NONE_LEFT_OUT,
+    kinds: Tensor | None = None,
 ) -> CompressedGradients:
     """Gradients of what `attend_compressed` took; `out` and `lse` are what it returned.
 
     sums: where range attention runs, what it is if it was given the log-sum-exp of this branch.
     out: (B, S, H, D), contiguous; not read where range attention runs.
-    left_out: whose results may be anything.
+    kinds: of `block_kinds`; results of short documents are left to other kernels.
     """
     keys = (rows_contiguous(key), rows_contiguous(value))
     tokens = rows.shape[1]
@@ -116,12 +111,13 @@ def compressed_gradients(
         grad_query, splits = ranges_gradients(
             rows.transpose(1, 2),
             *keys,
-            *_bounds(rows, document_start, key, config, left_out=left_out.tokens),
+            *_bounds(rows, document_start, key, config, None, kinds, SHORT_DOCUMENT),
             sums.compressed_lse.transpose(1, 2),
             sums.compressed_delta.transpose(1, 2),
             sums.signed.transpose(1, 2),
             scale,
-            left_out,
+            kinds,
+            config.select_block_size,
             config.compress_stride,
         )
         if not is_host_bound(rows.shape[0] * rows.shape[1]):  # memory counts, not a launch
@@ -155,8 +151,8 @@ def _bounds(
     key: Tensor,
     config: NSAConfig,
     offsets: Tensor | None = None,
-    left_out: int = 0,
-    early: int = 0,
+    kinds: Tensor | None = None,
+    kind: Any = SHORT_QUERIES,
 ) -> tuple[Tensor, Tensor]:
     tokens, sizes = rows.shape[1], (config.compress_block_size, config.compress_stride)
     if document_start is not None or offsets is not None:
@@ -164,7 +160,8 @@ def _bounds(
         of_rows = None if offsets is None else offsets[:, 0].contiguous()
         numbers = [key.shape[2], *sizes]
         return launch_bounds(
-            *(tokens, 0, of_rows, document_start, rows.device, numbers), left_out, early
+            *(tokens, 0, of_rows, document_start, rows.device, numbers),
+            *(kinds, kind, config.select_block_size),
         )
     # By PyTorch's operators: what follows from no tensor, a launch plan keeps.
     block, stride = sizes

@@ -10,27 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.documents import (
-    NONE_EARLY,
-    NONE_LEFT_OUT,
-    Early,
-    LeftOut,
-)
+from nsa_flex.fallback_kernels.common.block_kinds import block_kinds
 from nsa_flex.fallback_kernels.common.every_block import every_block
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.compressed_branch import CompressedOutput, attend_compressed
-from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import sliding_epilogue
+from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import SlidingEpilogue, sliding_epilogue
 from nsa_flex.fallback_kernels.fused.route import Route, plan_selected
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
-from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
+from nsa_flex.fallback_kernels.selected.config import index_words
+from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.short.fwd import (
     Selected,
     ShortResults,
@@ -42,6 +37,20 @@ from nsa_flex.fallback_kernels.topk.interface import run_topk
 CoreTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+def forward_kinds(document_start: Tensor | None, config: NSAConfig, route: Route) -> Tensor | None:
+    """What `block_kinds` says where the first queries of documents are short.
+
+    Where the route relies on `max_document_length`, the device checks it.
+    """
+    if document_start is None:
+        return None
+    longest = route.longest if route.longest < document_start.shape[1] else None
+    if longest is None and not route.short_queries:
+        return None
+    kinds = block_kinds(document_start, config, route.short_documents, longest)
+    return kinds if route.short_queries else None
+
+
 def run_forward(
     tensors: tuple[Tensor, ...],
     own: tuple[Tensor, Tensor] | None,
@@ -50,22 +59,20 @@ def run_forward(
     scale: float,
     differentiable: bool,
     route: Route,
+    kinds: Tensor | None,
     offsets: Tensor | None = None,
 ) -> CoreTensors:
-    """The results of `core_forward`; `own`: keys and values of the sliding branch, if others."""
+    """The results of `core_forward`; `own`: keys and values of the sliding branch, if others.
+
+    kinds: of `forward_kinds`.
+    """
     query, key, value, compressed_key, compressed_value, gates = tensors
     tokens = query.shape[2]
     rows = query.transpose(1, 2).contiguous()
     q = rows.transpose(1, 2)
-    early, left_out = NONE_EARLY, NONE_LEFT_OUT
-    if document_start is not None:
-        if route.short_queries:
-            early = Early(document_start, route.short_queries)
-        if route.short_documents:
-            left_out = LeftOut(document_start, route.short_documents)
     compressed = attend_compressed(
         *(rows, compressed_key, compressed_value, document_start, config, scale),
-        *(route.compressed, offsets, early),
+        *(route.compressed, offsets, kinds),
     )
     blocks = run_topk(
         q,
@@ -79,123 +86,101 @@ def run_forward(
         route.longest,
     )
     index = _empty_index(q, value, blocks, config, differentiable)
-    documents = document_start is not None
-    plan = plan_selected(q, key, value, config, documents, route.needs_index, offsets is not None)
-    storage = index if route.needs_index else None
-    keys = (rows_contiguous(key), rows_contiguous(value))
-    prepared = Prepared(plan, q, *keys, blocks, scale, storage, offsets, left_out, early)
+    plan = plan_selected(
+        *(q, key, value, config),
+        document_start is not None,
+        route.needs_index,
+        offsets is not None,
+    )
+    prepare = partial(
+        selected_prepare.prepare,
+        *(plan, q, rows_contiguous(key), rows_contiguous(value), blocks, scale),
+        storage=index if route.needs_index else None,
+        offsets=offsets,
+    )
     run_short = partial(short_forward, (q, *tensors[1:]), own, document_start, config, scale)
     if route.forward == "masked":
-        results = _run_masked(prepared, run_short, compressed, differentiable, route)
+        if route.needs_index:
+            prepare()
+        selection = Selected(blocks, compressed.parts[0], compressed.lse)
+        results = _run_masked(q, value, selection, kinds, run_short, differentiable, route)
         return _core_tensors(results, blocks, index)
-    call = (prepared, own or (key, value), document_start, config.window_size, compressed, gates)
-    run = _run_epilogue if route.forward == "epilogue" else _run_two_kernels
-    results = run(*call, differentiable, route.compressed == "ranges")
-    if route.short_queries:
-        # The kernels before left these queries out, or computed something: this stands.
-        found = results._replace(compressed=compressed.parts[0])
-        run_short(route.short_queries, save=differentiable, into=found)
+    results = _run_selected(
+        partial(prepare, kinds=kinds),
+        *(q, own or (key, value), document_start, config.window_size, scale),
+        *(compressed, gates, offsets),
+        save=differentiable,
+        route=route,
+    )
+    if kinds is not None:  # overwrites the results of short queries, where there are any
+        run_short(
+            route.short_queries,
+            save=differentiable,
+            kinds=kinds,
+            results=results._replace(compressed=compressed.parts[0]),
+        )
     return _core_tensors(results, blocks, index)
 
 
-class Prepared(NamedTuple):
-    """What `selected.prepare` and the selected branch's forward take."""
-
-    plan: SelectedPlan
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    blocks: Tensor
-    scale: float
-    storage: Tensor | None  # the index that the backward reads
-    offsets: Tensor | None
-    left_out: LeftOut
-    early: Early
-
-    def options(self) -> dict[str, Any]:
-        """The last four, by name."""
-        return dict(list(self._asdict().items())[6:])
-
-
 def _run_masked(
-    prepared: Prepared,
+    query: Tensor,
+    value: Tensor,
+    selection: Selected,
+    kinds: Tensor | None,
     run_short: Callable[..., ShortResults],
-    compressed: CompressedOutput,
-    differentiable: bool,
+    save: bool,
     route: Route,
 ) -> ShortResults:
     """One kernel that attends documents whole, and one for short queries where the route says."""
-    if route.needs_index:
-        selected_prepare.prepare(*prepared[:6], storage=prepared.storage)
-    selection = Selected(prepared.blocks, compressed.parts[0], compressed.lse)
-    found, save = None, differentiable
-    if route.short_queries:
-        found = empty_results(prepared.query, prepared.value, True, save, selection)
-        run_short(route.short_queries, save=save, into=found)
-    results = run_short(route.longest, save=save, chosen=selection, into=found)
+    results = empty_results(query, value, True, save, selection)
+    if kinds is not None:
+        run_short(route.short_queries, save=save, kinds=kinds, results=results)
+    run_short(route.longest, save=save, selection=selection, kinds=kinds, results=results)
     return results if save else results._replace(compressed=results.compressed.new_empty(0))
 
 
-def _run_epilogue(
-    prepared: Prepared,
-    _window_keys: tuple[Tensor, Tensor],
-    document_start: Tensor | None,
-    window: int,
-    compressed: CompressedOutput,
-    gates: Tensor,
-    differentiable: bool,
-    is_whole: bool,
-) -> ShortResults:
-    """Partial outputs of top-k blocks, then one kernel for all the rest.
-
-    is_whole: whether the compressed branch is one part, in the order of tokens.
-    """
-    selection = selected_prepare.prepare(*prepared[:6], **prepared.options())
-    parts = compressed.parts
-    last = fwd_epilogue.fwd_epilogue(
-        *(selection, document_start, window, parts, compressed.fold, gates),
-        save=differentiable,
-        save_compressed=differentiable and not is_whole,
-    )
-    return ShortResults(
-        last.out,
-        parts[0] if differentiable and is_whole else last.compressed,
-        compressed.lse,
-        last.selected,
-        last.selected_lse,
-        last.sliding,
-        last.sliding_lse,
-    )
-
-
-def _run_two_kernels(
-    prepared: Prepared,
+def _run_selected(
+    prepare: Callable[[], Selection],
+    query: Tensor,
     window_keys: tuple[Tensor, Tensor],
     document_start: Tensor | None,
     window: int,
+    scale: float,
     compressed: CompressedOutput,
     gates: Tensor,
-    differentiable: bool,
-    is_whole: bool,
+    offsets: Tensor | None,
+    *,
+    save: bool,
+    route: Route,
 ) -> ShortResults:
-    """The selected branch, then the sliding branch with the gates; as `_run_epilogue`."""
-    selected, selected_lse = (
-        x.transpose(1, 2) for x in selected_forward.forward(*prepared[:6], **prepared.options())
-    )
-    parts = compressed.parts
-    last = sliding_epilogue(
-        prepared.query,
-        *(*window_keys, document_start, window, prepared.scale),
-        *(parts, compressed.fold, selected, gates),
-        save=differentiable,
-        save_compressed=differentiable and not is_whole,
-        offsets=prepared.offsets,
-    )
+    """The other two branches and the gated sum, as `Route.forward` says."""
+    parts, fold, compressed_lse = compressed
+    is_whole = route.compressed == "ranges"  # one part, in the order of tokens
+    save_compressed = save and not is_whole
+    last: fwd_epilogue.Epilogue | SlidingEpilogue
+    if route.forward == "epilogue":
+        last = fwd_epilogue.fwd_epilogue(
+            *(prepare(), document_start, window, parts, fold, gates),
+            save=save,
+            save_compressed=save_compressed,
+        )
+        selected, selected_lse = last.selected, last.selected_lse
+    else:
+        selected, selected_lse = (x.transpose(1, 2) for x in selected_forward.forward(prepare()))
+        last = sliding_epilogue(
+            *(query, *window_keys, document_start, window, scale),
+            *(parts, fold, selected, gates),
+            save=save,
+            save_compressed=save_compressed,
+            offsets=offsets,
+        )
+        if not save:
+            selected = selected.new_empty(0)
     return ShortResults(
         last.out,
-        parts[0] if differentiable and is_whole else last.compressed,
-        compressed.lse,
-        selected if differentiable else selected.new_empty(0),
+        parts[0] if save and is_whole else last.compressed,
+        compressed_lse,
+        selected,
         selected_lse,
         last.sliding,
         last.sliding_lse,

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason, supports_tma
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
     MIN_LOGIT,
@@ -251,6 +252,7 @@ def attend_initial_blocks(
     return acc, row_max, row_sum
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "first_head", "chunk_start", "tiles_per_head", "num_tokens", "window",

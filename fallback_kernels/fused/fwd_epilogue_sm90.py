@@ -32,6 +32,7 @@ from nsa_flex.fallback_kernels.common.gluon import (
     tma_store,
     to_float32,
 )
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, MIN_LOGIT
 from nsa_flex.fallback_kernels.common.strides import has_tma_strides
 from nsa_flex.fallback_kernels.common.tiles import tile_width
@@ -278,6 +279,7 @@ def write_early_tile(
     gl.store(pointer, buffer.load(MEMORY), mask=mask)
 
 
+@recordable
 @gluon.jit(
     do_not_specialize=[
         "first_head", "chunk_start", "tiles_per_head", "num_tokens", "window",

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -127,6 +128,7 @@ def sliding_epilogue(
     return SlidingEpilogue(out, lse, sliding, compressed)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "rows", "first1", "first2", "first3", "reach"])
 def unfold_lse_kernel(
     lse0, lse1, lse2, lse3, out_ptr,
@@ -171,6 +173,7 @@ def load_compressed(
     return tl.load(pointer, mask=mask, other=0.0)
 
 
+@recordable
 @triton.jit(
     do_not_specialize=["num_tokens", "window", "rows", "first1", "first2", "first3", "reach"]
 )

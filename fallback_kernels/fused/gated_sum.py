@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
@@ -141,6 +142,7 @@ def load_gate(
 # Strides of tensor x are xb, xh, xs and xd: batch, head, token and last dimension.
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def gated_sum_fwd_kernel(
     x0, x1, x2, gates, out,
@@ -162,6 +164,7 @@ def gated_sum_fwd_kernel(
     tl.store(out, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def gated_sum_bwd_kernel(
     grad, x0, x1, x2, gates, g0, g1, g2, grad_gates,

@@ -19,13 +19,18 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.fused.backward import (
     Kept,
     Short,
+    backward_kinds,
     run_backward,
     run_branches_backward,
     run_gates_backward,
     run_short_backward,
 )
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, num_stats
-from nsa_flex.fallback_kernels.fused.forward import run_forward, run_short_forward
+from nsa_flex.fallback_kernels.fused.forward import (
+    forward_kinds,
+    run_forward,
+    run_short_forward,
+)
 from nsa_flex.fallback_kernels.fused.route import (
     BackwardRoute,
     backward_route_of,
@@ -151,7 +156,7 @@ def core_forward(
     is `differentiable`: the index and the outputs of the branches. `deterministic` is for the
     backward. Without keys and values of its own the sliding branch has the selected one's.
     `counts` are an `NSAConfig`'s, `document_start` and `max_document_length` are what
-    `core_attention` takes. Without `return_blocks` the blocks may be anything. `offsets`: int32
+    `core_attention` takes. Without `return_blocks` the blocks are undefined. `offsets`: int32
     (B, Hkv), contiguous, key index of each row's query 0, in [0, Sk - S]; without gradients.
     """
     tensors = (query, key, value, compressed_key, compressed_value, gates)
@@ -173,9 +178,10 @@ def core_forward(
             has_offset=offsets is not None,
             own_window_keys=own is not None,
         )
+        kinds = forward_kinds(document_start, config, route)
         if route.forward == "short":
             return run_short_forward(*call, return_blocks)
-        return run_forward(*call, route, offsets)
+        return run_forward(*call, route, kinds, offsets)
 
 
 def _backward_route(
@@ -362,12 +368,13 @@ def core_backward_branches(
     grad = None if grad is None else grad.contiguous()
     config = NSAConfig.of_counts(counts)
     kept = Kept(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index)
-    short = None
-    if grad_query is not None and short_stats is not None:
-        short = Short(grad_query, short_stats[..., : inputs[0].shape[2]])
     route = _backward_route(inputs, counts, document_start, max_document_length)
-    call = (inputs, kept, document_start, scale, config, deterministic, route, short)
     with torch.cuda.device_of(signed):
+        short = None
+        kinds = backward_kinds(document_start, config, route)
+        if grad_query is not None and short_stats is not None and kinds is not None:
+            short = Short(grad_query, short_stats[..., : inputs[0].shape[2]], kinds)
+        call = (inputs, kept, document_start, scale, config, deterministic, route, short)
         grads = run_branches_backward(grad, SumGradients(signed, stats), *call)
     return grads if short is None else (signed.new_empty(0), *grads[1:])
 

@@ -1,19 +1,28 @@
-"""Calls of operators that do without PyTorch's machinery where nobody watches it.
+"""Calls of operators without the layers of `torch.library`, where nobody watches them.
 
-An operator written in Python goes through its dispatcher several times a call, with autograd more
-than a hundred microseconds. A plain eager call on CUDA tensors needs none of it: the body and its
-gradients are one `torch.autograd.Function`. Traced, watched or profiled, and in the second
-derivative, the operator itself is called. Compiled code calls the operator too, which then has
-nothing left to differentiate, and comes to the body at once.
+An operator made by `torch.library.custom_op` goes through two Python functions of PyTorch's around
+its body, one for gradients and one that looks whether results share memory with arguments; each
+gets arguments and results made anew by the dispatcher. A plain call on CUDA needs neither:
+
+- eager, body and gradients are one `torch.autograd.Function`, and no dispatcher is asked;
+- compiled code calls the operator, which has nothing left to differentiate: a kernel of ours, for
+  CUDA and the dispatch key of its autograd, runs the body at once.
+
+Every other call (traced, watched, profiled, with gradients inside compiled code, in the second
+derivative) goes through the operator as PyTorch made it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import make_autograd_impl  # what `register_autograd` registers
+
+_libraries: list[torch.library.Library] = []  # a library that is gone takes its kernels along
 
 
 def is_plain(x: Tensor) -> bool:
@@ -46,7 +55,7 @@ def directly(
             wrap the others; `backward` gets the gradient of that one.
     """
     body = operator._init_fn
-    shorten(operator)
+    register_kernels(operator)
 
     if setup_context is None or backward is None:
 
@@ -79,44 +88,26 @@ def directly(
     return with_gradients
 
 
-def shorten(operator: Any) -> None:
-    """Plain calls of the operator's overload without gradients go to its body.
+@functools.cache
+def register_kernels(operator: Any, device: str = "CUDA") -> None:
+    """Registers kernels of the operator that run its body at once, in plain calls without
+    gradients.
 
-    Compiled code makes such calls, from Python. The dispatcher takes each through two functions of
-    `torch.library`, with all arguments and results made anew for either.
+    On a CPU, a call of an operator of twelve arguments takes 33 µs by `custom_op` alone, 21 with a
+    kernel for the device, 9 with both kernels; the body itself 3.5.
     """
-    overload = operator._opoverload
-    dispatch = getattr(overload, "_op", None)  # what the overload calls
-    if dispatch is None or hasattr(dispatch, "shortens"):
-        return
-    body = operator._init_fn
-    behind = _defaults(overload._schema)
+    body, formula = operator._init_fn, make_autograd_impl(operator._opoverload, operator)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        others = behind.get(len(args))
-        if others is None or torch.is_grad_enabled() or not is_plain(_first_tensor(args)):
-            return dispatch(*args, **kwargs)
-        if others:  # which the body takes by position: its launch plans want that
-            given = {**others, **kwargs}
-            if len(given) > len(others):
-                return dispatch(*args, **kwargs)  # which says what is wrong
-            return body(*args, *given.values())
-        return dispatch(*args, **kwargs) if kwargs else body(*args)
+    def below_autograd(keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() or not is_plain(_first_tensor(args)):
+            return formula(keyset, *args)
+        return body(*args)
 
-    call.shortens = dispatch  # type: ignore[attr-defined]
-    overload._op = call
-
-
-def _defaults(schema: Any) -> dict[int, dict[str, Any]]:
-    """By a number of arguments, of those that may be left out behind them: name and default."""
-    parameters = schema.arguments
-    number = len(parameters)
-    while number and parameters[number - 1].has_default_value():
-        number -= 1
-    return {
-        first: {x.name: x.default_value for x in parameters[first:]}
-        for first in range(max(number, 1), len(parameters) + 1)
-    }
+    namespace, name = operator._qualname.split("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.impl(name, below_autograd, f"Autograd{device}", with_keyset=True)
+    library.impl(name, body, device)
+    _libraries.append(library)
 
 
 def _first_tensor(args: tuple[Any, ...]) -> Tensor:

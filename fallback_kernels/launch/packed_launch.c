@@ -14,7 +14,6 @@
 
 #define MAX_BYTES 8192
 #define MAX_PARAMETERS 256
-#define MAX_REGISTERS 64 /* of `launch_with` */
 
 /* Where an address goes: byte of the parameters, register, bytes behind the register's address. */
 typedef struct {
@@ -148,29 +147,19 @@ static CUresult need_context(int number) {
   return code;
 }
 
-/* Of all registers: a list, or where that is NULL an array. */
-typedef struct {
-  PyObject *list;
-  const uint64_t *array;
-  Py_ssize_t number;
-} Addresses;
-
-static int read_address(const Addresses *addresses, const Patch *patch, uint64_t *address) {
-  if (patch->from >= (uint32_t)addresses->number) {
+/* addresses: of all registers, a list. */
+static int read_address(PyObject *addresses, const Patch *patch, uint64_t *address) {
+  if (patch->from >= (uint32_t)PyList_GET_SIZE(addresses)) {
     PyErr_SetString(PyExc_IndexError, "a register that is not there");
     return 0;
   }
-  if (addresses->list == NULL) {
-    *address = addresses->array[patch->from] + patch->offset;
-    return 1;
-  }
-  PyObject *item = PyList_GET_ITEM(addresses->list, patch->from);
+  PyObject *item = PyList_GET_ITEM(addresses, patch->from);
   *address = PyLong_AsUnsignedLongLong(item) + patch->offset;
   return !PyErr_Occurred();
 }
 
 /* Launches what a capsule holds; 0 with an exception set where it fails. */
-static int launch_one(PyObject *capsule, const Addresses *addresses, CUstream stream) {
+static int launch_one(PyObject *capsule, PyObject *addresses, CUstream stream) {
   const Launch *x = PyCapsule_GetPointer(capsule, NULL);
   if (x == NULL) return 0;
   CUlaunchConfig config = x->config;
@@ -212,56 +201,9 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t number
   }
   CUstream stream = (CUstream)(uintptr_t)PyLong_AsUnsignedLongLong(args[2]);
   if (PyErr_Occurred()) return NULL;
-  const Addresses addresses = {args[1], NULL, PyList_GET_SIZE(args[1])};
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i)
-    if (!launch_one(PyTuple_GET_ITEM(args[0], i), &addresses, stream)) return NULL;
+    if (!launch_one(PyTuple_GET_ITEM(args[0], i), args[1], stream)) return NULL;
   Py_RETURN_NONE;
-}
-
-static PyObject *data_ptr; /* the name */
-
-static int address_of(PyObject *tensor, uint64_t *address) {
-  PyObject *number = PyObject_CallMethodNoArgs(tensor, data_ptr);
-  if (number == NULL) return 0;
-  *address = PyLong_AsUnsignedLongLong(number);
-  Py_DECREF(number);
-  return !PyErr_Occurred();
-}
-
-/* launch_with(capsules: a tuple, inputs: a list of tensors, result: a tensor, address of the
-   workspace, places, stream): `launch` where registers are the inputs and then by an int64 each
-   of `places` the result (-1), nothing (-2) or so many bytes behind the workspace's address.
-   False, and nothing launched, where an input is not aligned to 16 bytes. */
-static PyObject *launch_with(PyObject *self, PyObject *const *args, Py_ssize_t number) {
-  if (number != 6 || !PyTuple_Check(args[0]) || !PyList_Check(args[1]) || !PyBytes_Check(args[4])) {
-    PyErr_SetString(PyExc_TypeError, "launch_with takes other arguments");
-    return NULL;
-  }
-  uint64_t array[MAX_REGISTERS], all = 0, result;
-  const Py_ssize_t inputs = PyList_GET_SIZE(args[1]);
-  const Py_ssize_t others = PyBytes_GET_SIZE(args[4]) / (Py_ssize_t)sizeof(int64_t);
-  if (inputs + others > MAX_REGISTERS) {
-    PyErr_SetString(PyExc_ValueError, "too many registers");
-    return NULL;
-  }
-  for (Py_ssize_t i = 0; i < inputs; ++i) {
-    if (!address_of(PyList_GET_ITEM(args[1], i), &array[i])) return NULL;
-    all |= array[i];
-  }
-  if (all & 15) Py_RETURN_FALSE;
-  if (!address_of(args[2], &result)) return NULL;
-  const uint64_t workspace = PyLong_AsUnsignedLongLong(args[3]);
-  CUstream stream = (CUstream)(uintptr_t)PyLong_AsUnsignedLongLong(args[5]);
-  if (PyErr_Occurred()) return NULL;
-  for (Py_ssize_t i = 0; i < others; ++i) {
-    int64_t place;
-    memcpy(&place, PyBytes_AS_STRING(args[4]) + i * sizeof(place), sizeof(place));
-    array[inputs + i] = place == -1 ? result : place < 0 ? 0 : workspace + place;
-  }
-  const Addresses addresses = {NULL, array, inputs + others};
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i)
-    if (!launch_one(PyTuple_GET_ITEM(args[0], i), &addresses, stream)) return NULL;
-  Py_RETURN_TRUE;
 }
 
 /* wait(stream, other, device): what the stream is given next starts after what the other has. */
@@ -305,7 +247,6 @@ static PyObject *tensor_map_bytes(PyObject *self, PyObject *object) {
 static PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, NULL},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
-    {"launch_with", (PyCFunction)(void (*)(void))launch_with, METH_FASTCALL, NULL},
     {"wait", (PyCFunction)(void (*)(void))wait, METH_FASTCALL, NULL},
     {"tensor_map_bytes", tensor_map_bytes, METH_O, NULL},
     {NULL, NULL, 0, NULL},
@@ -337,7 +278,5 @@ PyMODINIT_FUNC PyInit_packed_launch(void) {
     PyErr_SetString(PyExc_ImportError, "libcuda.so.1 lacks functions of CUDA 12");
     return NULL;
   }
-  data_ptr = PyUnicode_InternFromString("data_ptr");
-  if (data_ptr == NULL) return NULL;
   return PyModule_Create(&definition);
 }

@@ -1,8 +1,8 @@
 """Kernel launches of a launch plan: compiled kernels, and those of Triton's interpreter.
 
-A step keeps its arguments; a replay puts in the stream and the addresses. Triton's own launcher
-looks at each argument in Python and in C, and makes the tensor map of each descriptor at every
-launch. A `PackedLaunch` has all of it behind it: the kernel's parameters lie packed in memory.
+A step keeps the arguments; a replay fills in the stream and the addresses. Triton's launcher
+parses every argument in Python and C, and encodes the tensor map of each descriptor, at every
+launch. A `PackedLaunch` did that once: it keeps the kernel's parameters packed in memory.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import copy
 import struct
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import version_unsupported_reason
 from nsa_flex.fallback_kernels.launch.native import PROBLEMS, native
 from nsa_flex.fallback_kernels.launch.steps import (
-    Allocation,
     OnStream,
     Registers,
     Step,
@@ -46,7 +43,7 @@ def compiled_launch(
     pointers: list[Address],
     descriptors: list[Address],
 ) -> Step:
-    """The launch of a compiled kernel, packed where its parameters are as is known.
+    """The launch of a compiled kernel, packed if the layout of its parameters is known.
 
     Args:
         args: of the kernel; tensor descriptors as they were when the plan was made.
@@ -59,13 +56,13 @@ def compiled_launch(
         return CompiledLaunch(*call)
 
 
-class CompiledLaunch:
-    """A compiled kernel: Triton's launcher, called with addresses in place of tensors.
+class CompiledLaunch(Step):
+    """Launches a compiled kernel by Triton's launcher, with addresses in place of tensors.
 
     The last descriptor is kept for as long as its memory is the same.
     """
 
-    __slots__ = ("args", "descriptors", "kept", "pointers", "run")
+    __slots__ = ("args", "descriptors", "kept", "pointers", "registers", "run")
 
     def __init__(
         self,
@@ -83,12 +80,9 @@ class CompiledLaunch:
         self.pointers = [(first + i, register, offset) for i, register, offset in pointers]
         self.descriptors = [(first + i, register, offset) for i, register, offset in descriptors]
         self.kept = [(-1, _at(args[i], -1)) for i, _, _ in descriptors]
+        self.registers = {register for _, register, _ in (*pointers, *descriptors)}
         for i, _, _ in self.descriptors:
             self.args[i] = None  # the tensor that it names is not to live on
-
-    @property
-    def registers(self) -> set[int]:
-        return {register for _, register, _ in (*self.pointers, *self.descriptors)}
 
     def __call__(self, registers: Registers) -> None:
         args = self.args.copy()
@@ -106,16 +100,16 @@ class CompiledLaunch:
 
 
 class Unpacked(Exception):
-    """The parameters of a kernel are not as is known, or it asks for more than a launch."""
+    """Raised where a kernel cannot be packed: parameters or launch options of unknown layout."""
 
 
-class PackedLaunch:
-    """Compiled kernels whose parameters are packed, launched by `packed_launch.c` in turn.
+class PackedLaunch(Step):
+    """Compiled kernels with packed parameters, launched in order by `packed_launch.c`.
 
     As made, one kernel; `append` adds what follows it at once.
     """
 
-    __slots__ = ("compiled", "handles", "launch", "module", "registers")
+    __slots__ = ("compiled", "handles", "launch", "registers")
 
     def __init__(
         self,
@@ -150,13 +144,13 @@ class PackedLaunch:
             )
         except PROBLEMS as problem:
             raise Unpacked(str(problem)) from problem
-        self.module, self.launch = module, module.launch
+        self.launch = module.launch
         self.handles: tuple[Any, ...] = (handle,)
         self.compiled = [compiled]  # which the functions that `handles` launch belong to
         self.registers = {register for _, register, _ in (*pointers, *descriptors)}
 
     def append(self, other: PackedLaunch) -> None:
-        """Launch this one's kernels too, behind its own."""
+        """Also launches the kernels of `other`, after its own."""
         self.handles += other.handles
         self.compiled += other.compiled
         self.registers |= other.registers
@@ -165,58 +159,8 @@ class PackedLaunch:
         self.launch(self.handles, registers.pointers, registers.stream)
 
 
-MAX_REGISTERS = 64  # of a `Brief`, as in `packed_launch.c`
-RESULT, NOTHING = -1, -2  # in the place of an offset
-
-
-class Brief:
-    """Steps that allocate one result and launch packed kernels, of which C does all at once."""
-
-    __slots__ = ("handles", "launch", "make", "places")
-
-    def __init__(
-        self, make: Callable[[], Tensor], launch: PackedLaunch, places: list[int]
-    ) -> None:
-        """make: the result. places: of the registers behind the inputs, byte of the workspace or
-        the above.
-        """
-        self.make = make
-        self.handles = launch.handles
-        self.launch = launch.module.launch_with
-        self.places = struct.pack(f"{len(places)}q", *places)
-
-    @classmethod
-    def of(
-        cls, steps: list[Step], results: Any, registers: range, offsets: dict[int, int]
-    ) -> Brief | None:
-        """None where the steps are others.
-
-        Args:
-            results: of the plan. registers: behind the inputs. offsets: in the workspace.
-        """
-        if len(steps) != 2 or registers.stop > MAX_REGISTERS:
-            return None
-        allocation, launch = steps
-        if not isinstance(allocation, Allocation) or not isinstance(launch, PackedLaunch):
-            return None
-        result, make = allocation.register, allocation.make_as(results)
-        if allocation.zeros or make is None:
-            return None
-        places = {**offsets, result: RESULT}
-        if not {x for x in launch.registers if x in registers} <= places.keys():
-            return None
-        return cls(make, launch, [places.get(x, NOTHING) for x in registers])
-
-    def __call__(self, inputs: list[Tensor], workspace: Tensor | None, stream: int) -> Any:
-        """The result; None, and nothing launched, where an input is not aligned."""
-        result = self.make()
-        address = 0 if workspace is None else workspace.data_ptr()
-        done = self.launch(self.handles, inputs, result, address, self.places, stream)
-        return result if done else None
-
-
 def join_launches(steps: list[Step]) -> list[Step]:
-    """The steps, with launches that follow one another in one step."""
+    """Merges packed launches that follow one another into one step."""
     joined: list[Step] = []
     for step in steps:
         if joined and isinstance(step, PackedLaunch) and isinstance(joined[-1], PackedLaunch):
@@ -229,12 +173,12 @@ def join_launches(steps: list[Step]) -> list[Step]:
 
 
 class _Parameters:
-    """What a kernel takes, in memory, and where addresses go."""
+    """A kernel's parameters in memory, and where addresses go."""
 
     def __init__(
         self, compiled: Any, args: list[Any], pointers: list[Address], descriptors: list[Address]
     ) -> None:
-        """Raises ValueError or LookupError for what is not known."""
+        """Raises ValueError or LookupError for an argument of unknown layout."""
         self.memory = bytearray()
         self.places: list[int] = []
         self.sizes: list[int] = []
@@ -247,12 +191,10 @@ class _Parameters:
         for i, (kind, x) in enumerate(zip(types, args, strict=True)):
             if kind == "constexpr":
                 continue
-            if isinstance(kind, tuple):
-                raise ValueError("a tuple of arguments")
             if i in of_maps:
                 expanded = _expanded(compiled.run, x, next(metas, None))
                 self._add_descriptor(expanded, len(x.shape), of_maps[i])
-            elif kind.startswith("*"):
+            elif isinstance(kind, str) and kind.startswith("*"):
                 # A pointer that is no tensor's is that of None.
                 at = self._add(struct.pack("Q", 0))
                 if i in of_pointers:
@@ -260,7 +202,7 @@ class _Parameters:
                 elif x is not None:
                     raise ValueError(f"a pointer {type(x).__name__}")
             else:
-                self._add(struct.pack(FORMATS[kind], x))
+                self._add_numbers(kind, x)
         for _scratch in range(2):
             self._add(struct.pack("Q", 0))
 
@@ -274,7 +216,7 @@ class _Parameters:
         return places, sizes, bytes(self.memory), of_pointers, of_maps
 
     def _add(self, packed: bytes, alignment: int = 8) -> int:
-        """The byte that a parameter begins at."""
+        """Appends a parameter; returns its first byte."""
         self.memory += bytes(-len(self.memory) % alignment)
         at = len(self.memory)
         self.memory += packed
@@ -282,8 +224,16 @@ class _Parameters:
         self.sizes.append(len(packed))
         return at
 
+    def _add_numbers(self, kind: Any, x: Any) -> None:
+        """A number, or a tuple of them: each element is a parameter, but for constants."""
+        if isinstance(kind, tuple):
+            for each, y in zip(kind, x, strict=True):
+                self._add_numbers(each, y)
+        elif kind != "constexpr":
+            self._add(struct.pack(FORMATS[kind], x))
+
     def _add_descriptor(self, expanded: list[Any], rank: int, address: tuple[int, int]) -> None:
-        """Tensor map, shape and strides; other forms of a descriptor have no tensor map."""
+        """Appends tensor map, shape and strides; fails for descriptors without a tensor map."""
         tensor_map, *sizes = expanded
         at = self._add(native().tensor_map_bytes(tensor_map), MAP_ALIGNMENT)
         self.maps.append((at, *address))
@@ -301,7 +251,7 @@ def _expanded(launcher: Any, descriptor: Any, meta: Any) -> list[Any]:
 
 
 class _Pointer:
-    """What a tensor descriptor's base is asked for at a launch."""
+    """Stands for the base of a tensor descriptor: a launch asks it for `data_ptr` alone."""
 
     __slots__ = ("address",)
 
@@ -313,22 +263,22 @@ class _Pointer:
 
 
 def _at(descriptor: Any, address: int) -> Any:
-    """The tensor descriptor of memory elsewhere."""
+    """A copy of the tensor descriptor, of memory at `address`."""
     descriptor = copy.copy(descriptor)
     descriptor.base = _Pointer(address)
     return descriptor
 
 
-class InterpretedLaunch:
-    """A kernel in Triton's CPU interpreter, launched as it was."""
+class InterpretedLaunch(Step):
+    """Launches a kernel in Triton's CPU interpreter."""
 
-    __slots__ = ("args", "grid", "kernel", "kwargs", "operands")
+    __slots__ = ("args", "grid", "kernel", "kwargs", "operands", "registers")
 
     def __init__(
         self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.kernel, self.grid, self.args, self.kwargs = kernel, grid, args, kwargs
-        self.operands = operands((args, kwargs))
+        self.registers = self.operands = operands((args, kwargs))
 
     def __call__(self, registers: Registers) -> None:
         args = [resolved(x, registers) for x in self.args]

@@ -6,13 +6,18 @@ the operator's other arguments. A plan is kept by these and by the device; the s
 the same ones records it, every later call replays it: allocations, operators of PyTorch and
 Triton's launches with new pointers, on the caller's stream. Nothing in it depends on values,
 addresses or the stream, so that a replay may be captured into a CUDA graph.
+
+`NSA_FLEX_LAUNCH_PLANS=0` in the environment at import turns plans off for the whole process,
+`without_plans()` for a while: every call then runs its operator's body.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
@@ -22,21 +27,21 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
 
-from nsa_flex.fallback_kernels.launch.lifetimes import insert_releases
-from nsa_flex.fallback_kernels.launch.packing import Brief, join_launches
+from nsa_flex.fallback_kernels.launch.packing import join_launches
 from nsa_flex.fallback_kernels.launch.recorder import Recorder, Unrecordable
-from nsa_flex.fallback_kernels.launch.steps import Registers, Step, memory, resolved
-from nsa_flex.fallback_kernels.launch.workspace import Workspace
+from nsa_flex.fallback_kernels.launch.steps import Registers, memory, resolved
+from nsa_flex.fallback_kernels.launch.workspace import Workspace, insert_releases
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 
 MAX_PLANS = 256  # of one operator; the oldest goes
-MAX_RECENT = 4  # plans that are asked before a key is made
-DEVICES = {"cuda"}  # whose operators are planned; tests add the CPU
+MAX_RECENT = 4  # plans whose guards are tried before a key is made
+DEVICES = {"cuda"}  # types of devices with plans; tests add the CPU
 
-_PLAIN = frozenset((int, float, bool, type(None), str, torch.dtype))  # types, told by value
+_PLAIN = frozenset((int, float, bool, type(None), str, torch.dtype))  # their values are in keys
 _SEEN = object()  # called once with such inputs, not recorded yet
 _all_plans: weakref.WeakSet[_Plans] = weakref.WeakSet()
+_enabled = os.environ.get("NSA_FLEX_LAUNCH_PLANS") != "0"
 
 
 def planned(body: Body) -> Body:
@@ -56,12 +61,31 @@ def planned(body: Body) -> Body:
     return call  # type: ignore[return-value]
 
 
+def plans_enabled() -> bool:
+    """Whether operators record and replay launch plans; else each call runs the body."""
+    return _enabled
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Turns launch plans off within, in all threads: autograd runs backwards in its own.
+
+    Plans that exist are kept, and used again afterwards.
+    """
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
 def forget_plans() -> None:
-    """Every operator plans anew; for whoever changes what plans depend on, as tests do."""
+    """Drops all plans; for tests and others that change what plans were made from."""
     for plans in _all_plans:
         plans.by_key.clear()
         plans.recent.clear()
-        plans.told.clear()
+        plans.known.clear()
 
 
 def plan_problems() -> dict[str, set[str]]:
@@ -72,7 +96,8 @@ def plan_problems() -> dict[str, set[str]]:
 class Call(NamedTuple):
     """The arguments of an operator.
 
-    tensors: in order. pointers: their addresses. rest: what is no tensor, and where tensors are.
+    tensors: in order. pointers: their addresses. rest: all other arguments, with the places of
+    the tensors.
     """
 
     tensors: list[Tensor]
@@ -81,16 +106,17 @@ class Call(NamedTuple):
 
 
 class _Plans:
-    """The plans of one operator, by `plan_key`; recent ones by the `rest` of their calls.
+    """The plans of one operator.
 
-    told: these by what `replay` was told of calls, and what keeps that unique.
+    by_key: by `plan_key`. recent: lists of recent plans, by the `rest` of their calls.
+    known: the same lists by `others` of `replay`, each with its `kept`.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
         self.body = body
         self.by_key: dict[Any, Any] = {}
         self.recent: dict[tuple[Any, ...], list[Plan]] = {}
-        self.told: dict[tuple[Any, ...], tuple[list[Plan], Any]] = {}
+        self.known: dict[tuple[Any, ...], tuple[list[Plan], Any]] = {}
         self.problems: set[str] = set()
         self.recorded = self.replayed = 0
 
@@ -114,7 +140,7 @@ class _Plans:
             while len(self.by_key) >= MAX_PLANS:
                 self.by_key.pop(next(iter(self.by_key)), None)
                 self.recent.clear()
-                self.told.clear()
+                self.known.clear()
             self.by_key[key] = _SEEN
             return self.body(*args)
         if plan is _SEEN and not _is_capturing(call.tensors[0]):
@@ -128,38 +154,40 @@ class _Plans:
         args: Callable[[], tuple[Any, ...]],
         kept: Any = None,
     ) -> Any:
-        """What `run` returns, where a recent plan has it; else None.
+        """What `run` returns, if a recent plan serves the call; else None, and nothing is done.
 
-        For a caller that has looked whether somebody watches the operators, and knows in what its
-        calls differ: they are read once for each kind.
+        For a caller that has checked that no mode watches operators, and can name in `others` what
+        distinguishes its calls: their arguments are read once for each value of it.
 
         Args:
             tensors: of the call, in the order of its arguments.
-            others: what tells, with their number, all else that the call has; hashable.
+            others: hashable; with the tensors' number it determines all else of the call.
             args: gives the arguments of the call.
-            kept: is not to be freed while `others` is known, which has its `id`.
+            kept: an object whose `id` is in `others`; it is kept alive with them.
         """
-        if _has_hooks():
+        if not _enabled or _has_hooks():
             return None
-        told = (torch._C._get_deterministic_algorithms(), len(tensors), *others)
-        known = self.told.get(told)
+        which = (torch._C._get_deterministic_algorithms(), len(tensors), *others)
+        known = self.known.get(which)
         if known is None:
             call = read_call(args())
             if call is None or len(call.tensors) != len(tensors):
                 return None
             assert all(x is y for x, y in zip(call.tensors, tensors, strict=True))
-            if len(self.told) >= MAX_PLANS:
-                self.told.clear()
+            if len(self.known) >= MAX_PLANS:
+                self.known.clear()
                 self.recent.clear()
-            self.told[told] = known = (self.recent.setdefault(call.rest, []), kept)
+            self.known[which] = known = (self.recent.setdefault(call.rest, []), kept)
         recent = known[0]
         for i, plan in enumerate(recent):
             if plan.guard(*tensors):  # which knows tensors without an address, too
                 if i:  # the next call is likely to be such a one, too
                     recent[0], recent[i] = plan, recent[0]
-                out = plan.unless_unaligned(tensors)
-                self.replayed += out is not None
-                return out
+                pointers = [x.data_ptr() for x in tensors]
+                if not _are_aligned(pointers):
+                    return None
+                self.replayed += 1
+                return plan(tensors, pointers)
         return None
 
     def _recent(self, call: Call) -> Plan | None:
@@ -182,7 +210,7 @@ class _Plans:
         try:
             if recorder.problem is not None:
                 raise Unrecordable(recorder.problem)
-            self.by_key[key] = Plan.of(recorder, out)
+            self.by_key[key] = Plan(recorder, out)
             self.recorded += 1
         except Unrecordable as problem:
             self.problems.add(str(problem))
@@ -193,74 +221,47 @@ class Plan:
     """Steps in order, and where the results are afterwards."""
 
     __slots__ = (
-        *("brief", "guard", "index", "offsets", "pointers"),
+        *("guard", "index", "offsets", "pointers"),
         *("results", "steps", "tensors", "workspace"),
     )
 
-    def __init__(
-        self,
-        steps: list[Step],
-        registers: range,
-        constants: dict[int, Tensor],
-        results: Any,
-        device: torch.device,
-        workspace: Workspace,
-    ) -> None:
-        self.offsets = tuple(workspace.offsets.items())
-        self.workspace = None
-        if workspace.size:
-            self.workspace = memory((workspace.size,), (1,), torch.uint8, device)
-        self.steps = steps
-        # Of the registers behind the operator's own tensors, before the first step.
-        self.tensors = [constants.get(register) for register in registers]
-        self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
-        self.results = results
-        self.index = device.index if device.type == "cuda" else None
-        self.brief = None if constants else Brief.of(steps, results, registers, workspace.offsets)
-        self.guard: Any = None  # of `_guard`; False where there can be none
-
-    @classmethod
-    def of(cls, recorder: Recorder, out: Any) -> Plan:
-        results = _results(recorder, out)
-        returned = {x.register for x in _listed(results) if x is not None}
+    def __init__(self, recorder: Recorder, out: Any) -> None:
+        """The plan of what was recorded; out: what the body returned."""
+        self.results = _results(recorder, out)
+        returned = {x.register for x in _listed(self.results) if x is not None}
         inputs = set(range(recorder.num_inputs))
         workspace = Workspace.of(recorder, returned | inputs)
         kept = returned | inputs | set(recorder.constants) | set(workspace.offsets)
         insert_releases(recorder.steps, kept)
-        # What was returned this time is the caller's already.
-        constants = {r: x.clone() if r in returned else x for r, x in recorder.constants.items()}
-        others = range(recorder.num_inputs, len(recorder.owners))
+        self.steps = join_launches(recorder.steps)
         device = recorder.owners[0].device
-        steps = join_launches(recorder.steps)
-        return cls(steps, others, constants, results, device, workspace)
+        self.index = device.index if device.type == "cuda" else None
+        self.offsets = tuple(workspace.offsets.items())
+        self.workspace = None
+        if workspace.size:
+            self.workspace = memory((workspace.size,), (1,), torch.uint8, device)
+        # Registers behind the inputs, as they are before the first step. A constant that was
+        # returned this time is the caller's: the plan keeps a copy.
+        self.tensors: list[Tensor | None] = []
+        for register in range(recorder.num_inputs, len(recorder.owners)):
+            x = recorder.constants.get(register)
+            self.tensors.append(x.clone() if x is not None and register in returned else x)
+        self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
+        self.guard: Any = None  # of `_guard`; False where there can be none
 
     def learn(self, call: Call) -> bool:
-        """Know such calls from now on, if tensors are aligned; whether the plan does."""
-        if self.guard is None and not reduce(or_, call.pointers) & 15:
+        """Makes the guard for such calls, if their tensors are aligned; whether there is one."""
+        if self.guard is None and _are_aligned(call.pointers):
             self.guard = _guard(call.tensors)
         return bool(self.guard)
 
     def knows(self, call: Call) -> bool:
-        """Whether it is the plan of a call that has the `rest` of one of its calls.
+        """Whether the plan serves a call that has the `rest` of one that it served.
 
-        One function in C++, stricter than a key: it also tells types, devices and modes apart.
+        The guard is one function in C++, stricter than a key: it also compares types, dispatch
+        keys and modes.
         """
-        return not reduce(or_, call.pointers) & 15 and self.guard(*call.tensors)
-
-    def unless_unaligned(self, tensors: list[Tensor]) -> Any:
-        """`__call__`; None, and nothing done, where a tensor is not aligned."""
-        brief, index = self.brief, self.index
-        if brief is None:
-            pointers = [x.data_ptr() for x in tensors]
-            return None if reduce(or_, pointers) & 15 else self(tensors, pointers)
-        stream = 0
-        if index is not None:
-            if torch._C._cuda_getDevice() != index:
-                with torch.cuda.device(index):
-                    return self.unless_unaligned(tensors)
-            stream = torch._C._cuda_getCurrentRawStream(index)
-        workspace = None if self.workspace is None else self.workspace()
-        return brief(tensors, workspace, stream)
+        return _are_aligned(call.pointers) and self.guard(*call.tensors)
 
     def __call__(self, tensors: list[Tensor], pointers: list[int]) -> Any:
         index, stream = self.index, 0
@@ -286,6 +287,8 @@ class Plan:
 
 def read_call(args: tuple[Any, ...]) -> Call | None:
     """The parts of a call; None where it is not to be planned."""
+    if not _enabled:
+        return None
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return None  # somebody watches the operators
     tensors: list[Tensor] = []
@@ -348,8 +351,13 @@ def _guard(tensors: list[Tensor]) -> Any:
     return guard.check if guard.check(*tensors) else False
 
 
+def _are_aligned(pointers: list[int]) -> bool:
+    """To 16 bytes, which Triton compiles for."""
+    return not reduce(or_, pointers) & 15
+
+
 def _has_hooks() -> bool:
-    """Whether somebody, a profiler for one, wants to be told of launches by Triton."""
+    """Whether Triton has hooks that it calls at launches, as a profiler sets."""
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):

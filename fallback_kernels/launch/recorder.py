@@ -1,7 +1,7 @@
-"""Records what an operator's body does as a launch plan: operators of PyTorch, Triton's launches.
+"""Records an operator's body as a launch plan: its PyTorch operators and Triton launches.
 
-Values never enter a plan: a body whose Python asks for one cannot be recorded, nor one that uses
-a tensor which is neither an argument nor made by it.
+A plan depends on no tensor's values. A body cannot be recorded whose Python reads one, or that
+uses a tensor which is neither an argument nor made by it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
+from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.launch.packing import InterpretedLaunch, compiled_launch
 from nsa_flex.fallback_kernels.launch.steps import (
     Allocation,
     Copy,
-    Described,
+    DescriptorOf,
     Fork,
     Join,
-    Many,
+    ListOf,
     OnStream,
     Operation,
     Step,
@@ -33,27 +33,27 @@ from nsa_flex.fallback_kernels.launch.steps import (
     operands,
 )
 
-# Made anew in each call, since somebody may write into their results.
+# Run again in each replay: their results may be written to.
 _ALLOCATING = ("empty", "new_", "zeros", "ones", "full", "clone")
 _NEW_MEMORY = {"empty", "new_empty", "empty_like", "zeros", "new_zeros", "zeros_like"}
-# Of operators whose results depend on values in a way that Python sees.
+# Tags of operators that return values, or shapes that depend on values, to Python.
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-MAX_CONSTANT_BYTES = 4 << 20  # of what depends on no argument and is kept with the plan
+MAX_CONSTANT_BYTES = 4 << 20  # of one result that depends on no argument; the plan keeps it
 
 _current = threading.local()
 
 
 class Unrecordable(Exception):
-    """Why a body has no launch plan."""
+    """Raised with the reason why a body has no launch plan."""
 
 
 def current_recorder() -> Recorder | None:
-    """The recorder of this thread, where a plan is being made."""
+    """The recorder of this thread; None where no plan is being made."""
     return getattr(_current, "recorder", None)
 
 
 class Owner(NamedTuple):
-    """What is known of the tensor that a register was made for; itself, it may be gone."""
+    """Layout and address of the tensor that a register stands for, which may be freed by now."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -65,13 +65,13 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Owner:
-        """As of now."""
+        """Reads them from the tensor."""
         places = int(x.storage_offset()), x.data_ptr(), x.untyped_storage().nbytes()
         return cls(x.shape, x.stride(), x.dtype, x.device, *places)
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what happens within as steps; `problem` says what no plan can hold.
+    """Turns operators and launches into steps; `problem` is why there can be no plan, or None.
 
     Tensors live no longer than they would without it: a recorded call takes no more memory.
 
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, this thread's operators and launches are done and noted."""
+        """Runs this thread's operators and launches, and records them."""
         _current.recorder = self
         try:
             with intercepting_launches(self._launch), self:
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         return View(register, tuple(x.shape), tuple(x.stride()), int(offset))
 
     def result(self, x: Tensor) -> Whole | View | Copy:
-        """The reference of a result; what is kept with the plan is not the caller's to change."""
+        """The reference of a result; a constant is copied, as the caller may write to it."""
         found = self.reference(x)
         return Copy(found) if found.register in self.constants else found
 
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _within(self) -> Iterator[None]:
-        """Inside an operator or a launch: what it does, its replay does again."""
+        """Inside an operator or a launch nothing is recorded: replaying it repeats all of it."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
     def _is_constant(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
     ) -> bool:
-        """Notes results that no argument and nothing written enters, and keeps them."""
+        """Whether results depend on no argument; they are then kept with the plan."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random or func._schema.name.removeprefix("aten::").startswith(_ALLOCATING):
             return False
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
     def _is_alias(
         self, x: Tensor, func: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether a result has the memory of an argument, whose register it then gets.
+        """Whether a result shares an argument's memory; it then gets that register.
 
         The schema names the argument; memory tells views from copies (`contiguous`, `reshape`).
         """
@@ -290,9 +290,9 @@ class Recorder(TorchDispatchMode):
         if isinstance(x, (torch.UntypedStorage, torch.Generator)):
             raise Unrecordable(f"an operator takes a {type(x).__name__}")
         if isinstance(x, (tuple, list)) and any(isinstance(y, Tensor) for y in _flat(x)):
-            return Many(tuple(self._held(y) for y in x))
+            return ListOf(tuple(self._held(y) for y in x))
         if hasattr(x, "base") and isinstance(x.base, Tensor):
-            return Described(x, self.reference(x.base))
+            return DescriptorOf(x, self.reference(x.base))
         return x
 
     def _own(self, x: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What a launch plan consists of: steps that read and fill registers, one register a tensor.
+"""Steps of a launch plan. They read and fill registers, one for each tensor.
 
 Launches of kernels are in `packing`.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class Registers:
     __slots__ = ("main", "pointers", "stream", "tensors")
 
     def __init__(self, tensors: list[Tensor | None], pointers: list[int], stream: int) -> None:
-        """tensors, pointers: of all registers, as they are at first."""
+        """tensors, pointers: initial values of all registers."""
         self.tensors, self.pointers = tensors, pointers
         self.stream = self.main = stream
 
@@ -40,7 +41,19 @@ class Registers:
         self.pointers[register] = x.data_ptr()
 
 
-Step = Callable[[Registers], None]
+class Step:
+    """One action of a replay.
+
+    registers: that it reads or fills. operands: those of them whose tensors it reads, where a
+    kernel reads addresses alone.
+    """
+
+    __slots__ = ()
+    registers: AbstractSet[int] = frozenset()
+    operands: AbstractSet[int] = frozenset()
+
+    def __call__(self, registers: Registers) -> None:
+        raise NotImplementedError
 
 
 class Whole(NamedTuple):
@@ -66,8 +79,8 @@ class View(NamedTuple):
         return torch.as_strided(base, self.size, self.stride, base.storage_offset() + self.offset)
 
 
-class Many(NamedTuple):
-    """A list of references and of anything else."""
+class ListOf(NamedTuple):
+    """A list of arguments, some of them references."""
 
     items: tuple[Any, ...]
 
@@ -75,7 +88,7 @@ class Many(NamedTuple):
         return [resolved(item, registers) for item in self.items]
 
 
-class Described(NamedTuple):
+class DescriptorOf(NamedTuple):
     """A tensor descriptor of a reference's memory."""
 
     descriptor: Any
@@ -102,11 +115,11 @@ class Copy(NamedTuple):
         return found.clone()
 
 
-_REFERENCES = {Whole, View, Many, Described, Copy}
+_REFERENCES = {Whole, View, ListOf, DescriptorOf, Copy}
 
 
 def resolved(item: Any, registers: Registers) -> Any:
-    """The tensor that a reference stands for; what is no reference stands for itself."""
+    """The tensor that a reference stands for; other items as they are."""
     return item.of(registers) if type(item) in _REFERENCES else item
 
 
@@ -114,9 +127,9 @@ def operands(x: Any) -> set[int]:
     """The registers of all references in arguments."""
     if isinstance(x, (Whole, View, Copy)):
         return {x.register}
-    if isinstance(x, Many):
+    if isinstance(x, ListOf):
         return operands(x.items)
-    if isinstance(x, Described):
+    if isinstance(x, DescriptorOf):
         return operands(x.base)
     if isinstance(x, dict):
         return operands(tuple(x.values()))
@@ -125,14 +138,17 @@ def operands(x: Any) -> set[int]:
     return set()
 
 
-class Operation:
+class Operation(Step):
     """An operator of PyTorch.
 
     results: the register of each result that owns memory, None of others. Only arguments that
-    are references are looked up, and the C++ function is called without its Python front.
+    are references are looked up.
     """
 
-    __slots__ = ("args", "call", "kwargs", "name", "named", "numbered", "operands", "results")
+    __slots__ = (
+        *("args", "call", "kwargs", "name", "named", "numbered"),
+        *("operands", "registers", "results"),
+    )
 
     def __init__(
         self,
@@ -142,9 +158,10 @@ class Operation:
         results: tuple[int | None, ...],
     ) -> None:
         self.name: str = operator._schema.name
-        self.call = operator._op
+        self.call = operator
         self.args, self.kwargs, self.results = list(args), kwargs, results
         self.operands = operands((args, kwargs))
+        self.registers = self.operands | {r for r in results if r is not None}
         self.numbered = [(i, x) for i, x in enumerate(args) if type(x) in _REFERENCES]
         self.named = [(name, x) for name, x in kwargs.items() if type(x) in _REFERENCES]
 
@@ -167,7 +184,7 @@ class Operation:
 def memory(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
-    """What makes such a tensor, with anything in it; on CUDA on the current device.
+    """Returns an allocator of uninitialised memory of this layout, on CUDA on the current device.
 
     There it is the function that Inductor's code calls: `torch.empty` costs the host three times
     as much.
@@ -178,15 +195,14 @@ def memory(
     return partial(guards._empty_strided_cuda, size, stride, dtype)
 
 
-class Allocation:
-    """New memory, zeros or nothing in it."""
+class Allocation(Step):
+    """New memory, zeroed or uninitialised."""
 
-    __slots__ = ("device", "dtype", "make", "numel", "register", "zeros")
+    __slots__ = ("make", "register", "registers", "zeros")
 
     def __init__(self, register: int, like: Tensor, *, zeros: bool) -> None:
         assert like.is_contiguous()
-        self.dtype, self.device, self.numel = like.dtype, like.device, like.numel()
-        self.register = register
+        self.register, self.registers = register, {register}
         self.zeros = zeros
         self.make = memory(tuple(like.shape), like.stride(), like.dtype, like.device)
 
@@ -197,25 +213,10 @@ class Allocation:
         registers.tensors[self.register] = x
         registers.pointers[self.register] = x.data_ptr()
 
-    def make_as(self, reference: Any) -> Callable[[], Tensor] | None:
-        """What makes the same memory as the tensor or view that is referred to.
-
-        None where that is of another register, or does not begin and end where the memory does.
-        """
-        if reference == Whole(self.register):
-            return self.make
-        if not isinstance(reference, View) or reference.register != self.register:
-            return None
-        _, size, stride, offset = reference
-        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if 0 in size or offset or last + 1 != self.numel:
-            return None
-        return memory(size, stride, self.dtype, self.device)
-
 
 @dataclass(slots=True)
-class Fork:
-    """Other streams start after what the caller's was given."""
+class Fork(Step):
+    """The other streams wait for the caller's."""
 
     device: torch.device
     others: list[torch.cuda.Stream]
@@ -232,8 +233,8 @@ class Fork:
 
 
 @dataclass(slots=True)
-class Join:
-    """The caller's stream goes on after the others."""
+class Join(Step):
+    """The caller's stream waits for the others."""
 
     device: torch.device
     others: list[torch.cuda.Stream]
@@ -249,16 +250,20 @@ class Join:
             module.wait(registers.main, other.cuda_stream, self.device.index)
 
 
-@dataclass(slots=True)
-class OnStream:
+class OnStream(Step):
     """Steps on one of the other streams.
 
     operations: whether PyTorch's are among them, which ask for the current stream.
     """
 
-    stream: torch.cuda.Stream
-    steps: list[Step]
-    operations: bool = False
+    __slots__ = ("operands", "operations", "registers", "steps", "stream")
+
+    def __init__(
+        self, stream: torch.cuda.Stream, steps: list[Step], operations: bool = False
+    ) -> None:
+        self.stream, self.steps, self.operations = stream, steps, operations
+        self.registers = frozenset().union(*(step.registers for step in steps))
+        self.operands = frozenset().union(*(step.operands for step in steps))
 
     def __call__(self, registers: Registers) -> None:
         registers.stream = self.stream.cuda_stream
@@ -273,8 +278,8 @@ class OnStream:
 
 
 @dataclass(slots=True)
-class Release:
-    """Registers whose tensors nothing reads any more."""
+class Release(Step):
+    """Frees the tensors of registers that no later step reads."""
 
     numbers: tuple[int, ...]
 

@@ -60,7 +60,7 @@ def _streams(device: torch.device, number: int) -> Iterator[list[AbstractContext
 
 
 class _on:  # a context that is entered many times
-    """The stream is the current one, also of what a launch plan is made of."""
+    """Makes the stream the current one, and records its launches as on that stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import is_long
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_QUERIES, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
@@ -64,20 +65,21 @@ def launch(
     document_start: Tensor | None,
     device: torch.device,
     sizes: list[int],
-    left_out: int = 0,
-    early: int = 0,
+    kinds: Tensor | None = None,
+    kind: tl.constexpr = SHORT_QUERIES,
+    block_size: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The kernel of `range_bounds` by itself, for operators that need the bounds inside.
 
-    left_out: queries of documents of up to so many tokens see nothing; sizes are of compressed
-        blocks then, and there is no offset.
-    early: nor do so many queries of each document, the first ones; likewise.
+    kinds: of `block_kinds` for blocks of `block_size` tokens: queries of this `kind` see nothing.
+        Sizes are of compressed blocks then, and there is no offset.
     """
     first, end = _empty(num_queries, offsets, document_start, device)
     num_keys, block, stride = sizes if len(sizes) == 3 else (sizes[0], 0, 1)
     range_bounds_kernel[(cdiv(num_queries, QUERIES), first.shape[0])](
         offsets,
         document_start,
+        kinds,
         first,
         end,
         num_queries,
@@ -86,8 +88,8 @@ def launch(
         BLOCK_SIZE=block,
         STRIDE=stride,
         QUERIES=QUERIES,
-        LEFT_OUT=left_out,
-        EARLY=early,
+        KIND=kind,
+        SELECT=block_size,
     )
     return first, end
 
@@ -103,11 +105,12 @@ def _empty(
     return torch.empty((rows, num_queries), **options), torch.empty((rows, num_queries), **options)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "offset", "num_keys"])
 def range_bounds_kernel(
-    offsets_ptr, document_start_ptr, first_ptr, end_ptr, num_queries, offset, num_keys,
+    offsets_ptr, document_start_ptr, kinds_ptr, first_ptr, end_ptr, num_queries, offset, num_keys,
     BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, QUERIES: tl.constexpr,
-    LEFT_OUT: tl.constexpr, EARLY: tl.constexpr,
+    KIND: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of queries, batch row). BLOCK_SIZE of compressed keys, 0 for a window of num_keys.
 
@@ -130,12 +133,11 @@ def range_bounds_kernel(
     else:
         first = tl.maximum(position - num_keys + 1, start)
         end = position + 1
-    if LEFT_OUT > 0:
-        long = is_long(document_start_ptr + b * num_queries, start, LEFT_OUT, num_queries)
-        # As far on as may be: CTAs of keys of another document pass by those that lie behind them.
+    if kinds_ptr is not None:
+        # Empty as far on as may be: ranges do not go back, and CTAs of another document's keys
+        # pass by the queries behind them.
+        empty = has_kind(kinds_ptr, b, query, num_queries, KIND, SELECT)
         nothing = tl.minimum(query // STRIDE, num_keys)
-        first, end = tl.where(long, first, nothing), tl.where(long, end, nothing)
-    if EARLY > 0:
-        end = tl.where(position - start < EARLY, first, end)
+        first, end = tl.where(empty, nothing, first), tl.where(empty, nothing, end)
     tl.store(first_ptr + b * num_queries + query, first, mask=mask)
     tl.store(end_ptr + b * num_queries + query, end, mask=mask)

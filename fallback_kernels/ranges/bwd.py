@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.add_splits import Splits
-from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, are_short
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, all_have_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -31,33 +32,36 @@ from nsa_flex.fallback_kernels.ranges.tiles import (
 
 
 def tokens_read_around(stride: int) -> int:
-    """How far from documents that are not left out CTAs of their keys may read gradients.
+    """How far beyond a document that is not short the kernels of dK and dV may read gradients.
 
-    A tile may have keys of both kinds, `stride` tokens each, and queries of both see it.
+    A tile may have keys of short documents too, `stride` tokens each, and queries of both see it.
     """
     return MOST_KEYS * stride + MOST_QUERIES
 
 
+@recordable
 @triton.jit
 def ranges_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_q_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s, do_stride_b, do_stride_h, do_stride_s, range_stride_b,
     num_queries, num_keys, query_heads, group, scale, scale_log2,
-    document_start_ptr, LEFT_OUT: tl.constexpr,
+    kinds_ptr, SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ (B, Sq, Hq, D) of one tile of queries and one head.
 
-    LEFT_OUT: that of documents of up to so many tokens may be anything.
+    With `kinds_ptr`, of blocks of SELECT tokens, tiles of short documents are not written.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    if LEFT_OUT > 0 and are_short(document_start_ptr, b, row, num_queries, LEFT_OUT):
+    if kinds_ptr is not None and all_have_kind(
+        kinds_ptr, b, row, num_queries, SHORT_DOCUMENT, SELECT
+    ):
         return
     query = row.to(tl.int64)
     row_mask = row < num_queries
@@ -97,6 +101,7 @@ def ranges_bwd_dq_kernel(
     store_tile(grad_q_ptr, query, row_stride, num_queries, grad_q * scale, HEAD_DIM, BLOCK_D)
 
 
+@recordable
 @triton.jit
 def ranges_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, grad_out_ptr, lse_ptr, delta_ptr,
@@ -105,7 +110,7 @@ def ranges_bwd_dkdv_kernel(
     v_stride_b, v_stride_h, v_stride_s, do_stride_b, do_stride_h, do_stride_s,
     range_stride_b, seeing_stride_b,
     num_queries, num_keys, query_heads, kv_heads, heads_per_cta, query_splits, scale, scale_log2,
-    document_start_ptr, LEFT_OUT: tl.constexpr, STRIDE: tl.constexpr,
+    kinds_ptr, SELECT: tl.constexpr, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -116,7 +121,8 @@ def ranges_bwd_dkdv_kernel(
 
     seeing: int32 (B or 1, 2, tiles): the first query that sees any key of the tile, and one past
     the last. One loop, always masked: a comparison costs less than a second copy of the loop.
-    LEFT_OUT: of documents of up to so many tokens, STRIDE of them a key, results may be anything.
+    With `kinds_ptr`, of blocks of SELECT tokens, STRIDE of them a key, tiles of short documents
+    are not written.
     """
     tile = tl.program_id(0)  # early keys are seen by more queries: they start first
     head_splits = query_heads // kv_heads // heads_per_cta
@@ -126,7 +132,9 @@ def ranges_bwd_dkdv_kernel(
     head_split = split // query_splits
     b = tl.program_id(2).to(tl.int64)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    if LEFT_OUT > 0 and are_short(document_start_ptr, b, column * STRIDE, num_queries, LEFT_OUT):
+    if kinds_ptr is not None and all_have_kind(
+        kinds_ptr, b, column * STRIDE, num_queries, SHORT_DOCUMENT, SELECT
+    ):
         return
     key = column.to(tl.int64)
     seeing_ptr += b * seeing_stride_b + tile
@@ -198,14 +206,16 @@ def ranges_gradients(
     delta: Tensor,
     grad_out: Tensor,
     scale: float,
-    left_out: LeftOut = NONE_LEFT_OUT,
+    kinds: Tensor | None = None,
+    block_size: int = 1,
     stride: int = 1,
 ) -> tuple[Tensor, Splits]:
     """dQ with memory (B, S, H, D), and dK and dV (B, S, H, D) by splits, which are to be added.
 
     lse, delta: (B, H, S) with memory (B, S, H).
-    left_out: whose results may be anything; ranges of its queries are empty. stride: tokens from
-    one key to the next, which only that needs.
+    kinds: of `block_kinds` for blocks of `block_size` tokens. Gradients of short documents, whose
+    queries have empty ranges, are left to other kernels. stride: tokens from one key to the next,
+    for `kinds` alone.
     """
     plan = RangesPlan.of(query, key, value)
     assert plan.bwd_dkdv.block_m <= MOST_QUERIES
@@ -221,8 +231,7 @@ def ranges_gradients(
     ranges_bwd_dq_kernel[(heads, cdiv(num_queries, plan.bwd_dq.block_m), batch)](
         q, k, v, first_key, end_key, grad, lse, delta, grad_q,
         *sides, range_stride, num_queries, num_keys, heads, heads // kv_heads, *scales,
-        left_out.document_start, LEFT_OUT=left_out.tokens,
-        **plan.constants(), **plan.bwd_dq.constants(),
+        kinds, SELECT=block_size, **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip
     splits = plan.head_splits * plan.query_splits
     if splits > 1:
@@ -236,7 +245,7 @@ def ranges_gradients(
         q, k, v, first_key, end_key, grad, lse, delta, seeing, grad_k, grad_v,
         *sides, range_stride, seeing_stride,
         num_queries, num_keys, heads, kv_heads, heads // kv_heads // plan.head_splits,
-        plan.query_splits, *scales, left_out.document_start,
-        LEFT_OUT=left_out.tokens, STRIDE=stride, **plan.constants(), **plan.bwd_dkdv.constants(),
+        plan.query_splits, *scales, kinds,
+        SELECT=block_size, STRIDE=stride, **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
     return grad_q.transpose(1, 2), Splits(grad_k, grad_v)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
     MIN_LOGIT,
@@ -72,6 +73,7 @@ def _attend_by_tma(
     return acc, row_max, row_sum
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def ranges_fwd_kernel(
     q_ptr, k_ptr, v_ptr, key_desc, value_desc, first_key_ptr, end_key_ptr, out_ptr, lse_ptr,

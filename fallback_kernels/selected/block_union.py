@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import NONE_EARLY, Early
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_QUERIES, all_have_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, store_zeros, tile_width
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
@@ -25,13 +26,13 @@ from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 # which takes no longer than the union is, if a first test finds their queries alike.
 SORTED_TOKENS = 4
 ZEROS = 128  # numbers that one CTA sets to zero at a time
-OTHERS = tl.constexpr(-2)  # size of the union of a tile that others attend
+OTHERS = tl.constexpr(-2)  # size of the union of a tile of short queries: `short/` has them
 
 
 class BlockUnions(NamedTuple):
     """Union of every tile's top-k blocks, int32; tiles are (B * Hkv, span / combine_tokens)."""
 
-    # (tiles,): blocks in the union, -1 where the tile goes by the index, OTHERS where others do it
+    # (tiles,): blocks in the union, -1 where the tile goes by the index, or OTHERS
     sizes: Tensor
     blocks: Tensor  # (tiles, capacity): ascending
     masks: (
@@ -120,20 +121,20 @@ def searched_union(
     return tl.where(least < 0, size, -1)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "query_offset", "base", "num_counters"])
 def block_union_kernel(
     blocks_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr, counts_ptr,
-    num_queries, query_offset, base, num_counters, document_start_ptr, kv_heads,
+    num_queries, query_offset, base, num_counters, kinds_ptr, kv_heads,
     NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPACITY: tl.constexpr,
     WORDS: tl.constexpr, LIMIT: tl.constexpr, SORTED: tl.constexpr, ZEROS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The union of a tile's blocks, if attending it is worth it.
 
     That is where it has, initial and local blocks apart, at most LIMIT / 4 blocks for each top-k
     block of a query; with LIMIT 0 it never is. Besides, the zeros that the inverted index counts
-    from. Of tiles of the first EARLY tokens of documents alone none is made: others attend them.
+    from. With `kinds_ptr`, tiles of short queries alone have none.
     """
     batch_head = tl.program_id(1)
     if counts_ptr is not None:
@@ -145,10 +146,9 @@ def block_union_kernel(
     query = position - query_offset
     row_mask = (query >= 0) & (query < num_queries)  # [BLOCK_TOKENS]
     row = batch_head * num_queries + query
-    if EARLY > 0:
-        document_start_ptr += (batch_head // kv_heads).to(tl.int64) * num_queries
-        own_start = tl.load(document_start_ptr + query, mask=row_mask, other=0)
-        if tl.max(tl.where(row_mask, query - own_start, -1), 0) < EARLY:
+    if kinds_ptr is not None:
+        b = batch_head // kv_heads
+        if all_have_kind(kinds_ptr, b, query, num_queries, SHORT_QUERIES, BLOCK_SIZE):
             tl.store(sizes_ptr + tile, OTHERS)
             return
     worth = LIMIT > 0
@@ -196,12 +196,12 @@ def build_block_unions(
     blocks: Tensor,
     offsets: Tensor | None = None,
     counts: Tensor | None = None,
-    early: Early = NONE_EARLY,
+    kinds: Tensor | None = None,
 ) -> BlockUnions:
     """Unions of all tiles of `blocks` (B, Hkv, Sq, n), int32, contiguous.
 
     offsets: int32 (B, Hkv), of a plan with `offset_tensor`. counts: contiguous, set to 0.
-    early: queries whose tiles get none, without offsets.
+    kinds: of `block_kinds`, without offsets: tiles of short queries get none.
     """
     tiles, words = plan.span // plan.combine_tokens, cdiv(plan.combine_tokens, 32)
     number = tiles * plan.batch * plan.kv_heads
@@ -228,9 +228,8 @@ def build_block_unions(
         plan.query_offset,
         plan.base,
         0 if counts is None else counts.numel(),
-        early.document_start,
+        kinds,
         plan.kv_heads,
-        EARLY=early.tokens,
         **plan.index_constants(),
         BLOCK_TOKENS=plan.combine_tokens,
         CAPACITY=plan.union_capacity,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.bwd_preprocess import softmax_stats
-from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, is_bsh, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, round_up
@@ -68,7 +67,7 @@ class _Backward:
         deterministic: bool,
         offsets: Tensor | None,
         zeros: tuple[Tensor, ...] | None = None,
-        left_out: LeftOut = NONE_LEFT_OUT,
+        kinds: Tensor | None = None,
     ) -> None:
         # Without float atomics a CSR row is one CTA's, initial blocks are indexed as well, and
         # query chunks add to the same gradients one after the other.
@@ -81,7 +80,7 @@ class _Backward:
         self.stats = stats
         self.scale = scale
         self.offsets = offsets
-        self.left_out = left_out
+        self.kinds = kinds
         self.are_zero = zeros is not None
         self.sums = empty_sums(plan, key) if zeros is None else zeros
         self.grad_key, self.grad_value = (x for both in self.sums for x in both.unbind())
@@ -191,8 +190,7 @@ class _Backward:
             plan.kv_heads,
             self.scale,
             base2_scale(self.scale),
-            self.left_out.document_start,
-            LEFT_OUT=self.left_out.tokens,
+            self.kinds,
             **plan.constants(),
             INITIAL_LOCAL=initial_local,
             ADDED=added,
@@ -226,7 +224,7 @@ class _Backward:
                 blocks,
                 self.work_tile_tokens,
                 offsets=self.offsets,
-                left_out=self.left_out,
+                kinds=self.kinds,
             )
         elif index is None:
             counts = empty_counts(plan, blocks.device)
@@ -238,7 +236,7 @@ class _Backward:
                 offsets=self.offsets,
                 unions=unions,
                 counts=counts,
-                left_out=self.left_out,
+                kinds=self.kinds,
             )
         else:
             csr = index_views(plan, self.work_tile_tokens, index, blocks)
@@ -315,18 +313,19 @@ def add_gradients(
     grad_query: Tensor,
     initial_local: bool,
     zeros: tuple[Tensor, ...] | None = None,
-    left_out: LeftOut = NONE_LEFT_OUT,
+    kinds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`backward` whose dQ is added to `grad_query`, and whose dK and dV stay in float32.
 
     Without `initial_local`, dK and dV lack the local blocks, dQ these and the initial ones.
     `stats` is what `softmax_stats` returns, `zeros` what `empty_sums` does, set to zero: then dK
-    and dV are added there. Of what is `left_out`, results may be anything.
+    and dV are added there. `kinds` is what `block_kinds` returns; results of short documents are
+    left to other kernels.
 
     Returns dK and dV (B, tokens, Hkv, D), contiguous, tokens in whole blocks.
     """
     launches = _Backward(
-        plan, query, key, value, stats, grad_out, scale, deterministic, None, zeros, left_out
+        plan, query, key, value, stats, grad_out, scale, deterministic, None, zeros, kinds
     )
     launches.run(blocks, index, grad_query, initial_local=initial_local, added=True)
     return launches.grad_key, launches.grad_value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows
 from nsa_flex.fallback_kernels.selected.tiles import (
     first_partial,
@@ -46,6 +47,7 @@ def write_gradient(
         tl.store(pointer, tl.load(pointer, mask=mask, other=0.0) + tile, mask=mask)
 
 
+@recordable
 @triton.jit(do_not_specialize=["first_work_tile", "first_head", "first_csr_row", "chunk_shift"])
 def selected_bwd_dkdv_kernel(
     query_ptr,
@@ -167,6 +169,7 @@ def selected_bwd_dkdv_kernel(
     write_gradient(grad_value_ptr, kv_heads, grad_v, BLOCK_SIZE, VALUE_DIM, BLOCK_DV, MODE)
 
 
+@recordable
 @triton.jit
 def selected_bwd_dkdv_initial_local_kernel(
     query_ptr,

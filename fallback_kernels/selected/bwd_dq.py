@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_flex.fallback_kernels.common.documents import are_long
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
 from nsa_flex.fallback_kernels.selected.fwd_combine import combine_tile_rows, load_initial_or_local
 from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
@@ -49,6 +50,7 @@ def initial_local_dq(
     return grad
 
 
+@recordable
 @triton.jit(do_not_specialize=["first_head", "chunk_start"])
 def selected_bwd_dq_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, stats_ptr, partial_ptr, bitmask_ptr,
@@ -56,7 +58,7 @@ def selected_bwd_dq_kernel(
     key_stride_b, key_stride_h, key_stride_s,
     value_stride_b, value_stride_h, value_stride_s,
     first_head, chunk_start, chunk_tokens, query_offset, num_queries, num_keys,
-    kv_heads, scale, scale_log2, document_start_ptr, LEFT_OUT: tl.constexpr,
+    kv_heads, scale, scale_log2, kinds_ptr,
     GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -69,7 +71,7 @@ def selected_bwd_dq_kernel(
 
     `stats_ptr`: as in the kernel of dK and dV.
     INITIAL_LOCAL: with the initial and local blocks. ADDED: to what is in `grad_query_ptr`.
-    LEFT_OUT: results of documents of up to so many tokens stay as they are; without an offset.
+    With `kinds_ptr`, results of short documents stay as they are; without an offset.
     """
     query_offset, chunk_start = row_offset(
         offsets_ptr, first_head + tl.program_id(1), query_offset, chunk_start, BLOCK_SIZE
@@ -79,8 +81,8 @@ def selected_bwd_dq_kernel(
         first_head, chunk_start, chunk_tokens, query_offset, num_queries, kv_heads, GROUP,
         NUM_SLOTS, BLOCK_TOKENS, BLOCK_M,
     )  # fmt: skip
-    if LEFT_OUT > 0:
-        row_mask &= are_long(document_start_ptr, batch, query, num_queries, LEFT_OUT)
+    if kinds_ptr is not None:
+        row_mask &= ~has_kind(kinds_ptr, batch, query, num_queries, SHORT_DOCUMENT, BLOCK_SIZE)
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
     b, h = batch.to(tl.int64), head.to(tl.int64)

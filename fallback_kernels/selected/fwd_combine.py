@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, finite, online_softmax_update
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
 from nsa_flex.fallback_kernels.selected.tiles import last_key, load_block, row_offset
@@ -136,6 +137,7 @@ def add_partials(
     return out
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "first_head",

@@ -17,12 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
-from nsa_flex.fallback_kernels.common.documents import (
-    NONE_EARLY,
-    NONE_LEFT_OUT,
-    Early,
-    LeftOut,
-)
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
 from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
@@ -30,7 +25,7 @@ from nsa_flex.fallback_kernels.launch.streams import round_robin
 from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import selected_fwd_combine_kernel
 from nsa_flex.fallback_kernels.selected.fwd_union import attend_unions
-from nsa_flex.fallback_kernels.selected.prepare import Selection, prepare
+from nsa_flex.fallback_kernels.selected.prepare import Selection
 from nsa_flex.fallback_kernels.selected.tiles import (
     first_partial,
     load_block,
@@ -40,6 +35,7 @@ from nsa_flex.fallback_kernels.selected.tiles import (
 from nsa_flex.reasons import explained
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "first_work_tile",
@@ -283,43 +279,12 @@ def _launch_combine(
     )
 
 
-def forward(
-    plan: SelectedPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: Tensor,
-    scale: float,
-    *,
-    storage: Tensor | None = None,
-    offsets: Tensor | None = None,
-    left_out: LeftOut = NONE_LEFT_OUT,
-    early: Early = NONE_EARLY,
-) -> tuple[Tensor, Tensor]:
+def forward(selection: Selection) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, Sq, Dv) and natural log-sum-exp (B, Hq, Sq), chunk by chunk.
 
     The order within CSR rows is not fixed, but no sum depends on it: equal inputs, equal bits.
-
-    Args:
-        plan: sizes of the call.
-        query: (B, Hq, Sq, D), memory (B, Sq, Hq, D).
-        key: (B, Hkv, Sk, D), last dimension contiguous; value likewise (B, Hkv, Sk, Dv).
-        blocks: int32 (B, Hkv, Sq, n), contiguous.
-        scale: factor of the logits.
-        storage: int32 (`index_words`,) that receives the index for the backward; without one,
-            only entries that the forward reads are indexed.
-        offsets: int32 (B, Hkv), of a plan with `offset_tensor`: position of each batch row's
-            query 0, the same for all KV heads, at most Sk - Sq.
-        left_out: whose entries the backward does not read.
-        early: whose results may be anything.
     """
-    selection = prepare(
-        *(plan, query, key, value, blocks, scale),
-        storage=storage,
-        offsets=offsets,
-        left_out=left_out,
-        early=early,
-    )
+    plan, query = selection.plan, selection.query
     out = empty_bshd(query, plan.query_heads, plan.num_queries, plan.value_dim, query.dtype)
     lse = empty_bshd(query, plan.query_heads, plan.num_queries, 1, torch.float32)[..., 0]
 

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa_flex.fallback_kernels.common import tiles
 from nsa_flex.fallback_kernels.common.gluon import fast_log2, fast_reciprocal, thread_barrier
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.strides import has_tma_strides
 from nsa_flex.fallback_kernels.selected import tiles as selected_tiles
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
@@ -125,6 +126,7 @@ def unpacked(pairs, dtype: gl.constexpr):
     return gl.join(low, high).reshape([rows, DIM])
 
 
+@recordable
 @gluon.jit(
     do_not_specialize=[
         "first_work_tile",

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale, online_softmax_update
 from nsa_flex.fallback_kernels.common.strides import has_tma_strides, strides
 from nsa_flex.fallback_kernels.common.tiles import (
@@ -23,6 +24,7 @@ from nsa_flex.fallback_kernels.selected.tiles import last_key, load_block, row_o
 from nsa_flex.reasons import explained
 
 
+@recordable
 @triton.jit(do_not_specialize=["base", "span", "query_offset", "num_queries", "num_keys"])
 def selected_fwd_union_kernel(
     key_tiles, value_tiles, query_ptr, key_ptr, value_ptr, bitmask_ptr, offsets_ptr, sizes_ptr,

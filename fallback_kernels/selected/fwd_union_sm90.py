@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nsa_flex.fallback_kernels.common.gluon import thread_barrier, tma_load
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.tiles import tile_width
 from nsa_flex.fallback_kernels.selected import tiles as selected_tiles
@@ -197,6 +198,7 @@ def attend_union(
     return out, row_max, row_sum
 
 
+@recordable
 @gluon.jit(do_not_specialize=["base", "query_offset", "num_queries"])
 def selected_fwd_union_sm90_kernel(
     key_tiles, value_tiles, query_ptr, bitmask_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr,

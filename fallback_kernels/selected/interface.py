@@ -18,6 +18,7 @@ from nsa_flex.fallback_kernels.launch.plans import planned
 from nsa_flex.fallback_kernels.selected.bwd import backward
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan, index_words
 from nsa_flex.fallback_kernels.selected.fwd_partial import forward
+from nsa_flex.fallback_kernels.selected.prepare import prepare
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 64
@@ -154,14 +155,12 @@ def selected_forward(
         return out.zero_(), lse.fill_(float("-inf")), storage
     with torch.cuda.device_of(query):
         out, lse = forward(
-            plan,
-            to_bshd(query),
-            rows_contiguous(key),
-            rows_contiguous(value),
-            blocks.contiguous(),
-            scale,
-            storage=storage if keep_index else None,
-            offsets=offsets,
+            prepare(
+                *(plan, to_bshd(query), rows_contiguous(key), rows_contiguous(value)),
+                *(blocks.contiguous(), scale),
+                storage=storage if keep_index else None,
+                offsets=offsets,
+            )
         )
     return out, lse, storage
 

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import NONE_LEFT_OUT, LeftOut, is_long
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions
 from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan
@@ -76,17 +77,15 @@ def counter_of(
 
 @triton.jit
 def are_indexed(
-    is_topk, has_union, document_start_ptr, batch, index, num_queries, left_out,
-    ORDERED: tl.constexpr,
+    is_topk, has_union, kinds_ptr, batch, index, num_queries,
+    ORDERED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Of `is_topk` [BLOCK_TOKENS, PADDED_SLOTS], entries that somebody reads.
 
-    Of documents of up to `left_out` tokens only a forward does, where a tile has no union.
+    Of short documents only a forward does, where a tile has no union.
     """
-    document_start_ptr += batch.to(tl.int64) * num_queries
-    row_mask = index < num_queries
-    start = tl.load(document_start_ptr + index, mask=row_mask, other=0)
-    kept = is_long(document_start_ptr, start, left_out, num_queries)  # [BLOCK_TOKENS]
+    short = has_kind(kinds_ptr, batch, index, num_queries, SHORT_DOCUMENT, BLOCK_SIZE)
+    kept = ~short  # [BLOCK_TOKENS]
     if not ORDERED:
         kept = kept | (has_union == 0)
     return is_topk & kept[:, None]
@@ -96,11 +95,12 @@ def are_indexed(
 def tiles_have_union(
     sizes_ptr, batch_head, row_mask, position, base, span, TILE_TOKENS: tl.constexpr
 ):
-    """Whether queries belong to tiles that have a union, or that others attend."""
+    """Whether queries belong to tiles that have a union, or of short queries."""
     tile = batch_head * (span // TILE_TOKENS) + (position - base) // TILE_TOKENS
     return tl.load(sizes_ptr + tile, mask=row_mask, other=-1) != -1
 
 
+@recordable
 @triton.jit(do_not_specialize=LENGTHS)
 def index_count_kernel(
     blocks_ptr,
@@ -120,7 +120,7 @@ def index_count_kernel(
     phases,
     phase_tokens,
     num_blocks,
-    document_start_ptr,
+    kinds_ptr,
     kv_heads,
     NUM_SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
@@ -131,7 +131,6 @@ def index_count_kernel(
     TILE_TOKENS: tl.constexpr,
     ALL_ENTRIES: tl.constexpr,
     ORDERED: tl.constexpr,
-    LEFT_OUT: tl.constexpr,
 ):
     """Bitmasks of all queries, how many entries each counter has, and each entry's rank there.
 
@@ -161,10 +160,10 @@ def index_count_kernel(
             chunks_per_head, phases, phase_tokens, num_blocks,
         )  # fmt: skip
         offset = row[:, None] * NUM_SLOTS + slot
-        if LEFT_OUT > 0:
+        if kinds_ptr is not None:
             is_topk = are_indexed(
-                is_topk, has_union, document_start_ptr, batch_head // kv_heads, index, num_queries,
-                LEFT_OUT, ORDERED,
+                is_topk, has_union, kinds_ptr, batch_head // kv_heads, index, num_queries,
+                ORDERED, BLOCK_SIZE,
             )  # fmt: skip
         if ORDERED:
             tl.store(ranks_ptr + offset, counter, mask=is_topk)
@@ -209,6 +208,7 @@ def write_work_tiles(
     tl.store(record + 3, tl.where(some, union_start, 0), mask=inside)
 
 
+@recordable
 @triton.jit(do_not_specialize=[*LENGTHS, *WORK_TILE_LENGTHS, "work_tile_ctas"])
 def index_scatter_kernel(
     blocks_ptr,
@@ -235,7 +235,7 @@ def index_scatter_kernel(
     phases,
     phase_tokens,
     num_blocks,
-    document_start_ptr,
+    kinds_ptr,
     kv_heads,
     NUM_SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
@@ -246,7 +246,6 @@ def index_scatter_kernel(
     TILE_TOKENS: tl.constexpr,
     ALL_ENTRIES: tl.constexpr,
     TILES_PER_CTA: tl.constexpr,
-    LEFT_OUT: tl.constexpr,
 ):
     """Write each entry at the start of its counter's entries plus its rank.
 
@@ -290,10 +289,10 @@ def index_scatter_kernel(
         )  # fmt: skip
         if not ALL_ENTRIES:
             is_topk = is_topk & ~has_union[:, None]
-        if LEFT_OUT > 0:
+        if kinds_ptr is not None:
             is_topk = are_indexed(
-                is_topk, has_union, document_start_ptr, batch_head // kv_heads, index, num_queries,
-                LEFT_OUT, False,
+                is_topk, has_union, kinds_ptr, batch_head // kv_heads, index, num_queries,
+                False, BLOCK_SIZE,
             )  # fmt: skip
         rank = tl.load(
             ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=is_topk, other=0
@@ -302,6 +301,7 @@ def index_scatter_kernel(
         tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=is_topk)
 
 
+@recordable
 @triton.jit(do_not_specialize=["phases", *WORK_TILE_LENGTHS])
 def index_work_tiles_kernel(
     starts_ptr,
@@ -341,6 +341,7 @@ def _load_counts(
     return counts, counter, mask, row, work_tiles
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_csr_rows", "work_tile_tokens"])
 def index_totals_kernel(
     counts_ptr,
@@ -360,6 +361,7 @@ def index_totals_kernel(
     tl.store(totals_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(work_tiles, 0))
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_csr_rows", "work_tile_tokens"])
 def index_starts_kernel(
     counts_ptr,
@@ -480,7 +482,7 @@ def build_index(
     counts: Tensor | None = None,
     all_entries: bool = True,
     storage: Tensor | None = None,
-    left_out: LeftOut = NONE_LEFT_OUT,
+    kinds: Tensor | None = None,
 ) -> SelectedIndex:
     """Invert `blocks` (B, Hkv, Sq, n) on its device, without a look at its values on the host.
 
@@ -494,7 +496,7 @@ def build_index(
         counts: of `empty_counts`, zeros; where `unions` are given.
         all_entries: index the entries of tiles with a union as well, which only a backward needs.
         storage: memory for the index, see `index_views`.
-        left_out: whose entries no backward reads.
+        kinds: of `block_kinds`; of short documents no backward reads entries.
     """
     index = index_views(plan, work_tile_tokens, storage, blocks)
     batch_heads = plan.batch * plan.kv_heads
@@ -511,12 +513,11 @@ def build_index(
         plan.phases,
         cdiv(plan.chunk_tokens, plan.phases),
         plan.num_blocks,
-        left_out.document_start,
+        kinds,
         plan.kv_heads,
     )
     constants = {
         **plan.index_constants(),
-        "LEFT_OUT": left_out.tokens,
         "BLOCK_TOKENS": INDEX_TOKENS,
         "TILE_TOKENS": plan.combine_tokens,
         "ALL_ENTRIES": all_entries,

@@ -6,12 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nsa_flex.fallback_kernels.common.documents import (
-    NONE_EARLY,
-    NONE_LEFT_OUT,
-    Early,
-    LeftOut,
-)
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions, build_block_unions
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.inverted_index import (
@@ -22,7 +16,7 @@ from nsa_flex.fallback_kernels.selected.inverted_index import (
 
 
 class Selection(NamedTuple):
-    """What the launches of one forward share; tensors as `forward` takes them."""
+    """What the launches of one forward share; see `prepare`."""
 
     plan: SelectedPlan
     csr: SelectedIndex
@@ -42,17 +36,27 @@ def prepare(
     blocks: Tensor,
     scale: float,
     *,
-    storage: Tensor | None,
+    storage: Tensor | None = None,
     offsets: Tensor | None = None,
-    left_out: LeftOut = NONE_LEFT_OUT,
-    early: Early = NONE_EARLY,
+    kinds: Tensor | None = None,
 ) -> Selection:
-    """Inverted index and unions of the query tiles; arguments as of `forward`.
+    """Inverted index and unions of the query tiles.
 
-    left_out: whose entries the backward does not read. early: whose results may be anything.
+    Args:
+        plan: sizes of the call.
+        query: (B, Hq, Sq, D), memory (B, Sq, Hq, D).
+        key: (B, Hkv, Sk, D), last dimension contiguous; value likewise (B, Hkv, Sk, Dv).
+        blocks: int32 (B, Hkv, Sq, n), contiguous.
+        scale: factor of the logits.
+        storage: int32 (`index_words`,) that receives the index for the backward; without one,
+            only entries that the forward reads are indexed.
+        offsets: int32 (B, Hkv), of a plan with `offset_tensor`: position of each batch row's
+            query 0, the same for all KV heads, at most Sk - Sq.
+        kinds: of `block_kinds`. Results of short queries are left to other kernels, and the
+            backward does not read entries of short documents.
     """
     counts = empty_counts(plan, blocks.device)
-    unions = build_block_unions(plan, blocks, offsets, counts, early)
+    unions = build_block_unions(plan, blocks, offsets, counts, kinds)
     all_entries = storage is not None
     csr = build_index(
         plan,
@@ -63,6 +67,6 @@ def prepare(
         counts=counts,
         all_entries=all_entries,
         storage=storage,
-        left_out=left_out if all_entries else NONE_LEFT_OUT,
+        kinds=kinds if all_entries else None,
     )
     return Selection(plan, csr, unions, query, key, value, scale, offsets)

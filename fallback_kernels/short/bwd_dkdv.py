@@ -16,6 +16,8 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.add_splits import Splits, add_splits
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -36,14 +38,6 @@ class ShortStats(NamedTuple):
     query_heads: Any
     stride_b: Any
     stride_h: Any
-
-
-class Some(NamedTuple):
-    """Documents of packed rows by their tokens, and memory of what their keys get."""
-
-    grads: list[Tensor]  # contiguous, as `key_gradients` returns them
-    most: int  # documents of no more tokens than that,
-    least: int = 0  # and of more than that
 
 
 @triton.jit
@@ -73,7 +67,7 @@ def _add_queries(
 
     low, high: of `rows_of_keys`, for the keys that exist [BLOCK_N]. IS_NEAR: they have the keys in
     their window; else `span` is FAR or COMPRESSED. MASKED: token keys of `block` are for those
-    queries alone that chose it.
+    queries alone that selected it.
     """
     b, num_tokens, query_heads = queries.b, queries.num_tokens, stats.query_heads
     # All queries of [whole_begin, whole_end) see all keys; those past the last one may, too: what
@@ -134,7 +128,7 @@ def _add_queries(
 def _add_spans(
     grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
     near_begin, near_tiles, far_begin, far_tiles, first_head, heads, scale_log2,
-    is_compressed, reach, window, choice, first_token, own_first,
+    is_compressed, longest, window, selected_tokens, first_token, own_first,
     HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
     MASKED: tl.constexpr, SELECT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -143,40 +137,40 @@ def _add_spans(
 ):  # fmt: skip
     """dK / scale and dV with what all queries add, near and far.
 
-    MASKED: token keys, of the document that begins at `own_first`, are for queries that chose
+    MASKED: token keys, of the document that begins at `own_first`, are for queries that selected
     their block.
     """
     # The block of the document that the tile's keys lie in.
     block = tl.minimum((first_token - own_first) // SELECT, 63)
-    near_early, far_early = near_tiles, far_tiles
-    # Queries that certainly chose the tile's block first, without looking; then the others.
+    near_certain, far_certain = near_tiles, far_tiles
+    # First queries that certainly selected the tile's block, without their bits, then the others.
     PASSES: tl.constexpr = 2 if MASKED else 1
     if MASKED:
-        # Early queries of a document chose all its blocks, all queries its first ones, and those
-        # near enough the tile's block that one. Compressed keys are nobody's choice.
+        # The first queries of a document selected all its blocks, all queries its initial ones,
+        # and those near enough the tile's block that one. Compressed keys are never masked.
         of_all = is_compressed | (block < INITIAL)
-        early_end = tl.where(of_all, queries.num_tokens + BLOCK_M, own_first + choice)
-        far_early = _tiles_before(early_end, far_begin, far_tiles, BLOCK_M)
-        early_end = tl.maximum(early_end, own_first + (block + LOCAL) * SELECT)
-        near_early = _tiles_before(early_end, near_begin, near_tiles, BLOCK_M)
+        certain_end = tl.where(of_all, queries.num_tokens + BLOCK_M, own_first + selected_tokens)
+        far_certain = _tiles_before(certain_end, far_begin, far_tiles, BLOCK_M)
+        certain_end = tl.maximum(certain_end, own_first + (block + LOCAL) * SELECT)
+        near_certain = _tiles_before(certain_end, near_begin, near_tiles, BLOCK_M)
     if HAS_NEAR:
         low, high = rows_of_keys(
-            column, ends, is_compressed, reach, window, True, HAS_NEAR, COMPRESS, STRIDE
+            column, ends, is_compressed, longest, window, True, HAS_NEAR, COMPRESS, STRIDE
         )
-        begin, tiles = near_begin, near_early
+        begin, tiles = near_begin, near_certain
         for masked in tl.static_range(PASSES):
             grad_k, grad_v = _add_queries(
                 grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
                 begin, tiles, first_head, heads, NEAR, scale_log2, True, masked,
                 HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
             )  # fmt: skip
-            begin, tiles = near_begin + near_early * BLOCK_M, near_tiles - near_early
+            begin, tiles = near_begin + near_certain * BLOCK_M, near_tiles - near_certain
     if HAS_FAR:
         span = tl.where(is_compressed, COMPRESSED, FAR)
         low, high = rows_of_keys(
-            column, ends, is_compressed, reach, window, False, HAS_NEAR, COMPRESS, STRIDE
+            column, ends, is_compressed, longest, window, False, HAS_NEAR, COMPRESS, STRIDE
         )
-        begin, tiles = far_begin, far_early
+        begin, tiles = far_begin, far_certain
         for masked in tl.static_range(PASSES):
             grad_k, grad_v = _add_queries(
                 grad_k, grad_v, k, v, low, high, exists, queries, grad_outs, stats, block,
@@ -184,18 +178,19 @@ def _add_spans(
                 False, masked,
                 HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
             )  # fmt: skip
-            begin, tiles = far_begin + far_early * BLOCK_M, far_tiles - far_early
+            begin, tiles = far_begin + far_certain * BLOCK_M, far_tiles - far_certain
     return grad_k, grad_v
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "reach", "window", "compressed_tiles", "least", "most",
+        "num_tokens", "num_blocks", "longest", "window", "compressed_tiles",
     ]
 )  # fmt: skip
 def short_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, document_end_ptr, grad_out_ptr,
-    stats_ptr,
+    q_ptr, k_ptr, v_ptr, ck_ptr, cv_ptr, document_start_ptr, document_end_ptr, kinds_ptr,
+    grad_out_ptr, stats_ptr,
     query_desc, grad_out_desc, stats_desc,
     grad_k_ptr, grad_v_ptr, grad_ck_ptr, grad_cv_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
@@ -203,10 +198,10 @@ def short_bwd_dkdv_kernel(
     cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
     stats_stride_b, stats_stride_h,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
-    reach, window, choice, least, most, scale, scale_log2,
+    longest, window, selected_tokens, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
     MASKED: tl.constexpr, SELECT: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, SOME: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, KIND: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -215,9 +210,9 @@ def short_bwd_dkdv_kernel(
 
     HAS_NEAR: the window has these keys. HAS_FAR: the selected branch has them; alone, all of a
     document are far. query_desc, grad_out_desc, stats_desc: of tiles of BLOCK_M queries, or None.
-    MASKED: queries chose blocks, `choice` tokens, and `stats_ptr` says which; of documents that
-    are no longer than that they chose all, and it is not looked at. SOME: of keys of documents of
-    more than `least` and up to `most` tokens alone, others' results stay as they are.
+    MASKED: queries selected blocks, `selected_tokens` tokens, and `stats_ptr` says which. Of
+    documents that are no longer than that they selected all, and their bits are not read. With
+    `kinds_ptr`, only keys of documents of a KIND are written.
     """
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
@@ -237,21 +232,22 @@ def short_bwd_dkdv_kernel(
     tokens_per_key = tl.where(is_compressed, STRIDE, 1)
     tile = tl.program_id(0) - tl.where(is_compressed, 0, compressed_tiles)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    key = column.to(tl.int64)
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
     exists = column < num_keys  # [BLOCK_N]
     token = column * tokens_per_key
+    if kinds_ptr is not None:
+        token = tl.where(exists, token, num_tokens)
+        exists = has_kind(kinds_ptr, b, token, num_tokens, KIND, SELECT)
+        if tl.max(exists.to(tl.int32), 0) == 0:
+            return
+        column = tl.where(exists, column, num_keys)  # as if it were not there
+        exists = column < num_keys
     ends = tl.zeros([BLOCK_N], tl.int32) + num_tokens
     if document_start_ptr is not None:
         document_end_ptr += b * num_tokens
         ends = tl.load(document_end_ptr + token, mask=exists, other=num_tokens)
-    if SOME:
-        start = tl.load(document_start_ptr + token, mask=exists, other=0)
-        exists = exists & (ends - start > least) & (ends - start <= most)
-        if tl.max(exists.to(tl.int32), 0) == 0:
-            return
-        key = tl.where(exists, key, num_keys)  # as if it were not there
+    key = column.to(tl.int64)
     k = load_tile(k_base, key, k_stride, num_keys, True, HEAD_DIM, BLOCK_D)
     v = load_tile(v_base, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
     queries = HeadRows(
@@ -265,7 +261,7 @@ def short_bwd_dkdv_kernel(
     # The queries that may see these keys: of documents that have begun where the last key is.
     first_token = tile * BLOCK_N * tokens_per_key
     last_token = first_token + BLOCK_N * tokens_per_key - 1
-    end = tl.minimum(tl.max(tl.where(exists, ends, 0), 0), last_token + reach)
+    end = tl.minimum(tl.max(tl.where(exists, ends, 0), 0), last_token + longest)
     near_begin = first_token // BLOCK_M * BLOCK_M
     near_tiles, far_begin = 0, near_begin
     if HAS_NEAR:
@@ -284,18 +280,19 @@ def short_bwd_dkdv_kernel(
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     own_first = 0  # of the document that the tile's first key lies in
     if not MASKED:
-        all_chose: tl.constexpr = True
+        all_selected: tl.constexpr = True
     elif document_start_ptr is None:
-        all_chose: tl.constexpr = False  # type: ignore[no-redef]
+        all_selected: tl.constexpr = False  # type: ignore[no-redef]
     else:
         own = tl.minimum(first_token, num_tokens - 1)
         own_first = tl.load(document_start_ptr + own)
-        all_chose = is_compressed | (tl.load(document_end_ptr + own) - own_first <= choice)
-    if all_chose:
+        tokens = tl.load(document_end_ptr + own) - own_first
+        all_selected = is_compressed | (tokens <= selected_tokens)
+    if all_selected:
         grad_k, grad_v = _add_spans(
             grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
             near_begin, near_tiles, far_begin, far_tiles, first_head, heads_per_cta, scale_log2,
-            is_compressed, reach, window, choice, first_token, own_first,
+            is_compressed, longest, window, selected_tokens, first_token, own_first,
             HAS_NEAR, HAS_FAR, COMPRESS, STRIDE, False, SELECT, INITIAL, LOCAL,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
         )  # fmt: skip
@@ -303,7 +300,7 @@ def short_bwd_dkdv_kernel(
         grad_k, grad_v = _add_spans(
             grad_k, grad_v, k, v, column, ends, exists, queries, grad_outs, stats,
             near_begin, near_tiles, far_begin, far_tiles, first_head, heads_per_cta, scale_log2,
-            is_compressed, reach, window, choice, first_token, own_first,
+            is_compressed, longest, window, selected_tokens, first_token, own_first,
             HAS_NEAR, HAS_FAR, COMPRESS, STRIDE, True, SELECT, INITIAL, LOCAL,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_M, STAGES, PRECISION,
         )  # fmt: skip
@@ -329,12 +326,14 @@ def key_gradients(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
-    reach: int,
+    longest: int,
     *,
     near: bool,
     far: bool,
     masked: bool = False,
-    some: Some | None = None,
+    kinds: Tensor | None = None,
+    kind: tl.constexpr = SHORT_DOCUMENT,
+    grads: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """dK and dV (B, S, Hkv, D), then those of the compressed keys (B, N, Hkv, D) if given.
 
@@ -342,22 +341,20 @@ def key_gradients(
         grad: (B, Hq, S, Dv); query: (B, Hq, S, D).
         keys: key and value of the selected branch (`far`), of the window (`near`), or of both.
         stats: of `query_gradients`.
-        masked: whether that was given blocks that queries chose.
-        some: documents whose keys alone have results, and where these go.
+        masked: whether that was given blocks that queries selected.
+        kinds: of `block_kinds`; only keys of documents of a `kind` are written, into `grads`.
+        grads: memory of the results, contiguous; None for new memory.
     """
     plan = plan_of(query, *keys)
     q, do, k, v, ck, cv = (rows_contiguous(x) for x in (query, grad, *keys, *(compressed or keys)))
     batch, heads, tokens, _ = q.shape
     kv_heads, num_blocks = k.shape[1], ck.shape[2]
-    splits = plan.head_splits if some is None else 1
+    splits = plan.head_splits if grads is None else 1
     options: dict = {"dtype": torch.float32 if splits > 1 else q.dtype, "device": q.device}
     shapes = [(tokens, kv_heads, x.shape[3]) for x in (k, v)]
     if compressed is not None:
         shapes += [(num_blocks, kv_heads, x.shape[3]) for x in (ck, cv)]
-    some_of = some or Some(
-        [torch.empty((splits, batch, *shape), **options) for shape in shapes], tokens
-    )
-    grads = some_of.grads
+    sums = grads or [torch.empty((splits, batch, *shape), **options) for shape in shapes]
     block_n = plan.bwd_dkdv.block_n
     compressed_tiles = 0 if compressed is None else cdiv(num_blocks, block_n)
     grid = (compressed_tiles + cdiv(tokens, block_n), kv_heads * splits, batch)
@@ -367,20 +364,19 @@ def key_gradients(
         descs = [None] * len(descs)
     short_bwd_dkdv_kernel[grid](
         q, k, v, ck, cv, document_start,
-        None if document_start is None else ends_of_documents(document_start), do, stats,
-        *descs, *grads, *(() if compressed else grads),
+        None if document_start is None else ends_of_documents(document_start), kinds, do, stats,
+        *descs, *sums, *(() if compressed else sums),
         *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
-        reach, min(config.window_size, tokens), config.num_selected_tokens,
-        some_of.least, some_of.most,
+        longest, min(config.window_size, tokens), config.num_selected_tokens,
         scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
         HAS_NEAR=near, HAS_FAR=far, MASKED=masked,
         SELECT=config.select_block_size, INITIAL=config.num_initial_blocks,
-        LOCAL=config.num_local_blocks, SOME=some is not None,
+        LOCAL=config.num_local_blocks, KIND=kind,
         **plan.constants(), **plan.bwd_dkdv.constants(),
     )  # fmt: skip
-    if some is not None:
+    if grads is not None:
         return grads
-    shares = [Splits(*grads[i : i + 2]) for i in range(0, len(grads), 2)]
+    shares = [Splits(*sums[i : i + 2]) for i in range(0, len(sums), 2)]
     return add_splits(shares[0], q.dtype, *shares[1:])

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.documents import is_long
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv
@@ -32,7 +33,7 @@ from nsa_flex.fallback_kernels.sliding.tiles import HeadRows, load_key_value
 NEAR, FAR, COMPRESSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 UNSELECTED = tl.constexpr(3)  # near keys that the window alone has
 NUM_STATS = 9  # L, a and b of near keys, far keys and compressed keys
-WORDS = tl.constexpr(12)  # then the bits of the blocks that a query chose, two words
+WORDS = tl.constexpr(12)  # then the bits of the blocks that a query selected, two words
 NUM_STATS_MASKED = 14
 
 
@@ -100,11 +101,12 @@ def _add_span(
     return grad_q
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window"])
+@recordable
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "longest", "window"])
 def short_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,
     key_desc, value_desc, window_key_desc, window_value_desc, gate_ptr,
-    document_start_ptr, grad_out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
+    document_start_ptr, kinds_ptr, grad_out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
     compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr, blocks_ptr,
     grad_q_ptr, grad_gate_ptr, stats_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
@@ -115,8 +117,9 @@ def short_bwd_dq_kernel(
     do_stride_b, do_stride_h, do_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     lse_stride_b, lse_stride_h, lse_stride_s, stats_stride_b, stats_stride_h, stats_step,
-    num_tokens, num_blocks, query_heads, group, reach, window, choice, scale, scale_log2,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SOME: tl.constexpr,
+    num_tokens, num_blocks, query_heads, group, longest, window, selected_tokens,
+    scale, scale_log2,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -126,10 +129,10 @@ def short_bwd_dq_kernel(
 
     stats: float32 (B, 9 or 14 * Hq, S), three of each span of keys. key_desc and the like: of
     tiles of BLOCK_N keys, or None. With `blocks_ptr`, int32 (B, Hkv, S, n), the selected branch
-    sees those blocks alone, `choice` tokens, and the last two numbers have a bit for each.
+    sees those blocks alone, `selected_tokens` tokens, and the last two numbers have a bit each.
     stats_step: from one of a head's numbers to the next.
 
-    SOME: of documents of up to `reach` tokens alone, others' results stay as they are.
+    With `kinds_ptr`, only rows of short documents are written.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -140,14 +143,13 @@ def short_bwd_dq_kernel(
     row_mask = row < num_tokens
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
-    if SOME:
-        start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
-        row_mask = row_mask & (is_long(document_start_ptr, start, reach, num_tokens) == 0)
+    if kinds_ptr is not None:
+        row_mask = has_kind(kinds_ptr, b, row, num_tokens, SHORT_DOCUMENT, SELECT)
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
         query = tl.where(row_mask, query, num_tokens)  # as if it were not there
     first_key, window_first, end_key = token_spans(
-        document_start_ptr, row, num_tokens, reach, window
+        document_start_ptr, row, num_tokens, longest, window
     )
 
     kv_head = head // group
@@ -214,7 +216,7 @@ def short_bwd_dq_kernel(
     if SHARED:
         far_end = window_first
         # Of a key that both have, the smaller log-sum-exp gives the larger of two weights, which
-        # is 1 at most. Without a choice it is the window's.
+        # is 1 at most. If all blocks are selected, it is the window's.
         near_lse = tl.minimum(sliding_lse, selected_lse)
         if blocks_ptr is not None:
             factor = _factor(near_lse, sliding_lse)
@@ -258,11 +260,11 @@ def short_bwd_dq_kernel(
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
         )  # fmt: skip
     if blocks_ptr is None:
-        all_chose: tl.constexpr = True
+        all_selected: tl.constexpr = True
     else:
-        # The first queries of a document do: they see no more than a choice.
-        all_chose = tl.max(tl.where(row_mask, row - first_key, 0), 0) < choice
-    if all_chose:
+        # The first queries of a document do: they see no more blocks than they take.
+        all_selected = tl.max(tl.where(row_mask, row - first_key, 0), 0) < selected_tokens
+    if all_selected:
         grad_q = _add_span(
             grad_q, q, grad_out, keys, values, first_key, far_end, row_mask,
             selected_lse, selected_gate, far_b, scale_log2,
@@ -314,7 +316,7 @@ class QueryGradients(NamedTuple):
 
 
 def empty_masked_stats(batch: int, heads: int, tokens: int, device: torch.device) -> Tensor:
-    """Memory of `QueryGradients.stats` of queries that chose blocks."""
+    """Memory of `QueryGradients.stats` of queries that selected blocks."""
     return empty_stats(batch, NUM_STATS_MASKED * heads, tokens, device)
 
 
@@ -332,16 +334,18 @@ def query_gradients(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
-    reach: int,
+    longest: int,
     blocks: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
+    kinds: Tensor | None = None,
+    grads: tuple[Tensor, Tensor] | None = None,
 ) -> QueryGradients:
     """Gradients of queries and gates; `grad` (B, Hq, S, Dv), the others as of `short_forward`.
 
     Args:
-        blocks: int32 (B, Hkv, S, n), contiguous, what queries chose; None if every block.
-        into: gradients of queries (B, S, Hq, D) and gates (B, S, Hq, 3), contiguous, where those
-            of documents of up to `reach` tokens are written, and no others.
+        blocks: int32 (B, Hkv, S, n), contiguous, what queries selected; None if every block.
+        kinds: of `block_kinds`; only rows of short documents are written, into `grads`.
+        grads: gradients of queries (B, S, Hq, D) and gates (B, S, Hq, 3), contiguous; None
+            for new memory.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
@@ -352,11 +356,11 @@ def query_gradients(
         )
     )
     batch, heads, tokens, dim = q.shape
-    if into is None:
+    if grads is None:
         grad_q = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
         grad_gates = gates.new_empty((batch, tokens, heads, 3))
     else:
-        grad_q, grad_gates = into
+        grad_q, grad_gates = grads
     if blocks is None:
         stats = empty_stats(batch, NUM_STATS * heads, tokens, q.device)
     else:
@@ -365,16 +369,16 @@ def query_gradients(
     if any(x is None for x in descs):
         descs = [None] * len(descs)
     short_bwd_dq_kernel[(heads, cdiv(tokens, plan.bwd_dq.block_m), batch)](
-        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, do,
+        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, kinds, do,
         results.compressed, results.selected, results.sliding,
         results.compressed_lse, results.selected_lse, results.sliding_lse, blocks,
         grad_q, grad_gates, stats,
         *(stride for x in (q, k, v, wk, wv, ck, cv, do) for stride in strides(x)),
         *gates.stride(), *results.compressed_lse.stride(),
         *stats.stride()[:2], heads * stats.stride(1),
-        tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
+        tokens, ck.shape[2], heads, heads // k.shape[1], longest, min(config.window_size, tokens),
         config.num_selected_tokens, scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride, SHARED=own is None,
-        SOME=into is not None, **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
+        **slots(config), **plan.constants(), **plan.bwd_dq.constants(),
     )  # fmt: skip
     return QueryGradients(grad_q, grad_gates, stats)

@@ -15,8 +15,8 @@ from nsa_flex.fallback_kernels.ranges.config import RangesPlan, Tiles, first_fit
 # As measured on an H100, whose tiles of queries and keys come by TMA. With fewer registers three
 # and four CTAs fit on an SM. Up to D 64, before those of range attention that hold for any D: what
 # that prefers by head dim is slower here.
-FWD = Tiles(64, 64, 4, 3, registers=168)  # of many CTAs, or where queries chose
-FWD_CHOSEN_WIDE = Tiles(64, 64, 4, 2)  # beyond D 64: a choice takes two sums of values
+FWD = Tiles(64, 64, 4, 3, registers=168)  # of many CTAs, or where blocks are selected
+FWD_SELECTED_WIDE = Tiles(64, 64, 4, 2)  # beyond D 64: two sums of values
 BWD_DQ = Tiles(64, 32, 4, 3, registers=128)  # of many CTAs
 BWD_DKDV = Tiles(64, 64, 4, 2)
 MANY_CTAS = 1024
@@ -39,11 +39,11 @@ def num_key_tiles(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def masked_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
-    """Tiles of the forward of a call of short rows whose queries chose blocks."""
+    """Tiles of the forward of a call of short rows whose queries selected blocks."""
     plan = RangesPlan.of(query, key, value)
     widths = (tile_width(plan.head_dim), tile_width(plan.value_dim))
     itemsize, bytes_given = query.element_size(), shared_memory_bytes(query.device)
-    tiles = FWD if max(widths) <= NARROW else FWD_CHOSEN_WIDE
+    tiles = FWD if max(widths) <= NARROW else FWD_SELECTED_WIDE
     if itemsize == 4 or max(widths) > WIDEST:
         return plan.fwd
     return first_fitting((tiles, *ranges.FWD), widths, itemsize, "queries", bytes_given)

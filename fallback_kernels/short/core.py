@@ -2,7 +2,7 @@
 
 In small calls a fourth adds up what the query heads of a group have each computed of dK and dV.
 
-No block is scored or chosen: the selected branch is causal attention within the document.
+No block is scored or selected: the selected branch is causal attention within the document.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.short.bwd_dkdv import Some, key_gradients
+from nsa_flex.fallback_kernels.common.block_kinds import (
+    MASKED_DOCUMENT,
+    SHORT_DOCUMENT,
+    UNMASKED_DOCUMENT,
+)
+from nsa_flex.fallback_kernels.short.bwd_dkdv import key_gradients
 from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients
 from nsa_flex.fallback_kernels.short.config import MANY_CTAS, num_key_tiles
 from nsa_flex.fallback_kernels.short.fwd import ShortResults
@@ -24,7 +29,7 @@ def short_backward(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
-    reach: int,
+    longest: int,
     blocks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, compressed key and value, gates, and of `own` if given.
@@ -34,17 +39,17 @@ def short_backward(
     queries selected these, where the backward route is "masked".
     """
     query, key, value, compressed_key, compressed_value, _ = tensors
-    of_call = (document_start, config, scale, reach)
+    of_call = (document_start, config, scale, longest)
     of_queries = query_gradients(grad, tensors, own, results, *of_call, blocks)
-    rest = (of_queries.stats, *of_call)
+    shared = (of_queries.stats, *of_call)
     compressed = (compressed_key, compressed_value)
     of_keys = key_gradients(
-        grad, query, (key, value), compressed, *rest,
+        grad, query, (key, value), compressed, *shared,
         near=own is None, far=True, masked=blocks is not None,
     )  # fmt: skip
     of_window: list[Tensor] = []
     if own is not None:
-        of_window = key_gradients(grad, query, own, None, *rest, near=True, far=False)
+        of_window = key_gradients(grad, query, own, None, *shared, near=True, far=False)
     return (of_queries.query, *of_keys, of_queries.gates, *of_window)
 
 
@@ -54,29 +59,33 @@ def overwrite_key_gradients(
     own: tuple[Tensor, Tensor] | None,
     stats: Tensor,
     document_start: Tensor,
+    kinds: Tensor,
     config: NSAConfig,
     scale: float,
-    reach: int,
+    longest: int,
     grads: tuple[Tensor, ...],
 ) -> None:
-    """Into `grads` those of documents of up to `reach` tokens, of whatever lengths others are.
+    """Overwrites the rows of short documents in `grads`.
 
-    Arguments as of `short_backward`; stats: of `query_gradients`, with blocks. grads: of key,
-    value, compressed key and value, and of `own` if given, laid out as that returns them.
+    Arguments as of `short_backward`; stats: of `query_gradients`, with blocks. kinds: of
+    `block_kinds`. grads: of key, value, compressed key and value, and of `own` if given, laid out
+    as that returns them.
     """
     query, key, value, compressed_key, compressed_value, _ = tensors
-    rest = (stats, document_start, config, scale, reach)
-    into, choice = list(grads[:4]), min(config.num_selected_tokens, reach)
-    both = [(True, Some(into, reach))]
+    of_call = (stats, document_start, config, scale, longest)
+    launches = [(True, SHORT_DOCUMENT)]
     if query.shape[1] == key.shape[1] and num_key_tiles(query, key, value) >= MANY_CTAS:
-        # Of one head a tile has few iterations. Documents whose queries chose all have a kernel
-        # that knows of no choice: twice as many CTAs that leave cost less than it saves.
-        both = [(False, Some(into, choice)), (True, Some(into, reach, choice))]
-    for masked, some in both:
+        # Of one head a tile has few iterations. Documents whose queries selected all have a kernel
+        # without masks: twice as many CTAs that leave cost less than it saves.
+        launches = [(False, UNMASKED_DOCUMENT), (True, MASKED_DOCUMENT)]
+    for masked, kind in launches:
         key_gradients(
-            grad, query, (key, value), (compressed_key, compressed_value), *rest,
-            near=own is None, far=True, masked=masked, some=some,
+            grad, query, (key, value), (compressed_key, compressed_value), *of_call,
+            near=own is None, far=True, masked=masked,
+            kinds=kinds, kind=kind, grads=list(grads[:4]),
         )  # fmt: skip
     if own is not None:
-        some = Some(list(grads[4:]), reach)
-        key_gradients(grad, query, own, None, *rest, near=True, far=False, some=some)
+        key_gradients(
+            grad, query, own, None, *of_call,
+            near=True, far=False, kinds=kinds, grads=list(grads[4:]),
+        )  # fmt: skip

@@ -2,7 +2,7 @@
 
 The window's keys come first. Where the selected branch has the same keys, its softmax goes on
 from there with the rest of the document: a score is computed once for both. So it is where
-queries chose blocks; the window's keys go into two softmaxes then.
+queries selected blocks; the window's keys go into two softmaxes then.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.fallback_kernels.common.block_kinds import SHORT_QUERIES, has_kind
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
     base2_scale,
@@ -90,17 +92,17 @@ def _add_part(acc, row_max, row_sum, part, part_max, part_sum):
 
 @triton.jit
 def _attend_twice(
-    acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum,
+    acc, row_max, row_sum, selected_acc, selected_max, selected_sum,
     q, keys, values, first_key, end_key, row_mask, scale_log2, low, high, own_first,
     SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_attend_span`, into two sets of sums: of all keys, and of blocks that a row chose.
+    """As `_attend_span`, into two sets of sums: of all keys, and of blocks that a row selected.
 
     A tile of keys lies in one block, so that a row adds its product to the second set or does not.
-    Weights refer to the tile's highest logit: by the highest of all, chosen ones might vanish.
+    Weights refer to the tile's highest logit: by the highest of all, selected keys might vanish.
     """
     begin, full_begin, full_end, end = key_bounds(first_key, end_key, row_mask, BLOCK_N)
     for tile in tl.range(0, (end - begin) // BLOCK_N, num_stages=STAGES):
@@ -119,10 +121,10 @@ def _attend_twice(
         acc, row_max, row_sum = _add_part(acc, row_max, row_sum, part, part_max, part_sum)
         has_keys = has_block(low, high, own_first, start // SELECT)  # [BLOCK_M]
         part_max = tl.where(has_keys, part_max, float("-inf"))
-        chosen_acc, chosen_max, chosen_sum = _add_part(
-            chosen_acc, chosen_max, chosen_sum, part, part_max, part_sum
+        selected_acc, selected_max, selected_sum = _add_part(
+            selected_acc, selected_max, selected_sum, part, part_max, part_sum
         )
-    return acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum
+    return acc, row_max, row_sum, selected_acc, selected_max, selected_sum
 
 
 @triton.jit
@@ -157,11 +159,12 @@ def _add_gated(
     store_tile(out_ptr, query, row_stride, num_tokens, total, DIM, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "reach", "window", "choice"])
+@recordable
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "longest", "window"])
 def short_fwd_kernel(
     q_ptr, k_ptr, v_ptr, window_k_ptr, window_v_ptr, ck_ptr, cv_ptr,
     key_desc, value_desc, window_key_desc, window_value_desc, gate_ptr,
-    document_start_ptr, blocks_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
+    document_start_ptr, kinds_ptr, blocks_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
     compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s,
@@ -170,9 +173,8 @@ def short_fwd_kernel(
     ck_stride_b, ck_stride_h, ck_stride_s, cv_stride_b, cv_stride_h, cv_stride_s,
     gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
     lse_stride_b, lse_stride_h, lse_stride_s,
-    num_tokens, num_blocks, query_heads, group, reach, window, choice, scale_log2,
+    num_tokens, num_blocks, query_heads, group, longest, window, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SAVE: tl.constexpr,
-    EARLY: tl.constexpr, LATE: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -182,8 +184,8 @@ def short_fwd_kernel(
 
     SHARED: the window has the selected branch's keys and values. With `blocks_ptr`, int32
     (B, Hkv, S, n), the selected branch sees those blocks alone, and the compressed branch, from
-    which they were chosen, is read. EARLY: of the first `choice` tokens of documents alone, the
-    others' results stay as they are; LATE: of those others alone.
+    which they were selected, is read. With `kinds_ptr`, only rows of short queries are written, or
+    with both, only the other rows.
     """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
@@ -194,14 +196,14 @@ def short_fwd_kernel(
     row_mask = row < num_tokens
     if document_start_ptr is not None:
         document_start_ptr += b * num_tokens
-    if EARLY or LATE:
-        start = tl.load(document_start_ptr + row, mask=row_mask, other=0)
-        row_mask = row_mask & ((row - start < choice) == EARLY)
+    if kinds_ptr is not None:
+        is_short = has_kind(kinds_ptr, b, row, num_tokens, SHORT_QUERIES, SELECT)
+        row_mask &= is_short == (blocks_ptr is None)
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
         query = tl.where(row_mask, query, num_tokens)  # as if it were not there
     first_key, window_first, end_key = token_spans(
-        document_start_ptr, row, num_tokens, reach, window
+        document_start_ptr, row, num_tokens, longest, window
     )
 
     kv_head = head // group
@@ -275,10 +277,10 @@ def short_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    chosen_acc, chosen_max, chosen_sum = acc, row_max, row_sum
+    selected_acc, selected_max, selected_sum = acc, row_max, row_sum
     if SHARED and blocks_ptr is not None:
-        acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum = _attend_twice(
-            acc, row_max, row_sum, chosen_acc, chosen_max, chosen_sum, q, keys, values,
+        acc, row_max, row_sum, selected_acc, selected_max, selected_sum = _attend_twice(
+            acc, row_max, row_sum, selected_acc, selected_max, selected_sum, q, keys, values,
             window_first, end_key, row_mask, scale_log2, low, high, own_first, SELECT,
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
         )  # fmt: skip
@@ -303,7 +305,7 @@ def short_fwd_kernel(
 
     far_end = window_first if SHARED else end_key
     if not SHARED or blocks_ptr is not None:
-        acc, row_max, row_sum = chosen_acc, chosen_max, chosen_sum
+        acc, row_max, row_sum = selected_acc, selected_max, selected_sum
     acc, row_max, row_sum = _attend_span(
         acc, row_max, row_sum, q, keys, values,
         first_key, far_end, row_mask, scale_log2, low, high, own_first, SELECT,
@@ -337,7 +339,7 @@ def short_fwd_kernel(
 
 
 class Selected(NamedTuple):
-    """Blocks that queries chose, and the compressed branch by which they did."""
+    """Blocks that queries selected, and the compressed branch by which they did."""
 
     blocks: Tensor | None  # int32 (B, Hkv, S, n), contiguous; None: all that are visible
     compressed: Tensor  # (B, S, H, Dv), contiguous
@@ -362,69 +364,70 @@ def short_forward(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
-    reach: int,
+    longest: int,
     *,
     save: bool,
-    chosen: Selected | None = None,
-    into: ShortResults | None = None,
+    selection: Selected | None = None,
+    kinds: Tensor | None = None,
+    results: ShortResults | None = None,
 ) -> ShortResults:
     """All branches of queries that select every block of their documents, and the gated sum.
 
-    Or, with blocks in `chosen`, of queries that select these, where the route is "masked".
+    Or, with blocks in `selection`, of queries that select these, where the route is "masked".
 
     Args:
         tensors: query (B, Hq, S, D), key, value, compressed_key, compressed_value and gates.
         own: key and value of the sliding branch, if others.
         document_start: int32 (B, S), contiguous, or None.
-        reach: tokens of the longest document, at most n * l', or what the route "masked" takes.
+        longest: tokens of the longest document, at most n * l', or what the route "masked" takes.
         save: whether the branches' own outputs are wanted, for the backward.
-        chosen: what is computed already.
-        into: results of others, where those of the first n * l' tokens of each document are
-            written, or, with `chosen`, those of the others.
+        selection: what is there already.
+        kinds: of `block_kinds`: only rows of short queries are written, or, with blocks in
+            `selection`, only the other rows.
+        results: memory of results; None for new memory.
     """
     query, key, value, compressed_key, compressed_value, gates = tensors
     plan = plan_of(query, key, value)
-    tiles = plan.fwd if chosen is None else masked_tiles(query, key, value)
+    tiles = plan.fwd if selection is None else masked_tiles(query, key, value)
     q, k, v, wk, wv, ck, cv = (
         rows_contiguous(x)
         for x in (query, key, value, *(own or (key, value)), compressed_key, compressed_value)
     )
     batch, heads, tokens, _ = q.shape
-    found = into or empty_results(q, v, document_start is not None, save, chosen)
+    if results is None:
+        results = empty_results(q, v, document_start is not None, save, selection)
     descs = [descriptor(x, tiles.block_n) for x in (k, v, wk, wv)]
     if any(x is None for x in descs):
         descs = [None] * len(descs)
     short_fwd_kernel[(heads, cdiv(tokens, tiles.block_m), batch)](
-        q, k, v, wk, wv, ck, cv, *descs, gates, document_start,
-        None if chosen is None else chosen.blocks,
-        found.out, found.compressed, found.selected, found.sliding,
-        found.compressed_lse, found.selected_lse, found.sliding_lse,
+        q, k, v, wk, wv, ck, cv, *descs, gates, document_start, kinds,
+        None if selection is None else selection.blocks,
+        results.out, results.compressed, results.selected, results.sliding,
+        results.compressed_lse, results.selected_lse, results.sliding_lse,
         *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
-        *found.compressed_lse.stride(),
-        tokens, ck.shape[2], heads, heads // k.shape[1], reach, min(config.window_size, tokens),
-        config.num_selected_tokens, base2_scale(scale),
+        *results.compressed_lse.stride(),
+        tokens, ck.shape[2], heads, heads // k.shape[1], longest, min(config.window_size, tokens),
+        base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
-        SHARED=own is None, SAVE=save, EARLY=into is not None and chosen is None,
-        LATE=into is not None and chosen is not None,
-        **slots(config), **plan.constants(), **tiles.constants(),
+        SHARED=own is None, SAVE=save, **slots(config), **plan.constants(), **tiles.constants(),
     )  # fmt: skip
-    return found
+    return results
 
 
 def empty_results(
-    query: Tensor, value: Tensor, has_documents: bool, save: bool, chosen: Selected | None
+    query: Tensor, value: Tensor, has_documents: bool, save: bool, selection: Selected | None
 ) -> ShortResults:
-    """Memory of results, and what `chosen` has; arguments as of `short_forward`."""
+    """Memory of results, and what `selection` has; arguments as of `short_forward`."""
     batch, heads, tokens, _ = query.shape
     shape = (batch, tokens, heads, value.shape[3])
     out = torch.empty(shape, dtype=query.dtype, device=query.device)
     stats: dict = {"dtype": torch.float32, "device": query.device}
-    if chosen is None:
+    if selection is None:
         lse = torch.empty(shape[:3], **stats)
         lse = lse.transpose(1, 2) if has_documents else lse.view(batch, heads, tokens)
-        chosen = Selected(None, out.new_empty(shape if save else 0), lse)
+        selection = Selected(None, out.new_empty(shape if save else 0), lse)
     selected, sliding = (out.new_empty(shape if save else 0) for _ in range(2))
     lses = [torch.empty(shape[:3], **stats) for _ in range(2)]
     return ShortResults(
-        out, chosen.compressed, chosen.compressed_lse, selected, lses[0], sliding, lses[1]
+        out, selection.compressed, selection.compressed_lse, selected, lses[0], sliding, lses[1]
     )

@@ -35,7 +35,7 @@ def selected_words(
 def has_block(low, high, first_block, block):
     """Whether each row selected `block` of the row: bool [BLOCK_M]; see `selected_words`.
 
-    Of another document than a row's it may say anything.
+    Undefined for a block of another document than the row's.
     """
     if first_block is not None:
         block = block - first_block

@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 @triton.jit
-def token_spans(document_start_ptr, row, num_tokens, reach, window):
+def token_spans(document_start_ptr, row, num_tokens, longest, window):
     """First key of a query's document and of its window, and one past its last key, [BLOCK_M].
 
-    document_start_ptr: int32 (S,) of a batch row; None for one document. A query sees `reach` keys
-    at most: what follows the last document may be longer than any. All are 0 past the queries.
+    document_start_ptr: int32 (S,) of a batch row; None for one document. A query sees at most
+    `longest` keys. All are 0 past the queries.
     """
     row_mask = row < num_tokens
-    first = tl.maximum(row + 1 - reach, 0)
+    first = tl.maximum(row + 1 - longest, 0)
     if document_start_ptr is not None:
         first = tl.maximum(first, tl.load(document_start_ptr + row, mask=row_mask, other=0))
     first = tl.where(row_mask, first, 0)
@@ -40,7 +40,7 @@ def block_span(first, row, num_tokens, num_blocks, COMPRESS: tl.constexpr, STRID
 
 @triton.jit
 def rows_of_keys(
-    key, ends, is_compressed, reach, window,
+    key, ends, is_compressed, longest, window,
     IS_NEAR: tl.constexpr, HAS_NEAR: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """First query that sees each key of a span, and one past the last, [BLOCK_N] each.
@@ -50,11 +50,11 @@ def rows_of_keys(
     window with the same keys (HAS_NEAR), or at any distance.
     """
     if IS_NEAR:
-        low, high = key, tl.minimum(key + window, key + reach)
+        low, high = key, tl.minimum(key + window, key + longest)
     else:
         low = key + window if HAS_NEAR else key
         low = tl.where(is_compressed, key * STRIDE + COMPRESS - 1, low)
-        high = tl.where(is_compressed, (key + 1) * STRIDE + reach - 1, key + reach)
+        high = tl.where(is_compressed, (key + 1) * STRIDE + longest - 1, key + longest)
     return low, tl.minimum(high, ends)
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
@@ -63,16 +64,12 @@ def add_dq_tile(
     return tl.dot(grad_logits, k, acc, input_precision=PRECISION)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def sliding_bwd_dq_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, grad_out_ptr,
     lse_ptr, delta_ptr, grad_query_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
-    lse_stride_b, lse_stride_h, lse_stride_s,
-    delta_stride_b, delta_stride_h, delta_stride_s,
+    query_strides, key_strides, value_strides, grad_out_strides, lse_strides, delta_strides,
     num_tokens, window, kv_heads, scale, scale_log2,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
@@ -87,27 +84,25 @@ def sliding_bwd_dq_kernel(
     )  # [BLOCK_M] each
     batch = b.to(tl.int64)
     head = (h * GROUP).to(tl.int64)
-    offset = row_offsets(token, head_in_group, query_stride_h, query_stride_s)
+    offset = row_offsets(token, head_in_group, query_strides[1], query_strides[2])
     q = load_rows_at(
-        query_ptr + batch * query_stride_b + head * query_stride_h,
+        query_ptr + batch * query_strides[0] + head * query_strides[1],
         offset, row_mask, HEAD_DIM, BLOCK_D,
     )  # fmt: skip  # [BLOCK_M, BLOCK_D]
-    offset = row_offsets(token, head_in_group, grad_out_stride_h, grad_out_stride_s)
+    offset = row_offsets(token, head_in_group, grad_out_strides[1], grad_out_strides[2])
     grad_out = load_rows_at(
-        grad_out_ptr + batch * grad_out_stride_b + head * grad_out_stride_h,
+        grad_out_ptr + batch * grad_out_strides[0] + head * grad_out_strides[1],
         offset, row_mask, VALUE_DIM, BLOCK_DV,
     )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
-    offset = row_offsets(token, head_in_group, lse_stride_h, lse_stride_s)
-    lse_ptr = lse_ptr + batch * lse_stride_b + head * lse_stride_h
+    offset = row_offsets(token, head_in_group, lse_strides[1], lse_strides[2])
+    lse_ptr = lse_ptr + batch * lse_strides[0] + head * lse_strides[1]
     lse_log2 = tl.load(lse_ptr + offset, mask=row_mask, other=float("inf")) * LOG2E  # [BLOCK_M]
-    offset = row_offsets(token, head_in_group, delta_stride_h, delta_stride_s)
-    delta_ptr = delta_ptr + batch * delta_stride_b + head * delta_stride_h
+    offset = row_offsets(token, head_in_group, delta_strides[1], delta_strides[2])
+    delta_ptr = delta_ptr + batch * delta_strides[0] + head * delta_strides[1]
     delta = tl.load(delta_ptr + offset, mask=row_mask, other=0.0)  # [BLOCK_M]
 
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
-    )
+    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)  # type: ignore[call-arg]
+    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)  # type: ignore[call-arg]
     if document_start_ptr is None:
         document_start, lowest, highest = None, 0, 0
     else:
@@ -148,16 +143,13 @@ def sliding_bwd_dq_kernel(
     store_rows_at(grad_query_ptr, offset, row_mask, acc * scale, HEAD_DIM, BLOCK_D)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def sliding_bwd_dkdv_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr,
     query_desc, key_desc, value_desc, grad_out_desc, lse_desc, delta_desc,
     document_start_ptr, last_query_ptr, grad_key_ptr, grad_value_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
-    stats_stride_b, stats_stride_h,
+    query_strides, key_strides, value_strides, grad_out_strides, stats_strides,
     num_tokens, window, kv_heads, scale, scale_log2,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -177,10 +169,8 @@ def sliding_bwd_dkdv_kernel(
     h = cta // tiles % kv_heads
     start = cta % tiles * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
-    )
+    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)  # type: ignore[call-arg]
+    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)  # type: ignore[call-arg]
     k, v = load_key_value(
         keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
@@ -196,25 +186,18 @@ def sliding_bwd_dkdv_kernel(
     for i in tl.range(0, tiles_per_head * GROUP, num_stages=STAGES):
         head = h * GROUP + i // divisor
         first = start + i % divisor * BLOCK_M
-        queries = HeadRows(
-            query_desc, query_ptr, b, head, query_stride_b, query_stride_h, query_stride_s,
-            num_tokens,
-        )  # fmt: skip
-        grad_outs = HeadRows(
-            grad_out_desc, grad_out_ptr, b, head,
-            grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
-            num_tokens,
-        )  # fmt: skip
+        queries = HeadRows(query_desc, query_ptr, b, head, *query_strides, num_tokens)  # type: ignore[call-arg]
+        grad_outs = HeadRows(grad_out_desc, grad_out_ptr, b, head, *grad_out_strides, num_tokens)  # type: ignore[call-arg]
         q = load_tile(queries, first, BLOCK_M, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         grad_out = load_tile(grad_outs, first, BLOCK_M, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         lse = load_stats(
-            lse_desc, lse_ptr, b, head, stats_stride_b, stats_stride_h, first, num_tokens, BLOCK_M
+            lse_desc, lse_ptr, b, head, *stats_strides, first, num_tokens, BLOCK_M
         )  # [BLOCK_M]
         # Loaded before the MMAs below start: a wait while they run would serialise them.
         delta = load_stats(
-            delta_desc, delta_ptr, b, head, stats_stride_b, stats_stride_h, first, num_tokens,
+            delta_desc, delta_ptr, b, head, *stats_strides, first, num_tokens,
             BLOCK_M,
         )  # fmt: skip  # [BLOCK_M]
         p = tl.exp2(logits * scale_log2 - lse[None, :])  # [BLOCK_N, BLOCK_M]
@@ -244,9 +227,10 @@ def sliding_bwd_dkdv_kernel(
     store_rows_at(grad_value_ptr, row * VALUE_DIM, key_mask, grad_v, VALUE_DIM, BLOCK_DV)
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens"])
 def sliding_softmax_stats_kernel(
-    in_ptr, out_ptr, in_stride_b, in_stride_h, in_stride_s, out_stride_b, out_stride_h,
+    in_ptr, out_ptr, in_strides, out_strides,
     num_tokens, query_heads, factor,
     BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -256,13 +240,13 @@ def sliding_softmax_stats_kernel(
     for first in range(0, query_heads, HEADS):
         head = first + tl.arange(0, HEADS)
         mask = (token < num_tokens)[:, None] & (head < query_heads)[None, :]
-        offset = row_offsets(token[:, None], head[None, :], in_stride_h, in_stride_s)
+        offset = row_offsets(token[:, None], head[None, :], in_strides[1], in_strides[2])
         stats = tl.load(
-            in_ptr + b * in_stride_b + offset, mask=mask, other=0.0
+            in_ptr + b * in_strides[0] + offset, mask=mask, other=0.0
         )  # [BLOCK_TOKENS, HEADS]
-        offset = row_offsets(token[:, None], head[None, :], out_stride_h, 1)
+        offset = row_offsets(token[:, None], head[None, :], out_strides[1], 1)
         stats = stats.to(tl.float32) * factor
-        tl.store(out_ptr + b * out_stride_b + offset, stats, mask=mask)
+        tl.store(out_ptr + b * out_strides[0] + offset, stats, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -293,12 +277,12 @@ class _Backward:
             self.lse,
             self.delta,
             grad_query,
-            *strides(self.query),
-            *strides(self.key),
-            *strides(self.value),
-            *strides(self.grad_out),
-            *self.lse.stride(),
-            *self.delta.stride(),
+            strides(self.query),
+            strides(self.key),
+            strides(self.value),
+            strides(self.grad_out),
+            self.lse.stride(),
+            self.delta.stride(),
             plan.tokens,
             self.window,
             plan.kv_heads,
@@ -330,11 +314,11 @@ class _Backward:
             else last_queries(self.document_start, tiles.block_n),
             grad_key,
             grad_value,
-            *strides(self.query),
-            *strides(self.key),
-            *strides(self.value),
-            *strides(self.grad_out),
-            *lse.stride()[:2],
+            strides(self.query),
+            strides(self.key),
+            strides(self.value),
+            strides(self.grad_out),
+            lse.stride()[:2],
             plan.tokens,
             self.window,
             plan.kv_heads,
@@ -351,8 +335,8 @@ class _Backward:
         sliding_softmax_stats_kernel[grid](
             stats,
             out,
-            *stats.stride(),
-            *out.stride()[:2],
+            stats.stride(),
+            out.stride()[:2],
             plan.tokens,
             plan.query_heads,
             factor,

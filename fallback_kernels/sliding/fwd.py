@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import (
     LN2,
     MIN_LOGIT,
@@ -110,12 +111,11 @@ def attend_window(
     return acc, row_max, row_sum
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def sliding_fwd_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, out_ptr, lse_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
+    query_strides, key_strides, value_strides,
     num_tokens, window, kv_heads, scale_log2,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
@@ -128,13 +128,11 @@ def sliding_fwd_kernel(
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
     )  # [BLOCK_M] each
-    query_ptr += b.to(tl.int64) * query_stride_b + (h * GROUP).to(tl.int64) * query_stride_h
-    offset = row_offsets(token, head_in_group, query_stride_h, query_stride_s)
+    query_ptr += b.to(tl.int64) * query_strides[0] + (h * GROUP).to(tl.int64) * query_strides[1]
+    offset = row_offsets(token, head_in_group, query_strides[1], query_strides[2])
     q = load_rows_at(query_ptr, offset, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
-    )
+    keys = HeadRows(key_desc, key_ptr, b, h, *key_strides, num_tokens)  # type: ignore[call-arg]
+    values = HeadRows(value_desc, value_ptr, b, h, *value_strides, num_tokens)  # type: ignore[call-arg]
     acc, row_max, row_sum = attend_window(
         q, keys, values, document_start_ptr, first, token, window, scale_log2,
         BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV,
@@ -187,9 +185,9 @@ def _launch(
         document_start,
         out,
         lse,
-        *strides(query),
-        *strides(key),
-        *strides(value),
+        strides(query),
+        strides(key),
+        strides(value),
         plan.tokens,
         plan.clamped_window(window_size),
         plan.kv_heads,

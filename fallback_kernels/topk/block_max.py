@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.checks import DTYPES, MAX_HEAD_DIM
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
 from nsa_flex.reasons import explained
@@ -77,6 +78,7 @@ def block_max(
     return best
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks"])
 def block_max_kernel(
     query_ptr, key_ptr, position_ptr, start_ptr, best_ptr, query_strides, key_strides,

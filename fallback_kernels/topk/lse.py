@@ -9,10 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.topk.scores import load_keys, load_queries
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "kv_heads"])
 def compressed_lse_kernel(
     query_ptr,
@@ -20,12 +22,8 @@ def compressed_lse_kernel(
     lse_ptr,
     position_ptr,
     start_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
+    query_strides,
+    key_strides,
     position_stride_b,
     start_stride_b,
     num_queries,
@@ -57,15 +55,15 @@ def compressed_lse_kernel(
     start = tl.zeros_like(position)
     if DOCUMENTS:
         start = tl.load(start_ptr + batch * start_stride_b + token).to(tl.int32)
-    query_ptr += batch * query_stride_b + head * GROUP * query_stride_h
-    key_ptr += batch * key_stride_b + head * key_stride_h
+    query_ptr += batch * query_strides[0] + head * GROUP * query_strides[1]
+    key_ptr += batch * key_strides[0] + head * key_strides[1]
     q = load_queries(  # [BLOCK_M, BLOCK_D]
-        query_ptr, query_stride_h, query_stride_s, token,
+        query_ptr, query_strides[1], query_strides[2], token,
         GROUP, PADDED_GROUP, BLOCK_TOKENS, 0, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     if BLOCK_D_TAIL > 0:
         q_tail = load_queries(
-            query_ptr, query_stride_h, query_stride_s, token,
+            query_ptr, query_strides[1], query_strides[2], token,
             GROUP, PADDED_GROUP, BLOCK_TOKENS, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL,
         )  # fmt: skip
 
@@ -81,13 +79,13 @@ def compressed_lse_kernel(
     for step in tl.range(split, num_tiles, num_splits, num_stages=STAGES):
         first_key = least + step * BLOCK_N
         k = load_keys(  # [BLOCK_N, BLOCK_D]
-            key_ptr, key_stride_s, first_key, num_keys,
+            key_ptr, key_strides[2], first_key, num_keys,
             BLOCK_N, 1, True, 0, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if BLOCK_D_TAIL > 0:
             k_tail = load_keys(
-                key_ptr, key_stride_s, first_key, num_keys,
+                key_ptr, key_strides[2], first_key, num_keys,
                 BLOCK_N, 1, True, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL,
             )  # fmt: skip
             logits = tl.dot(k_tail, tl.trans(q_tail), logits, input_precision=PRECISION)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.topk.select import VECTOR
 
@@ -170,6 +171,7 @@ def mask_keys(
     return p
 
 
+@recordable
 @triton.jit(
     do_not_specialize=[
         "first_query",
@@ -187,15 +189,9 @@ def topk_scores_kernel(
     position_ptr,
     start_ptr,
     score_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    lse_stride_b,
-    lse_stride_h,
-    lse_stride_s,
+    query_strides,
+    key_strides,
+    lse_strides,
     position_stride_b,
     start_stride_b,
     first_query,
@@ -262,22 +258,22 @@ def topk_scores_kernel(
     if split >= num_tiles:
         return
 
-    query_ptr += row_of_batch * query_stride_b + first_head * query_stride_h
-    key_ptr += row_of_batch * key_stride_b + head.to(tl.int64) * key_stride_h
+    query_ptr += row_of_batch * query_strides[0] + first_head * query_strides[1]
+    key_ptr += row_of_batch * key_strides[0] + head.to(tl.int64) * key_strides[1]
     q = load_queries(  # [BLOCK_M, BLOCK_D]
-        query_ptr, query_stride_h, query_stride_s, token,
+        query_ptr, query_strides[1], query_strides[2], token,
         GROUP, PADDED_GROUP, BLOCK_TOKENS, 0, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     q_tail = q
     if BLOCK_D_TAIL > 0:
         q_tail = load_queries(  # [BLOCK_M, BLOCK_D_TAIL]
-            query_ptr, query_stride_h, query_stride_s, token,
+            query_ptr, query_strides[1], query_strides[2], token,
             GROUP, PADDED_GROUP, BLOCK_TOKENS, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL,
         )  # fmt: skip
     head_in_group = tl.arange(0, PADDED_GROUP)[:, None]
-    lse_ptr += row_of_batch * lse_stride_b + (first_head + head_in_group) * lse_stride_h
+    lse_ptr += row_of_batch * lse_strides[0] + (first_head + head_in_group) * lse_strides[1]
     lse = tl.load(
-        lse_ptr + token[None, :].to(tl.int64) * lse_stride_s,
+        lse_ptr + token[None, :].to(tl.int64) * lse_strides[2],
         mask=(head_in_group < GROUP) & (token[None, :] >= 0),
         other=float("inf"),
     )
@@ -300,7 +296,7 @@ def topk_scores_kernel(
         residue = step % RESIDUES
         first_block = lowest - LENT + (split + step // RESIDUES * num_splits) * VALID
         logits = multiply(  # [BLOCK_N, BLOCK_M]
-            key_tiles, key_ptr, key_stride_s, first_block, residue, batch, head, num_keys,
+            key_tiles, key_ptr, key_strides[2], first_block, residue, batch, head, num_keys,
             q, q_tail, BLOCK_N, RESIDUES, AFTER_ZERO, HEAD_DIM, BLOCK_D, BLOCK_D_TAIL,
             PRECISION, USE_TMA,
         )  # fmt: skip

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as HostDescriptor
 
 from nsa_flex.fallback_kernels.common.gluon import fast_exp2, thread_barrier, tma_load
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.common.strides import strides
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
@@ -223,6 +224,7 @@ def blocks_of(
     return own, first
 
 
+@recordable
 @gluon.jit(
     do_not_specialize=["first_query", "chunk_queries", "kv_heads"],
 )
@@ -233,12 +235,8 @@ def topk_scores_sm90_kernel(
     position_ptr,
     start_ptr,
     score_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
-    lse_stride_b,
-    lse_stride_h,
-    lse_stride_s,
+    query_strides,
+    lse_strides,
     position_stride_b,
     start_stride_b,
     first_query,
@@ -320,21 +318,21 @@ def topk_scores_sm90_kernel(
             buffers[m].index(0),
         )
 
-    query_ptr += row_of_batch * query_stride_b + first_head * query_stride_h
-    lse_ptr += row_of_batch * lse_stride_b + first_head * lse_stride_h
+    query_ptr += row_of_batch * query_strides[0] + first_head * query_strides[1]
+    lse_ptr += row_of_batch * lse_strides[0] + first_head * lse_strides[1]
     first_token, last_token = first_query + tile * BLOCK_TOKENS, first_query + last_query
     q0 = load_queries(  # [BLOCK_M, HEAD_DIM]
-        query_ptr, query_stride_h, query_stride_s, first_token, last_token,
+        query_ptr, query_strides[1], query_strides[2], first_token, last_token,
         0, PADDED_GROUP, GROUP, HEAD_DIM, QUERIES,
     )  # fmt: skip
     q1 = load_queries(  # [BLOCK_M, HEAD_DIM]
-        query_ptr, query_stride_h, query_stride_s, first_token, last_token,
+        query_ptr, query_strides[1], query_strides[2], first_token, last_token,
         1, PADDED_GROUP, GROUP, HEAD_DIM, QUERIES,
     )  # fmt: skip
     lse0 = load_lse(
         lse_ptr,
-        lse_stride_h,
-        lse_stride_s,
+        lse_strides[1],
+        lse_strides[2],
         first_token,
         last_token,
         0,
@@ -344,8 +342,8 @@ def topk_scores_sm90_kernel(
     )  # [BLOCK_M]
     lse1 = load_lse(
         lse_ptr,
-        lse_stride_h,
-        lse_stride_s,
+        lse_strides[1],
+        lse_strides[2],
         first_token,
         last_token,
         1,
@@ -502,8 +500,8 @@ def launch_scores(
         positions[0],
         positions[1],
         scores,
-        *strides(query),
-        *lse.stride(),
+        strides(query),
+        lse.stride(),
         positions[2],
         positions[3],
         chunk.start,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.topk.select_few import VECTOR, by_halves, store_few
 
 BAND = tl.constexpr(16)  # blocks that share a maximum, where the scores come with maxima
@@ -341,6 +342,7 @@ def select_of_query(
                     store_best(bits, score_ptr, block_ptr, TOPK, CANDIDATES, THREADS, DEPTH)
 
 
+@recordable
 @triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
 def topk_select_kernel(
     score_ptr,

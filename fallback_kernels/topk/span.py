@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
 from nsa_flex.fallback_kernels.topk.scores import load_rows
 
@@ -30,6 +31,7 @@ def are_highest(bits, WANTED: tl.constexpr):
     return above | ((equal > 0) & (tl.cumsum(equal, 1) <= spare))
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "kv_heads"])
 def topk_span_kernel(
     query_ptr,
@@ -38,15 +40,9 @@ def topk_span_kernel(
     position_ptr,
     start_ptr,
     block_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_s,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    lse_stride_b,
-    lse_stride_h,
-    lse_stride_s,
+    query_strides,
+    key_strides,
+    lse_strides,
     position_stride_b,
     start_stride_b,
     num_queries,
@@ -117,13 +113,13 @@ def topk_span_kernel(
     first_block = tl.min(lowest, 0) - LENT
     column = tl.arange(0, RESIDUES * SPAN)
     key = (first_block + column % SPAN) * RESIDUES + column // SPAN
-    query_ptr += row_of_batch * query_stride_b
-    key_ptr += row_of_batch * key_stride_b + head.to(tl.int64) * key_stride_h
-    lse_ptr += row_of_batch * lse_stride_b
-    query_ptrs = query_ptr + token.to(tl.int64) * query_stride_s
-    lse_ptrs = lse_ptr + token.to(tl.int64) * lse_stride_s
+    query_ptr += row_of_batch * query_strides[0]
+    key_ptr += row_of_batch * key_strides[0] + head.to(tl.int64) * key_strides[1]
+    lse_ptr += row_of_batch * lse_strides[0]
+    query_ptrs = query_ptr + token.to(tl.int64) * query_strides[2]
+    lse_ptrs = lse_ptr + token.to(tl.int64) * lse_strides[2]
     in_row = tl.minimum(tl.maximum(key, 0), num_keys - 1)
-    key_ptrs = key_ptr + in_row.to(tl.int64) * key_stride_s
+    key_ptrs = key_ptr + in_row.to(tl.int64) * key_strides[2]
     k = load_rows(key_ptrs, 0, HEAD_DIM, BLOCK_D)  # [RESIDUES * SPAN, BLOCK_D]
     k_tail = k
     if BLOCK_D_TAIL > 0:
@@ -131,9 +127,9 @@ def topk_span_kernel(
     p = tl.zeros((TOKENS, RESIDUES * SPAN), tl.float32)  # [TOKENS, RESIDUES * SPAN]
     for i in tl.range(0, GROUP, num_stages=STAGES):
         query_head = first_head + i  # int64
-        of_head = query_ptrs + query_head * query_stride_h
+        of_head = query_ptrs + query_head * query_strides[1]
         q = load_rows(of_head, 0, HEAD_DIM, BLOCK_D)  # [TOKENS, BLOCK_D]
-        lse = tl.load(lse_ptrs + query_head * lse_stride_h) * LOG2E
+        lse = tl.load(lse_ptrs + query_head * lse_strides[1]) * LOG2E
         logits = tl.dot(q, tl.trans(k))  # [TOKENS, RESIDUES * SPAN]
         if BLOCK_D_TAIL > 0:
             q_tail = load_rows(of_head, BLOCK_D, HEAD_DIM, BLOCK_D_TAIL)

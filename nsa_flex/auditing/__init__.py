@@ -5,8 +5,13 @@ reports graph breaks, recompilations, host syncs, CUDA-graph skips, backends, ke
 times and memory. `nsa_flex.audit` is this function; `nsa-flex audit` is its command.
 """
 
-from nsa_flex.auditing.baseline import read_baseline, write_baseline
-from nsa_flex.auditing.report import AuditFinding, AuditReport, Phase
+from nsa_flex.auditing.report import (
+    AuditFinding,
+    AuditReport,
+    Phase,
+    read_baseline,
+    write_baseline,
+)
 from nsa_flex.auditing.run import audit
 
 __all__ = [

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nsa_flex.auditing.batches import Batch, InputError, split
-from nsa_flex.auditing.excerpts import place_of
-from nsa_flex.auditing.guards import original_name
-from nsa_flex.auditing.measuring import measure, peak_bytes
+from nsa_flex.auditing.measuring import branches_of, measure, peak_bytes
 from nsa_flex.auditing.mends import mend_of
-from nsa_flex.auditing.nsa_branches import branches_of
-from nsa_flex.auditing.phases import AuditFinding, BranchRun, Phase
-from nsa_flex.auditing.sweep import Swept, sweep
+from nsa_flex.auditing.report import AuditFinding, BranchRun, Phase
+from nsa_flex.auditing.sources import place_of
+from nsa_flex.auditing.sweep import Swept, original_name, sweep
 from nsa_flex.hot_path import Finding, ForwardBackward, NoGradientError, find_value_reads
 from nsa_flex.hot_path.cache_copies import find_cache_copies
 from nsa_flex.hot_path.findings import error_location

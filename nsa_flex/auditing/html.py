@@ -6,14 +6,9 @@ import functools
 import re
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nsa_flex.auditing.excerpts import excerpt, place_of, shortened
-from nsa_flex.auditing.phases import Recompile
-from nsa_flex.auditing.text import seconds, size, skips
-
-if TYPE_CHECKING:
-    from nsa_flex.auditing import report as _report
+from nsa_flex.auditing.sources import excerpt, place_of, shortened
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _CAUSES = {  # text, and class of the style
@@ -26,8 +21,8 @@ _CAUSES = {  # text, and class of the style
 _SYNCS = ("host-sync", "cuda-sync", "data-dependent")
 
 
-def page(*reports: _report.AuditReport) -> str:
-    """All reports on one page; it loads nothing from anywhere.
+def page(*reports: Any) -> str:
+    """Each `AuditReport` on one page; it loads nothing from anywhere.
 
     Raises:
         ModuleNotFoundError: jinja2 is missing; the message names the extra that brings it.
@@ -68,9 +63,9 @@ def environment() -> Any:
     return made
 
 
-def alike(recompiles: tuple[Recompile, ...]) -> list[list[Recompile]]:
-    """Those of one cause and place whose guards differ in numbers alone, together."""
-    groups: dict[tuple[str, str, str], list[Recompile]] = {}
+def alike(recompiles: tuple[Any, ...]) -> list[list[Any]]:
+    """Recompilations of one cause and place whose guards differ in numbers alone, together."""
+    groups: dict[tuple[str, str, str], list[Any]] = {}
     for each in recompiles:
         key = each.cause, re.sub(r"\d+", "#", each.guard), each.location
         groups.setdefault(key, []).append(each)
@@ -82,3 +77,28 @@ def _code(text: str) -> Any:
     from markupsafe import Markup
 
     return Markup(re.sub(r"(torch\.[\w.]*\w(?:\([^)]*\))?)", r"<code>\1</code>", escape(text)))
+
+
+def skips(count: int | None) -> str:
+    """How CUDA graphs fared.
+
+    >>> skips(0), skips(2), skips(None)
+    ('taken', '2 skipped', 'not tried')
+    """
+    if count is None:
+        return "not tried"
+    return f"{count} skipped" if count else "taken"
+
+
+def seconds(value: float | None) -> str:
+    """`1.2 s`, `3.4 ms`, or a dash."""
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
+
+
+def size(value: float | None) -> str:
+    """`3.2 MiB`, or a dash."""
+    if value is None:
+        return "-"
+    return f"{value / 2**20:.1f} MiB" if value < 2**30 else f"{value / 2**30:.2f} GiB"

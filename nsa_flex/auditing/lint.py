@@ -18,10 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from nsa_flex.auditing.definition import unwrapped
-from nsa_flex.auditing.excerpts import INSTALLED
 from nsa_flex.auditing.mends import mend_of
-from nsa_flex.auditing.phases import AuditFinding
+from nsa_flex.auditing.report import AuditFinding
+from nsa_flex.auditing.sources import INSTALLED, syntax_tree, unwrapped
 
 Scope = Literal["own", "all", "none"]
 
@@ -98,15 +97,6 @@ def _inside(function: ast.AST) -> Iterator[ast.AST]:
 def _is_self(node: ast.expr) -> bool:
     is_super = isinstance(node, ast.Call) and ast.unparse(node.func) == "super"
     return is_super or (isinstance(node, ast.Name) and node.id == "self")
-
-
-@functools.lru_cache(maxsize=256)
-def syntax_tree(file: str) -> ast.Module | None:
-    """The parsed file; None where it cannot be read."""
-    try:
-        return ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return None
 
 
 def _node_of(function: types.FunctionType) -> ast.AST | None:

@@ -1,24 +1,59 @@
-"""What a compiled call costs: compile time cold and warm, step time, memory, kernels, graphs."""
+"""What a compiled call costs, and which backends and kernels the branches of NSA take."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import nsa_flex.attention
+import nsa_flex.backends.fused
+import nsa_flex.dispatch
+from nsa_flex import backends
 from nsa_flex.auditing.batches import Batch, split
-from nsa_flex.auditing.parameters import parameters_of
+from nsa_flex.auditing.report import BranchRun
 from nsa_flex.hot_path import Finding, ForwardBackward, SyncDetector
 from nsa_flex.hot_path.syncs import cuda_sync_warnings
 from nsa_flex.hot_path.torch_internals import cudagraph_skips, fresh_cache, fresh_compiler
+
+
+def parameters_of(fn: Any) -> list[nn.Parameter]:
+    """Of a module, of the one a method is bound to, and what a function names or closes over."""
+    cells = [c.cell_contents for c in getattr(fn, "__closure__", None) or () if _is_filled(c)]
+    names = getattr(getattr(fn, "__code__", None), "co_names", ())
+    globals_ = [getattr(fn, "__globals__", {}).get(name) for name in names]
+    held = [fn, getattr(fn, "__self__", None), *cells, *globals_]
+    own = [p for p in held if isinstance(p, nn.Parameter)]
+    return own + [p for m in held if isinstance(m, nn.Module) for p in m.parameters()]
+
+
+@contextlib.contextmanager
+def gradients_kept(fn: Any) -> Iterator[None]:
+    """Parameters' `.grad` is None inside and what it was before afterwards."""
+    before = [(p, p.grad) for p in parameters_of(fn)]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in before:
+            p.grad = grad
+
+
+def _is_filled(cell: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        return cell.cell_contents is not None
+    return False
+
 
 LISTED_KERNELS = 12
 MOST_CALLS = 12  # of one batch: a cache in it needs room for so many steps
@@ -170,3 +205,87 @@ def _storage(x: Any) -> int:
     with contextlib.suppress(NotImplementedError, RuntimeError):  # Tensors without memory.
         return x.untyped_storage()._cdata
     return 0
+
+
+_MARK = "nsa_flex branch "
+_TOGETHER = "all three"
+
+
+def branches_of(prepare: Callable[[], Callable[[], Any]]) -> tuple[BranchRun, ...]:
+    """Run what `prepare` returns eagerly; one entry for each branch, backend and reason.
+
+    Kernels are names from the profiler: CUDA kernels where there are any, else operators that
+    took time on the CPU, the longest first. Empty where `nsa_attention` is not called.
+    """
+    chosen: list[Any] = []
+    call = prepare()
+    with _watched(chosen):
+        call()
+    if not chosen:
+        return ()
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    call = prepare()
+    with _watched([]), profile(activities=activities, acc_events=True) as profiler:
+        call()
+    kernels = _kernels_by_branch(profiler.events() or [])
+    runs = tuple(
+        BranchRun(c.branch, c.backend, c.reason, kernels.get(c.branch, ()))
+        for c in dict.fromkeys(chosen)
+    )
+    if _TOGETHER not in kernels:
+        return runs
+    reason = "each branch has a kernel that the core operator knows"
+    return (*runs, BranchRun(_TOGETHER, "core", reason, kernels[_TOGETHER]))
+
+
+@contextlib.contextmanager
+def _watched(chosen: list[Any]) -> Iterator[None]:
+    """Within, note each choice of backends, and mark each branch's stretch for the profiler."""
+    attention, table, fused = nsa_flex.attention, nsa_flex.dispatch.IMPLEMENTATIONS, backends.fused
+    choose, before, attend = attention.choose_backends, dict(table), fused.attend
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        choices = choose(*args, **kwargs)
+        chosen.extend(choices.values())
+        return choices
+
+    def marked(branch: str, function: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with record_function(_MARK + branch):
+                return function(*args, **kwargs)
+
+        return run
+
+    attention.choose_backends = noted
+    fused.attend = marked(_TOGETHER, attend)
+    table.update({key: marked(key[1], function) for key, function in before.items()})
+    try:
+        yield
+    finally:
+        attention.choose_backends = choose
+        fused.attend = attend
+        table.update(before)
+
+
+def _kernels_by_branch(events: Any) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, float]] = {}
+    for event in events:
+        if event.name.startswith(_MARK):
+            times = found.setdefault(event.name.removeprefix(_MARK), {})
+            _add(event, times)
+    return {
+        branch: tuple(sorted(times, key=lambda name: -times[name])[:LISTED_KERNELS])
+        for branch, times in found.items()
+    }
+
+
+def _add(event: Any, times: dict[str, float]) -> None:
+    """Kernels below `event` with their microseconds; CPU operators where there is no CUDA."""
+    for child in event.cpu_children:
+        _add(child, times)
+    for kernel in event.kernels:
+        times[kernel.name] = times.get(kernel.name, 0.0) + kernel.duration
+    if not torch.cuda.is_available() and not event.name.startswith(_MARK):
+        times[event.name] = times.get(event.name, 0.0) + event.self_cpu_time_total

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+from nsa_flex.auditing.report import AuditFinding
+from nsa_flex.auditing.sources import place_of, syntax_tree
+
 _STAY = "keep it a tensor: operations take 0-d tensors; log values after the step"
 _PAD = "keep shapes static: torch.where, masked_fill, or topk with a fixed k"
 
@@ -62,3 +69,32 @@ def mend_of(kind: str, text: str) -> str:
             return mend
     hints = [line.strip() for line in text.splitlines() if line.strip().startswith("Hint: ")]
     return hints[0].removeprefix("Hint: ") if hints else _OF_KIND.get(kind, "")
+
+
+_GROUPED = "_grouped_mm_fallback"
+_OF_EXPERTS = {
+    "grouped": "under torch.compile transformers takes torch's grouped_mm for bfloat16 weights "
+    "alone: compile in bfloat16, or call model.set_experts_implementation('batched_mm')",
+    "loop": "call model.set_experts_implementation('grouped_mm'), or 'batched_mm'",
+}
+
+
+def marked(finding: AuditFinding) -> AuditFinding:
+    """The finding; one inside a loop over experts with that in its message, and another mend."""
+    fallback = _fallback_at(finding.location)
+    if fallback is None:
+        return finding
+    message = f"{finding.message} (fallback of transformers: a loop over experts)"
+    return replace(finding, message=message, mend=_OF_EXPERTS[fallback])
+
+
+def _fallback_at(location: str) -> str | None:
+    file, line, function = place_of(location)
+    if "transformers" not in Path(file).parts:
+        return None
+    if function.startswith(_GROUPED):
+        return "grouped"
+    tree = syntax_tree(file)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] if tree else []
+    inside = (c.name for c in classes if c.lineno <= line <= (c.end_lineno or line))
+    return "loop" if any(name.endswith("Experts") for name in inside) else None

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from nsa_flex.auditing.baseline import read_baseline
 from nsa_flex.auditing.batches import Batch, InputError, batches_of
 from nsa_flex.auditing.checks import Checks, error_finding
-from nsa_flex.auditing.excerpts import is_allowed, place_of
-from nsa_flex.auditing.experts import marked
 from nsa_flex.auditing.lint import Scope, lint
-from nsa_flex.auditing.parameters import gradients_kept, parameters_of
-from nsa_flex.auditing.report import AuditFinding, AuditReport, Phase
+from nsa_flex.auditing.measuring import gradients_kept, parameters_of
+from nsa_flex.auditing.mends import marked
+from nsa_flex.auditing.report import AuditFinding, AuditReport, Phase, read_baseline
+from nsa_flex.auditing.sources import is_allowed, place_of
 from nsa_flex.version import __version__
 
 

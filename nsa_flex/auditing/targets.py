@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 import nsa_flex
+from nsa_flex.auditing.measuring import MOST_CALLS
+from nsa_flex.testing.models import ORDINARY_TOKENS
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,6 @@ class Target:
     fn: Callable
     inputs: Any
     decode: Any = None
-    max_graphs: int | None = None
 
 
 def targets_of(
@@ -47,7 +49,7 @@ def targets_of(
 
 def _made_by_user(name: str) -> Target:
     """`module:factory`: it returns (model_or_fn, inputs) or (model_or_fn, inputs, decode)."""
-    from nsa_flex.testing.named_models import call_factory
+    from nsa_flex.testing.models import call_factory
 
     made = call_factory(name)
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
@@ -69,8 +71,7 @@ def _family(
     dtype: torch.dtype = torch.float32,
     **sizes: int,
 ) -> Target:
-    from nsa_flex.auditing.tiny_decoders import decoding_batches, logits, token_batches
-    from nsa_flex.testing.tiny_decoders import tiny_decoder
+    from nsa_flex.testing.models import tiny_decoder
 
     model = tiny_decoder(model_type, **sizes).to(device, dtype)
     if patched:
@@ -140,3 +141,68 @@ def _config(device: torch.device) -> nsa_flex.NSAConfig:
 
 def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+CACHED_TOKENS = 40
+STEPS = 3
+
+# The ten whose audit is in the documentation.
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "granite",
+    "smollm3",
+)
+
+
+def token_batches(
+    lengths: list[int], batch_sizes: list[int], device: torch.device | str = "cpu"
+) -> list[dict[str, Any]]:
+    """Keyword arguments of causal language models, without a cache: every length and batch size.
+
+    The first batch is the first of each; later ones vary the length before the batch size.
+    """
+    return [
+        {"input_ids": _tokens(batch, length, device), "use_cache": False}
+        for batch in batch_sizes
+        for length in lengths
+    ]
+
+
+def decoding_batches(
+    model: Any, device: torch.device | str = "cpu"
+) -> list[Callable[[], dict[str, Any]]]:
+    """Makers of single steps against static caches that hold more tokens each time.
+
+    Every call makes a cache of its own and fills it, so that a step may be run again.
+    """
+    from transformers import StaticCache
+
+    from nsa_flex.patching.hf_versions import CACHE
+
+    def step(cached: int) -> dict[str, Any]:
+        cache = StaticCache(config=model.config, max_cache_len=CACHED_TOKENS + STEPS + MOST_CALLS)
+        with torch.no_grad():
+            model(_tokens(1, cached, device), use_cache=True, **{CACHE: cache})
+        return {"input_ids": _tokens(1, 1, device), CACHE: cache, "use_cache": True}
+
+    return [lambda cached=CACHED_TOKENS + i: step(cached) for i in range(STEPS)]  # type: ignore[misc]
+
+
+def logits(model: nn.Module) -> Callable[..., torch.Tensor]:
+    """The model as a function that returns its logits alone."""
+
+    def forward(**inputs: Any) -> torch.Tensor:
+        return model(**inputs).logits
+
+    return forward
+
+
+def _tokens(batch: int, length: int, device: torch.device | str) -> torch.Tensor:
+    return torch.randint(*ORDINARY_TOKENS, (batch, length), device=device)

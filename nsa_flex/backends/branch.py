@@ -1,13 +1,100 @@
-"""What one branch of the attention is asked to compute."""
+"""What a call of the attention, and each branch of it, is asked to compute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
+from nsa_flex.backends.facts import ALL_BRANCHES, FEW_QUERIES, Facts
+from nsa_flex.config import BRANCHES, NSAConfig
+from nsa_flex.installed import HAS_TRITON
+
+
+def is_whole(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> bool:
+    """Whether the queries are all the tokens there are."""
+    if isinstance(query_offset, Tensor) or query.shape[2] != key.shape[2]:
+        return False
+    return query_offset is None or query_offset == 0
+
+
+def known_offset(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> int | None:
+    """Key index of query 0 where the host knows it; None where a tensor holds it."""
+    if isinstance(query_offset, Tensor):
+        return None
+    return key.shape[2] - query.shape[2] if query_offset is None else query_offset
+
+
+def query_positions(
+    query: Tensor, key: Tensor, query_offset: int | Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Offsets int64 (B,), None where queries are all the tokens, and positions (1 or B, Sq)."""
+    rows = torch.arange(query.shape[2], device=query.device)[None]
+    if is_whole(query, key, query_offset):
+        return None, rows
+    if isinstance(query_offset, Tensor):
+        offset = query_offset.long()
+    else:
+        first = key.shape[2] - query.shape[2] if query_offset is None else query_offset
+        offset = torch.full((query.shape[0],), first, device=query.device)
+    return offset, rows + offset[:, None]
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call of `nsa_attention`, by name."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    compressed_key: Tensor
+    compressed_value: Tensor
+    sliding_key: Tensor
+    sliding_value: Tensor
+    gates: Tensor
+
+    def facts(
+        self,
+        config: NSAConfig,
+        query_offset: int | Tensor | None,
+        document_start: Tensor | None,
+    ) -> Facts:
+        """What dispatch looks at."""
+        query, key = self.query, self.key
+        whole = is_whole(query, key, query_offset)
+        few = not whole and query.shape[2] <= FEW_QUERIES
+        return Facts(
+            device_type=query.device.type,
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            value_head_dim=self.value.shape[-1],
+            num_query_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            num_queries=query.shape[2],
+            whole=whole,
+            documents=document_start is not None,
+            needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
+            select_block_size=config.select_block_size,
+            num_selected_blocks=config.num_selected_blocks,
+            branches=config.branches,
+            selection=config.selection,
+            known_offset=not isinstance(query_offset, Tensor),
+            decode_problem=self._decode_problem(config) if few else None,
+        )
+
+    def _decode_problem(self, config: NSAConfig) -> str | None:
+        """Why the decode kernels do not take these sizes; None if they do."""
+        if config.branches != BRANCHES:
+            return ALL_BRANCHES
+        if self.sliding_key is not self.key or self.sliding_value is not self.value:
+            return "the sliding branch has keys of its own"
+        if not HAS_TRITON:
+            return "triton is not installed"
+        from nsa_flex.fallback_kernels.decode import checks
+
+        sizes = (self.key.shape[1], self.key.shape[2], self.value.shape[3])
+        return checks.sizes_unsupported_reason(self.query, *sizes, config)
 
 
 @dataclass(frozen=True)

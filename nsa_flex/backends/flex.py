@@ -40,7 +40,7 @@ def selected(branch: Branch) -> Output:
 
 
 def sliding(branch: Branch) -> Output:
-    """Branch 3."""
+    """Branch 3: a causal window."""
     return _run(_sliding, branch)
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nsa_flex.backends.branch import Inputs
+from nsa_flex.backends.facts import Facts
 from nsa_flex.config import NSAConfig
 from nsa_flex.reasons import explained
 
 if TYPE_CHECKING:
-    from nsa_flex.dispatch.facts import Facts
     from nsa_flex.fallback_kernels.fused.operators import CoreResults
-    from nsa_flex.inputs import Inputs
 
 # Backends by branch whose kernels the operator runs: of whole rows, and of documents and offsets.
 FUSED = ("sdpa", "triton", "triton")

@@ -1,4 +1,4 @@
-"""The tensors that a layer's cache keeps tokens in."""
+"""The tensors that a layer's cache keeps tokens in, and how many bytes they take."""
 
 from __future__ import annotations
 
@@ -11,6 +11,36 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes allocated by a cache.
+
+    Args:
+        raw: keys and values of tokens.
+        compressed: keys and values of compressed blocks.
+        other: lengths, and what layers that are not NSA's hold.
+    """
+
+    raw: int = 0
+    compressed: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all three."""
+        return self.raw + self.compressed + self.other
+
+    def __add__(self, more: Memory) -> Memory:
+        return Memory(
+            self.raw + more.raw, self.compressed + more.compressed, self.other + more.other
+        )
+
+
+def num_bytes(*tensors: Tensor | None) -> int:
+    """Bytes of the elements of each tensor; None counts as none."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 @dataclass
@@ -28,7 +58,7 @@ class Buffers:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All four."""
+        """All four tensors."""
         return self.key, self.value, self.compressed_key, self.compressed_value
 
     def grown(self, capacity: int, config: NSAConfig) -> Buffers:
@@ -42,7 +72,7 @@ class Buffers:
         return Buffers(*larger)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Buffers:
-        """All four changed."""
+        """All four tensors, changed by `change`."""
         return Buffers(*(change(x) for x in self.tensors))
 
     def selected(self, rows: Tensor) -> Buffers:

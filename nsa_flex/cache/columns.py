@@ -1,15 +1,70 @@
-"""How many columns of a batch came into a cache, as the host and as the device know it."""
+"""The columns of a batch: those that one call adds to a cache, and how many came in so far."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_flex.cache.room import count_within
+from nsa_flex.documents import DocumentLayout, gather_real
+from nsa_flex.gates import GateLogits
+
+
+class IncomingBatch(NamedTuple):
+    """New tokens of a batch.
+
+    num_tokens: T, columns of the batch, padding included.
+    layout: moves the real tokens of each row to its front; None where they are there.
+    num_real: int32 (B,), real tokens of each row; None where all are.
+    columns: (B, columns so far and T, or more), nonzero where a column is no padding; None if the
+        caller does not say.
+    """
+
+    num_tokens: int
+    layout: DocumentLayout | None = None
+    num_real: Tensor | None = None
+    columns: Tensor | None = None
+
+    def align(self, x: Tensor) -> Tensor:
+        """(B, H, T, D), real tokens first."""
+        return x if self.layout is None else self.layout.align(x)
+
+    def align_gates(self, gates: Tensor | GateLogits) -> Tensor | GateLogits:
+        """The same for (B, H, T, 3) gates."""
+        if self.layout is None:
+            return gates
+        if isinstance(gates, GateLogits):
+            return gates._replace(logits=self.align(gates.logits))
+        return self.align(gates)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """The inverse of `align`."""
+        return x if self.layout is None else self.layout.restore(x)
+
+
+def incoming_batch(real: Tensor) -> IncomingBatch:
+    """The batch of (B, T) tokens, nonzero where they are real."""
+    real = real != 0
+    layout = gather_real(real) if real.shape[1] > 1 else None
+    return IncomingBatch(real.shape[1], layout, real.sum(1, dtype=torch.int32))
+
+
+# An operator whose result is what the count becomes: an assertion by itself could be moved behind
+# the write that raises the count in place (inferred of Inductor of torch 2.11 on CUDA).
+@torch.library.custom_op("nsa_flex::count_within", mutates_args=())
+def count_within(columns: Tensor, num_tokens: int, max_length: int) -> Tensor:
+    """`columns + num_tokens`, int64 (), asserted on the device to be at most `max_length`."""
+    after = columns + num_tokens
+    torch._assert_async(after <= max_length, f"the cache is full: max_length={max_length}")
+    return after
+
+
+@count_within.register_fake
+def _(columns: Tensor, num_tokens: int, max_length: int) -> Tensor:
+    return torch.empty_like(columns)
 
 
 class Columns:
@@ -43,7 +98,7 @@ class Columns:
         return self._on_host if self.limit is None or not self._hidden() else None
 
     def number(self) -> int:
-        """The number. Waits for the device after compiled steps, once."""
+        """Columns so far. Waits for the device after compiled steps, once."""
         if self._on_host is None:
             assert self.on_device is not None
             self._on_host = int(self.on_device)
@@ -55,7 +110,7 @@ class Columns:
             self._on_host = other.known
 
     def number_or_tensor(self) -> int | Tensor:
-        """The number without waiting: where static a tensor."""
+        """Columns so far without waiting: a tensor in a static cache."""
         return self.number() if self.on_device is None else self.on_device
 
     def use(self, device: torch.device) -> None:
@@ -116,19 +171,19 @@ class Columns:
         return (self._real[:, begin:told] != 0).sum(1, dtype=torch.int32) + (number - told)
 
     def pick_rows(self, rows: Tensor) -> None:
-        """The rows `rows` alone, in that order."""
+        """Keep the rows `rows` alone, in that order."""
         if self._real is not None and self._real.shape[0] > 1:  # one row is that of all
             self._real = self._real[rows.to(self._real.device)]
 
     def take_back(self, num_tokens: int) -> None:
-        """So many fewer."""
+        """Count `num_tokens` columns fewer."""
         self._on_host = self.number() - num_tokens
         self._told = min(self._told, self._on_host)
         if self.on_device is not None:
             self.on_device.sub_(num_tokens)
 
     def reset(self) -> None:
-        """None at all."""
+        """Count no column any more."""
         self._on_host = 0
         self.even = True
         self._real, self._told = None, 0
@@ -150,12 +205,12 @@ class Columns:
         return twin
 
     def _hidden(self) -> bool:
-        """In a graph of a static cache no number may change from step to step."""
+        """Whether the count must stay out of a graph: it changes from step to step."""
         return self.limit is not None and torch.compiler.is_compiling()
 
 
 def count(columns: list[Columns], num_tokens: int) -> None:
-    """So many more, in all layers of a model at once."""
+    """Count `num_tokens` columns more, in all layers of a model at once."""
     uncounted = []
     for each in columns:
         if each._after is not None and each.on_device is not None:

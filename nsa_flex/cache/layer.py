@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from nsa_flex.attention import NSAAux, nsa_attention
 from nsa_flex.cache.buffers import num_rows
-from nsa_flex.cache.columns import count
-from nsa_flex.cache.fit import misfit
-from nsa_flex.cache.incoming import IncomingBatch
-from nsa_flex.cache.state import CacheState
+from nsa_flex.cache.columns import IncomingBatch, count
+from nsa_flex.cache.state import CacheState, misfit
 from nsa_flex.compression import Compression, compress_both
 from nsa_flex.decoding import MAX_STEP, New, Stored, decode_step, store, store_by_kernel
 from nsa_flex.dispatch import Backend
@@ -208,7 +206,7 @@ class LayerCache(CacheState):
         buffers.compressed_value[:, :, before:after] = new_value[:, :, : after - before]
 
     def _new(self, key: Tensor, value: Tensor, start: int | None) -> New:
-        """`start` is the known length."""
+        """What is to be stored at `start`, the length if the host knows it."""
         may_complete: bool | None = None
         # Compiled code must not read what changes from step to step.
         if self.incoming is not None and not torch.compiler.is_compiling():
@@ -233,7 +231,7 @@ class LayerCache(CacheState):
         return on_cuda and torch.cuda.is_current_stream_capturing()
 
     def _store(self, new: New) -> tuple[Tensor, Tensor]:
-        """Stores now; keys and values so far."""
+        """Store now; returns keys and values of all tokens so far."""
         start, num_tokens = self.known_length, new.key.shape[2]
         if start is not None and self.columns.even and not torch.compiler.is_compiling():
             self._store_at(start, new.key, new.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 from torch.utils._pytree import tree_leaves
 
-from nsa_flex.cli.device import check_device
+from nsa_flex.cli.options import check_device, teller
 from nsa_flex.cli.outputs import check_file, json_alone, print_json
 
 if TYPE_CHECKING:
@@ -132,24 +131,14 @@ def _check_place(target: Any, place: torch.device) -> None:
 def _run(target: Any, max_graphs: int | None, options: Any, progress: Console) -> AuditReport:
     from nsa_flex.auditing import audit as run
 
-    start = time.perf_counter()
     with progress.status(f"{target.name} …") as status:
-
-        def tell(line: str) -> None:
-            status.update(f"{target.name}: {line}")
-            if not progress.is_terminal:  # A log has no line that changes.
-                seconds = time.perf_counter() - start
-                text = f"{seconds:6.1f} s  {target.name}: {line}"
-                progress.print(text, markup=False, emoji=False, soft_wrap=True)
-
-        most = target.max_graphs if max_graphs is None else max_graphs
         return run(
             target.fn,
             target.inputs,
             decode=target.decode,
-            max_graphs=most,
+            max_graphs=max_graphs,
             name=target.name,
-            tell=tell,
+            tell=teller(target.name, progress, status),
             **options,
         )
 

@@ -6,22 +6,22 @@ import dataclasses
 import importlib.util
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa_flex.bench.cases.case import DTYPES, Case
 from nsa_flex.bench.cases.registry import PRESETS, AnyCase, preset
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.measure.runner import Options, run
 from nsa_flex.bench.report.rows import Notebook, Row, read_rows
-from nsa_flex.cli.bench_options import log_case, progress_bar, shapes_of
-from nsa_flex.cli.device import check_device
-from nsa_flex.cli.outputs import SEEDS, check_folder, print_json
-from nsa_flex.cli.shown_table import show_table
+from nsa_flex.cli.options import SEEDS, check_device, dtype_name, fail, heads_of, pair_of
+from nsa_flex.cli.outputs import check_folder, print_json, show_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,8 +163,12 @@ def _check_runnable(name: str, device: torch.device, cases: list[AnyCase]) -> No
         raise typer.BadParameter(
             f"{name} needs a CUDA device, got {device}; a CPU runs smoke", param_hint="--preset"
         )
-    if any(case.target == "model" for case in cases) and not _installed("transformers"):
-        _refuse("training steps need transformers; install with: pip install 'nsa-flex[cli,hf]'")
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    if any(case.target == "model" for case in cases) and not has_transformers:
+        fail(
+            "bench",
+            "training steps need transformers; install with: pip install 'nsa-flex[cli,hf]'",
+        )
 
 
 def _wanted(key: str, only: list[str]) -> bool:
@@ -180,32 +184,23 @@ def _check_files(path: Path, old: Path | None, plot: Path | None, run_them: bool
     needed = [old] if run_them else [path, old]
     for file in needed:
         if file is not None and not file.exists():
-            _refuse(f"there is no file {file}")
+            fail("bench", f"there is no file {file}")
     if run_them:
         check_folder(path.parent, "--out")
     for file in (path, plot):
         if file is not None and file.is_dir():
-            _refuse(f"{file} is a folder")
+            fail("bench", f"{file} is a folder")
     if plot is not None:
         check_folder(plot.parent, "--plot")
     for package in ("pandas", "matplotlib"):  # tables; --plot
-        if not _installed(package):
-            _refuse(f"it needs {package}; install with: pip install 'nsa-flex[cli,bench]'")
+        if importlib.util.find_spec(package) is None:
+            fail("bench", f"it needs {package}; install with: pip install 'nsa-flex[cli,bench]'")
     try:
         for file in (path, old):
             if file is not None and file.exists():
                 read_rows(file)
     except ValueError as error:
-        _refuse(str(error))
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _refuse(message: str) -> None:
-    typer.echo(f"nsa-flex bench: {message}", err=True)
-    raise typer.Exit(2)
+        fail("bench", str(error))
 
 
 def _run(
@@ -235,8 +230,7 @@ def _compare(earlier: list[Row], rows: list[Row]) -> pd.DataFrame:
     try:
         return compare(earlier, rows)
     except ValueError as error:
-        _refuse(str(error))
-        raise AssertionError from error
+        fail("bench", str(error), error)
 
 
 def _show(
@@ -267,3 +261,54 @@ def _verdict_table(verdicts: pd.DataFrame) -> pd.DataFrame:
     found["new ÷ old"] = [text if text[0] != "n" else "-" for text in ratios]
     found["verdict"] = verdicts.verdict
     return found
+
+
+def dims_of(head_dim: list[str]) -> list[tuple[int, int]]:
+    """ "192/128" as (192, 128), "64" as (64, 64): D and Dv."""
+    return [pair_of(text, "--head-dim") for text in head_dim]
+
+
+def shapes_of(
+    heads: list[str] | None,
+    seq_len: list[int] | None,
+    head_dim: list[str] | None,
+    batch: int | None,
+    dtype: str | None,
+) -> list[dict[str, Any]]:
+    """Fields of `Case` to replace, one entry a shape; one empty entry if nothing was asked."""
+    dtype = None if dtype is None else dtype_name(dtype, DTYPES)
+    shapes: list[dict[str, Any]] = [{}]
+    if heads:
+        pairs = [heads_of(text) for text in heads]
+        shapes = [{**s, "query_heads": a, "kv_heads": b} for s in shapes for a, b in pairs]
+    if seq_len:
+        shapes = [{**s, "seq_len": length} for s in shapes for length in seq_len]
+    if head_dim:
+        pairs = dims_of(head_dim)
+        shapes = [{**s, "head_dim": a, "value_dim": b} for s in shapes for a, b in pairs]
+    others = {"batch": batch, "dtype": dtype}
+    given = {name: value for name, value in others.items() if value is not None}
+    return [{**shape, **given} for shape in shapes]
+
+
+def progress_bar(console: Console) -> Progress:
+    """Cases done, time gone, and the case at hand; with `log_case`, for terminals and logs."""
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+    )
+
+
+def log_case(console: Console, start: float, rows: Sequence[Row]) -> None:
+    """Where there is no terminal for a bar: a line a case, with the seconds since `start`."""
+    if console.is_terminal:
+        return
+    times = ", ".join(
+        f"{row['pass']} {row['median_ms']:.4g} ms" if row["status"] == "ok" else row["status"]
+        for row in rows
+    )
+    seconds = time.perf_counter() - start
+    console.print(f"{seconds:6.1f} s  {rows[0]['case']}: {times}", markup=False, soft_wrap=True)

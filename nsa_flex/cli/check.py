@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
-from nsa_flex.cli.device import check_device
-from nsa_flex.cli.dtypes import dtype_name
-from nsa_flex.cli.outputs import SEEDS, print_json
+from nsa_flex.cli.options import SEEDS, check_device, dtype_name, teller
+from nsa_flex.cli.outputs import print_json
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -43,7 +41,7 @@ def check(
     """
     from nsa_flex.cli.generate_model import be_quiet
     from nsa_flex.testing import check_model
-    from nsa_flex.testing.named_models import model_named
+    from nsa_flex.testing.models import model_named
 
     be_quiet()
     progress, place = Console(stderr=True, highlight=False), check_device(device)
@@ -52,7 +50,7 @@ def check(
     with progress.status(f"{model}: building") as status:
         try:
             subject: Any = model_named(model, kind).to(place)
-            tell = _teller(model, progress, status)
+            tell = teller(model, progress, status)
             report = check_model(subject, name=model, seed=seed, tell=tell)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
@@ -61,15 +59,3 @@ def check(
     else:
         typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
-
-
-def _teller(name: str, progress: Console, status: Any) -> Any:
-    start = time.perf_counter()
-
-    def tell(line: str) -> None:
-        status.update(f"{name}: {line}")
-        if not progress.is_terminal:  # A log has no line that changes.
-            text = f"{time.perf_counter() - start:6.1f} s  {name}: {line}"
-            progress.print(text, markup=False, emoji=False, soft_wrap=True)
-
-    return tell

@@ -12,36 +12,27 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
-from torch import Tensor
 
+from nsa_flex.cli import demo_model
 from nsa_flex.cli.demo_model import (
     Size,
-    build_models,
-    choose_size,
-    keys_read,
-    num_parameters,
-)
-from nsa_flex.cli.demo_report import draw_losses, verdict
-from nsa_flex.cli.demo_text import (
-    Corpus,
+    Trainee,
     as_text,
-    even_windows,
+    build_models,
     frequency_loss,
-    random_windows,
-    read_corpus,
+    keys_read,
+    read_text,
+    train,
 )
-from nsa_flex.cli.demo_training import Trainee, train
-from nsa_flex.cli.device import check_device
-from nsa_flex.cli.generate_model import be_quiet
 from nsa_flex.cli.info import collect, cxx_compiler
-from nsa_flex.cli.outputs import SEEDS, check_folder, print_json
+from nsa_flex.cli.options import SEEDS, check_device, fail
+from nsa_flex.cli.outputs import check_folder, print_json
 
 NEEDED_PACKAGES = {"transformers": "hf", "matplotlib": "bench"}
-TIMED_REPEATS = 5
+# The held-out loss of an untrained model falls by this share at least, or something is wrong.
+VISIBLE_FALL = 0.1
 
 
 def demo(
@@ -51,9 +42,7 @@ def demo(
         Path, typer.Option(help="Folder for report.json, losses.png and the model.")
     ] = Path("nsa_flex_demo"),
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: CUDA if any.")] = "auto",
-    seed: Annotated[
-        int, typer.Option(help="Of the split, weights, batches and samples.", **SEEDS)
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, batches and samples.", **SEEDS)] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny, no code generation.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Report on stdout, progress on stderr.")
@@ -69,7 +58,10 @@ def demo(
     Example: `nsa-flex demo --steps 1000 --json > report.json`
     """
     chosen = check_device(device, "the demo runs")
-    size = choose_size(chosen, quick=quick, steps=steps, seq_len=seq_len)
+    on_cuda = chosen.type == "cuda"
+    size = demo_model.QUICK if quick else demo_model.GPU if on_cuda else demo_model.CPU
+    asked: dict[str, Any] = {"steps": steps, "seq_len": seq_len}
+    size = dataclasses.replace(size, **{k: v for k, v in asked.items() if v is not None})
     _check_installed(chosen, size)
     check_folder(out, "--out")
     report = _Demo(Console(stderr=as_json, highlight=False), size, chosen, seed, out).run()
@@ -83,101 +75,87 @@ def _check_installed(device: torch.device, size: Size) -> None:
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         extras = ",".join(NEEDED_PACKAGES[name] for name in missing)
-        typer.echo(
-            f"nsa-flex demo: needs {' and '.join(missing)}; install with: "
-            f"pip install 'nsa-flex[cli,{extras}]'",
-            err=True,
+        fail(
+            "demo",
+            f"needs {' and '.join(missing)}; install with: pip install 'nsa-flex[cli,{extras}]'",
         )
-        raise typer.Exit(2)
     if device.type == "cpu" and size.compiler == "inductor" and cxx_compiler() is None:
-        typer.echo("nsa-flex demo: torch.compile needs a C++ compiler: install g++", err=True)
-        raise typer.Exit(2)
+        fail("demo", "torch.compile needs a C++ compiler: install g++")
 
 
+@dataclasses.dataclass
 class _Demo:
     """The steps of the demo in their order; each prints what it did and notes it in `report`."""
 
-    def __init__(
-        self, console: Console, size: Size, device: torch.device, seed: int, out: Path
-    ) -> None:
-        self.console = console
-        self.size = size
-        self.device = device
-        self.seed = seed
-        self.out = out
-        self.report: dict[str, Any] = {}
-        self.started = time.perf_counter()
+    console: Console
+    size: Size
+    device: torch.device
+    seed: int
+    out: Path
 
     def run(self) -> dict[str, Any]:
-        self.report["environment"] = collect()
-        self.report["device"] = str(self.device)
-        self.report["seed"] = self.seed
-        self.report["seconds"] = {}
+        started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.report: dict[str, Any] = {
+            "environment": collect(),
+            "device": str(self.device),
+            "seed": self.seed,
+            "seconds": self.seconds,
+        }
         self.out.mkdir(parents=True, exist_ok=True)
-        corpus, batches, held_out = self.read_text()
-        trainees = self.build()
-        self.audit(trainees[0], batches[0])
-        self.compile(trainees, batches[0])
-        self.train(trainees, batches, held_out, corpus)
-        self.time_steps(trainees, batches[0])
-        self.generate(trainees[0], held_out)
+        self.read_text()
+        self.build()
+        self.audit()
+        self.compile()
+        self.train()
+        self.time_steps()
+        self.generate()
+        self.seconds["total"] = time.perf_counter() - started
         self.finish()
         return self.report
 
-    def read_text(self) -> tuple[Corpus, Tensor, Tensor]:
+    def read_text(self) -> None:
         self._heading("Text")
-        size = self.size
-        generator = torch.Generator().manual_seed(self.seed)
-        count = size.steps * size.batch_size
         try:
-            corpus = read_corpus(self.seed)
-            batches = random_windows(corpus.training, count, size.seq_len, generator)
-            held_out = even_windows(corpus.held_out, size.held_out_rows, size.seq_len)
-        except (FileNotFoundError, ValueError) as error:  # No sources, or too long a row.
-            typer.echo(f"nsa-flex demo: {error}", err=True)
-            raise typer.Exit(2) from error
-        self.report["text"] = {
-            "training_files": len(corpus.training_files),
-            "training_bytes": len(corpus.training),
-            "held_out_files": len(corpus.held_out_files),
-            "held_out_bytes": len(corpus.held_out),
-            "held_out_bytes_measured": held_out.numel(),
-        }
+            text = read_text(self.size, self.seed)
+        except ValueError as error:  # No sources, or too long a row.
+            fail("demo", str(error), error)
+        facts = self.report["text"] = text.facts
         self._say(
-            f"Python's standard library: {len(corpus.training_files)} files to train on "
-            f"({len(corpus.training) / 1e6:.1f} MB), {len(corpus.held_out_files)} other files "
-            f"held out ({len(corpus.held_out) / 1e6:.1f} MB)."
+            f"Python's standard library: {facts['training_files']} files to train on "
+            f"({facts['training_bytes'] / 1e6:.1f} MB), {facts['held_out_files']} other files "
+            f"held out ({facts['held_out_bytes'] / 1e6:.1f} MB)."
         )
-        batches = batches.unflatten(0, (size.steps, size.batch_size))
-        return corpus, batches.to(self.device), held_out.to(self.device)
+        self.by_frequency = frequency_loss(text.batches.flatten(), text.held_out)
+        self.batches, self.held_out = text.batches.to(self.device), text.held_out.to(self.device)
 
-    def build(self) -> list[Trainee]:
+    def build(self) -> None:
         self._heading("Model")
-        size, config = self.size, self.size.config
-        patched, twin = build_models(size, self.seed, self.device)
-        read = keys_read(config, size.seq_len)
-        self.report["sizes"] = _plain(size)
-        self.report["parameters"] = {"nsa": num_parameters(patched), "twin": num_parameters(twin)}
-        self.report["keys_read"] = dataclasses.asdict(read)
-        added = num_parameters(patched) - num_parameters(twin)
+        size = self.size
+        models = dict(
+            zip(("NSA", "twin"), build_models(size, self.seed, self.device), strict=True)
+        )
+        self.trainees = [Trainee(name, model, size) for name, model in models.items()]
+        patched, twin = (model.num_parameters() for model in models.values())
+        read = keys_read(size.config, size.seq_len)
+        dtype = str(size.dtype).removeprefix("torch.")
+        self.report["sizes"] = {**dataclasses.asdict(size), "dtype": dtype}
+        self.report["parameters"] = {"nsa": patched, "twin": twin}
+        self.report["keys_read"] = read._asdict()
         self._say(
             f"Llama with {size.num_layers} layer{'s' if size.num_layers > 1 else ''}, "
             f"{size.num_query_heads} query heads on {size.num_kv_heads} key-value heads, "
-            f"{num_parameters(twin):,} parameters; nsa_flex.patch adds {added:,}. "
-            "Its twin stays unpatched."
-        )
-        self._say(
-            f"Of {size.seq_len} keys the last query reads {read.compressed} compressed + "
-            f"{read.selected} selected + {read.sliding} sliding: {read.fraction_last:.0%} "
+            f"{twin:,} parameters; nsa_flex.patch adds {patched - twin:,}. Its twin stays "
+            f"unpatched. Of {size.seq_len} keys the last query reads {read.compressed} compressed "
+            f"+ {read.selected} selected + {read.sliding} sliding: {read.fraction_last:.0%} "
             f"({read.fraction_mean:.0%} over all queries)."
         )
-        return [Trainee("NSA", patched, size), Trainee("twin", twin, size)]
 
-    def audit(self, trainee: Trainee, tokens: Tensor) -> None:
+    def audit(self) -> None:
         self._heading("Audit")
         start = time.perf_counter()
-        found = trainee.audit(tokens)
-        self.report["seconds"]["audit"] = time.perf_counter() - start
+        found = self.trainees[0].audit(self.batches[0])
+        self.seconds["audit"] = time.perf_counter() - start
         self.report["audit"] = {
             "findings": [dataclasses.asdict(finding) for finding in found.findings],
             "graphs": found.graphs,
@@ -191,21 +169,20 @@ class _Demo:
         for finding in found.findings:
             self._say(str(finding), style="red")
 
-    def compile(self, trainees: list[Trainee], tokens: Tensor) -> None:
+    def compile(self) -> None:
         self._heading("Compile")
         with self.console.status("torch.compile, fullgraph=True …"):
-            for trainee in trainees:
-                seconds = trainee.compile(tokens)
-                self.report["seconds"][f"compile_{trainee.name.lower()}"] = seconds
+            for trainee in self.trainees:
+                seconds = trainee.compile(self.batches[0])
+                self.seconds[f"compile_{trainee.name.lower()}"] = seconds
                 self._say(f"{trainee.name:<4} forward and backward in {seconds:.1f} s")
 
-    def train(
-        self, trainees: list[Trainee], batches: Tensor, held_out: Tensor, corpus: Corpus
-    ) -> None:
+    def train(self) -> None:
         self._heading("Train")
         start = time.perf_counter()
-        with _progress(self.console) as progress:
-            task = progress.add_task("", total=len(batches))
+        bar = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        with Progress(*bar, TimeElapsedColumn(), console=self.console) as progress:
+            task = progress.add_task("", total=len(self.batches))
 
             def tell(trainees: list[Trainee]) -> None:
                 done = len(trainees[0].losses)
@@ -213,30 +190,31 @@ class _Demo:
                     text = ", ".join(f"{t.name} {t.losses[-1].item():.2f}" for t in trainees)
                     progress.update(task, completed=done, description=f"loss {text}")
 
-            train(trainees, batches, held_out, tell)
-        seconds = time.perf_counter() - start
-        self.report["seconds"]["train"] = seconds
-        self.report["losses"] = {t.name.lower(): _losses(t) for t in trainees}
-        by_frequency = frequency_loss(corpus.training, held_out.cpu())
-        self.report["losses_of_byte_frequencies"] = by_frequency
+            train(self.trainees, self.batches, self.held_out, tell)
+        seconds = self.seconds["train"] = time.perf_counter() - start
+        self.report["losses"] = {t.name.lower(): _losses(t) for t in self.trainees}
+        self.report["losses_of_byte_frequencies"] = self.by_frequency
         self._say(
-            f"{len(batches)} steps of {batches[0].numel()} bytes each, the same for both, in "
-            f"{seconds:.1f} s without a recompilation. Held-out loss in nats a byte "
-            f"({by_frequency:.2f} for one who knows only how frequent each byte is):"
+            f"{len(self.batches)} steps of {self.batches[0].numel()} bytes each, the same for "
+            f"both, in {seconds:.1f} s without a recompilation. Held-out loss in nats a byte "
+            f"({self.by_frequency:.2f} for one who knows only how frequent each byte is):"
         )
-        self.console.print(_held_out_table(trainees))
+        table = Table("after step", *(trainee.name for trainee in self.trainees))
+        for step in self.trainees[0].held_out:
+            table.add_row(str(step), *(f"{t.held_out[step]:.3f}" for t in self.trainees))
+        self.console.print(table)
 
-    def time_steps(self, trainees: list[Trainee], tokens: Tensor) -> None:
+    def time_steps(self) -> None:
         self._heading("Compiled against eager")
         times = self.report["step_milliseconds"] = {}
-        for trainee in trainees:
-            with trainee.compiled_layers():
-                compiled = 1e3 * trainee.seconds(tokens, TIMED_REPEATS)
-            eager = 1e3 * trainee.seconds(tokens, TIMED_REPEATS)
-            times[trainee.name.lower()] = {"compiled": compiled, "eager": eager}
+        for trainee in self.trainees:
+            compiled = 1e3 * trainee.seconds(self.batches[0])
+            with demo_model.eager():
+                alone = 1e3 * trainee.seconds(self.batches[0])
+            times[trainee.name.lower()] = {"compiled": compiled, "eager": alone}
             self._say(
                 f"{trainee.name:<4} forward and backward: {compiled:.0f} ms compiled, "
-                f"{eager:.0f} ms eager ({eager / compiled:.1f} times)"
+                f"{alone:.0f} ms eager ({alone / compiled:.1f} times)"
             )
         if self.size.compiler != "inductor":
             self._say("(--quick: compiled, but run operator by operator.)")
@@ -245,29 +223,28 @@ class _Demo:
                 "(On a CPU NSA computes all scores and masks them: it is no faster than the twin.)"
             )
 
-    def generate(self, trainee: Trainee, held_out: Tensor) -> None:
+    def generate(self) -> None:
         self._heading("Generate")
-        prompt = held_out[len(held_out) // 2, : self.size.seq_len // 2]
-        written, seconds = trainee.generate(prompt, self.seed)
-        self.report["seconds"]["generate"] = seconds
-        self.report["generated"] = {"prompt": as_text(prompt), "text": as_text(written)}
-        shown = Text(as_text(prompt)[-160:], style="dim")
-        shown.append(as_text(written), style="bold not dim")
-        title = f"a held-out file, continued by NSA: {len(written) / seconds:.0f} bytes a second"
-        self.console.print(Panel(shown, title=title, title_align="left"))
-        be_quiet()
-        trainee.model.save_pretrained(self.out / "model")
+        prompt = self.held_out[len(self.held_out) // 2, : self.size.seq_len // 2]
+        written, seconds = self.trainees[0].generate(prompt, self.seed)
+        self.seconds["generate"] = seconds
+        begun, text = as_text(prompt), as_text(written)
+        self.report["generated"] = {"prompt": begun, "text": text}
+        self._say(
+            f"A held-out file, continued by NSA, {len(written) / seconds:.0f} bytes a second:"
+        )
+        self._say(begun[-160:], style="dim", end="")
+        self._say(text, style="bold")
+        self.trainees[0].model.save_pretrained(self.out / "model")
         self._say(f"It is saved; for more: nsa-flex generate {self.out / 'model'} 'import '")
 
     def finish(self) -> None:
-        report = self.report
-        report["seconds"]["total"] = time.perf_counter() - self.started
+        report, picture, file = self.report, self.out / "losses.png", self.out / "report.json"
         report["wrong"] = verdict(report)
-        picture, file = self.out / "losses.png", self.out / "report.json"
-        draw_losses(report["losses"], picture)
+        _draw_losses(report["losses"], picture)
         file.write_text(json.dumps(report, indent=2) + "\n")
         self._heading("Done")
-        self._say(f"Wrote {picture} and {file} after {report['seconds']['total']:.0f} s.")
+        self._say(f"Wrote {picture} and {file} after {self.seconds['total']:.0f} s.")
         for sentence in report["wrong"]:
             self._say(f"Wrong: {sentence}.", style="bold red")
 
@@ -275,18 +252,8 @@ class _Demo:
         self.console.print()
         self.console.rule(f"[bold]{title}", align="left")
 
-    def _say(self, text: str, style: str | None = None) -> None:
-        self.console.print(text, style=style, markup=False)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-    )
+    def _say(self, text: str, style: str | None = None, end: str = "\n") -> None:
+        self.console.print(text, style=style, end=end, markup=False)
 
 
 def _losses(trainee: Trainee) -> dict[str, Any]:
@@ -299,13 +266,36 @@ def _losses(trainee: Trainee) -> dict[str, Any]:
     }
 
 
-def _held_out_table(trainees: list[Trainee]) -> Table:
-    table = Table("after step", *(trainee.name for trainee in trainees))
-    for step in trainees[0].held_out:
-        table.add_row(str(step), *(f"{trainee.held_out[step]:.3f}" for trainee in trainees))
-    return table
+def verdict(report: dict[str, Any]) -> list[str]:
+    """What is wrong, in sentences; empty if the demo shows what it promises."""
+    wrong = []
+    for name, losses in report["losses"].items():
+        before, after = losses["held_out_before"], losses["held_out_after"]
+        if not after <= (1 - VISIBLE_FALL) * before:  # NaN counts as wrong
+            wrong.append(
+                f"the held-out loss of {name} did not fall visibly ({before:.3f} before, "
+                f"{after:.3f} after {report['sizes']['steps']} steps; raise --steps)"
+            )
+    count = len(report["audit"]["findings"])
+    if count:
+        wrong.append(f"the audit found {count} thing{'s' if count > 1 else ''} (listed above)")
+    return wrong
 
 
-def _plain(size: Size) -> dict[str, Any]:
-    """Plain JSON types."""
-    return {**dataclasses.asdict(size), "dtype": str(size.dtype).removeprefix("torch.")}
+def _draw_losses(losses: dict[str, dict[str, Any]], path: Path) -> None:
+    """PNG of training and held-out loss of each model against the step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for color, (name, each) in zip(("tab:blue", "tab:orange"), losses.items(), strict=True):
+        steps = range(1, len(each["training"]) + 1)
+        axes.plot(steps, each["training"], color=color, alpha=0.3, linewidth=0.8)
+        measured = [int(step) for step in each["held_out"]]
+        label = f"{name}, held out"
+        axes.plot(measured, each["held_out"].values(), "o-", color=color, label=label)
+    axes.set(xlabel="training step", ylabel="loss, nats a byte")
+    axes.set_title("Python's standard library, byte by byte (thin: training loss)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

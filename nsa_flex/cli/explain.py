@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nsa_flex
-from nsa_flex.cli.dtypes import dtype_name
+from nsa_flex.cli.options import dtype_name, fail, heads_of, named_device, pair_of
 from nsa_flex.cli.outputs import print_json
 from nsa_flex.config import CompressionKind
 from nsa_flex.dispatch import BRANCHES
@@ -57,13 +57,8 @@ def explain(
 
     Example: `nsa-flex explain --seq-len 65536 --queries 1 --cached --compression mlp`
     """
-    query_heads, kv_heads = pair_of(heads, "--heads")
+    query_heads, kv_heads = heads_of(heads)
     dim, value_dim = pair_of(head_dim, "--head-dim")
-    if query_heads % kv_heads:
-        raise typer.BadParameter(
-            f"{kv_heads} key-value heads must divide {query_heads} query heads",
-            param_hint="--heads",
-        )
     if queries is not None and queries > seq_len:
         raise typer.BadParameter(f"{queries} of {seq_len} tokens", param_hint="--queries")
     if cached and train:
@@ -76,7 +71,7 @@ def explain(
 
     query = tensor(query_heads, seq_len if queries is None else queries, dim)
     key, value = (tensor(kv_heads, seq_len, width) for width in (dim, value_dim))
-    options: dict[str, Any] = {"backend": _backend(backend), "device": _device(device)}
+    options: dict[str, Any] = {"backend": _backend(backend), "device": named_device(device)}
     try:
         if cached:
             cache = _cache(key, value, query.shape[2], compression)
@@ -84,8 +79,7 @@ def explain(
         else:
             explanation = nsa_flex.explain(query, key, value, needs_grad=train, **options)
     except ValueError as error:
-        typer.echo(f"nsa-flex explain: {error}", err=True)
-        raise typer.Exit(1) from error
+        fail("explain", str(error), error, code=1)
     if as_json:
         print_json(explanation.to_dict())
     else:
@@ -95,17 +89,6 @@ def explain(
             table.add_row(branch, choice.backend, choice.reason)
         Console().print(table)
         typer.echo(str(explanation.kernels))
-
-
-def pair_of(text: str, option: str) -> tuple[int, int]:
-    """ "32/8" as (32, 8); "128" as (128, 128)."""
-    parts = text.split("/") if "/" in text else [text, text]
-    numbers = [int(part) for part in parts if part.isdecimal()]
-    if len(parts) != 2 or len(numbers) != 2 or 0 in numbers:
-        raise typer.BadParameter(
-            f"got {text!r}; expected one number or two, such as 32/8", param_hint=option
-        )
-    return numbers[0], numbers[1]
 
 
 def _cache(
@@ -122,13 +105,6 @@ def _cache(
         with torch.no_grad():
             cache.update(key[:, :, new:], value[:, :, new:])
     return cache
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from error
 
 
 def _backend(text: str) -> Any:

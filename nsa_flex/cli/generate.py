@@ -7,16 +7,14 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from nsa_flex.cli.device import check_device
-from nsa_flex.cli.dtypes import dtype_name
-from nsa_flex.cli.generate_model import Loaded, load
-from nsa_flex.cli.generate_stream import Stream
-from nsa_flex.cli.outputs import SEEDS, print_json
+from nsa_flex.cli.generate_model import Loaded, Stream, load
+from nsa_flex.cli.options import SEEDS, check_device, dtype_name, fail
+from nsa_flex.cli.outputs import print_json
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -59,12 +57,12 @@ def generate(
     """
     kind = DTYPES[dtype_name(dtype, DTYPES)]
     if importlib.util.find_spec("transformers") is None:
-        _fail("needs transformers; install with: pip install 'nsa-flex[cli,hf]'")
+        fail("generate", "needs transformers; install with: pip install 'nsa-flex[cli,hf]'")
     chosen = check_device(device, "generate runs")
     try:
         loaded = load(model, chosen, kind)
     except ValueError as error:
-        _fail(str(error), error)
+        fail("generate", str(error), error)
     if not loaded.patched:
         _say("this checkpoint was not trained with NSA: patched now, with gates at (0, 1, 0)")
     torch.manual_seed(seed)
@@ -80,7 +78,7 @@ def generate(
         _converse(writer, as_json)
         return
     if prompt == "-" and sys.stdin is None:
-        _fail("stdin is closed")
+        fail("generate", "stdin is closed")
     report = _turn(writer, sys.stdin.read() if prompt == "-" else prompt)
     if as_json:
         print_json({"model": model, **report})
@@ -167,7 +165,7 @@ def _turn(writer: Writer, text: str) -> dict[str, Any]:
     try:
         report = writer.turn(text)
     except ValueError as error:
-        _fail(str(error), error)
+        fail("generate", str(error), error)
     writer.write("\n")
     first, speed = report["seconds_to_first_token"], report["tokens_per_second"]
     _say(
@@ -195,8 +193,3 @@ def _converse(writer: Writer, as_json: bool) -> None:
 
 def _say(text: str) -> None:
     typer.echo(f"nsa-flex generate: {text}", err=True)
-
-
-def _fail(text: str, cause: Exception | None = None) -> NoReturn:
-    _say(text)
-    raise typer.Exit(2) from cause

@@ -1,16 +1,18 @@
-"""What `nsa-flex generate` runs: a model, and its text as token ids and back."""
+"""What `nsa-flex generate` runs: a model, its text as token ids and back, and as it is written."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 import nsa_flex
 
@@ -36,7 +38,7 @@ class ByteTokens:
     """Ids are bytes of UTF-8: what models without a tokenizer and 256 tokens read and write."""
 
     def encode(self, text: str, *, follows: bool) -> list[int]:
-        """Its bytes."""
+        """The UTF-8 bytes of `text`."""
         return list(text.encode())
 
     def decoder(self) -> Decode:
@@ -135,3 +137,53 @@ def be_quiet() -> None:
         transformers.logging.disable_progress_bar()
     finally:
         logging.disable(before)
+
+
+@dataclass
+class Stream:
+    """What `generate` tells of each token: a streamer of transformers.
+
+    Args:
+        decode: from token ids, and whether they are the last, to the characters they complete.
+        write: gets each piece of text.
+        stop: ids that end a text, and are no part of it.
+    """
+
+    decode: Callable[[list[int], bool], str]
+    write: Callable[[str], None]
+    stop: frozenset[int] = frozenset()
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    _prompt_seen: bool = False
+
+    def put(self, tokens: Tensor) -> None:
+        """The prompt first, then each new token."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        new = tokens.flatten().tolist()
+        self.times += [time.perf_counter()] * len(new)
+        self.ids += new
+        self._tell(self.decode([token for token in new if token not in self.stop], False))
+
+    def end(self) -> None:
+        """A character that was begun is all that may be left."""
+        self._tell(self.decode([], True))
+
+    def _tell(self, piece: str) -> None:
+        self.text += piece
+        self.write(piece)
+
+    @property
+    def seconds_to_first(self) -> float | None:
+        """From the call to the first new token."""
+        return self.times[0] - self.started if self.times else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """After the first new token; None if there is no other."""
+        if len(self.times) < 2 or self.times[-1] == self.times[0]:
+            return None
+        return (len(self.times) - 1) / (self.times[-1] - self.times[0])

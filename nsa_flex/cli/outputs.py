@@ -1,4 +1,4 @@
-"""Where commands write: files, looked at before the work, not after it, and JSON on stdout."""
+"""Where commands write: files, looked at before the work, and JSON and tables on stdout."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import typer
-
-SEEDS = {"min": 0, "max": 2**63 - 1}  # what every generator takes
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 
 def check_file(path: Path | None, option: str) -> None:
@@ -60,3 +63,32 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+WIDEST = 1000
+
+
+def show_table(cells: list[list[str]]) -> None:
+    """Print cells, of which the first row heads the columns, with nothing cut off.
+
+    What all lines have in common stands once above them. A table that is wider than the terminal
+    stays so, and the terminal breaks its lines.
+    """
+    columns = [(head, body) for head, *body in zip(*cells, strict=True)]
+    common = [(head, body[0]) for head, body in columns if _is_common(body)]
+    console = Console()
+    if said := ", ".join(f"{head} {value}" for head, value in common if value != "-"):
+        console.print(said, highlight=False)
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True)
+    kept = [(head, body) for head, body in columns if not _is_common(body)]
+    for head, body in kept:
+        width = max(len(cell) for cell in body)
+        table.add_column(fill(head, width, break_long_words=False), no_wrap=True)
+    for line in zip(*(body for _, body in kept), strict=True):
+        table.add_row(*line)
+    needed = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
+    Console(width=max(console.width, needed)).print(table)
+
+
+def _is_common(body: list[str]) -> bool:
+    return len(body) > 1 and len(set(body)) == 1

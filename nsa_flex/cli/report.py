@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from nsa_flex.cli.options import fail
 from nsa_flex.cli.outputs import check_file
 
 
@@ -28,8 +29,7 @@ def report(
     try:
         text = page(run)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        typer.echo(f"nsa-flex report: {error}", err=True)
-        raise typer.Exit(2) from error
+        fail("report", str(error), error)
     file = run / "report.html" if out is None else out
     file.write_text(text, encoding="utf-8")
     typer.echo(f"wrote {file}")

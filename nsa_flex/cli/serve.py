@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
 
-from nsa_flex.cli.device import check_device
-from nsa_flex.cli.dtypes import dtype_name
 from nsa_flex.cli.generate_model import be_quiet
+from nsa_flex.cli.options import check_device, dtype_name, fail
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACKAGES = ("transformers", "fastapi", "uvicorn", "openai", "pydantic")
@@ -45,7 +44,10 @@ def serve(
     kind = DTYPES[dtype_name(dtype, DTYPES)]
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        _fail(f"needs {', '.join(missing)}; install with: pip install 'nsa-flex[cli,hf,serve]'")
+        fail(
+            "serve",
+            f"needs {', '.join(missing)}; install with: pip install 'nsa-flex[cli,hf,serve]'",
+        )
     be_quiet()
     from transformers import ContinuousBatchingConfig
 
@@ -60,10 +62,5 @@ def serve(
     try:
         app = build_app(model, ContinuousBatchingConfig(**options), check_device(device), kind)
     except (OSError, ValueError) as error:
-        _fail(str(error), error)
+        fail("serve", str(error), error)
     run(app, host, port)
-
-
-def _fail(text: str, cause: Exception | None = None) -> NoReturn:
-    typer.echo(f"nsa-flex serve: {text}", err=True)
-    raise typer.Exit(2) from cause

@@ -34,7 +34,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 
 from nsa_flex.cli.generate_model import load
 from nsa_flex.cli.serve_bodies import ChatBody, CompletionBody, ResponseBody, problem_of
-from nsa_flex.patching.hf_batching import check_batching
+from nsa_flex.patching.hf_generation import check_batching
 
 MAX_BODY_BYTES = 16 << 20
 

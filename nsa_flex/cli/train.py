@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nsa_flex.cli.options import fail
 from nsa_flex.training.errors import TrainingError, in_one_line
 
 if TYPE_CHECKING:
@@ -81,18 +82,13 @@ def train(
             told = [each.partition("=")[0] for each in changes or ()]
             result = _run(chosen, console, resume=resume, resume_from=resume_from, changes=told)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise _exit(error, 2) from error
+        fail("train", in_one_line(error), error)
     except (TrainingError, MemoryError, *_NO_GROUP) as error:
-        raise _exit(error, 1) from error
+        fail("train", in_one_line(error), error, code=1)
     if _is_first():
         _print(result, console, as_json=as_json)
     if result.get("stopped"):
         raise typer.Exit(INTERRUPTED)
-
-
-def _exit(error: Exception, code: int) -> typer.Exit:
-    typer.echo(f"nsa-flex train: {in_one_line(error)}", err=True)
-    return typer.Exit(code)
 
 
 def _is_first() -> bool:

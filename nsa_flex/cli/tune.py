@@ -18,9 +18,8 @@ from nsa_flex.bench.cases.case import DTYPES, Case
 from nsa_flex.bench.measure import machine, tuner
 from nsa_flex.bench.measure.runner import Options, run
 from nsa_flex.bench.report.rows import Notebook, Row
-from nsa_flex.cli.bench_options import dims_of, log_case, pairs_of, progress_bar
-from nsa_flex.cli.device import check_device
-from nsa_flex.cli.dtypes import dtype_name
+from nsa_flex.cli.bench import dims_of, log_case, progress_bar
+from nsa_flex.cli.options import check_device, dtype_name, fail, heads_of
 from nsa_flex.cli.outputs import print_json
 from nsa_flex.tuning import VERSIONS, Entry, parse, tuned_entries, tuned_file
 
@@ -79,7 +78,7 @@ def tune(
         _show(path, as_json=as_json)
         return
     cases = tuner.branch_cases(
-        heads=pairs_of(heads) if heads else tuner.HEADS,
+        heads=[heads_of(text) for text in heads] if heads else tuner.HEADS,
         lengths=seq_len or tuner.LENGTHS,
         dims=dims_of(head_dim) if head_dim else tuner.DIMS,
         dtypes=_half(dtype or ["bfloat16"]),
@@ -98,10 +97,7 @@ def tune(
 
 def _cuda(name: str) -> torch.device:
     if not torch.cuda.is_available():
-        typer.echo(
-            "nsa-flex tune: there is no CUDA device; backends compete on CUDA only", err=True
-        )
-        raise typer.Exit(2)
+        fail("tune", "there is no CUDA device; backends compete on CUDA only")
     device = check_device(name)
     if device.type != "cuda":
         raise typer.BadParameter(
@@ -161,14 +157,12 @@ def _measure(
 def _show(path: Path, *, as_json: bool) -> None:
     """The file's entries, and whether they count."""
     if not path.exists():
-        typer.echo(f"nsa-flex tune: nothing is cached in {path}", err=True)
-        raise typer.Exit(1)
+        fail("tune", f"nothing is cached in {path}", code=1)
     text = path.read_text()
     try:
         entries = parse(text)
     except ValueError as error:
-        typer.echo(f"nsa-flex tune: {path}: {error}", err=True)
-        raise typer.Exit(1) from error
+        fail("tune", f"{path}: {error}", error, code=1)
     if as_json:
         found = {"file": str(path), "counts": bool(entries), **json.loads(text)}
         print_json(found)

@@ -1,10 +1,10 @@
 """Which backend computes which branch of a call, and why not a better one.
 
-`facts` is what is looked at, `table` the order of `auto` and explicit choices, `unsupported` what
-each backend cannot compute, `implementations` what runs. Nothing here reads a tensor's values.
+`backends.facts` is what is looked at, `table` the order of `auto`, explicit choices and what runs,
+`unsupported` what each backend cannot compute. Nothing here reads a tensor's values.
 """
 
-from nsa_flex.dispatch.facts import (
+from nsa_flex.backends.facts import (
     ALL_BRANCHES,
     BRANCHES,
     FEW_QUERIES,
@@ -13,8 +13,14 @@ from nsa_flex.dispatch.facts import (
     BranchName,
     Facts,
 )
-from nsa_flex.dispatch.implementations import IMPLEMENTATIONS
-from nsa_flex.dispatch.table import CUDA_ORDER, Choice, choose_backends, is_decoded, is_fused
+from nsa_flex.dispatch.table import (
+    CUDA_ORDER,
+    IMPLEMENTATIONS,
+    Choice,
+    choose_backends,
+    is_decoded,
+    is_fused,
+)
 from nsa_flex.dispatch.unsupported import unsupported_reason
 
 __all__ = [

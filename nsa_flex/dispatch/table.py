@@ -5,14 +5,16 @@ Decided from shapes, dtypes, the device and the need of gradients; never from va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from torch import Tensor
 
-from nsa_flex.backends import fused
-from nsa_flex.dispatch.facts import (
+from nsa_flex.backends import dense, fa2, flex, fused, sdpa, triton
+from nsa_flex.backends.branch import Branch
+from nsa_flex.backends.facts import (
     ALL_BRANCHES,
     BRANCHES,
     FEW_QUERIES,
@@ -21,7 +23,6 @@ from nsa_flex.dispatch.facts import (
     BranchName,
     Facts,
 )
-from nsa_flex.dispatch.implementations import IMPLEMENTATIONS
 from nsa_flex.dispatch.unsupported import decode_unsupported_reason, unsupported_reason
 from nsa_flex.tuning import lookup, tuned_entries
 
@@ -32,6 +33,22 @@ CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
     "sliding": ("triton", "flex", "dense"),
 }
 MOST_CHOSEN = 64  # blocks of a query that the operator of all branches can choose
+
+# What runs a branch on a backend.
+IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, Tensor | None]]] = {
+    ("dense", "compressed"): dense.compressed,
+    ("dense", "selected"): dense.selected,
+    ("dense", "sliding"): dense.sliding,
+    ("flex", "compressed"): flex.compressed,
+    ("flex", "selected"): flex.selected,
+    ("flex", "sliding"): flex.sliding,
+    ("sdpa", "compressed"): sdpa.compressed,
+    ("fa2", "compressed"): fa2.compressed,
+    ("fa2", "sliding"): fa2.sliding,
+    ("triton", "compressed"): triton.compressed,
+    ("triton", "selected"): triton.selected,
+    ("triton", "sliding"): triton.sliding,
+}
 
 
 @dataclass(frozen=True)

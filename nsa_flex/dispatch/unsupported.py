@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_flex.dispatch.facts import BranchName, Facts
+from nsa_flex.backends.facts import BranchName, Facts
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.tuning import HOPPER_SHARED_MEMORY, shared_memory
 

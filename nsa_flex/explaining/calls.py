@@ -11,13 +11,13 @@ from torch import Tensor
 
 from nsa_flex import decoding
 from nsa_flex.attention import nsa_attention
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.backends.branch import Inputs, is_whole
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend, BranchName, Choice, choose_backends
 from nsa_flex.explaining.explanation import KernelRun, Kernels
 from nsa_flex.explaining.rehearsal import Launch, rehearsing, twin
-from nsa_flex.inputs import Inputs, is_whole
 from nsa_flex.installed import HAS_TRITON
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class AttentionCall:
         )
 
     def output(self) -> Tensor:
-        """What it returns within a rehearsal."""
+        """The output of the call, within a rehearsal."""
         query, key, value = (self._input(twin(x)) for x in self.tensors)
         num_blocks = self.config.num_compressed_blocks(key.shape[2])
         compressed_key, compressed_value = (
@@ -93,21 +93,21 @@ def kernels_of(call: AttentionCall, device: torch.device) -> Kernels:
     """The kernels of a call if its tensors were on `device`, with its backward if it needs one."""
     if device.type != "cuda" or not HAS_TRITON:
         return Kernels()
-    with torch.set_grad_enabled(call.needs_grad), rehearsing(device) as told:
+    with torch.set_grad_enabled(call.needs_grad), rehearsing(device) as rehearsed:
         out = call.output()
-        num_forward = len(told.launches)
+        num_forward = len(rehearsed.launches)
         if call.needs_grad:
             out.backward(torch.empty_like(out))
         route = call.route()
-    forward, backward = told.launches[:num_forward], told.launches[num_forward:]
-    return Kernels(_runs(forward), _runs(backward), tuple(told.reasons), route)
+    forward, backward = rehearsed.launches[:num_forward], rehearsed.launches[num_forward:]
+    return Kernels(_runs(forward), _runs(backward), tuple(rehearsed.reasons), route)
 
 
 def rehearse_cached(
     query: Tensor, cache: LayerCache, backend: Backend, device: torch.device
 ) -> tuple[Choices, Kernels]:
     """Backends and kernels of storing and attending as many new tokens as there are queries."""
-    with torch.no_grad(), rehearsing(device) as told:
+    with torch.no_grad(), rehearsing(device) as rehearsed:
         layer, query = cache.twin(device, twin), twin(query)
         layer.expect(IncomingBatch(query.shape[2]))
         key, value = (
@@ -122,7 +122,7 @@ def rehearse_cached(
             return choices, Kernels()
         gates = _empty_gates(query, layer.config)
         layer.attend(query, key, value, gates, backend=backend)
-    return choices, Kernels(_runs(told.launches), (), tuple(told.reasons))
+    return choices, Kernels(_runs(rehearsed.launches), (), tuple(rehearsed.reasons))
 
 
 def _empty_gates(query: Tensor, config: NSAConfig) -> Tensor:

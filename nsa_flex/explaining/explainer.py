@@ -7,19 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nsa_flex.backends.branch import Inputs
 from nsa_flex.cache.layer import LayerCache
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend, choose_backends, is_decoded, is_fused
 from nsa_flex.explaining.calls import AttentionCall, kernels_of, rehearse_cached
 from nsa_flex.explaining.explanation import Explanation
 from nsa_flex.explaining.rehearsal import with_index
-from nsa_flex.inputs import (
-    Inputs,
-    check_documents,
-    check_positions,
-    check_shapes,
-    check_tensors,
-)
+from nsa_flex.inputs import check_documents, check_positions, check_shapes, check_tensors
 
 
 def explain(

@@ -41,7 +41,7 @@ class Kernels:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of forward and backward."""
+        """Names of the kernels of forward and backward."""
         return frozenset(run.name for run in (*self.forward, *self.backward))
 
     def __str__(self) -> str:

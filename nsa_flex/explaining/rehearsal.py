@@ -8,7 +8,7 @@ would be launched: what is told comes from the code that launches, and cannot dr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 
 
 @dataclass
-class Told:
+class Rehearsed:
     """What a rehearsal found, in order.
 
     launches: of all kernels. reasons: why kernels do not run, with their stage: "selected: the
@@ -52,19 +52,29 @@ def twin(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def rehearsing(device: torch.device) -> Iterator[Told]:
+def rehearsing(device: torch.device) -> Iterator[Rehearsed]:
     """Within, meta tensors say they are on `device`, and this thread notes launches and reasons.
 
     A CUDA device need not be there; it has an index.
     """
-    told = Told()
+    rehearsed = Rehearsed()
+
+    def note_launch(kernel: Any, *_call: Any) -> None:
+        launch = Launch(kernel.fn.__name__, _stage(kernel.fn.__module__))
+        rehearsed.launches.append(launch)
+
+    def note_reason(module: str, reason: str) -> None:
+        rehearsed.reasons.setdefault(f"{_stage(module)}: {reason}")
+
     with ExitStack() as stack:
         if HAS_TRITON:
+            from nsa_flex.fallback_kernels.common.launches import intercepting_launches
+
             stack.enter_context(_on_a_device(device))
-            stack.enter_context(_noting_launches(told))
-        stack.enter_context(_noting_reasons(told))
+            stack.enter_context(intercepting_launches(note_launch))
+        stack.enter_context(listening(note_reason))
         stack.enter_context(pretending(device))
-        yield told
+        yield rehearsed
 
 
 @contextmanager
@@ -143,25 +153,6 @@ class _Bodies(TorchDispatchMode):
             with self, self.devices, torch.no_grad():
                 OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _noting_launches(told: Told) -> AbstractContextManager[None]:
-    """Within, launches of this thread are noted instead of done; others go on."""
-    from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
-
-    def note(kernel: Any, *_call: Any) -> None:
-        told.launches.append(Launch(kernel.fn.__name__, _stage(kernel.fn.__module__)))
-
-    return intercepting_launches(note)
-
-
-def _noting_reasons(told: Told) -> AbstractContextManager[None]:
-    """Within, why a kernel does not run is noted, of whatever is asked in this thread."""
-
-    def note(module: str, reason: str) -> None:
-        told.reasons.setdefault(f"{_stage(module)}: {reason}")
-
-    return listening(note)
 
 
 def _stage(module: str) -> str:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_flex.hot_path.findings import Finding
+from nsa_flex.hot_path.findings import Finding, Recording
 from nsa_flex.hot_path.meta import held_in
-from nsa_flex.hot_path.recording import Recording
 from nsa_flex.hot_path.torch_internals import custom_op_kernel
 
 # They read, or write, the rows that an index names.

@@ -1,4 +1,4 @@
-"""What a detector found, and where in the user's own source it happened."""
+"""What a detector found, where in the user's own source it happened, and who notes it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal
 
 import torch
+
+from nsa_flex.hot_path.torch_internals import is_being_compiled
 
 FindingKind = Literal[
     "host-sync",
@@ -130,3 +132,30 @@ def _innermost(frames: Iterable[tuple[str, int, str]]) -> str:
         if not is_machinery(filename):
             return f"{filename}:{line} in {name}"
     return _UNKNOWN
+
+
+class Recording:
+    """Findings in the order in which they were made; none while silenced."""
+
+    def __init__(self) -> None:
+        self._found: list[Finding] = []
+        self._silenced = False
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, each place once."""
+        return unique(self._found)
+
+    def record(self, kind: FindingKind, detail: str) -> None:
+        """Add a finding at the innermost user frame, unless silenced or while code is compiled."""
+        if not self._silenced and not is_being_compiled():
+            self._found.append(Finding(kind, detail, current_location()))
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Record nothing inside: what a recorded call does in turn is no finding of its own."""
+        before, self._silenced = self._silenced, True
+        try:
+            yield
+        finally:
+            self._silenced = before

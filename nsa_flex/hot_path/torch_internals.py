@@ -1,4 +1,4 @@
-"""The private names of torch that the detectors lean on, all of them."""
+"""The private names of torch that the detectors lean on, all of them, and attributes replaced."""
 
 from __future__ import annotations
 
@@ -118,3 +118,17 @@ def cudagraph_skips() -> Iterator[CudagraphSkips]:
     finally:
         cudagraph_utils.cudagraphs_log = logger
         skips.count = counters["inductor"]["cudagraph_skips"] - before
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, replacement: Callable) -> Iterator[None]:
+    """Within, `owner.name` is `replacement`; afterwards what it was, inherited or its own."""
+    own = vars(owner).get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -53,7 +53,7 @@ class NewTokens(NamedTuple):
     gates: Tensor
 
     def of(self, run: Run) -> NewTokens:
-        """Those of a run."""
+        """The tokens of a run."""
         return NewTokens(*(x[:, :, run.tokens] for x in self))
 
 
@@ -135,7 +135,7 @@ def _attend_chunk(
 def _attend_packed(
     layer: PagedLayer, new: NewTokens, batch: PagedBatch, run: Run, scale: float
 ) -> Tensor:
-    """Whole prompts, packed."""
+    """NSA of whole prompts, packed."""
     layout = run.layout
     assert layout is not None
     query, key, value, gates = (layout.align(x) for x in new)

@@ -1,7 +1,8 @@
 """One new token of each of several requests, over their pages.
 
-Reads the compressed rows of a request, the tokens of its chosen blocks and its window, through the
-table of its pages. Constant shapes and no host sync, whatever the lengths are.
+Kernels read the compressed rows of a request, the tokens of its selected blocks and its window
+through the table of its pages; PyTorch operations copy the pages first. Constant shapes and no
+host sync, whatever the lengths are.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa_flex.attention import gated_sum
-from nsa_flex.backends.dense import masked_attention
 from nsa_flex.compression import Compression, compress_both
 from nsa_flex.config import NSAConfig
+from nsa_flex.decoding import Stored, step_by_operations
 from nsa_flex.dispatch import Backend
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.paging.pages import LayerPages, Slots
-from nsa_flex.selection import choose_blocks
 
 
 def compress_step(
@@ -87,27 +86,10 @@ def attend_step(
         F.pad(x, (0, 0, 0, 1)) if x.shape[2] == 0 else x
         for x in pages.compressed_context(table, config)
     )
-    outputs = []
-    if config.has("compressed"):
-        ends = torch.arange(compressed_key.shape[2], device=table.device) * config.compress_stride
-        visible = ends + config.compress_block_size - 1 <= positions[:, None]  # [B, N]
-        compressed, _ = masked_attention(
-            query, compressed_key, compressed_value, visible[:, None, None], scale
-        )
-        outputs.append(compressed)
-    if config.has("selected"):
-        blocks = choose_blocks(
-            query,
-            compressed_key,
-            config=config,
-            scale=scale,
-            num_blocks=config.num_select_blocks(table.shape[1] * pages.page_size),
-            positions=positions[:, None],
-        )
-        outputs.append(_selected(pages, query, blocks, table, positions, config, scale))
-    if config.has("sliding"):
-        outputs.append(_sliding(pages, query, table, positions, config, scale))
-    return gated_sum(outputs, gates)
+    key, value = (x[table].flatten(1, 2).transpose(1, 2) for x in (pages.key, pages.value))
+    stored = Stored(key, value, compressed_key, compressed_value, positions)
+    out, _ = step_by_operations(query, stored, gates, config, scale)
+    return out
 
 
 def unsupported_reason(
@@ -121,45 +103,3 @@ def unsupported_reason(
     from nsa_flex.fallback_kernels.decode import pages as kernels
 
     return kernels.unsupported_reason(query, pages.key, pages.value, table, config)
-
-
-def _selected(
-    pages: LayerPages,
-    query: Tensor,
-    blocks: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    config: NSAConfig,
-    scale: float,
-) -> Tensor:
-    """Attention to the tokens of the chosen blocks (B, Hkv, 1, n), gathered for each KV head."""
-    size, kv_heads = config.select_block_size, blocks.shape[1]
-    tokens = blocks[..., None] * size + torch.arange(size, device=table.device)
-    visible = (blocks >= 0)[..., None] & (tokens <= positions[:, None, None, None, None])
-    slots = pages.slots(table, tokens.flatten(2).clamp(min=0))  # [B, Hkv, n * l']
-    head = torch.arange(kv_heads, device=table.device)[:, None]
-    key, value = (
-        x[slots.page, slots.offset, head].flatten(0, 1)[:, None]  # [B * Hkv, 1, n * l', D]
-        for x in (pages.key, pages.value)
-    )
-    alone = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [B * Hkv, G, 1, D]
-    mask = visible.flatten(2).flatten(0, 1)[:, None, None]
-    out, _ = masked_attention(alone, key, value, mask, scale)
-    return out.unflatten(0, (-1, kv_heads)).flatten(1, 2)  # [B, Hq, 1, Dv]
-
-
-def _sliding(
-    pages: LayerPages,
-    query: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    config: NSAConfig,
-    scale: float,
-) -> Tensor:
-    """Attention to the gathered tokens of the windows."""
-    back = torch.arange(1 - config.window_size, 1, device=table.device)
-    tokens = positions[:, None] + back  # [B, w]
-    slots = pages.slots(table, tokens)
-    key, value = (x[slots.page, slots.offset].transpose(1, 2) for x in (pages.key, pages.value))
-    out, _ = masked_attention(query, key, value, (tokens >= 0)[:, None, None], scale)
-    return out

@@ -1,10 +1,10 @@
 """Native Sparse Attention inside existing models: `patch`, `unpatch`, `load`."""
 
+from nsa_flex.installed import when_imported
 from nsa_flex.patching.adapters import Adapter, register_adapter
 from nsa_flex.patching.apply import patch, unpatch
-from nsa_flex.patching.checkpoint import load
+from nsa_flex.patching.checkpoint import load, register_models
 from nsa_flex.patching.layer import AttentionShape, NSALayer
-from nsa_flex.patching.on_import import when_imported
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
 __all__ = [
@@ -22,16 +22,16 @@ __all__ = [
 
 
 def _register_config() -> None:
-    from nsa_flex.patching import hf_checkpoint_config, minicpm_config
+    from nsa_flex.patching import hf_saved_config, minicpm_config
 
-    hf_checkpoint_config.register()
+    hf_saved_config.register()
     minicpm_config.register()
 
 
 def _register_models() -> None:
-    from nsa_flex.patching import hf_auto, minicpm_auto
+    from nsa_flex.patching import minicpm_auto
 
-    hf_auto.register()
+    register_models()
     minicpm_auto.register()
 
 

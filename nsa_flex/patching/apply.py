@@ -68,13 +68,11 @@ def patch(
     if _is_patched_so(model, sites, arguments):
         return model
     groups = _by_decoder(sites)
-    for decoder, modules in groups.items():
-        _transformers_decoder().check_decoder(decoder, set(modules))
+    configs = _transformers_decoder().prepare(model, groups) if groups else None
     layers = [
         NSALayer(site.shape(), **arguments, **site.tensor_options()).train(site.module.training)
         for site in sites
     ]
-    configs = _transformers_config().own_configs(model) if groups else None
     # Everything that can fail has passed: the model changes from here on.
     for site, layer in zip(sites, layers, strict=True):
         site.module.add_module("nsa", layer)
@@ -82,9 +80,6 @@ def patch(
             adapters.install(site.module)
     if groups:
         _transformers_decoder().install(model, groups, configs)
-        _transformers_saving().install(model, set(groups))
-        _transformers_batching().install(model, set(groups))
-        _transformers_chunks().install(model, set(groups))
     return model
 
 
@@ -103,9 +98,6 @@ def unpatch(model: ModelT) -> ModelT:
         if "nsa_installed" in vars(module):  # all its layers may have been exchanged since
             groups.setdefault(module, [])
     if groups:
-        _transformers_chunks().remove(model, set(groups))
-        _transformers_batching().remove(model, set(groups))
-        _transformers_saving().remove(model, set(groups))
         _transformers_decoder().remove(model, groups)
     for site in sites:
         del site.module.nsa
@@ -165,35 +157,8 @@ def _plain(backend: Backend) -> Backend:
     return backend if isinstance(backend, str) else dict(backend)
 
 
-def _transformers_config() -> ModuleType:
-    """What copies the configs of transformers' models."""
-    from nsa_flex.patching import hf_config
-
-    return hf_config
-
-
 def _transformers_decoder() -> ModuleType:
     """What patches transformers' decoders; imported only where there is one."""
     from nsa_flex.patching import hf_decoder
 
     return hf_decoder
-
-
-def _transformers_batching() -> ModuleType:
-    """What gives transformers' models continuous batching."""
-    from nsa_flex.patching import hf_batching
-
-    return hf_batching
-
-
-def _transformers_chunks() -> ModuleType:
-    """What keeps the chunks of a prefill out of compiled code."""
-    from nsa_flex.patching import hf_chunks
-
-    return hf_chunks
-
-
-def _transformers_saving() -> ModuleType:
-    from nsa_flex.patching import hf_saving
-
-    return hf_saving

@@ -1,4 +1,4 @@
-"""`load`: a patched transformers model from what its `save_pretrained` wrote."""
+"""`load`, and transformers' Auto classes: a patched model from what `save_pretrained` wrote."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -186,7 +186,7 @@ def _read_config(
     """The model's config with what `kwargs` says of it, and the rest of `kwargs`."""
     from transformers import AutoConfig
 
-    from nsa_flex.patching.hf_checkpoint_config import NSACheckpointConfig
+    from nsa_flex.patching.hf_saved_config import NSACheckpointConfig
 
     config = kwargs.pop("config", None)
     if config is None:
@@ -329,4 +329,37 @@ def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cas
             f"{', '.join(upstream_tensors(record, left))}; its "
             "config.json (num_hidden_layers, nsa_flex.layers) is of a model with other layers, as "
             "one was written whose layers were added or moved after patch: save it anew"
+        )
+
+
+def register_models() -> None:
+    """Tell the Auto classes how to read the model types that patched models have on disk."""
+    from transformers.models.auto import modeling_auto
+
+    from nsa_flex.patching.hf_saved_config import checkpoint_configs
+
+    for name in dir(modeling_auto):
+        auto = getattr(modeling_auto, name)
+        if name.startswith("AutoModel") and hasattr(auto, "_model_mapping"):
+            for config_class in checkpoint_configs():
+                known = {"auto_class": auto, "config_class": config_class}
+                auto.register(config_class, type(f"NSA{name}", (_Reader,), known), exist_ok=True)
+
+
+class _Reader:
+    """Stands in an Auto class's table, where the class of the patched model would."""
+
+    auto_class: ClassVar[Any]
+    config_class: ClassVar[Any]
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *, config: Any, **kwargs: Any) -> Any:
+        return load(path, config=config, model_class=cls.auto_class, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "this is the config of a checkpoint of a patched model, which from_config would leave "
+            "without its NSA layers: call nsa_flex.load(path); for fresh layers build the dense "
+            "model from config.base, del its config.nsa_flex and call nsa_flex.patch"
         )

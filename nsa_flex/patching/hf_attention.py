@@ -1,4 +1,4 @@
-"""What transformers' attention interface calls for a patched decoder, and for its masks.
+"""What the attention modules of a patched decoder call, and what makes their masks.
 
 `nsa_flex` is the attention implementation in the config of a patched decoder, and
 `nsa_flex_flash` while an engine of continuous batching runs it. Importing this
@@ -7,6 +7,8 @@ module registers it.
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nsa_flex.patching import minicpm_attention, minicpm_config, minimax_m3
-from nsa_flex.patching.call_context import CallContext, LayerInput
+from nsa_flex.patching.hf_families import family_of
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
 from nsa_flex.patching.hf_refusals import (
     check_arguments,
@@ -26,7 +29,9 @@ from nsa_flex.patching.hf_refusals import (
     check_window,
 )
 from nsa_flex.patching.hf_versions import is_custom_mask
+from nsa_flex.patching.rows import CallContext, LayerInput
 from nsa_flex.patching.slot_masks import mask_for_rows
+from nsa_flex.sharded import refuse_context_parallel
 
 _ADDED = (
     "the decoder is patched, and its {name} with layer_idx={place} is not: it was put there after "
@@ -160,6 +165,97 @@ def mask_for_attention(
         missing = kv_length - attention_mask.shape[1]
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     return attention_mask
+
+
+def refuse_parallelism(implementation: str) -> None:
+    """That a call of a decoder sees whole sequences; asked at each, since it may begin any time.
+
+    Args:
+        implementation: the decoder's name among transformers' ALL_ATTENTION_FUNCTIONS.
+
+    Raises:
+        ValueError: inside torch's `context_parallel`; or something stands in the place of the
+            function that this package registered, as Ulysses sequence parallelism does.
+    """
+    refuse_context_parallel()
+    found = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if found is not attention_forward:
+        name = getattr(found, "__qualname__", type(found).__name__)
+        raise ValueError(
+            f"transformers' ALL_ATTENTION_FUNCTIONS has {name} for {implementation!r}, as "
+            "Ulysses sequence parallelism (DeepSpeed's UlyssesSPAttentionHF, accelerate's "
+            "sp_size) wraps it, and NSA needs whole sequences with all heads: sequence "
+            "parallelism is not supported yet; run without it"
+        )
+
+
+def own_forwards(modules: list[Attention]) -> list[OwnForward]:
+    """Run the modules that attend by themselves through NSA; handles that undo it."""
+    return [OwnForward(module) for module in modules if not family_of(module).calls_interface]
+
+
+def give_back_forwards(modules: list[Attention]) -> None:
+    """What `OwnForward.remove` does, for copies of its module."""
+    for module in modules:
+        if getattr(vars(module).get("forward"), "__func__", None) is _falcon_forward:
+            del module.forward
+
+
+class OwnForward:
+    """`forward` of one FalconAttention, until `remove`."""
+
+    def __init__(self, module: Attention) -> None:
+        self.module = module
+        # An instance attribute: the class and the other modules of this type keep theirs.
+        module.forward = types.MethodType(_falcon_forward, module)
+
+    def remove(self) -> None:
+        """Give the module its class's forward back."""
+        del self.module.forward
+
+
+def _falcon_forward(
+    module: Attention,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    layer_past: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`FalconAttention.forward`; without alibi, which `patch` refuses.
+
+    The keys and values of a group stay one, in the cache too. (Falcon's own forward repeats those
+    of its newer architecture for each query head.)
+    """
+    if module.config._attn_implementation not in IMPLEMENTATIONS:
+        own = type(module).forward
+        named = {"layer_past": layer_past, "position_embeddings": position_embeddings}
+        return own(module, hidden_states, alibi, attention_mask, **named, **kwargs)
+    query, key, value = _project(module, hidden_states)
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    query, key = rotate(query, key, *position_embeddings)
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, module.layer_idx)
+    scaling = module.inv_norm_factor
+    output, _ = attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+    )
+    return module.dense(output.flatten(2)), None
+
+
+def _project(module: Attention, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, Hq, S, D), keys and values (B, Hkv, S, D), before position embedding.
+
+    Heads lie group by group: the queries of a group, then its key, then its value.
+    """
+    shape = module.nsa.shape
+    group = shape.num_query_heads // shape.num_kv_heads
+    fused = module.query_key_value(hidden_states)
+    fused = fused.unflatten(2, (shape.num_kv_heads, group + 2, shape.head_dim))
+    query, key, value = fused.split((group, 1, 1), 3)  # [B, S, Hkv, G or 1, D]
+    return tuple(x.flatten(2, 3).transpose(1, 2) for x in (query, key, value))
 
 
 for _name in IMPLEMENTATIONS:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from nsa_flex.cache import LayerCache
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import advance
 from nsa_flex.documents import gather_real
 from nsa_flex.patching.hf_layers import Attention, Decoder

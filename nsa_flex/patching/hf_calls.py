@@ -15,22 +15,23 @@ from torch import Tensor
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import align_packed, align_positions
-from nsa_flex.patching.call_context import CallContext
+from nsa_flex.patching.hf_attention import refuse_parallelism
 from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use, num_layers
 from nsa_flex.patching.hf_config import KeptLayers
 from nsa_flex.patching.hf_edited import PatchedLayers
-from nsa_flex.patching.hf_incoming import expect, next_positions, real_past
+from nsa_flex.patching.hf_generation import read_paged_call
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
-from nsa_flex.patching.hf_paged_call import read_paged_call
-from nsa_flex.patching.hf_parallel import refuse_parallelism
-from nsa_flex.patching.hf_positions import (
+from nsa_flex.patching.hf_tokens import (
     assert_cached_positions,
     assert_padded_positions,
     assert_positions,
+    expect,
     new_positions,
+    next_positions,
+    real_past,
 )
 from nsa_flex.patching.hf_versions import cache_of, is_checkpointing
-from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
+from nsa_flex.patching.rows import CallContext, Rows, packed_rows, padded_rows
 
 _CACHED_DOCUMENTS = "a cache cannot tell documents apart: pass use_cache=False"
 

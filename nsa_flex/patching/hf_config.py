@@ -84,10 +84,6 @@ class OwnConfigs:
     configs: list[OwnConfig]
     in_use: list[Config] = field(default_factory=list)
 
-    def own_of(self, original: Config) -> Config:
-        """The copy of a config that the model held."""
-        return next(each.own for each in self.configs if each.original is original)
-
     def give_to(self, model: nn.Module) -> None:
         """Exchange the originals for the copies in all modules of `model`."""
         own = {id(each.original): each.own for each in self.configs}
@@ -166,16 +162,14 @@ def share_config(decoder: Decoder) -> None:
     inside = [vars(each).get("config") for each in decoder.modules() if _is_patched(each)]
     for module in decoder.modules():
         config = vars(module).get("config")
-        if "nsa_flex" in getattr(config, "__dict__", ()) and not _is_among(config, inside):
+        if "nsa_flex" in getattr(config, "__dict__", ()) and not any(
+            config is each for each in inside
+        ):
             module.config = decoder.config
 
 
 def _is_patched(module: nn.Module) -> bool:
     return "nsa_installed" in vars(module)
-
-
-def _is_among(config: Config, configs: list[Config]) -> bool:
-    return any(config is each for each in configs)
 
 
 def _is_config(value: Any) -> bool:

@@ -12,17 +12,16 @@ What differs between versions of transformers is in `hf_versions`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from nsa_flex.joined import joined_input, reads_linearly
-
-# The first registers the implementation, the last what saves a patched model.
-from nsa_flex.patching import hf_attention, hf_init, hf_saving  # noqa: F401
-from nsa_flex.patching.call_context import LayerInput
+from nsa_flex.compression import Compression
+from nsa_flex.gates import Gates
+from nsa_flex.patching import hf_generation, hf_saving
+from nsa_flex.patching.hf_attention import OwnForward, give_back_forwards, own_forwards
 from nsa_flex.patching.hf_cache import num_layers
 from nsa_flex.patching.hf_calls import CallHook, count_tokens
 from nsa_flex.patching.hf_config import (
@@ -30,28 +29,32 @@ from nsa_flex.patching.hf_config import (
     KeptLayers,
     OwnConfigs,
     former_implementation,
+    own_configs,
     share_config,
     write_record,
 )
 from nsa_flex.patching.hf_edited import PatchedLayers
-from nsa_flex.patching.hf_falcon import OwnForward, give_back_forwards, own_forwards
-from nsa_flex.patching.hf_handover import hand_over
-from nsa_flex.patching.hf_last_hook import LastHook, register_last, remove_copies
-from nsa_flex.patching.hf_layer_types import kind_of_mask
+from nsa_flex.patching.hf_families import kind_of_mask
+from nsa_flex.patching.hf_hooks import (
+    LastHook,
+    hand_over,
+    hook_attention,
+    register_last,
+    remove_copies,
+)
 from nsa_flex.patching.hf_layers import (
     Attention,
     Decoder,
     is_attention,
     parameter_names,
 )
-from nsa_flex.patching.hf_packing import mixing_of_documents, refuse_dropped_bounds
-from nsa_flex.patching.hf_refusals import check_mask_kept
+from nsa_flex.patching.hf_refusals import (
+    mixing_of_documents,
+    refuse_dropped_bounds,
+)
 from nsa_flex.patching.layer import NSALayer
 
 Groups = dict[Decoder, list[Attention]]
-
-_JOINED = ("k_proj", "v_proj")  # with the gates, in one product
-_PROJECTIONS = ("q_proj", *_JOINED)
 
 
 @dataclass
@@ -67,6 +70,13 @@ class Installed:
     num_layers: int
 
 
+def prepare(model: nn.Module, groups: Groups) -> OwnConfigs:
+    """Check that NSA can run in these decoders, and copy the configs; nothing is changed yet."""
+    for decoder, modules in groups.items():
+        _check_decoder(decoder, set(modules))
+    return own_configs(model)
+
+
 def install(model: nn.Module, groups: Groups, configs: OwnConfigs) -> None:
     """Route attention modules, which have their `nsa`, through NSA.
 
@@ -76,11 +86,13 @@ def install(model: nn.Module, groups: Groups, configs: OwnConfigs) -> None:
     Args:
         model: what `patch` was called with.
         groups: attention modules by decoder.
-        configs: `own_configs(model)`.
+        configs: of `prepare`.
     """
     configs.give_to(model)
     for decoder, modules in groups.items():
         _install(model, decoder, modules, configs)
+    hf_saving.install(model, set(groups))
+    hf_generation.install(model, set(groups))
 
 
 def _install(
@@ -88,8 +100,8 @@ def _install(
 ) -> None:
     config, layer = decoder.config, modules[0].nsa
     former = former_implementation(config)
-    kept = kept_modules(decoder, set(modules))
-    masks = kept_masks(kept)
+    kept = _kept_modules(decoder, set(modules))
+    masks = _kept_masks(kept)
     own_config = configs.keep_apart(kept, config, former)
     hook = CallHook(
         arguments=parameter_names(decoder),
@@ -103,7 +115,7 @@ def _install(
     decoder.nsa_installed = Installed(
         config,
         [
-            *(_hook_attention(module) for module in modules),
+            *(hook_attention(module) for module in modules),
             register_last(decoder, hook),
             *hand_over(decoder, modules),
             *own_forwards(modules),
@@ -123,13 +135,15 @@ def _install(
         "kept_masks": masks,
     }
     write_record(decoder, record)
-    hf_init.install(decoder)
+    _install_init_weights(decoder)
 
 
 def remove(model: nn.Module, groups: Groups) -> None:
     """Undo `install` for the decoders in `groups`."""
+    hf_generation.remove(model, set(groups))
+    hf_saving.remove(model, set(groups))
     for decoder in groups:
-        hf_init.remove(decoder)
+        del decoder._init_weights
         for hook in decoder.nsa_installed.hooks:
             hook.remove()
         for module in decoder.modules():
@@ -142,17 +156,17 @@ def remove(model: nn.Module, groups: Groups) -> None:
         del decoder.nsa_installed
 
 
-def kept_modules(decoder: Decoder, patched: set[nn.Module]) -> list[Attention]:
+def _kept_modules(decoder: Decoder, patched: set[nn.Module]) -> list[Attention]:
     """The attention modules that stay unpatched."""
     return [m for m in decoder.modules() if is_attention(m) and m not in patched]
 
 
-def kept_masks(kept: list[Attention]) -> list[str]:
+def _kept_masks(kept: list[Attention]) -> list[str]:
     """Kinds of mask, of "full" and "local", that attention modules read."""
     return sorted({kind for kind in map(kind_of_mask, kept) if kind is not None})
 
 
-def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
+def _check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
     """That NSA can run in `decoder` as a whole.
 
     Raises:
@@ -168,7 +182,7 @@ def check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
         )
     _check_cache_layers(decoder, patched)
     implementation = former_implementation(decoder.config)
-    if not kept_modules(decoder, patched) or implementation in ("eager", "sdpa"):
+    if not _kept_modules(decoder, patched) or implementation in ("eager", "sdpa"):
         return
     raise ValueError(
         f"some attention layers stay unpatched, and {implementation!r} cannot run beside NSA: "
@@ -191,45 +205,27 @@ def _check_cache_layers(decoder: Decoder, patched: set[nn.Module]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class InputHook:
-    """Forward pre-hook of a patched attention module: what it was called with, handed on.
+def _install_init_weights(decoder: Decoder) -> None:
+    """Let `init_weights` of `decoder`, or of a model that holds it, start φ and gates right.
 
-    Args:
-        arguments: names of the module's parameters in order.
-        joins: whether the module may be given a `JoinedInput` for its input.
+    transformers asks the model's `_init_weights` about each module, children before parents, and
+    that does not know φ and gates.
     """
-
-    arguments: tuple[str, ...]
-    joins: bool = False
-
-    def __call__(
-        self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = kwargs
-        if args:
-            call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        check_mask_kept(type(module).__name__, call)
-        name = "hidden_states" if "hidden_states" in call else self.arguments[0]
-        hidden_states, joined = call[name], None
-        if self.joins and _is_without_cache(call) and type(module.nsa) is NSALayer:
-            maps = [getattr(module, each) for each in _JOINED]
-            joined = joined_input(hidden_states, maps, module.nsa.gates)
-        got = LayerInput(hidden_states, call.get("attention_mask"), joined)
-        if joined is not None and args:
-            args = (joined, *args[1:])
-        elif joined is not None:
-            kwargs = {**kwargs, name: joined}
-        return args, {**kwargs, "nsa_input": got}
+    decoder._init_weights = functools.partial(_init_weights, decoder)
+    for layer in decoder.modules():
+        if isinstance(layer, NSALayer):
+            _mark_initialized(layer)
 
 
-def _is_without_cache(call: dict[str, Any]) -> bool:
-    context = call.get("nsa_call")
-    return context is not None and context.cache is None and context.paged is None
+def _init_weights(decoder: Decoder, module: nn.Module) -> None:
+    if isinstance(module, (Compression, Gates)):
+        module.reset_parameters()
+    else:
+        type(decoder)._init_weights(decoder, module)
 
 
-def _hook_attention(module: Attention) -> LastHook:
-    arguments = parameter_names(module)
-    separate = all(hasattr(module, name) for name in _PROJECTIONS)
-    joins = separate and reads_linearly(module, arguments[0], _PROJECTIONS)
-    return register_last(module, InputHook(arguments, joins))
+def _mark_initialized(layer: NSALayer) -> None:
+    """As transformers marks modules, so that a second `init_weights` leaves them alone."""
+    if not any(x.is_meta for x in layer.state_dict().values()):
+        for module in layer.modules():
+            module._is_hf_initialized = True  # type: ignore[assignment]

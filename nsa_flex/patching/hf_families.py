@@ -1,9 +1,9 @@
-"""Families of transformers decoders, by what `patch` must know of their attention modules.
+"""What families of transformers decoders have: projections, layer types, features of their own.
 
 Most have `q_proj`, `k_proj` and `v_proj`, or `qkv_proj`, as wide as the heads of the config say,
 and hand keyword arguments down to transformers' attention interface. The others have an entry in
-`_FAMILIES` that says what differs; beyond that they take the very same path (padding, packing,
-caches, decoding).
+`_FAMILIES`. Features are recognised by attributes; what is unknown here is noticed at the first
+call (`hf_refusals`, `LayerCache.check_handed_back`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Family:
         num_kv_heads: reads Hkv from the module.
         declares_interface: False where the decoder's class does not say that its attention takes
             any implementation (`_supports_attention_backend`).
-        calls_interface: False where the module attends by itself and `hf_falcon` runs it.
+        calls_interface: False where the module attends by itself and `hf_attention` runs it.
         dropped_by: who drops keyword arguments that attention functions do not name, so that
-            `hf_handover` must bring them: the decoder, its layers, or nobody.
+            `hand_over` must bring them: the decoder, its layers, or nobody.
     """
 
     widths: dict[str, tuple[int, int]]
@@ -119,3 +119,84 @@ def read_shape(module: Any) -> AttentionShape:
 def _width(linear: Any) -> int | None:
     """Output width of an nn.Linear, or of a transformers Conv1D (`nf`)."""
     return getattr(linear, "out_features", getattr(linear, "nf", None))
+
+
+# Attribute of the module -> what it has; a false value means that it has not.
+_OF_THE_MODULE = {
+    "sinks": "attention sinks (sinks)",
+    "is_kv_shared_layer": "keys and values of another layer (kv_sharing_modes)",
+    "store_full_length_kv": "keys and values that other layers read too (kv_sharing_modes)",
+    "kv_lora_rank": "latent attention (kv_lora_rank)",
+    "lambda_q1": "the difference of two attentions (differential attention)",
+    "keep_window_size": "a mask that it computes itself (keep_window_size)",
+    "indexer": "an indexer that chooses keys (indexer)",
+}
+
+_OF_THE_LAYER_TYPE = {
+    "indexed_attention": "an indexer that chooses keys",
+    "deepseek_sparse_attention": "an indexer that chooses keys",  # as 5.17 calls it
+    "qwen_sparse_attention": "an indexer that chooses keys",
+    "minimax_m3_sparse": "an indexer that chooses keys",
+    "compressed_sparse_attention": "compressed attention of its own",
+    "heavily_compressed_attention": "compressed attention of its own",
+    "hybrid": "a recurrent layer in the same layer of the cache",
+    "hybrid_sliding": "a recurrent layer in the same layer of the cache",
+    "linear_attention": "linear attention",
+    "conv": "a convolution",
+}
+
+
+def feature_of_module(module: Any) -> str | None:
+    """What keeps NSA from standing in for the module, by its own attributes; or None."""
+    for attribute, feature in _OF_THE_MODULE.items():
+        value = getattr(module, attribute, None)
+        if value is not None and value is not False:
+            return feature
+    if module.layer_idx is None:
+        return "no layer of the cache (layer_idx=None)"
+    return None
+
+
+def feature_of_layer_type(module: Any) -> str | None:
+    """What the layer's type says that NSA cannot stand in for, or None. Windows are no such."""
+    kind = layer_type(module)
+    feature = None if kind is None else _OF_THE_LAYER_TYPE.get(kind)
+    return None if feature is None else f"{feature} (layer type {kind})"
+
+
+# Their masks are made for a limited context; all others read the mask of full attention.
+_LOCAL = ("sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding")
+# Their modules read no mask that a mask function makes.
+_RECURRENT = ("linear_attention", "conv", "moe")
+
+
+def layer_type(module: Any) -> str | None:
+    """The type of the layer that the module attends in; None if its config has no types."""
+    types = getattr(module.config, "layer_types", None)
+    return types[module.layer_idx] if types and module.layer_idx is not None else None
+
+
+def local_attention(module: Any) -> str | None:
+    """How this layer's context is limited, or None if it sees all of it.
+
+    A window at least as long as the context the model was made for is no limit.
+    """
+    config, kind = module.config, layer_type(module)
+    if kind == "full_attention":
+        return None
+    if kind not in (None, "sliding_attention"):
+        return f"layer type {kind}"
+    window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    if window is None or window >= getattr(config, "max_position_embeddings", float("inf")):
+        return None
+    return f"sliding_window={window}"
+
+
+def kind_of_mask(module: Any) -> str | None:
+    """Which mask an unpatched module reads: "full", "local", or none."""
+    kind = layer_type(module)
+    if kind in _RECURRENT:
+        return None
+    if kind in _LOCAL or (kind is None and local_attention(module) is not None):
+        return "local"
+    return "full"

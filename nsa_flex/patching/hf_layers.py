@@ -9,8 +9,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from nsa_flex.patching.hf_families import family_of, read_shape
-from nsa_flex.patching.hf_features import feature_of_module
+from nsa_flex.patching.hf_families import family_of, feature_of_module, read_shape
 from nsa_flex.patching.hf_versions import check_known
 from nsa_flex.patching.layer import AttentionShape
 

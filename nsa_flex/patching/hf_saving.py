@@ -25,8 +25,8 @@ from nsa_flex.patching.hf_cache import num_layers
 from nsa_flex.patching.hf_config import former_implementation, with_nested
 from nsa_flex.patching.hf_edited import number_of_layer
 from nsa_flex.patching.hf_layers import Decoder, holders_of
+from nsa_flex.patching.hf_saved_config import to_saved
 from nsa_flex.patching.layer import NSALayer, layer_of
-from nsa_flex.patching.saved_config import to_saved
 from nsa_flex.patching.sites import Site, patched_sites
 
 _OF_FORMATS = ("format", "kept")  # of the record of a model that others trained

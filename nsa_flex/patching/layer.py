@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_flex.attention import nsa_attention
-from nsa_flex.cache.incoming import IncomingBatch
+from nsa_flex.cache.columns import IncomingBatch
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from nsa_flex.cache.buffers import Memory, num_bytes
 from nsa_flex.cache.layer import LayerCache
-from nsa_flex.cache.memory import Memory, num_bytes
 from nsa_flex.module import NSAAttention
 from nsa_flex.patching.layer import NSALayer
 from nsa_flex.patching.sites import patched_sites

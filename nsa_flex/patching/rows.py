@@ -1,13 +1,14 @@
-"""Where the tokens of one forward call lie: padding, packed documents, cached keys."""
+"""What attention must know of the call that it is part of: padding, documents, cached keys."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_flex.documents import DocumentLayout, gather_real
+from nsa_flex.joined import JoinedInput
 
 
 class Rows(NamedTuple):
@@ -56,3 +57,37 @@ def padded_rows(
     chunk = real.index_select(1, query_offset + torch.arange(num_queries, device=real.device))
     queries = gather_real(chunk) if num_queries > 1 else None
     return Rows(queries=queries, keys=keys, query_offset=cached)
+
+
+class CallContext(NamedTuple):
+    """One call of a patched decoder: the keyword argument `nsa_call`.
+
+    rows: padding, packed documents or cached keys, where keys and values come whole.
+    cache: transformers cache whose `LayerCache`s have the keys and were told of the padding, or
+        None; then `rows` moves nothing.
+    passed: names of the arguments that the caller of the decoder passed.
+    paged: the engine's batch and pages if continuous batching calls, else None; then there is
+        neither `rows` nor `cache`.
+    full_masks: whether masks of the former implementation are made for full attention, because
+        some layers with full attention are unpatched.
+    """
+
+    rows: Rows = Rows()
+    cache: Any = None
+    passed: tuple[str, ...] = ()
+    full_masks: bool = False
+    paged: Any = None
+
+
+class LayerInput(NamedTuple):
+    """What a patched attention module was called with: the keyword argument `nsa_input`.
+
+    hidden_states: (B, S, E), from which the gates come.
+    attention_mask: as the module got it.
+    joined: what stands for the input in the module's own projections, with the logits of the
+        gates; or None.
+    """
+
+    hidden_states: Tensor
+    attention_mask: Any
+    joined: JoinedInput | None = None

@@ -13,6 +13,7 @@ from torch import nn
 
 from nsa_flex.installed import warn_if_untested
 from nsa_flex.patching.adapters import Adapter, find_adapter, has_own_forward, is_installed
+from nsa_flex.patching.hf_families import feature_of_layer_type, local_attention
 from nsa_flex.patching.layer import AttentionShape, layer_of
 
 Filter = Callable[[nn.Module, str], bool]
@@ -36,11 +37,11 @@ class Site:
 
     def local_attention(self) -> str | None:
         """What limits this layer's context, or None. Adapters speak for their modules."""
-        return None if self.adapter else _layer_types().local_attention(self.module)
+        return None if self.adapter else local_attention(self.module)
 
     def refusal(self) -> str:
         """Why a layer whose context is limited, or chosen otherwise, is not patched."""
-        feature = _features().feature_of_layer_type(self.module)
+        feature = feature_of_layer_type(self.module)
         if feature is not None:
             return (
                 f"{self.name} has {feature}, which NSA does not compute: leave such layers out "
@@ -79,20 +80,6 @@ def _transformers_layers() -> ModuleType:
     from nsa_flex.patching import hf_layers
 
     return hf_layers
-
-
-def _layer_types() -> ModuleType:
-    """What knows the types of transformers' layers."""
-    from nsa_flex.patching import hf_layer_types
-
-    return hf_layer_types
-
-
-def _features() -> ModuleType:
-    """What knows features of transformers' attention by name."""
-    from nsa_flex.patching import hf_features
-
-    return hf_features
 
 
 def find_sites(model: nn.Module) -> Iterator[Site]:

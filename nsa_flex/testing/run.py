@@ -1,12 +1,12 @@
-"""`check_model`: what a patched model must keep, tried on a model that a user brings."""
+"""What `check_model` found: a status for every check, and the words for each that is not ok."""
 
 from __future__ import annotations
 
-import dataclasses
 import traceback
 from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -14,9 +14,8 @@ from torch import nn
 from nsa_flex.config import NSAConfig
 from nsa_flex.infllm import InfLLMV2Config
 from nsa_flex.patching import NSALayer, patch, unpatch
-from nsa_flex.testing import forward_checks, generation_checks, lifetime_checks
+from nsa_flex.testing import forward_checks, lifetime_checks
 from nsa_flex.testing.lifetime_checks import differences, snapshot
-from nsa_flex.testing.report import FAILURES, Check, ConformanceReport
 from nsa_flex.testing.subject import (
     Subject,
     WrongNumbers,
@@ -26,6 +25,82 @@ from nsa_flex.testing.subject import (
     token_range,
     twin_of,
 )
+
+Status: TypeAlias = Literal["ok", "refused", "inherited", "wrong", "crashed"]
+Verdict: TypeAlias = Literal["right", "refused", "wrong", "crashed"]
+
+FAILURES: tuple[Literal["crashed"], Literal["wrong"]] = ("crashed", "wrong")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property of the patched model.
+
+    Args:
+        name: of the check, as in `CHECKS`.
+        status: "ok"; "refused", a ValueError of nsa_flex; "inherited", the unpatched model fails
+            in the same way; "wrong", other numbers than expected; "crashed", another exception.
+        detail: the error's size, the refusal or the exception; "" where it is ok.
+    """
+
+    name: str
+    status: Status
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class ConformanceReport:
+    """What `check_model` found.
+
+    Args:
+        model: name of the model.
+        layers: names of the patched attention modules; none where `patch` refused.
+        checks: in the order they ran; "patch" alone where it refused.
+    """
+
+    model: str
+    layers: tuple[str, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check is wrong or crashed. A refusal is no failure."""
+        return not any(check.status in FAILURES for check in self.checks)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst that was found: "crashed", "wrong"; "refused" if it cannot run; or "right"."""
+        for failure in FAILURES:
+            if any(check.status == failure for check in self.checks):
+                return failure
+        runs = {check.name: check.status for check in self.checks}
+        is_refused = "refused" in (runs["patch"], runs.get("causality"))
+        return "refused" if is_refused else "right"
+
+    def __getitem__(self, name: str) -> Check:
+        """The check of that name; KeyError if it did not run."""
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model": self.model,
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "layers": list(self.layers),
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.verdict}, {len(self.layers)} layers patched"]
+        for check in self.checks:
+            detail = f"  {check.detail}" if check.detail else ""
+            lines.append(f"  {check.status:<9} {check.name}{detail}")
+        return "\n".join(lines)
+
 
 # Small blocks: a few dozen tokens hold every case.
 SMALL = NSAConfig(
@@ -55,8 +130,8 @@ _OF_PATCHED: dict[str, Run] = {
     "right padding": forward_checks.right_padding,
     "packed by position_ids": forward_checks.packed_by_positions,
     "packed by cu_seq_lens": forward_checks.packed_by_lengths,
-    "dynamic cache": generation_checks.dynamic_cache,
-    "static cache": generation_checks.static_cache,
+    "dynamic cache": forward_checks.dynamic_cache,
+    "static cache": forward_checks.static_cache,
     "save and load": lifetime_checks.save_and_load,
     "gradients": lifetime_checks.gradients,
 }
@@ -205,7 +280,7 @@ def _shrink(model: Any) -> None:
     for module in model.modules():
         if _sizes(module) is not None:
             module.infllm = SMALL_INFLLM
-    names = [field.name for field in dataclasses.fields(SMALL_INFLLM) if field.init]
+    names = [field.name for field in fields(SMALL_INFLLM) if field.init]
     model.config.sparse_config = {name: getattr(SMALL_INFLLM, name) for name in names}
 
 

@@ -25,7 +25,7 @@ class ModelSection:
     """What is trained: exactly one of `preset`, `config` and `checkpoint`.
 
     Args:
-        preset: a name in `nsa_flex.training.presets.PRESETS`.
+        preset: a name in `nsa_flex.training.models.PRESETS`.
         config: of transformers, with its model_type; fresh weights.
         checkpoint: directory of a dense or a patched checkpoint.
         attention: "nsa", or "dense" for the unpatched twin.

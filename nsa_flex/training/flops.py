@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa_flex.bench.cases.case import Case
-from nsa_flex.bench.measure.work import work_of
+from nsa_flex.config import NSAConfig
+from nsa_flex.flops import CORE, attention_flops
 from nsa_flex.patching import NSALayer
 
 # Dense bfloat16 tensor-core peaks of the makers' data sheets, by a word of torch's device name.
 PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0}
+PASSES = ("forward", "backward")
 
 
 def flops_per_token(model: Any, seq_len: int) -> float:
     """6 FLOPs a weight of a matrix, and those of attention over rows of `seq_len` tokens.
 
     Recomputed activations do not count. Attention is that of the patched layers by the visible
-    pairs of queries and keys (`nsa_flex.bench.measure.work`), or dense causal attention.
+    pairs of queries and keys (`nsa_flex.flops`), or dense causal attention.
     """
     weights = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
     embedding = model.get_input_embeddings().weight
@@ -41,35 +42,21 @@ def peak_flops(device: torch.device) -> float | None:
 def _nsa_flops(layer: NSALayer, seq_len: int) -> float:
     shape = layer.shape
     value_dim = shape.head_dim if shape.value_head_dim is None else shape.value_head_dim
-    case = Case(
-        "core",
-        "nsa",
-        train=True,
-        seq_len=seq_len,
-        query_heads=shape.num_query_heads,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=value_dim,
-        config=layer.config,
+    return shape.num_query_heads * sum(
+        attention_flops(part, which, seq_len, shape.head_dim, value_dim, layer.config)
+        for part in CORE
+        for which in PASSES
     )
-    return work_of(case, "forward_backward").flops
 
 
 def _dense_flops(model: Any, seq_len: int) -> float:
     config = model.config.get_text_config()
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    case = Case(
-        "core",
-        "sdpa-cudnn",
-        train=True,
-        seq_len=seq_len,
-        query_heads=heads,
-        kv_heads=kv_heads,
-        head_dim=dim,
-        value_dim=dim,
+    layer = sum(
+        attention_flops("dense", which, seq_len, dim, dim, NSAConfig()) for which in PASSES
     )
-    return config.num_hidden_layers * work_of(case, "forward_backward").flops
+    return config.num_hidden_layers * heads * layer
 
 
 def num_parameters(model: nn.Module) -> int:

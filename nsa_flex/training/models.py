@@ -22,9 +22,49 @@ from nsa_flex.patching.checkpoint import patch_as_recorded
 from nsa_flex.training.config import DataSection, EngineSection, ModelSection
 from nsa_flex.training.config_reading import unknown_key
 from nsa_flex.training.errors import blamed_on
-from nsa_flex.training.presets import PRESETS
+from nsa_flex.training.packing import Tokenizer
 from nsa_flex.training.shards import reserve, without_values
-from nsa_flex.training.tokenizers import Tokenizer
+
+# Arguments of transformers' LlamaConfig. The vocabulary is the tokenizer's unless it is here.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "125m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "350m": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    # Four of the 32 layers of Llama-3.1-8B, for speed.
+    "llama-8b-layers": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "rope_theta": 500000.0,
+    },
+}
+
 
 Values = Literal["all", "buffers", "none"]
 

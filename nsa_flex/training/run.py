@@ -32,19 +32,17 @@ from nsa_flex.training.arguments import (
 )
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.errors import TrainingError, in_one_line
-from nsa_flex.training.lock import locked
 from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
+from nsa_flex.training.packing import Tokenizer, bytes_tokenizer
 from nsa_flex.training.record import Record
 from nsa_flex.training.resuming import Resume, Start, check_sharding, find_start, open_run
-from nsa_flex.training.saving import folder_aside, last_checkpoint
+from nsa_flex.training.saving import folder_aside, last_checkpoint, locked
 from nsa_flex.training.shards import from_rank_0
-from nsa_flex.training.stopping import StopCallback
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import without_logits
 from nsa_flex.training.texts import Texts, find_texts, texts_as_before
-from nsa_flex.training.tokenizers import Tokenizer, bytes_tokenizer
-from nsa_flex.training.trainer import SHARDED_WEIGHTS, Trainer
+from nsa_flex.training.trainer import SHARDED_WEIGHTS, StopCallback, Trainer
 
 MODEL_FOLDER = "model"
 

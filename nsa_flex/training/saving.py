@@ -1,12 +1,14 @@
-"""Checkpoints that are whole or not there: written aside, then renamed; no pickle in them."""
+"""A run's folder: whose it is while it is written, and checkpoints that are whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,47 @@ from torch import Tensor
 
 from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.record import RECORD_FILE
+
+LOCK_FILE = "run.lock"
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Within, no other process can hold the lock on `run`, which exists.
+
+    The system takes the lock away from a process that ends, however it ends, and gives it to none
+    of its children: there are no stale ones. The file says who holds it.
+
+    Raises:
+        ValueError: another process holds it; its number and host are named.
+        OSError: the file cannot be written, or its file system knows no locks.
+    """
+    with (run / LOCK_FILE).open("a+") as file:
+        _take(file.fileno(), run)
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        try:
+            yield
+        finally:
+            os.ftruncate(file.fileno(), 0)
+
+
+def check_free(run: Path) -> None:
+    """Raise ValueError if another process holds the lock on `run`; nothing is written."""
+    if (run / LOCK_FILE).exists():
+        with (run / LOCK_FILE).open("r+") as file:
+            _take(file.fileno(), run)
+
+
+def _take(file: int, run: Path) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the process: forks do not inherit it
+    except (BlockingIOError, PermissionError) as error:
+        holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
+        raise ValueError(
+            f"{run} is in use by {holder}: wait for it or stop it, or choose another out"
+        ) from error
+
 
 PREFIX = "checkpoint-"
 _ASIDE = ".writing"
@@ -160,9 +203,9 @@ def save_state(path: Path, state: Any) -> None:
     save_file(tensors, path, metadata={"state": json.dumps(plain)})
 
 
-def load_state(path: Path, device: torch.device | str = "cpu") -> Any:
+def load_state(path: Path) -> Any:
     """What `save_state` wrote. Integer keys of dicts come back as integers."""
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    with safe_open(path, framework="pt") as file:
         plain = json.loads(file.metadata()["state"])
         return _put_tensors(plain, file.get_tensor)
 

@@ -9,10 +9,15 @@ from pathlib import Path
 
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.files import find_files, named_files
-from nsa_flex.training.fingerprint import marks
-from nsa_flex.training.packing import Collator, PackedRows, Row
-from nsa_flex.training.record import Record, Source, source_as_before
-from nsa_flex.training.tokenizers import Tokenizer, load_tokenizer, tokenizer_files
+from nsa_flex.training.packing import (
+    Collator,
+    PackedRows,
+    Row,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_files,
+)
+from nsa_flex.training.record import Record, Source, marks, source_as_before
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,16 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nsa_flex import AuditReport, audit
+from audit.quick_audit import quick
+from nsa_flex import audit
 from nsa_flex.auditing import measuring, read_baseline, write_baseline
 from nsa_flex.auditing.batches import batches_of
-from nsa_flex.auditing.excerpts import excerpt, is_allowed, place_of
 from nsa_flex.auditing.lint import lint
 from nsa_flex.auditing.measuring import MOST_CALLS
 from nsa_flex.auditing.report import AuditFinding
+from nsa_flex.auditing.sources import excerpt, is_allowed, place_of
 
 HERE = Path(__file__).name
-
-
-@pytest.fixture(autouse=True)
-def _forget_shapes() -> None:
-    torch._dynamo.reset()
-
-
-def quick(fn: Callable, inputs: Any, **options: Any) -> AuditReport:
-    """Without code generation."""
-    return audit(fn, inputs, **{"measured": False, "backend": "eager", **options})
 
 
 def lengths(*sizes: int) -> list[tuple[torch.Tensor]]:

@@ -17,8 +17,8 @@ import nsa_flex
 from nsa_flex import audit
 from nsa_flex.auditing.batches import batches_of
 from nsa_flex.auditing.checks import Checks
-from nsa_flex.auditing.excerpts import place_of
-from nsa_flex.auditing.tiny_decoders import decoding_batches, logits
+from nsa_flex.auditing.sources import place_of
+from nsa_flex.auditing.targets import decoding_batches, logits
 from nsa_flex.hot_path.cache_copies import find_cache_copies
 from patching.tiny_models import NSA, SIZES, tiny_model, tokens
 from reference.old_inductor import fails_to_compile

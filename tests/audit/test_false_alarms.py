@@ -15,19 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nsa_flex import AuditReport, audit
-from nsa_flex.auditing.excerpts import place_of
+from audit.quick_audit import quick
+from nsa_flex.auditing.sources import place_of
 from nsa_flex.hot_path import SyncDetector, find_syncs
-
-
-@pytest.fixture(autouse=True)
-def _forget_shapes() -> None:
-    torch._dynamo.reset()
-
-
-def quick(fn: Callable, inputs: Any, **options: Any) -> AuditReport:
-    """Without code generation."""
-    return audit(fn, inputs, **{"measured": False, "backend": "eager", **options})
 
 
 def made_with_syncs() -> tuple[torch.Tensor]:
@@ -176,8 +166,8 @@ def test_exception_while_an_input_is_made_is_a_finding(name: str) -> None:
 
 def test_decode_steps_of_gpt2_are_not_charged_with_their_prefill() -> None:
     pytest.importorskip("transformers")
-    from nsa_flex.auditing.tiny_decoders import decoding_batches, logits
-    from nsa_flex.testing.tiny_decoders import tiny_decoder
+    from nsa_flex.auditing.targets import decoding_batches, logits
+    from nsa_flex.testing.models import tiny_decoder
 
     model = tiny_decoder("gpt2")
     report = quick(logits(model), decoding_batches(model))

@@ -25,8 +25,8 @@ from nsa_flex.hot_path import (
     find_value_reads,
     to_meta,
 )
-from nsa_flex.hot_path.host_copies import watch_host_copies
-from nsa_flex.hot_path.recording import Recording
+from nsa_flex.hot_path.findings import Recording
+from nsa_flex.hot_path.meta import watch_host_copies
 from nsa_flex.hot_path.syncs import _copy_offence
 
 HERE = Path(__file__).name

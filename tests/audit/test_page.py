@@ -11,10 +11,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nsa_flex.auditing.excerpts import place_of
 from nsa_flex.auditing.html import alike, page
-from nsa_flex.auditing.phases import AuditFinding, BranchRun, Graph, Phase, Recompile
-from nsa_flex.auditing.report import AuditReport
+from nsa_flex.auditing.report import AuditFinding, AuditReport, BranchRun, Graph, Phase, Recompile
+from nsa_flex.auditing.sources import place_of
 
 GUARDS = [Recompile(i, "code", f"x.size()[1] == {i}", "model.py:3 in f", "pad") for i in (1, 2)]
 PHASE = Phase(

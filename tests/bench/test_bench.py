@@ -236,21 +236,6 @@ def test_recorded_choices_are_taken_head_by_head(tmp_path, monkeypatch):
 # Formulas.
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 63, 200])
-def test_keys_seen_are_those_of_the_masks(length):
-    num_blocks = max(1, SMALL.num_compressed_blocks(length))
-    masks = {
-        "dense": np.tril(np.ones((length, length), bool)),
-        "compressed": oracle.compressed_mask(length, length, num_blocks, SMALL),
-        "sliding": oracle.sliding_mask(length, length, SMALL),
-    }
-    scores = np.random.default_rng(0).random((1, 1, length, -(-length // 8)))
-    chosen = oracle.choose_all(scores, SMALL)
-    masks["selected"] = oracle.selected_mask(chosen, length, SMALL)
-    for part, mask in masks.items():
-        assert work.keys_seen(part, length, SMALL) == mask.sum(), part
-
-
 def test_work_of_dense_attention():
     case = Case("core", "sdpa-cudnn", True, 4, query_heads=2, kv_heads=1, batch=3)
     pairs, elements = 3 * 2 * 10, 3 * 4 * 128

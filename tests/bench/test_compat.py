@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("pandas")
 
 from nsa_flex.bench.report.rows import read_rows
-from nsa_flex.bench.report.table import fill, markdown
+from nsa_flex.bench.report.table import TABLES, fill, markdown
 from nsa_flex.bench.tools import compat, environments
 from nsa_flex.bench.tools.environments import InstallError, find_python, layer
 from nsa_flex.installed import TESTED
@@ -152,12 +152,10 @@ def test_a_row_takes_the_place_of_the_one_before(here: Path) -> None:
 
 
 def test_the_table() -> None:
-    from nsa_flex.bench.report.compat import tested
-
     failed: dict[str, Any] = {**ROW, "case": "oldest", "status": "failed", "failed": 2}
     for name in ("passed", "torch"):
         del failed[name]
-    lines = markdown(tested([ROW, {**failed, "commit": None}])).splitlines()
+    lines = markdown(TABLES["tested"]([ROW, {**failed, "commit": None}])).splitlines()
     assert lines[2:] == [
         "| `newest` | 3.13.0 | 2.14.1 | 3.8.0 | 5.24.0 | 7 / 0 / 1 | 2026-01-01 | abc |",
         "| `oldest` | 3.13.0 | - | 3.8.0 | 5.24.0 | failed | 2026-01-01 | - |",

@@ -96,7 +96,7 @@ def test_a_short_run_measures_steps_and_sdpa(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     total = argparse.Namespace(total_memory=1e12)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: total)
-    options = argparse.Namespace(kinds=["mlp"], short=True, skip=[])
+    options = argparse.Namespace(kinds=["mlp"])
     rows = [*decode.rows_of(SHAPE, FakeClock(), options)]
     ours = [(row["implementation"], row["mode"]) for row in rows if "nsa" in row["implementation"]]
     assert ours == [

@@ -16,28 +16,26 @@ import torch._inductor.config as inductor_config
 
 pytest.importorskip("transformers")
 
-from nsa_flex.bench.cases import generate_steps, generate_turns
-from nsa_flex.bench.cases.generate import main, ratios
-from nsa_flex.bench.cases.generate_attention import dense_attentions
-from nsa_flex.bench.cases.generate_case import GenerateCase, prompts_of
+from nsa_flex.bench.cases import generate, generate_steps
+from nsa_flex.bench.cases.generate import Turns, main, ratios, take_turns
 from nsa_flex.bench.cases.generate_check import (
     columns_rounded_alike,
     failure_of,
     rounded_alike,
 )
-from nsa_flex.bench.cases.generate_clock import Round, columns
-from nsa_flex.bench.cases.generate_models import (
+from nsa_flex.bench.cases.generate_steps import GenerateCase, Round, columns, prompts_of
+from nsa_flex.bench.cases.pairs import (
     QUANTIZED,
     TINY,
     Pair,
     compiled_for,
+    dense_attentions,
     inductor_settings,
     make_pair,
     quantization,
     quantized,
     unsupported_reason,
 )
-from nsa_flex.bench.cases.generate_turns import Turns, take_turns
 from nsa_flex.bench.report.rows import read_rows
 
 CPU = torch.device("cpu")
@@ -416,7 +414,7 @@ def test_int8_activations_want_more_rows_than_a_small_batch_has(
     assert unsupported_reason("int8dyn", 1, CPU) is None
     assert unsupported_reason("int8dyn", 17, cuda) is None
     reason = unsupported_reason("int8dyn", 16, cuda)
-    monkeypatch.setattr(generate_turns, "unsupported_reason", lambda *_: reason)
+    monkeypatch.setattr(generate, "unsupported_reason", lambda *_: reason)
     (row,) = take_turns(pair, ["nsa"], CASE, "int8dyn", 60)
     assert row["status"] == "skipped"
     assert row["reason"] == (

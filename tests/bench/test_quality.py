@@ -17,20 +17,24 @@ import torch
 from torch.nn import functional as F
 
 from nsa_flex.bench.quality import one_run as one_run_module
-from nsa_flex.bench.quality import recipe
-from nsa_flex.bench.quality.build import MANIFEST, build, corpus_file
+from nsa_flex.bench.quality.build import (
+    MANIFEST,
+    Project,
+    build,
+    corpus_file,
+    files_of,
+    package_file,
+)
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.evaluation import BUCKETS, names_again, summary
-from nsa_flex.bench.quality.merging import merged
 from nsa_flex.bench.quality.one_run import ROW, one_run
-from nsa_flex.bench.quality.recipe import Project
+from nsa_flex.bench.quality.report import draw, quality
 from nsa_flex.bench.quality.run import POLL_SECONDS, Piece, _environment, in_order, run_piece
 from nsa_flex.bench.quality.variants import BRANCHES, config_of, leave_out, parameters, variants
 from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
-from nsa_flex.bench.report.quality import draw, quality
-from nsa_flex.bench.report.rows import read_rows
+from nsa_flex.bench.report.rows import merged, read_rows
 from nsa_flex.training.models import build_model
-from nsa_flex.training.tokenizers import BYTES
+from nsa_flex.training.packing import BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 64
@@ -78,8 +82,6 @@ def test_projects_are_trained_on_or_held_out(corpus: Path) -> None:
 
 
 def test_archives_in_packages_are_read(tmp_path: Path) -> None:
-    from nsa_flex.bench.quality.build import files_of
-
     with tarfile.open(tmp_path / "source.tar.xz", "w:xz") as archive:
         member = tarfile.TarInfo("kernel/main.c")
         member.size = 4
@@ -108,8 +110,8 @@ def test_a_package_is_told_from_others_by_its_name(tmp_path: Path) -> None:
         ("gcc-12-source", "debian", "gcc-12-source_12_all.deb"),
     ):
         project = Project(package, kind, 1.0)
-        assert recipe.package_file(project, tmp_path) == tmp_path / name
-    assert recipe.package_file(Project("gcc", "debian", 1.0), tmp_path) is None
+        assert package_file(project, tmp_path) == tmp_path / name
+    assert package_file(Project("gcc", "debian", 1.0), tmp_path) is None
 
 
 def test_rows_are_pieces_of_documents(corpus: Path, tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import torch
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
 
-from nsa_flex.bench.cases import serving, serving_check, serving_engine
-from nsa_flex.bench.cases.generate_models import TINY, Pair, make_pair
-from nsa_flex.bench.cases.serving_check import check_tokens
-from nsa_flex.bench.cases.serving_engine import engine, random_prompts, serve
+from nsa_flex.bench.cases import serving, serving_engine
+from nsa_flex.bench.cases.pairs import TINY, Pair, make_pair
+from nsa_flex.bench.cases.serving_engine import check_tokens, engine, random_prompts, serve
 from nsa_flex.bench.report.generation import serving as table
 from nsa_flex.bench.report.rows import read_rows
 
@@ -67,7 +66,7 @@ def test_tokens_that_are_not_the_models_fail(pair: Pair, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="standard deviations below the best one"):
         check_tokens(pair.nsa, [prompt], [[worst, *right[1:]]])
     other = [second, *right[1:]]
-    monkeypatch.setattr(serving_check, "MAX_GAP", 9.0)
+    monkeypatch.setattr(serving_engine, "MAX_GAP", 9.0)
     assert check_tokens(pair.nsa, [prompt], [other])["requests_equal_to_generate"] == 0
     assert check_tokens(pair.nsa, [prompt], [right], exact=True)["requests_equal_to_generate"] == 1
     with pytest.raises(RuntimeError, match="0 of 1 requests have the tokens of generate"):

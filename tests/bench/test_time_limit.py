@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from nsa_flex.bench.measure import time_limit as limits
-from nsa_flex.bench.measure.time_limit import time_limit
+from nsa_flex.bench.measure import timing as limits
+from nsa_flex.bench.measure.timing import time_limit
 
 
 def test_it_ends_code_and_leaves_no_alarm() -> None:
@@ -44,7 +44,7 @@ def test_the_process_ends_where_no_signal_gets_in() -> None:
     """Every stack is printed."""
     code = """if True:
         import signal, time
-        from nsa_flex.bench.measure import time_limit as limits
+        from nsa_flex.bench.measure import timing as limits
         limits.GRACE = 0.2
         with limits.time_limit(0.1):
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa_flex import Compression, NSAAttention, NSAConfig
-from nsa_flex.cache import LayerCache, NSACache
-from nsa_flex.cache.room import count_within
+from nsa_flex import Compression, LayerCache, NSAAttention, NSACache, NSAConfig
+from nsa_flex.cache.columns import count_within
 from patching.tiny_models import NSA, relative_error
 
 # Float64 sums of some hundred terms: last places. What is chosen is the same.

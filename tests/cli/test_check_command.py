@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from nsa_flex.cli.app import app
 from nsa_flex.testing import run
-from nsa_flex.testing.named_models import model_named
+from nsa_flex.testing.models import model_named
 
 
 def invoke(*arguments: str) -> Result:
@@ -51,7 +51,7 @@ def test_a_directory(quick: None, tmp_path: Path) -> None:
 
 MODULE = """
 import torch
-from nsa_flex.testing.tiny_decoders import tiny_decoder
+from nsa_flex.testing.models import tiny_decoder
 
 class Dreamer(torch.nn.Module):
     def __init__(self):

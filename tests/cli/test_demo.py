@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from nsa_flex import NSAConfig, nsa_attention
-from nsa_flex.cli import demo_model, demo_report, demo_text, demo_training
+from nsa_flex.cli import demo, demo_model
 from nsa_flex.cli.app import app
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def losses(before: float, after: float) -> dict[str, Any]:
 def test_verdict_on_a_loss_that_did_not_fall(after):
     seen = {"nsa": losses(5.5, after), "twin": losses(5.5, 2.0)}
     report = {"losses": seen, "sizes": {"steps": 7}, "audit": {"findings": []}}
-    (sentence,) = demo_report.verdict(report)
+    (sentence,) = demo.verdict(report)
     assert "held-out loss of nsa did not fall visibly (5.500 before" in sentence
     assert "after 7 steps; raise --steps" in sentence
 
@@ -108,7 +108,7 @@ def test_verdict_on_a_loss_that_did_not_fall(after):
 def test_verdict_on_findings():
     seen = {"nsa": losses(5.5, 2.0)}
     report = {"losses": seen, "sizes": {"steps": 7}, "audit": {"findings": [{}, {}]}}
-    assert demo_report.verdict(report) == ["the audit found 2 things (listed above)"]
+    assert demo.verdict(report) == ["the audit found 2 things (listed above)"]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_text_that_is_too_short_exits_with_2(tmp_path):
     assert "seq_len=100000000 is longer than the text" in result.stderr
 
 
-def quick_trainee() -> demo_training.Trainee:
+def quick_trainee() -> demo_model.Trainee:
     patched, _ = demo_model.build_models(demo_model.QUICK, 0, CPU)
-    return demo_training.Trainee("NSA", patched, demo_model.QUICK)
+    return demo_model.Trainee("NSA", patched, demo_model.QUICK)
 
 
 def test_twins_start_equal():
@@ -183,57 +183,23 @@ def test_training_refuses_a_shape_that_was_not_compiled():
     trainee.compile(torch.randint(0, 256, (2, 64)))
     other = torch.randint(0, 256, (4, 2, 72))
     with pytest.raises(RuntimeError, match="recompile"):
-        demo_training.train([trainee], other, other[0], lambda _: None)
+        demo_model.train([trainee], other, other[0], lambda _: None)
 
 
 def test_compiled_layers_compute_what_eager_ones_do():
     trainee = quick_trainee()
     tokens = torch.randint(0, 256, (2, 64))
+    eager = trainee.loss(tokens)
     trainee.compile(tokens)
-    with trainee.compiled_layers():
-        compiled = trainee.loss(tokens)
     # A mean over 126 bytes of float32 losses of about 5.5.
-    torch.testing.assert_close(compiled, trainee.loss(tokens), rtol=1e-6, atol=0)
-
-
-def test_corpus_is_split_by_file(tmp_path):
-    for name in ("a.py", "b/c.py", "b/d.py", "test/e.py", "site-packages/f.py", "g.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(name)
-    corpus = demo_text.read_corpus(0, tmp_path)
-    training, held_out = set(corpus.training_files), set(corpus.held_out_files)
-    assert len(held_out) == 1
-    assert training | held_out == {"a.py", str(Path("b/c.py")), str(Path("b/d.py"))}
-    assert not training & held_out
-    assert demo_text.as_text(corpus.held_out).strip() in {"a.py", "b/c.py", "b/d.py"}
-    assert {demo_text.read_corpus(seed, tmp_path).held_out_files for seed in range(20)} == {
-        (name,) for name in training | held_out
-    }
-
-
-def test_corpus_without_sources(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds 0 Python sources"):
-        demo_text.read_corpus(0, tmp_path)
-
-
-def test_windows():
-    text = torch.arange(100, dtype=torch.uint8)
-    even = demo_text.even_windows(text, 3, 11)
-    assert even[:, 0].tolist() == [0, 44, 89]
-    drawn = demo_text.random_windows(text, 50, 90, torch.Generator().manual_seed(0))
-    assert set(drawn[:, 0].tolist()) == set(range(11))
-    assert torch.equal(drawn.diff(dim=1), torch.ones(50, 89, dtype=torch.int64))
-    for windows in (demo_text.even_windows, demo_text.random_windows):
-        with pytest.raises(ValueError, match="seq_len=101 is longer than the text, 100 bytes"):
-            windows(text, 1, 101, *[torch.Generator()][: windows is demo_text.random_windows])
+    torch.testing.assert_close(trainee.loss(tokens), eager, rtol=1e-6, atol=0)
 
 
 def test_loss_of_byte_frequencies():
     training = torch.tensor([7] * 499 + [9] * 243, dtype=torch.uint8)  # + 256 = 998 counts.
     windows = torch.tensor([[0, 7, 7, 9]])
     expected = -(2 * math.log(500 / 998) + math.log(244 / 998)) / 3
-    assert demo_text.frequency_loss(training, windows) == pytest.approx(expected)
+    assert demo_model.frequency_loss(training, windows) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seq_len", [5, 64, 100])

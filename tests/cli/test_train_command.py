@@ -328,9 +328,9 @@ def test_what_stops_a_run_exits_with_1(config: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_exits_with_130(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_flex.training import stopping
+    from nsa_flex.training import trainer
 
-    monkeypatch.setattr(stopping.StopCallback, "_agreed", lambda self, args, control: True)
+    monkeypatch.setattr(trainer.StopCallback, "_agreed", lambda self, args, control: True)
     result = invoke(config)
     assert result.exit_code == 130, result.output
     assert "checkpoint-1 goes on with --resume" in result.stderr

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import nsa_flex
-from nsa_flex.patching import hf_parallel
+from nsa_flex.patching import hf_attention
 from nsa_flex.patching.hf_attention import attention_forward
 
 CPU = torch.device("cpu")
@@ -138,7 +138,7 @@ def ulysses_unseen() -> None:
     around = ulysses(attention_forward)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "nsa_flex", around)
-        patch.setattr(hf_parallel, "attention_forward", around)
+        patch.setattr(hf_attention, "attention_forward", around)
         run(model, ids.chunk(2, 1)[dist.get_rank()])
 
 

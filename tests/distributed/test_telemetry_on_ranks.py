@@ -13,7 +13,7 @@ from distributed.recipes import WRAPPERS
 from training.tiny_run import rows_of
 
 import nsa_flex
-from nsa_flex.training.telemetry.gate_statistics import STATISTICS
+from nsa_flex.training.telemetry.observe import STATISTICS
 
 STEPS = 4
 

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
 import nsa_flex
+from nsa_flex import NSACache
 from nsa_flex.bench.cases.decode_inputs import Inputs, Shape, make_inputs, step
 from nsa_flex.bench.cases.models import MODELS, ModelSize, build
-from nsa_flex.cache import NSACache
 from reference.accuracy import limit
 from reference.interpreter import INTERPRETED
 

@@ -32,7 +32,7 @@ from nsa_flex.fallback_kernels.selected.bwd import add_gradients
 from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan, index_words
 from nsa_flex.fallback_kernels.selected.fwd_partial import forward
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
-from nsa_flex.fallback_kernels.selected.prepare import Selection
+from nsa_flex.fallback_kernels.selected.prepare import Selection, prepare
 
 
 @only_outside
@@ -790,7 +790,7 @@ def test_gradients_added_to_others(deterministic: bool) -> None:
     plan = plan_of(case, q, k, v, on_device)
     words = index_words(q, v, on_device, case.block_size, case.offset)
     storage = torch.empty(words, dtype=torch.int32, device=DEVICE)
-    out, lse = forward(plan, q, k, v, on_device, case.scale, storage=storage)
+    out, lse = forward(prepare(plan, q, k, v, on_device, case.scale, storage=storage))
     grad_out = torch.randn_like(out)
     grad_out[:, :, :9] = 0
     delta = (out * grad_out).sum(-1).transpose(1, 2).contiguous().transpose(1, 2)

@@ -16,7 +16,8 @@ from nsa_flex.explaining import rehearsal
 from reference.interpreter import INTERPRETED
 
 pytest.importorskip("triton")
-from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
+from nsa_flex.fallback_kernels.common import launches
+from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are compiled, not interpreted")
 CONFIG = NSAConfig()
@@ -42,7 +43,7 @@ def noting(found: Facts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             found[kernel.fn.__name__][parameter.name].add(facts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rehearsal, "_noting_launches", lambda told: intercepting_launches(note))
+        patch.setattr(launches, "intercepting_launches", lambda _: intercepting_launches(note))
         yield
 
 

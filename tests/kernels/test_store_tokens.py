@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa_flex import decoding
 from nsa_flex.cache import LayerCache
-from nsa_flex.cache.incoming import IncomingBatch, incoming_batch
+from nsa_flex.cache.columns import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
@@ -31,9 +31,9 @@ from reference.interpreter import (
 from reference.phi import by_definition
 
 pytest.importorskip("triton")
+from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.decode import store_tokens as kernel
 from nsa_flex.fallback_kernels.launch import plans
-from nsa_flex.fallback_kernels.launch.launches import intercepting_launches
 
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 APART = NSAConfig(8, 8, 16, 4, window_size=7)  # compressed blocks do not overlap

@@ -18,8 +18,8 @@ from patching.tiny_models import NSA, SIZES, moved, tiny_model, tokens
 
 _ENGINE = "transformers.generation.continuous_batching"
 allocators: Any = pytest.importorskip(f"{_ENGINE}.cache_allocators")
-hf_paged_call = importlib.import_module("nsa_flex.patching.hf_paged_call")
-hf_pages = importlib.import_module("nsa_flex.patching.hf_pages")
+hf_paged_call = importlib.import_module("nsa_flex.patching.hf_generation")
+hf_pages = importlib.import_module("nsa_flex.patching.hf_engine")
 input_outputs = importlib.import_module(f"{_ENGINE}.input_outputs")
 offloading = importlib.import_module(f"{_ENGINE}.offloading_manager")
 

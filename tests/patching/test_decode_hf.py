@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nsa_flex
-from nsa_flex import NSAAttention, NSAConfig
-from nsa_flex.cache import NSACache
+from nsa_flex import NSAAttention, NSACache, NSAConfig
 from nsa_flex.hot_path import find_syncs
 from patching.tiny_models import NSA, relative_error, tiny_model
 from patching.trained_model import lines, trained_model

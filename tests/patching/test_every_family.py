@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import transformers
 
-from nsa_flex.bench.report.families import page
-from nsa_flex.bench.tools.sweep_families import PAGE, RESULTS, row_of
-from nsa_flex.testing.tiny_decoders import NOT_BUILT, model_types
+from nsa_flex.bench.tools.sweep_families import PAGE, RESULTS, page, row_of
+from nsa_flex.testing.models import NOT_BUILT, model_types
 
 COMMITTED = json.loads(RESULTS.read_text())
 ROWS = {row["family"]: row for row in COMMITTED["rows"]}

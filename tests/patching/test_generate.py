@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import nsa_flex
-from nsa_flex.cache import LayerCache, NSACache
+from nsa_flex import LayerCache, NSACache
 from nsa_flex.cache import layer as cache_layer
 from nsa_flex.decoding import MAX_STEP, decode_step
 from nsa_flex.hot_path import count_graphs, find_syncs

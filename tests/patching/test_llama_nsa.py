@@ -22,7 +22,7 @@ import nsa_flex
 from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.patching.llama_nsa import from_upstream, to_upstream
 from nsa_flex.testing import check_model
-from nsa_flex.testing.named_models import model_named
+from nsa_flex.testing.models import model_named
 from reference import nsa_1b
 
 NSA = nsa_1b.Sizes()

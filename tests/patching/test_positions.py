@@ -14,10 +14,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
 import nsa_flex
-from nsa_flex.cache import NSACache
+from nsa_flex import NSACache
 from nsa_flex.documents import POSITIONS_RULE
 from nsa_flex.hot_path import find_syncs
-from nsa_flex.patching.hf_positions import asserted
+from nsa_flex.patching.hf_tokens import asserted
 from patching.tiny_models import NSA, relative_error, tiny_model, tokens
 
 BROKEN = r"position_ids break the rule: .* context and sequence parallelism are not supported"
@@ -255,7 +255,7 @@ def test_the_operator() -> None:
 
 GPU = """
 import sys, torch, nsa_flex
-from nsa_flex.cache import NSACache
+from nsa_flex import NSACache
 from patching.tiny_models import tiny_model, tokens
 config = nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128)
 sizes = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_flex
-from nsa_flex.cache import NSACache
+from nsa_flex import NSACache
 from nsa_flex.hot_path import find_syncs
 from patching.tiny_models import NSA, tiny_model
 from patching.trained_model import lines, trained_model
+from reference.counted import Operators
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 STATIC: dict[str, Any] = {"cache_implementation": "static"}
@@ -42,18 +41,6 @@ class Graphs:
         made = transformers.CompileConfig(backend=self, mode=None)
         made._compile_all_devices = True
         return made
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

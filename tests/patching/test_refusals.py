@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor, nn
 
 import nsa_flex
-from nsa_flex.cache.incoming import IncomingBatch
-from nsa_flex.patching.hf_layer_types import kind_of_mask
+from nsa_flex.cache.columns import IncomingBatch
+from nsa_flex.patching.hf_families import kind_of_mask
 from nsa_flex.patching.hf_versions import CACHE
-from nsa_flex.testing.tiny_decoders import tiny_decoder
+from nsa_flex.testing.models import tiny_decoder
 from patching.tiny_models import NSA, SIZES, relative_error, tiny_model, tokens
 
 IDS = tokens(2, 40)
@@ -222,14 +222,16 @@ class Attends:
     """A module that calls attention by `how`: a function in the place of NSA's own, unnoticed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, how: Callable[..., Any]) -> None:
-        from nsa_flex.patching import hf_attention, hf_parallel
+        from nsa_flex.patching import hf_attention
+
+        own = hf_attention.attention_forward
 
         def call(module: nn.Module, *tensors: Any, **named: Any) -> Any:
-            return how(hf_attention.attention_forward, module, *tensors, **named)
+            return how(own, module, *tensors, **named)
 
         functions = hf_attention.AttentionInterface._global_mapping
         monkeypatch.setitem(functions, "nsa_flex", call)
-        monkeypatch.setattr(hf_parallel, "attention_forward", call)
+        monkeypatch.setattr(hf_attention, "attention_forward", call)
 
 
 def other_values(attend: Any, module: Any, query: Any, key: Any, value: Any, *rest: Any, **named):

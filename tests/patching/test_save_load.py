@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import nsa_flex
-from nsa_flex.patching.saved_config import from_saved
+from nsa_flex.patching.hf_saved_config import from_saved
 from patching.test_multimodal import image_inputs, patched, qwen_vl
 from patching.tiny_models import NSA, moved, tiny_model, tokens
 

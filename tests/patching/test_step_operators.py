@@ -9,12 +9,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_flex
-from nsa_flex import decoding
-from nsa_flex.cache import NSACache
+from nsa_flex import NSACache, decoding
 from patching.tiny_models import NSA, tiny_model, tokens
+from reference.counted import Operators
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.decode import checks
@@ -23,18 +22,11 @@ STEP = "nsa_flex.decode_step.default"
 MOST_MORE = 10  # operators of NSA's step beyond those of dense attention, a layer
 
 
-class Operators(TorchDispatchMode):
-    """Counts the operators that run; the one of Triton kernels computes nothing."""
+class OperatorsOnCuda(Operators):
+    """The one of Triton kernels computes nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        if str(func) == STEP:
-            return as_on_cuda(*args)
-        return func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return as_on_cuda(*args) if str(func) == STEP else func(*args, **kwargs)
 
 
 def as_on_cuda(query: Tensor, _new_key: Tensor, _new_value: Tensor, *cache: Any) -> Any:
@@ -71,7 +63,7 @@ def operators_of_a_step(layers: int, patched: bool, static: bool, masked: bool) 
     with torch.no_grad():
         before = None if mask is None else mask[:, :40]
         model(ids[:, :40], past_key_values=cache, attention_mask=before)
-        with Operators() as operators:
+        with OperatorsOnCuda() as operators:
             model(ids[:, 40:], past_key_values=cache, attention_mask=mask)
     return operators.seen
 

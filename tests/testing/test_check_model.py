@@ -14,7 +14,7 @@ from nsa_flex.cache import LayerCache
 from nsa_flex.patching.layer import NSALayer
 from nsa_flex.testing import CHECKS, ConformanceReport, check_model
 from nsa_flex.testing.lifetime_checks import differences, snapshot
-from nsa_flex.testing.named_models import model_named
+from nsa_flex.testing.models import model_named
 
 
 def llama() -> nn.Module:

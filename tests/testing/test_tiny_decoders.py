@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa_flex.testing import tiny_decoders
+from nsa_flex.testing import models
+from nsa_flex.testing.models import ORDINARY_TOKENS, VOCABULARY, tiny_config, tiny_decoder
 from nsa_flex.testing.subject import token_range
-from nsa_flex.testing.tiny_configs import ORDINARY_TOKENS, VOCABULARY
-from nsa_flex.testing.tiny_decoders import tiny_config, tiny_decoder
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_a_family_that_cannot_be_built_says_why() -> None:
 
 
 def test_a_family_that_would_be_large_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_decoders, "MAX_PARAMETERS", 1000)
+    monkeypatch.setattr(models, "MAX_PARAMETERS", 1000)
     expected = r"llama would have \d+ parameters, more than 1000; model.embed_tokens.weight has"
     with pytest.raises(ValueError, match=expected):
         tiny_decoder("llama")

@@ -25,10 +25,9 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from nsa_flex.training import TrainingError
 from nsa_flex.training.config import DataSection, TrainConfig
-from nsa_flex.training.packing import PackedRows
+from nsa_flex.training.packing import BYTES, PackedRows
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows
-from nsa_flex.training.tokenizers import BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -273,7 +272,7 @@ def test_no_checkpoint_is_whole(base: Path, run: Path) -> None:
 def elsewhere() -> Iterator[subprocess.Popen[str]]:
     """A process that locks the folder whose name it is given."""
     code = (
-        "import sys, time; from pathlib import Path; from nsa_flex.training.lock import locked\n"
+        "import sys, time; from pathlib import Path; from nsa_flex.training.saving import locked\n"
         "with locked(Path(input())): print('locked', flush=True); time.sleep(600)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

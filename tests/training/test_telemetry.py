@@ -17,8 +17,7 @@ import nsa_flex
 from nsa_flex.hot_path import SyncDetector
 from nsa_flex.training import TrainingError
 from nsa_flex.training.telemetry import ARTEFACTS, last_of_each_step, read_rows, schema
-from nsa_flex.training.telemetry.gate_statistics import STATISTICS, statistics
-from nsa_flex.training.telemetry.observe import observe, probe_call
+from nsa_flex.training.telemetry.observe import STATISTICS, observe, probe_call, statistics
 from nsa_flex.training.telemetry.rows import RowFile
 from patching.tiny_models import NSA
 

@@ -14,9 +14,8 @@ from nsa_flex.training.config import TrainConfig, read_config, shipped_configs
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.dry_run import dry_run
 from nsa_flex.training.flops import num_parameters
-from nsa_flex.training.models import build_model
-from nsa_flex.training.presets import PRESETS
-from nsa_flex.training.tokenizers import BYTES
+from nsa_flex.training.models import PRESETS, build_model
+from nsa_flex.training.packing import BYTES
 
 
 def of(section: str, **values: Any) -> TrainConfig:

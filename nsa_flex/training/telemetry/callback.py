@@ -110,7 +110,7 @@ class TelemetryCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The last lines."""
+        """Write the last lines and close the files."""
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:

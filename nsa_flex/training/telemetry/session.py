@@ -16,11 +16,17 @@ from torch import Tensor, nn
 
 from nsa_flex.sharded import is_sharded
 from nsa_flex.training.errors import TrainingError
-from nsa_flex.training.telemetry.branch_counters import backends_of, check_strict, counted
-from nsa_flex.training.telemetry.gate_statistics import STATISTICS, statistics
-from nsa_flex.training.telemetry.heartbeat import Heartbeat
-from nsa_flex.training.telemetry.observe import Probe, observe, probe_call
-from nsa_flex.training.telemetry.rows import RowFile, read_rows
+from nsa_flex.training.telemetry.observe import (
+    STATISTICS,
+    Probe,
+    backends_of,
+    check_strict,
+    counted,
+    observe,
+    probe_call,
+    statistics,
+)
+from nsa_flex.training.telemetry.rows import Heartbeat, RowFile, read_rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,36 @@ class Measured:
 
 
 class Telemetry:
-    """What `telemetry` returns: a context manager that a loop tells of its steps."""
+    """Writes heartbeat.jsonl, training.csv, fallback_counters.csv and gates.csv of a run.
+
+    Losses stay on the device until a logging step; gates and blocks are measured on the probe, in
+    an extra forward outside the training step, at the first logging step from each multiple of
+    `gates_every` on. No graph breaks and nothing is read in between. In a distributed job every
+    rank opens one; rank 0 writes. It is a context manager; call its `step(loss, tokens=…)` after
+    each optimizer step.
+
+    Args:
+        model: patched, or with `NSAAttention` layers.
+        folder: of the run; made if need be. Rows are appended to those of earlier sessions.
+        probe: what gates and blocks are measured on: keyword arguments of the model, its one
+            tensor, or a function that calls it (under autocast, for instance; on tensors that are
+            on the device, since a copy from the host waits for it). Best some held-out text of
+            the training's length, the same throughout. None leaves gates.csv and
+            fallback_counters.csv empty.
+        every: steps between rows.
+        gates_every: steps between measurements on the probe.
+        heartbeat_seconds: between lines of heartbeat.jsonl.
+        strict: raise where a branch would run on another backend than the table's first.
+        first_step: steps done before.
+
+    Raises:
+        ValueError: a count is not positive; `strict` without a probe; a probe with padding; or, on
+            entry, `strict` and a branch that would fall back.
+
+    >>> model = nn.Linear(2, 2)
+    >>> with telemetry(model, "a-run", every=1) as run:  # doctest: +SKIP
+    ...     run.step(model(torch.ones(2)).sum(), tokens=2)
+    """
 
     def __init__(
         self,
@@ -267,59 +302,7 @@ class Telemetry:
         self._files["gates"].append(*rows)
 
 
-def telemetry(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    *,
-    probe: Probe | None = None,
-    every: int = 10,
-    gates_every: int = 100,
-    heartbeat_seconds: float = 10.0,
-    strict: bool = False,
-    first_step: int = 0,
-) -> Telemetry:
-    """Writes heartbeat.jsonl, training.csv, fallback_counters.csv and gates.csv of a run.
-
-    Losses stay on the device until a logging step; gates and blocks are measured on the probe, in
-    an extra forward outside the training step, at the first logging step from each multiple of
-    `gates_every` on. No graph breaks and nothing is read in between. In a distributed job every
-    rank opens one; rank 0 writes.
-
-    Args:
-        model: patched, or with `NSAAttention` layers.
-        folder: of the run; made if need be. Rows are appended to those of earlier sessions.
-        probe: what gates and blocks are measured on: keyword arguments of the model, its one
-            tensor, or a function that calls it (under autocast, for instance; on tensors that are
-            on the device, since a copy from the host waits for it). Best some held-out text of
-            the training's length, the same throughout. None leaves gates.csv and
-            fallback_counters.csv empty.
-        every: steps between rows.
-        gates_every: steps between measurements on the probe.
-        heartbeat_seconds: between lines of heartbeat.jsonl.
-        strict: raise where a branch would run on another backend than the table's first.
-        first_step: steps done before.
-
-    Returns:
-        a context manager; call its `step(loss, tokens=…)` after each optimizer step.
-
-    Raises:
-        ValueError: a count is not positive; `strict` without a probe; a probe with padding; or, on
-            entry, `strict` and a branch that would fall back.
-
-    >>> model = nn.Linear(2, 2)
-    >>> with telemetry(model, "a-run", every=1) as run:  # doctest: +SKIP
-    ...     run.step(model(torch.ones(2)).sum(), tokens=2)
-    """
-    return Telemetry(
-        model,
-        folder,
-        probe=probe,
-        every=every,
-        gates_every=gates_every,
-        heartbeat_seconds=heartbeat_seconds,
-        strict=strict,
-        first_step=first_step,
-    )
+telemetry = Telemetry
 
 
 def _rank() -> int:
