@@ -121,11 +121,11 @@ def _masks_of_bools() -> None:
     load, store = Builder.create_masked_load, Builder.create_masked_store
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **names: Any) -> Any:
-        mask.data = mask.data.astype(bool, copy=False)
+        mask.data = np.asarray(mask.data).astype(bool, copy=False)
         return load(self, ptrs, mask, *rest, **names)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **names: Any) -> Any:
-        mask.data = mask.data.astype(bool, copy=False)
+        mask.data = np.asarray(mask.data).astype(bool, copy=False)
         return store(self, ptrs, value, mask, *rest, **names)
 
     Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
