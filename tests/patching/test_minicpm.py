@@ -343,6 +343,15 @@ def test_another_attention_is_dense_everywhere():
     torch.testing.assert_close(dense, logits(without, ids), rtol=0, atol=1e-12)
 
 
+def test_attention_modules_of_another_class():
+    """Which have no sizes at hand: those of the config count."""
+    model, ids = built(), ids_of(1, 120)
+    expected = logits(model, ids)
+    for layer in model.model.layers:
+        del layer.self_attn.infllm
+    assert torch.equal(logits(model, ids), expected)
+
+
 def test_it_is_written_and_read_again(tmp_path):
     write(tmp_path / "upstream", MODEL)
     model = nsa_flex.load(tmp_path / "upstream", dtype=torch.float64)
