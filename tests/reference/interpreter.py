@@ -120,12 +120,16 @@ def _masks_of_bools() -> None:
 
     load, store = Builder.create_masked_load, Builder.create_masked_store
 
+    def mend(mask: Any) -> None:
+        if not isinstance(mask, np.ndarray):  # Triton 3.6 hands over the array itself
+            mask.data = mask.data.astype(bool, copy=False)
+
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **names: Any) -> Any:
-        mask.data = np.asarray(mask.data).astype(bool, copy=False)
+        mend(mask)
         return load(self, ptrs, mask, *rest, **names)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **names: Any) -> Any:
-        mask.data = np.asarray(mask.data).astype(bool, copy=False)
+        mend(mask)
         return store(self, ptrs, value, mask, *rest, **names)
 
     Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
