@@ -15,7 +15,16 @@ from nsa_flex.indexer import indexer_topk
 from nsa_flex.infllm import InfLLMV2Config, infllm_v2_attention
 from nsa_flex.installed import warn_if_untested
 from nsa_flex.module import NSAAttention
-from nsa_flex.patching import Adapter, AttentionShape, load, patch, register_adapter, unpatch
+from nsa_flex.parallel import context_parallel_attention, shard_batch, shard_sequence
+from nsa_flex.patching import (
+    Adapter,
+    AttentionShape,
+    context_parallel,
+    load,
+    patch,
+    register_adapter,
+    unpatch,
+)
 from nsa_flex.quantization import quantization_filter
 from nsa_flex.selected import selected_attention
 from nsa_flex.version import __version__ as __version__
@@ -45,6 +54,8 @@ __all__ = [
     "align_padded",
     "align_positions",
     "audit",
+    "context_parallel",
+    "context_parallel_attention",
     "explain",
     "indexer_topk",
     "infllm_v2_attention",
@@ -54,6 +65,8 @@ __all__ = [
     "quantization_filter",
     "register_adapter",
     "selected_attention",
+    "shard_batch",
+    "shard_sequence",
     "telemetry",
     "topk_blocks",
     "unpatch",

@@ -19,7 +19,7 @@ from nsa_flex.config import NSAConfig
 POSITIONS_RULE = (
     "position_ids break the rule: each is the one before plus one, 0 where a document begins, or "
     "of padding, and the first is 0 or counts the cached tokens. Shards of a sequence break it: "
-    "context and sequence parallelism are not supported"
+    "see nsa_flex.context_parallel"
 )
 
 

@@ -17,6 +17,7 @@ from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, real_positions
 from nsa_flex.gates import GateInit, Gates, gates_of_step
 from nsa_flex.joined import JoinedInput, joined_input
+from nsa_flex.parallel import SequenceShards, context_parallel_attention
 from nsa_flex.rotary import apply_rotary, rotary_cos_sin
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class NSAAttention(nn.Module):
     >>> layer(torch.randn(1, 100, 64)).shape
     torch.Size([1, 100, 64])
     """
+
+    # Of `context_parallel`: rows are shards of sequences then.
+    shards: SequenceShards | None = None
+    kv_heads_at_once: int | None = None
 
     def __init__(
         self,
@@ -145,7 +150,8 @@ class NSAAttention(nn.Module):
                 of a token in its row, or in its document, or behind the padding on its left.
                 They have no say in what is visible.
             cu_seqlens: int (M + 1,), starts of M documents packed into the one row of x, then S.
-                Each is computed as if it were alone.
+                Each is computed as if it were alone. In `context_parallel` those of the whole
+                row, the same on every rank, in multiples of `select_block_size`.
             max_document_length: tokens of the longest of these documents, if the host knows. Up to
                 n * l' nothing needs to be scored or selected. A longer document raises an error
                 on the device.
@@ -165,6 +171,18 @@ class NSAAttention(nn.Module):
                 cu_seqlens) cache are given, or x does not fit the cache, which is then as it was.
         """
         self._check(x, positions, cu_seqlens, attention_mask)
+        if self.shards is not None:
+            refused = {
+                "attention_mask": attention_mask is not None,
+                "cache": cache is not None,
+                "return_aux": return_aux,
+            }
+            for name in (name for name, given in refused.items() if given):
+                raise ValueError(
+                    f"{name} in nsa_flex.context_parallel is not supported: each rank has a shard "
+                    "of the tokens"
+                )
+            return self._attend_shards(x, positions, cu_seqlens, self.shards)
         if max_document_length is not None and cu_seqlens is None:
             raise ValueError(
                 f"max_document_length={max_document_length} was given without cu_seqlens: pass "
@@ -249,6 +267,50 @@ class NSAAttention(nn.Module):
             query, keys = apply_rotary(query, cos, sin), apply_rotary(keys, cos, sin)
         return query, keys, values
 
+    def _project_with_gates(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys, values and gates, where x is all there is."""
+        joined = joined_input(x, (self.k_proj, self.v_proj), self.gates)
+        projected = self._project(x if joined is None else joined, positions)
+        if joined is None:
+            return *projected, self.gates(x)
+        return *projected, self.gates.of_product(joined.gate_logits, x.dtype)
+
+    def _attend_shards(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        shards: SequenceShards,
+    ) -> Tensor:
+        """`x` (B, T, E) is this rank's shard; `cu_seqlens` are places in the whole row."""
+        places, start = shards.positions(x.shape[1], x.device), None
+        if cu_seqlens is not None:
+            first = cu_seqlens.long()[:-1]
+            torch._assert_async(
+                (first % self.config.select_block_size == 0).all(),
+                "cu_seqlens in nsa_flex.context_parallel: documents must begin at multiples of "
+                "select_block_size, as nsa_flex.shard_batch lays them out",
+            )
+            start = first[torch.searchsorted(first, places, right=True) - 1][None]
+        if positions is None:
+            positions = places if start is None else places - start[0]
+        query, keys, values, gates = self._project_with_gates(x, positions)
+        compressed_key, key, sliding_key = self._branches(keys)
+        compressed_value, value, sliding_value = self._branches(values)
+        own_window = self.separate_branch_kv
+        out = context_parallel_attention(
+            *(query, key, value, gates, self.compress_key, self.compress_value),
+            mesh=shards,
+            config=self.config,
+            backend=self.backend,
+            compressed_source=(compressed_key, compressed_value),
+            sliding_key=sliding_key if own_window else None,
+            sliding_value=sliding_value if own_window else None,
+            document_start=start,
+            kv_heads_at_once=self.kv_heads_at_once,
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
     def _attend(
         self,
         x: Tensor,
@@ -259,12 +321,7 @@ class NSAAttention(nn.Module):
         if positions is None:
             plain = torch.arange(x.shape[1], device=x.device)
             positions = plain if layout is None else layout.positions
-        joined = joined_input(x, (self.k_proj, self.v_proj), self.gates)
-        query, keys, values = self._project(x if joined is None else joined, positions)
-        if joined is None:
-            gates = self.gates(x)
-        else:
-            gates = self.gates.of_product(joined.gate_logits, x.dtype)
+        query, keys, values, gates = self._project_with_gates(x, positions)
         if layout is not None:
             # Behind the projections, which then see no unused slots. The rotation before it and
             # this move are one pass over memory when compiled.

@@ -38,6 +38,7 @@ def refuse_context_parallel() -> None:
     if isinstance(sdpa, FunctionType) and (sdpa.__module__ or "").startswith(_CONTEXT_PARALLEL):
         raise ValueError(
             "the call is inside torch's context_parallel, which gives each rank a shard of the "
-            "sequence, and NSA would attend the shard alone: context parallelism is not "
-            "supported yet; call outside it, with whole sequences"
+            "sequence, and NSA would attend the shard alone: call outside it, with whole "
+            "sequences, or share sequences out by nsa_flex.context_parallel(model, mesh) and "
+            "nsa_flex.shard_batch"
         )

@@ -5,6 +5,7 @@ from nsa_flex.patching.adapters import Adapter, register_adapter
 from nsa_flex.patching.apply import patch, unpatch
 from nsa_flex.patching.checkpoint import load, register_models
 from nsa_flex.patching.layer import AttentionShape, NSALayer
+from nsa_flex.patching.parallel import context_parallel
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "AttentionShape",
     "NSALayer",
     "Rows",
+    "context_parallel",
     "load",
     "packed_rows",
     "padded_rows",

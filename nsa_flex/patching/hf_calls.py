@@ -21,6 +21,7 @@ from nsa_flex.patching.hf_config import KeptLayers
 from nsa_flex.patching.hf_edited import PatchedLayers
 from nsa_flex.patching.hf_generation import read_paged_call
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
+from nsa_flex.patching.hf_shards import shard_rows, shards_of
 from nsa_flex.patching.hf_tokens import (
     assert_cached_positions,
     assert_padded_positions,
@@ -87,6 +88,12 @@ class CallHook:
         max_documents = call.pop("nsa_max_documents", None)
         # Without `_replace`: torch 2.11 cannot return what that makes from a graph of this hook.
         told: dict[str, Any] = {"passed": tuple(call), "full_masks": "full" in self.kept_masks}
+        shards = shards_of(self.modules[0])
+        if shards is not None:
+            tokens = _tokens(call)
+            told["rows"] = shard_rows(call, tokens, shards, self.config)
+            call["nsa_call"] = CallContext(**told)
+            return (), _with_plain_mask(call)
         paged = read_paged_call(call)
         if paged is not None:
             self.patched.check_places(num_layers(config))

@@ -169,8 +169,9 @@ def check_mask_kept(name: str, call: dict[str, Any]) -> None:
     if call.get("is_causal") and context is not None and "is_causal" not in context.passed:
         raise ValueError(
             f"{name} was given is_causal=True in the place of its attention_mask, as accelerate's "
-            "context parallelism (ParallelismConfig(cp_size=...)) does: it is not supported yet; "
-            "prepare the model without it"
+            "context parallelism (ParallelismConfig(cp_size=...)) does: prepare the model without "
+            "it, and share sequences out by nsa_flex.context_parallel(model, mesh) and "
+            "nsa_flex.shard_batch"
         )
 
 

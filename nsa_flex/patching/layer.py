@@ -16,6 +16,7 @@ from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates, gates_of_step
 from nsa_flex.joined import JoinedInput
 from nsa_flex.paging import LayerPages, NewTokens, PagedBatch, PagedLayer, attend
+from nsa_flex.parallel import SequenceShards, context_parallel_attention
 from nsa_flex.patching.rows import Rows
 
 
@@ -63,6 +64,10 @@ class NSALayer(nn.Module):
         init: "paper", "dense" or "unbiased", where the gates start (see `Gates`).
         backend: passed to `nsa_attention`.
     """
+
+    # Of `context_parallel`: rows are shards of sequences then.
+    shards: SequenceShards | None = None
+    kv_heads_at_once: int | None = None
 
     def __init__(
         self,
@@ -132,8 +137,11 @@ class NSALayer(nn.Module):
             (B, Hq, Sq, Dv) in the dtype of `value`.
 
         Raises:
-            ValueError: both `rows` and `cache` are given, or the tokens do not fit the cache.
+            ValueError: both `rows` and `cache` are given, or the tokens do not fit the cache; or,
+                in `context_parallel`, a cache, or `rows` that move tokens.
         """
+        if self.shards is not None:
+            self._check_shards(rows, cache, paged)
         if paged is not None:
             return self._attend_pages(hidden_states, query, key, value, *paged, scale)
         if cache is not None:
@@ -157,6 +165,16 @@ class NSALayer(nn.Module):
             gates = self.gates.of_product(joined.gate_logits, hidden_states.dtype)
         # Under autocast rotary embeddings leave queries and keys in float32, values in half.
         query, key = query.to(value.dtype), key.to(value.dtype)
+        if self.shards is not None:
+            return context_parallel_attention(
+                *(query, key, value, gates, self.compress_key, self.compress_value),
+                mesh=self.shards,
+                config=self.config,
+                scale=scale,
+                backend=self.backend,
+                document_start=rows.shard_start,
+                kv_heads_at_once=self.kv_heads_at_once,
+            )
         if rows.keys is not None:
             key, value = rows.keys.align(key), rows.keys.align(value)
         if rows.queries is not None:
@@ -178,6 +196,23 @@ class NSALayer(nn.Module):
             max_document_length=None if rows.queries is None else rows.queries.max_document_length,
         )
         return output if rows.queries is None else rows.queries.restore(output)
+
+    def _check_shards(
+        self,
+        rows: Rows | None,
+        cache: LayerCache | None,
+        paged: tuple[LayerPages, PagedBatch] | None,
+    ) -> None:
+        if cache is not None or paged is not None:
+            raise ValueError(
+                "a cache in nsa_flex.context_parallel is not supported yet: leave it out"
+            )
+        moves = (None,) if rows is None else (rows.queries, rows.keys, rows.query_offset)
+        if any(x is not None for x in moves):
+            raise ValueError(
+                "rows move tokens, and this rank has a shard of them: lay padding and documents "
+                "out before sequences are shared out, as nsa_flex.shard_batch does"
+            )
 
     def _attend_cached(
         self,

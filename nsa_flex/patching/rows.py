@@ -18,11 +18,14 @@ class Rows(NamedTuple):
     keys: layout of keys and values; None leaves them where they are.
     query_offset: key index of query 0 after the move: an int, an int tensor (B,), or None for
         "the queries are the last tokens of the keys".
+    shard_start: of a shard of a sequence, int (B, Sq), place in the whole sequence of the first
+        token of each query's document; None where rows are one document.
     """
 
     queries: DocumentLayout | None = None
     keys: DocumentLayout | None = None
     query_offset: int | Tensor | None = None
+    shard_start: Tensor | None = None
 
 
 def packed_rows(layout: DocumentLayout) -> Rows:

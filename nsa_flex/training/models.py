@@ -266,13 +266,17 @@ def causal_loss(
     labels: Tensor,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
     """Cross entropy of the next token in float32: logits (B, S, V), labels (B, S) -> ().
 
-    The sum over `num_items_in_batch` labels, their mean if None; -100 does not count.
+    The sum over `num_items_in_batch` labels, their mean if None; -100 does not count. With
+    `shift_labels` (B, S) each token's next one is known, and labels have no say.
     """
     labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    if shift_labels is not None:
+        labels = shift_labels
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = nn.functional.cross_entropy(
         logits.reshape(-1, vocab_size).float(), labels.reshape(-1), reduction=reduction

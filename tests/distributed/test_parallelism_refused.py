@@ -163,15 +163,17 @@ def compiled_tensor_parallel() -> None:
 
 
 INSIDE = "inside torch's context_parallel"
+OURS = r"by nsa_flex.context_parallel\(model, mesh\) and nsa_flex.shard_batch"
 SPLIT = "2 query and 1 KV heads, and was patched with 4 and 2: "
 
 # What is run, and what the error must name and advise.
 CASES: dict[Callable[[], None], str] = {
-    torch_context_parallel: f"{INSIDE}.* not supported yet; call outside it",
+    torch_context_parallel: f"{INSIDE}.* call outside it.*{OURS}",
     compiled_before_context_parallel: INSIDE,
     module_in_context_parallel: INSIDE,
     function_in_context_parallel: INSIDE,
-    accelerate_context_parallel: r"ParallelismConfig\(cp_size=.* prepare the model without it",
+    accelerate_context_parallel: r"ParallelismConfig\(cp_size=.* prepare the model without it.*"
+    + OURS,
     ulysses_registered: r"around for 'nsa_flex', .* Ulysses .*sp_size.* run without it",
     ulysses_unseen: SPLIT + "tensor parallelism .* and Ulysses .* run without them",
     tensor_parallel: SPLIT + "tensor parallelism .*tp_plan.* run without them",

@@ -1,0 +1,308 @@
+"""Attention over shards of sequences finds what one process finds: outputs, all gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.ranks import on_ranks
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa_flex import Compression, NSAConfig, nsa_attention
+from nsa_flex.compression import compress_what_is_read
+from nsa_flex.parallel import SequenceShards, context_parallel_attention, shard_sequence
+from nsa_flex.parallel.attention import sent_bytes
+from patching.tiny_models import NSA
+
+# Sums of some hundred float64 terms of size 1 in another order.
+ROUNDING = 1e-12
+
+
+@dataclasses.dataclass
+class Problem:
+    """Whole sequences, the same on all ranks, in float64.
+
+    chunk: tokens of each of the 2P chunks of keys; queries are `past` tokens fewer.
+    """
+
+    chunk: int = 24
+    group: int = 3
+    phi: Any = "mlp"
+    rows: int = 2
+    past_chunks: int = 0  # of l' / 2 tokens each
+    documents: bool = False
+    own_window: bool = False
+    at_once: int | None = None
+    config: NSAConfig = NSA
+    heads: int = 2
+
+    def __post_init__(self) -> None:
+        size = dist.get_world_size()
+        torch.manual_seed(5)
+        dim, value_dim, length = 8, 6, 2 * size * self.chunk
+        self.queries = length - 2 * size * 4 * self.past_chunks
+
+        def tensor(heads: int, tokens: int, width: int) -> Tensor:
+            x = torch.randn(self.rows, tokens, heads, width, dtype=torch.float64)
+            return x.transpose(1, 2)
+
+        self.inputs = [
+            tensor(self.heads * self.group, self.queries, dim),
+            tensor(self.heads, length, dim),
+            tensor(self.heads, length, value_dim),
+            tensor(self.heads * self.group, self.queries, len(self.config.branches)).sigmoid(),
+        ]
+        if self.own_window:
+            self.inputs += [
+                tensor(self.heads, length, width) for width in (dim, value_dim, dim, value_dim)
+            ]
+        self.phis = nn.ModuleList(
+            Compression(self.config, self.heads, width, self.phi, dtype=torch.float64)
+            for width in (dim, value_dim)
+        )
+        with torch.no_grad():
+            for parameter in self.phis.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        self.grad = tensor(self.heads * self.group, self.queries, value_dim)
+        self.start: Tensor | None = None
+        if self.documents:
+            starts = torch.tensor([0, 8, 8 * (length // 24), 8 * (length // 11)])
+            place = torch.arange(length - self.queries, length)
+            rank = torch.searchsorted(starts.sort().values, place, right=True) - 1
+            self.start = starts.sort().values[rank].expand(self.rows, -1)
+
+    def alone(self) -> tuple[Tensor, list[Tensor]]:
+        """Output and gradients of inputs, then of φ, in one process."""
+        inputs = [x.clone().requires_grad_() for x in self.inputs]
+        query, key, value, gates, *own = inputs
+        source, window = (own[:2], own[2:]) if own else ((key, value), (None, None))
+        compressed = compress_what_is_read(*self.phis, *source)
+        output = nsa_attention(
+            query,
+            key,
+            value,
+            *compressed,
+            gates,
+            config=self.config,
+            sliding_key=window[0],
+            sliding_value=window[1],
+            document_start=self.start,
+        )
+        found = torch.autograd.grad(output, [*inputs, *self.phis.parameters()], self.grad)
+        return output.detach(), list(found)
+
+    def sharded(self, mesh: Any, attend: Any = None) -> tuple[Tensor, list[Tensor]]:
+        """The same of this rank's shards; of φ the sum over ranks."""
+        inputs = [shard_sequence(x, mesh, 2).clone().requires_grad_() for x in self.inputs]
+        query, key, value, gates, *own = inputs
+        start = None if self.start is None else shard_sequence(self.start, mesh)
+        output = (attend or context_parallel_attention)(
+            *(query, key, value, gates, *self.phis),
+            mesh=mesh,
+            config=self.config,
+            compressed_source=tuple(own[:2]) if own else None,
+            sliding_key=own[2] if own else None,
+            sliding_value=own[3] if own else None,
+            document_start=start,
+            kv_heads_at_once=self.at_once,
+        )
+        grad = shard_sequence(self.grad, mesh, 2)
+        found = list(torch.autograd.grad(output, [*inputs, *self.phis.parameters()], grad))
+        for gradient in found[len(inputs) :]:
+            dist.all_reduce(gradient)
+        return output.detach(), found
+
+    def check(self, case: str, mesh: Any, attend: Any = None) -> None:
+        """That the two are equal."""
+        output, gradients = self.alone()
+        own, found = self.sharded(mesh, attend)
+        pairs = [(own, shard_sequence(output, mesh, 2))]
+        for place, (got, want) in enumerate(zip(found, gradients, strict=True)):
+            is_input = place < len(self.inputs)
+            pairs.append((got, shard_sequence(want, mesh, 2) if is_input else want))
+        for place, (got, want) in enumerate(pairs):
+            assert float(want.abs().max()) > 0, f"{case}: nothing to compare at {place}"
+            error = float((got - want).abs().max() / want.abs().max())
+            assert error < ROUNDING, f"{case}: {error} at {place}"
+
+
+WIDE_HALO = dataclasses.replace(NSA, compress_stride=2)
+SELECTED = dataclasses.replace(NSA, branches=("selected",))
+NO_HALO = dataclasses.replace(NSA, compress_stride=8)
+
+CASES: dict[str, dict[str, Any]] = {
+    "G 3, mlp": {},
+    "G 1, weighted, packed": {"group": 1, "phi": "weighted", "documents": True},
+    "G 4, linear, one head at once": {"group": 4, "phi": "linear", "at_once": 1},
+    "mean, one block a chunk": {"phi": "mean", "chunk": 8, "at_once": 2},
+    "weighted, after a past": {"phi": "weighted", "past_chunks": 1},
+    "packed after a past": {"past_chunks": 3, "documents": True, "rows": 1},
+    "window of its own": {"own_window": True, "documents": True, "at_once": 1},
+    "halo of three strides": {"config": WIDE_HALO, "chunk": 40},
+    "the selected branch alone": {"config": SELECTED, "phi": "mean"},
+    "no halo": {"config": NO_HALO, "phi": "linear"},
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_shards_find_what_one_process_finds(world: int, tmp_path: Path) -> None:
+    on_ranks(world, "cpu", tmp_path, every_case)
+
+
+def every_case(device: torch.device) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for case, options in CASES.items():
+        problem = Problem(**options)
+        problem.check(case, mesh)
+
+
+def test_compiled_without_a_graph_break(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, compiled)
+
+
+def compiled(device: torch.device) -> None:
+    """One graph for all lengths; what AOT autograd makes of it is compared with whole models."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    attend = torch.compile(
+        context_parallel_attention, backend="eager", fullgraph=True, dynamic=True
+    )
+    for chunk in (24, 32):
+        Problem(chunk=chunk, group=1, phi="weighted").check(f"chunk {chunk}", mesh, attend)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+class CountedBytes(TorchDispatchMode):
+    """What collectives take from this rank, in a ring: a gathered shard goes P - 1 times on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = self.scattered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, size = func._schema.name, dist.get_world_size()
+        if name == "_c10d_functional::all_gather_into_tensor":
+            self.gathered += args[0].nbytes * (size - 1)
+        elif name == "_c10d_functional::reduce_scatter_tensor":
+            self.scattered += args[0].nbytes // size * (size - 1)
+        elif "c10d" in name and "wait_tensor" not in name:
+            raise AssertionError(f"{name} is not counted")
+        return func(*args, **(kwargs or {}))
+
+
+def test_bytes_are_those_of_the_closed_form(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, count_bytes)
+
+
+def count_bytes(device: torch.device) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for options in (
+            {"at_once": 1},
+            {"own_window": True},
+            {"config": NO_HALO, "rows": 1},
+            {"config": SELECTED, "phi": "mean"},
+        ):
+            problem = Problem(**options)
+            inputs = [shard_sequence(x, mesh, 2).to(dtype) for x in problem.inputs]
+            query, key, value, gates, *own = [x.requires_grad_() for x in inputs]
+            with CountedBytes() as counted:
+                output = context_parallel_attention(
+                    *(query, key, value, gates, *problem.phis),
+                    mesh=mesh,
+                    config=problem.config,
+                    compressed_source=tuple(own[:2]) if own else None,
+                    sliding_key=own[2] if own else None,
+                    sliding_value=own[3] if own else None,
+                    kv_heads_at_once=problem.at_once,
+                )
+                output.sum().backward()
+            expected = sent_bytes(
+                problem.inputs[1].shape[2],
+                *(dist.get_world_size(), problem.heads, 8),
+                config=problem.config,
+                value_head_dim=6,
+                batch_size=problem.rows,
+                dtype=dtype,
+                separate_branch_kv=problem.own_window,
+            )
+            assert (counted.gathered, counted.scattered) == expected, (dtype, options)
+
+
+def test_the_table_of_the_page() -> None:
+    page = Path(__file__).parents[2] / "docs" / "guide" / "many-gpus.md"
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\S+) \| (\S+) \|$", page.read_text(), re.M)
+    assert len(rows) == 4
+    for heads, tokens, ranks, *told in rows:
+        found = sent_bytes(int(tokens), int(ranks), int(heads), 128, config=NSAConfig())
+        assert told == [f"{x / 1e9:.2f}" for x in found]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """The process group of one rank."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_one_rank_alone(alone: dist.ProcessGroup) -> None:
+    Problem(documents=True).check("one rank", alone)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"key": torch.zeros(1, 2, 24, 8), "value": torch.zeros(1, 2, 24, 8)},
+        r"a shard has 24 tokens; expected a multiple of 2 \* select_block_size = 16: pad "
+        r"sequences at their end to a multiple of 2 \* 1 ranks \* 8 = 16 tokens, as "
+        "nsa_flex.shard_batch does",
+    ),
+    (
+        {"query": torch.zeros(1, 4, 31, 8), "gates": torch.zeros(1, 4, 31, 3)},
+        "query has 31 tokens; expected two chunks, an even number",
+    ),
+    ({"query": torch.zeros(1, 3, 32, 8)}, "key has 2 heads; query's 3 must be a multiple of it"),
+    ({"query": torch.zeros(4, 32, 8)}, r"query and key must be 4-D \(B, H, T, D\), got \(4, 32"),
+    ({"kv_heads_at_once": 3}, "kv_heads_at_once=3 must be a divisor of the 2 KV heads"),
+    ({"kv_heads_at_once": 0}, "kv_heads_at_once=0 must be a divisor"),
+    (
+        {"sliding_key": torch.zeros(1, 2, 32, 8)},
+        "sliding_key and sliding_value must be given together",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED)
+def test_refused(changed: dict[str, Any], message: str, alone: dist.ProcessGroup) -> None:
+    x = torch.zeros(1, 2, 32, 8)
+    call = {
+        "query": torch.zeros(1, 4, 32, 8),
+        "key": x,
+        "value": x,
+        "gates": torch.zeros(1, 4, 32, 3),
+        "compress_key": Compression(NSA, 2, 8),
+        "compress_value": Compression(NSA, 2, 8),
+    }
+    with pytest.raises(ValueError, match=message):
+        context_parallel_attention(**{**call, **changed}, mesh=alone, config=NSA)
+
+
+def test_meshes_refused(alone: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ValueError, match=r"mesh has 2 dimensions \('dp', 'cp'\); expected the on"):
+        SequenceShards.of(mesh)
+    assert SequenceShards.of(mesh["cp"]).size == 1
+    with pytest.raises(TypeError, match="mesh is a str; it must be a DeviceMesh or a Process"):
+        SequenceShards.of("cp")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the sequence has 7 tokens; 1 ranks need a multiple of"):
+        shard_sequence(torch.zeros(1, 7), alone)
