@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from nsa_flex.attention import NSAAux, nsa_attention
+from nsa_flex.block_topk import topk_blocks
 from nsa_flex.cache import LayerCache
 from nsa_flex.compression import Compression
 from nsa_flex.config import NSAConfig
@@ -11,6 +12,7 @@ from nsa_flex.documents import DocumentLayout, align_packed, align_padded, align
 from nsa_flex.explaining import Explanation, explain
 from nsa_flex.gates import Gates
 from nsa_flex.indexer import indexer_topk
+from nsa_flex.infllm import InfLLMV2Config, infllm_v2_attention
 from nsa_flex.installed import warn_if_untested
 from nsa_flex.module import NSAAttention
 from nsa_flex.parallel import context_parallel_attention, shard_batch, shard_sequence
@@ -41,6 +43,7 @@ __all__ = [
     "DocumentLayout",
     "Explanation",
     "Gates",
+    "InfLLMV2Config",
     "LayerCache",
     "NSAAttention",
     "NSAAux",
@@ -55,6 +58,7 @@ __all__ = [
     "context_parallel_attention",
     "explain",
     "indexer_topk",
+    "infllm_v2_attention",
     "load",
     "nsa_attention",
     "patch",
@@ -64,6 +68,7 @@ __all__ = [
     "shard_batch",
     "shard_sequence",
     "telemetry",
+    "topk_blocks",
     "unpatch",
 ]
 

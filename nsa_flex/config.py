@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 BranchName = Literal["compressed", "selected", "sliding"]
 BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
 CompressionKind = Literal["mean", "weighted", "linear", "mlp"]
-SelectionRule = Literal["top_k", "tiled_top_k"]
+SelectionRule = Literal["top_k", "tiled_top_k", "max_pool"]
 RULES: tuple[SelectionRule, ...] = get_args(SelectionRule)
 PRODUCTS: tuple[CompressionKind, ...] = ("linear", "mlp")  # matrix products with the weights
 _MOST = 2**63 - 1  # of any size: operators take int64
@@ -45,6 +45,8 @@ class NSAConfig:
         selection: which blocks the scores choose. "top_k": the best of all. "tiled_top_k", that
             of NSA-1B: a query's own tile of n blocks, counted from its document's start, gives
             its best n/2, and so do the blocks before that tile; in the first tile all are chosen.
+            "max_pool", that of InfLLM-V2: the best of all, where a block's score is the highest
+            of the compressed blocks that overlap it, not their sum.
         branches: those there are. An absent one costs nothing, and has no gate; the selected
             branch chooses by compressed keys all the same.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ def choose_blocks(
     positions: Tensor,
     document_start: Tensor | None = None,
     lse: Tensor | None = None,
+    coarse: int = 1,
 ) -> Tensor:
     """The blocks each query and KV head attends: initial and local ones, then the highest scores.
 
@@ -43,13 +44,15 @@ def choose_blocks(
         document_start: int (B, Sq), first key of each query's document, a multiple of l'.
         lse: float32 (B, Hq, Sq), natural log-sum-exp of the compressed branch, float32 accurate;
             it saves the fused kernels a pass over the keys.
+        coarse: scores are exp(s - lse), where lse is that of compressed blocks `coarse` times as
+            long and as far apart; 1 for the softmax.
 
     Returns:
         int32 (B, Hkv, Sq, n), ascending, -1 behind the last block where there are fewer than n.
         A NaN score counts as 0: the initial and local blocks are always there.
     """
     config.specialize()
-    if query.device.type == "cuda" and HAS_TRITON:
+    if query.device.type == "cuda" and HAS_TRITON and coarse == 1:
         from nsa_flex.fallback_kernels.topk import interface as topk
 
         if topk.unsupported_reason(query, compressed_key, config, num_blocks) is None:
@@ -71,6 +74,7 @@ def choose_blocks(
         scale,
         num_blocks,
         config.counts,
+        coarse,
     )
 
 
@@ -83,37 +87,91 @@ def _choose_blocks(
     scale: float,
     num_blocks: int,
     counts: list[int],
+    coarse: int = 1,
 ) -> Tensor:
     config = NSAConfig.of_counts(counts)
-    batch, heads, num_queries, dim = query.shape
+    batch, heads, num_queries, _ = query.shape
     kv_heads, num_compressed = compressed_key.shape[1:3]
     if num_blocks <= config.num_selected_blocks:
         shape = (batch, kv_heads, num_queries, config.num_selected_blocks)
         return every_block(positions, document_start, shape, config.select_block_size)
-    grouped = query.view(batch, kv_heads, heads // kv_heads, num_queries, dim)
     blocks = query.new_empty(
         (batch, kv_heads, num_queries, config.num_selected_blocks), dtype=torch.int32
     )
-    chunk = max(1, MAX_SCORES // max(1, batch * heads * num_compressed))
+    coarse_key = None if coarse == 1 else coarse_keys(compressed_key, config, coarse)
+    on_kernel = _takes_kernel(query, compressed_key)
+    row = batch * kv_heads * num_blocks if on_kernel else batch * heads * num_compressed
+    chunk = max(1, MAX_SCORES // max(1, row))
     # Autocast would make the float32 products half precision, here where it is still on.
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, num_queries, chunk):
             span = slice(start, start + chunk)
             first = None if document_start is None else document_start[:, span]
-            p = group_probabilities(
-                grouped[:, :, :, span], compressed_key, positions[:, span], first, config, scale
-            )
-            rule = RULES[config.selection]
-            scores = rule.score(p, num_blocks, config)
+            of_span = (query[:, :, span], compressed_key, positions[:, span], first)
+            score = _scores_by_kernel if on_kernel else _scores
+            scores = score(*of_span, config, scale, num_blocks, coarse, coarse_key)
             blocks[:, :, span] = best_blocks(scores, positions[:, span], first, config)
     return blocks
 
 
 @_choose_blocks.register_fake
 def _(query: Tensor, compressed_key: Tensor, *options: Any) -> Tensor:
-    num_selected = NSAConfig.of_counts(options[-1]).num_selected_blocks
+    num_selected = NSAConfig.of_counts(options[4]).num_selected_blocks
     shape = (query.shape[0], compressed_key.shape[1], query.shape[2], num_selected)
     return query.new_empty(shape, dtype=torch.int32)
+
+
+def _scores(
+    query: Tensor,
+    compressed_key: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+    num_blocks: int,
+    coarse: int,
+    coarse_key: Tensor | None,
+) -> Tensor:
+    """Of all blocks, float32 (B, Hkv, C, num_blocks), by PyTorch operations."""
+    grouped = query.unflatten(1, (compressed_key.shape[1], -1))
+    p = group_probabilities(
+        *(grouped, compressed_key, positions, document_start, config, scale, coarse, coarse_key)
+    )
+    return RULES[config.selection].score(p, num_blocks, config)
+
+
+def _takes_kernel(query: Tensor, compressed_key: Tensor) -> bool:
+    if not HAS_TRITON:
+        return False
+    from nsa_flex.fallback_kernels.topk import block_scores
+
+    return block_scores.unsupported_reason(query, compressed_key) is None
+
+
+def _scores_by_kernel(
+    query: Tensor,
+    compressed_key: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+    num_blocks: int,
+    coarse: int,
+    coarse_key: Tensor | None,
+) -> Tensor:
+    """`_scores` by two Triton kernels: log-sum-exps, then the scores of whole blocks."""
+    from nsa_flex.fallback_kernels.topk import block_scores, interface
+
+    rows = positions.to(torch.int32).expand(query.shape[0], -1).contiguous()
+    first = None if document_start is None else document_start.to(torch.int32).contiguous()
+    lse = interface.lse_of_windows(
+        *(query, compressed_key if coarse_key is None else coarse_key, rows, first, scale),
+        *(config.select_block_size, coarse * config.compress_block_size),
+        coarse * config.compress_stride,
+    )
+    return block_scores.block_scores(
+        query, compressed_key, lse, rows, first, scale, num_blocks, config
+    )
 
 
 def group_probabilities(
@@ -123,20 +181,57 @@ def group_probabilities(
     document_start: Tensor | None,
     config: NSAConfig,
     scale: float,
+    coarse: int = 1,
+    coarse_key: Tensor | None = None,
 ) -> Tensor:
     """Softmax of the compressed branch summed over a group: (B, Hkv, G, C, D) -> (B, Hkv, C, N).
 
-    Float32. A query that sees no compressed block gets a row of zeros.
+    Float32. A query that sees no compressed block gets a row of zeros. With `coarse_key` the
+    log-sum-exp is over these instead, of blocks `coarse` times as long and as far apart; a query
+    that sees none of them gets zeros, too.
     """
-    starts = torch.arange(compressed_key.shape[2], device=query.device) * config.compress_stride
-    visible = starts + config.compress_block_size - 1 <= positions[..., None]  # [b, C, N]
+    size, stride = config.compress_block_size, config.compress_stride
+    hidden = _hidden(compressed_key.shape[2], size, stride, positions, document_start)
+    logits = _float32_products(query, compressed_key).mul_(scale)  # [B, Hkv, G, C, N]
+    logits = logits.masked_fill_(hidden, float("-inf"))
+    if coarse_key is None:
+        p = logits.softmax(-1)
+    else:
+        unseen = _hidden(
+            *(coarse_key.shape[2], coarse * size, coarse * stride, positions, document_start)
+        )
+        coarse_logits = _float32_products(query, coarse_key).mul_(scale)
+        lse = coarse_logits.masked_fill_(unseen, float("-inf")).logsumexp(-1, keepdim=True)
+        p = (logits - lse.masked_fill_(lse == float("-inf"), float("inf"))).exp_()
+    return p.masked_fill_(hidden, 0.0).sum(2)
+
+
+def _hidden(
+    number: int, size: int, stride: int, positions: Tensor, document_start: Tensor | None
+) -> Tensor:
+    """Which of `number` compressed blocks a query does not see, bool (B or 1, 1, 1, C, number)."""
+    starts = torch.arange(number, device=positions.device) * stride
+    visible = starts + size - 1 <= positions[..., None]  # [b, C, number]
     if document_start is not None:
         visible = visible & (starts >= document_start[..., None])
-    visible = visible[:, None, None]
-    hidden = ~visible
-    logits = _float32_products(query, compressed_key).mul_(scale)  # [B, Hkv, G, C, N]
-    p = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
-    return p.masked_fill_(hidden, 0.0).sum(2)
+    return ~visible[:, None, None]
+
+
+def coarse_keys(compressed_key: Tensor, config: NSAConfig, factor: int) -> Tensor:
+    """Means over windows `factor` times as long and as far apart: (B, Hkv, N, D) -> (..., N', D).
+
+    Of means of l tokens, every l-th: they lie side by side, and d divides l. There is at least
+    one window, which nobody sees if it is not whole.
+    """
+    step = config.compress_block_size // config.compress_stride
+    reach = (factor - 1) * step  # from the first mean of a window to its last
+    number = max(1, (compressed_key.shape[2] - 1 - reach) // factor + 1)
+    missing = max(0, reach + 1 - compressed_key.shape[2])
+    padded = torch.nn.functional.pad(compressed_key, (0, 0, 0, missing))
+    stop = factor * (number - 1) + 1
+    parts = [padded[:, :, m * step : m * step + stop : factor] for m in range(factor)]
+    dtype = torch.promote_types(compressed_key.dtype, torch.float32)
+    return (torch.stack([x.to(dtype) for x in parts]).sum(0) / factor).to(compressed_key.dtype)
 
 
 def _float32_products(query: Tensor, key: Tensor) -> Tensor:
@@ -154,17 +249,37 @@ def block_scores(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
     Score j sums p over i = (l'/d) j + m - n; an i is hit by as many pairs (m, n) as tokens d
     segments of block i fall into block j. Terms outside [0, N) are 0.
     """
+    scores = torch.zeros((*p.shape[:-1], num_blocks), device=p.device, dtype=p.dtype)
+    for pairs, part in _overlapping(p, num_blocks, config):
+        scores += pairs * part
+    return scores
+
+
+def max_pooled_scores(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
+    """The largest p of the compressed blocks that overlap a block: (..., N) -> (..., num_blocks).
+
+    For l = 2 d a max-pool of kernel l'/d + 1, stride l'/d and padding 1, as InfLLM-V2's.
+    """
+    scores = torch.zeros((*p.shape[:-1], num_blocks), device=p.device, dtype=p.dtype)
+    for _, part in _overlapping(p, num_blocks, config):
+        scores = torch.maximum(scores, part)
+    return scores
+
+
+def _overlapping(p: Tensor, num_blocks: int, config: NSAConfig) -> Iterator[tuple[int, Tensor]]:
+    """Of each block the first compressed one that overlaps it, then the second: (..., blocks).
+
+    With the number of segments of d tokens that the two share. 0 outside [0, N).
+    """
     per_select = config.select_block_size // config.compress_stride
     per_compress = config.compress_block_size // config.compress_stride
     left = per_compress - 1
     width = per_select * num_blocks + left
     padded = torch.nn.functional.pad(p, (left, max(0, width - left - p.shape[-1])))
-    scores = torch.zeros((*p.shape[:-1], num_blocks), device=p.device, dtype=p.dtype)
     for k in range(per_select + left):  # i = per_select * j + k - left
         pairs = min(k, left, per_select - 1, per_select + left - 1 - k) + 1
         stop = k + per_select * (num_blocks - 1) + 1
-        scores += pairs * padded[..., k:stop:per_select]
-    return scores
+        yield pairs, padded[..., k:stop:per_select]
 
 
 def best_blocks(
@@ -247,4 +362,5 @@ class Rule(NamedTuple):
 RULES: dict[SelectionRule, Rule] = {
     "top_k": Rule(block_scores, take_best),
     "tiled_top_k": Rule(block_scores, take_best_of_tiles),
+    "max_pool": Rule(max_pooled_scores, take_best),
 }

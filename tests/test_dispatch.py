@@ -40,7 +40,8 @@ def backends(facts: Facts, backend: object = "auto") -> tuple[str, ...]:
         ({"documents": True}, ("triton", "triton", "triton")),
         ({"dtype": torch.float64}, ("dense", "dense", "dense")),
         ({"select_block_size": 48}, ("sdpa", "flex", "triton")),
-        ({"num_selected_blocks": 80}, ("sdpa", "flex", "triton")),
+        ({"num_selected_blocks": 128}, ("sdpa", "triton", "triton")),
+        ({"num_selected_blocks": 129}, ("sdpa", "flex", "triton")),
         ({"num_query_heads": 128, "num_kv_heads": 1}, ("sdpa", "flex", "triton")),
         ({"whole": False}, ("triton", "triton", "triton")),
         ({"whole": False, "documents": True}, ("triton", "triton", "triton")),
@@ -66,6 +67,9 @@ def test_auto(changes: dict[str, object], expected: tuple[str, ...]) -> None:
         ({"whole": False, "needs_grad": False, "known_offset": False}, False),
         ({"whole": False, "needs_grad": False, "documents": True}, False),
         ({"whole": False}, False),
+        ({"num_selected_blocks": 65}, False),
+        ({"selection": "max_pool"}, False),
+        ({"selection": "tiled_top_k"}, True),
     ],
 )
 def test_one_operator(changes: dict[str, object], together: bool) -> None:

@@ -54,6 +54,8 @@ def sizes_unsupported_reason(
         return f"query is {query.dtype}; the decode kernels take {DTYPES}"
     if config.branches != BRANCHES:
         return f"there are only {', '.join(config.branches)}; the decode kernels run all branches"
+    if config.selection == "max_pool":
+        return "selection is 'max_pool'; the decode kernels add up probabilities"
     slots = config.num_selected_blocks
     if config.selection == "tiled_top_k" and slots & (slots - 1):
         return f"tiles have {slots} blocks; the decode kernels take powers of two"

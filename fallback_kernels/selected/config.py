@@ -34,6 +34,7 @@ WORK_TILE_WORDS = 4  # see `SelectedIndex`
 UNION_LIMIT = 13
 FEW_HEADS = 4  # a group whose tiles have many entries and whose chunks are few
 NARROW = 64  # of head dims: up to it, a third tile in flight leaves room for as many CTAs
+FEW_SLOTS = 64  # blocks of a query whose log-sum-exps leave room for four CTAs an SM
 TILE_ROWS = 64  # rows (query, head) of a streamed tile
 # float32 multiplies in plain registers, where small tiles are the ones that do not spill.
 FLOAT32_TILE_ROWS = 16
@@ -379,7 +380,8 @@ class SelectedPlan:
         """Register limit of the forward's kernels: three CTAs an SM, or four, no spills."""
         if self.num_warps != 4:
             return None
-        return 128 if max(self.head_dim, self.value_dim) <= NARROW else 168
+        is_narrow = max(self.head_dim, self.value_dim) <= NARROW and self.num_slots <= FEW_SLOTS
+        return 128 if is_narrow else 168
 
     def combine_stages(self, width: int) -> int:
         """Partial outputs in flight in the combine and dQ kernels, rows of `width` columns."""

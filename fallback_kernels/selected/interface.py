@@ -22,7 +22,7 @@ from nsa_flex.fallback_kernels.selected.prepare import prepare
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 64
-MAX_SLOTS = 64
+MAX_SLOTS = 128
 MAX_GRID = 65535  # CUDA's limit of the second grid dimension
 
 

@@ -72,6 +72,8 @@ def unsupported_reason(
         return reason
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the Triton kernels take {DTYPES}"
+    if config.selection == "max_pool":
+        return "selection is 'max_pool'; the fused Triton kernels add up probabilities"
     for value, most, meaning in limits:
         if value > most:
             return f"{value} {meaning}; the Triton kernels take at most {most}"
@@ -321,6 +323,37 @@ def _log_sum_exp(
         num_warps=4,
     )
     return lse[0] if splits == 1 else lse.logsumexp(0)
+
+
+def lse_of_windows(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    scale: float,
+    select_block_size: int,
+    size: int,
+    stride: int,
+) -> Tensor:
+    """Log-sum-exp float32 (B, Hq, Sq) over the keys of windows of `size` tokens every `stride`.
+
+    Arguments as of `select_topk_blocks`; of a call that the kernels take.
+    """
+    query, key = rows_contiguous(query), rows_contiguous(key)
+    plan = _plan(
+        batch=query.shape[0],
+        query_heads=query.shape[1],
+        kv_heads=key.shape[1],
+        num_queries=query.shape[2],
+        head_dim=query.shape[3],
+        num_blocks=1,
+        num_slots=1,
+        select_block_size=select_block_size,
+        element_size=query.element_size(),
+    )
+    where = _query_positions(positions, document_start)
+    with torch.cuda.device_of(query):
+        return _log_sum_exp(plan, query, key, where, scale, COMPRESS=size, STRIDE=stride)
 
 
 def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:

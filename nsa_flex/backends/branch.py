@@ -78,6 +78,7 @@ class Inputs(NamedTuple):
             select_block_size=config.select_block_size,
             num_selected_blocks=config.num_selected_blocks,
             branches=config.branches,
+            selection=config.selection,
             known_offset=not isinstance(query_offset, Tensor),
             decode_problem=self._decode_problem(config) if few else None,
         )

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from nsa_flex.config import BRANCHES, BranchName
+from nsa_flex.config import BRANCHES, BranchName, SelectionRule
 
 BackendName = Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"]
 Backend = BackendName | Mapping[BranchName, BackendName]
@@ -37,6 +37,7 @@ class Facts:
     select_block_size: int = 64
     num_selected_blocks: int = 16
     branches: tuple[BranchName, ...] = BRANCHES
+    selection: SelectionRule = "top_k"
     known_offset: bool = True  # the host knows where the queries are
     # Why the decode kernels do not take such sizes; None if they do.
     decode_problem: str | None = ALL_BRANCHES

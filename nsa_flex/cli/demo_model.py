@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -135,7 +134,7 @@ class Text(NamedTuple):
 
 
 def read_text(size: Size, seed: int) -> Text:
-    """Rows packed as `nsa-flex train` packs them.
+    """Rows packed as `nsa-flex train` packs them: random ones to train on, even ones held out.
 
     Raises:
         ValueError: this Python ships without its sources, or S is longer than either half.
@@ -145,13 +144,18 @@ def read_text(size: Size, seed: int) -> Text:
     counts = {"training": size.steps * size.batch_size, "held_out": size.held_out_rows}
     facts: dict[str, int] = {}
     rows: list[Tensor] = []
+    generator = torch.Generator().manual_seed(seed)
     for name, count in counts.items():
-        half = PackedRows(files, BYTES, section, seed=seed, held_out=name == "held_out")
+        is_held_out = name == "held_out"
+        half = PackedRows(files, BYTES, section, seed=seed, held_out=is_held_out, epochs=1)
         sizes = [file.stat().st_size for file in files if half.takes(file, 0)]
         if sum(sizes) < length:
             raise ValueError(f"seq_len={length} is longer than the text, {sum(sizes)} bytes")
         facts |= {f"{name}_files": len(sizes), f"{name}_bytes": sum(sizes)}
-        rows.append(torch.from_numpy(np.stack([row.ids for row in itertools.islice(half, count)])))
+        every = torch.from_numpy(np.stack([row.ids for row in half if row.real == length]))
+        spread = torch.linspace(0, len(every) - 1, count).long()
+        drawn = torch.randint(len(every), (count,), generator=generator)
+        rows.append(every[spread if is_held_out else drawn])
     batches = rows[0].unflatten(0, (size.steps, size.batch_size))
     return Text(batches, rows[1], {**facts, "held_out_bytes_measured": rows[1].numel()})
 

@@ -32,6 +32,7 @@ CUDA_ORDER: dict[BranchName, tuple[str, ...]] = {
     "selected": ("triton", "flex", "dense"),
     "sliding": ("triton", "flex", "dense"),
 }
+MOST_CHOSEN = 64  # blocks of a query that the operator of all branches can choose
 
 # What runs a branch on a backend.
 IMPLEMENTATIONS: dict[tuple[str, BranchName], Callable[[Branch], tuple[Tensor, Tensor | None]]] = {
@@ -88,7 +89,9 @@ def is_decoded(facts: Facts, backend: Backend) -> bool:
 
 def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
     """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
-    if facts.branches != BRANCHES:
+    if facts.branches != BRANCHES or facts.selection == "max_pool":
+        return False
+    if facts.num_selected_blocks > MOST_CHOSEN:
         return False
     backends = tuple(choices[name].backend for name in BRANCHES)
     if backends == fused.FUSED_RANGES:

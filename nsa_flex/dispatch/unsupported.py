@@ -105,8 +105,8 @@ def _selected(facts: Facts) -> str | None:
         return f"it needs at most 64 query heads a KV head, got {group}"
     if facts.select_block_size not in (16, 32, 64, 128):
         return f"it needs a select_block_size of 16, 32, 64 or 128, got {facts.select_block_size}"
-    if facts.num_selected_blocks > 64:
-        return f"it needs at most 64 selected blocks, got {facts.num_selected_blocks}"
+    if facts.num_selected_blocks > 128:
+        return f"it needs at most 128 selected blocks, got {facts.num_selected_blocks}"
     if facts.dtype == torch.float32 and facts.head_dim > 128 and facts.select_block_size == 128:
         return "float32 tiles of 128 keys and such head dims do not fit shared memory"
     needed, given = selected_shared_bytes(facts), _shared_memory()

@@ -24,9 +24,17 @@ __all__ = [
 
 
 def _register_config() -> None:
-    from nsa_flex.patching import hf_saved_config
+    from nsa_flex.patching import hf_saved_config, minicpm_config
 
     hf_saved_config.register()
+    minicpm_config.register()
+
+
+def _register_models() -> None:
+    from nsa_flex.patching import minicpm_auto
+
+    register_models()
+    minicpm_auto.register()
 
 
 def _register_minimax_m3() -> None:
@@ -36,7 +44,7 @@ def _register_minimax_m3() -> None:
 
 
 when_imported("transformers.models.auto.configuration_auto", _register_config)
-when_imported("transformers.models.auto.modeling_auto", register_models)
+when_imported("transformers.models.auto.modeling_auto", _register_models)
 when_imported(
     "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl",
     _register_minimax_m3,

@@ -45,7 +45,8 @@ def load(
     """Read a patched model that `model.save_pretrained(path)` wrote, on disk or on the hub.
 
     Or one that others trained, as they published it: NSA-1B, SSA-1B and MoBA-1B (model type
-    llama-nsa), of which every tensor must be taken. No code that comes with a checkpoint is run.
+    llama-nsa), MiniCPM4-8B and MiniCPM4.1-8B (minicpm), of which every tensor must be taken. No
+    code that comes with a checkpoint is run.
 
     The model is built and loaded by transformers, patched as the record in its config says, and
     given the saved `...nsa.*` tensors, in the dtype they were saved in unless `dtype` is among
@@ -78,6 +79,8 @@ def load(
     hub = {k: v for k, v in kwargs.items() if k in _HUB_ARGUMENTS}
     wants_report, adapter = kwargs.pop("output_loading_info", False), _pop_adapter(kwargs)
     config, kwargs = _read_config(path, hub, kwargs)
+    if _is_minicpm(config):
+        return _load_minicpm(path, config, backend, wants_report, kwargs)
     record = _pop_record(config, path)
     attention = config._attn_implementation or kwargs.get("attn_implementation")
     model, report = _load_unpatched(path, model_class, {**kwargs, "config": config}, record)
@@ -91,6 +94,24 @@ def load(
     if adapter is not None:
         model.load_adapter(**adapter)
     return (model, report) if wants_report else model
+
+
+def _is_minicpm(config: Any) -> bool:
+    return getattr(config, "model_type", None) in ("minicpm", "minicpm4")
+
+
+def _load_minicpm(
+    path: str | Path, config: Any, backend: Any, wants_report: bool, kwargs: dict[str, Any]
+) -> Any:
+    """A MiniCPM4, which nothing is patched in: its class has the attention it was trained with."""
+    from transformers import AutoModelForCausalLM
+
+    if backend not in (None, "auto"):
+        raise ValueError(
+            f"backend={backend!r} is for patched models; of a {config.model_type} leave it out"
+        )
+    options = {**kwargs, "use_safetensors": True, "output_loading_info": wants_report}
+    return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
 
 
 def patch_as_recorded(model: Any, record: dict[str, Any], backend: Backend | None = None) -> None:

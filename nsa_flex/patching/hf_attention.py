@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from nsa_flex.patching import minimax_m3
+from nsa_flex.patching import minicpm_attention, minicpm_config, minimax_m3
 from nsa_flex.patching.hf_families import family_of
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
 from nsa_flex.patching.hf_refusals import (
@@ -30,6 +30,7 @@ from nsa_flex.patching.hf_refusals import (
 )
 from nsa_flex.patching.hf_versions import is_custom_mask
 from nsa_flex.patching.rows import CallContext, LayerInput
+from nsa_flex.patching.slot_masks import mask_for_rows
 from nsa_flex.sharded import refuse_context_parallel
 
 _ADDED = (
@@ -73,6 +74,10 @@ def attention_forward(
     name = type(module).__name__
     if layer is None and nsa_call is None and minimax_m3.is_own(module.config):
         return minimax_m3.attend(
+            module, query, key, value, attention_mask, scaling, dropout, **kwargs
+        )
+    if layer is None and nsa_call is None and minicpm_config.is_own(module.config):
+        return minicpm_attention.attend(
             module, query, key, value, attention_mask, scaling, dropout, **kwargs
         )
     if layer is None and nsa_call is not None:
@@ -125,8 +130,8 @@ def mask_for_attention(
     the padding mask goes through as it is, so that masks which `generate` prepares ahead of a
     static cache still tell the padding.
     """
-    if minimax_m3.is_own(kwargs["config"]):
-        return minimax_m3.mask_for_rows(
+    if minimax_m3.is_own(kwargs["config"]) or minicpm_config.is_own(kwargs["config"]):
+        return mask_for_rows(
             batch_size,
             q_length,
             kv_length,

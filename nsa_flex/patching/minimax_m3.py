@@ -17,22 +17,15 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from nsa_flex.backends.gathered import gathered_attention
 from nsa_flex.config import NSAConfig
-from nsa_flex.documents import align_positions
 from nsa_flex.indexer import indexer_topk
-from nsa_flex.patching.hf_versions import is_custom_mask
-from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
+from nsa_flex.patching.rows import Rows
+from nsa_flex.patching.slot_masks import dense_mask, rows_of_mask
 from nsa_flex.selected import selected_attention
 
 MODEL_TYPE = "minimax_m3_vl"
 FEW_QUERIES = 16  # with padding their blocks' keys are gathered; for more, all keys are moved
-# What a mask of `mask_for_rows` says of each slot of a row.
-REAL, NEW = 1, 2
-
-_POSITIONS = (
-    "position_ids must count the tokens of a row without padding: packed documents need "
-    "use_cache=False and no attention_mask, padding an attention_mask"
-)
 
 
 class IndexerInput(NamedTuple):
@@ -99,7 +92,7 @@ def attend(
     """The attention function of an M3 model: query (B, Hq, Sq, D), key (B, Hkv, Sk, D).
 
     Args:
-        attention_mask: of `mask_for_rows`.
+        attention_mask: of `slot_masks.mask_for_rows`.
         block_indices: what the indexer of a sparse layer returned: `IndexerInput`, or blocks int
             (B, Hkv, Sq, n), counted from the first slot of a row.
 
@@ -112,7 +105,7 @@ def attend(
     """
     if block_indices is None:
         if module.config.model_type.endswith("text"):
-            attention_mask = _dense_mask(attention_mask, query, key, kwargs.get("position_ids"))
+            attention_mask = dense_mask(attention_mask, query, key, kwargs.get("position_ids"))
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         options = {"scaling": scaling, "dropout": dropout, **kwargs}
         return sdpa(module, query, key, value, attention_mask, **options)
@@ -131,7 +124,7 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     if isinstance(block_indices, IndexerInput):
         sizes = (query.shape[2], key.shape[2])
-        rows = _rows(attention_mask, *sizes, config, kwargs.get("position_ids"))
+        rows = rows_of_mask(attention_mask, *sizes, config, kwargs.get("position_ids"))
         output = _attend_rows(query, key, value, block_indices, rows, config, scaling)
     elif attention_mask is not None:
         raise ValueError(
@@ -141,65 +134,6 @@ def attend(
     else:
         output = selected_attention(query, key, value, block_indices, config=config, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
-
-
-def mask_for_rows(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """What transformers makes masks of an M3 decoder with: uint8 (B, Sk), bits REAL and NEW.
-
-    None where all slots are real tokens and the queries are the last; (B, 0) where the row holds
-    packed documents, which `position_ids` tell.
-
-    Raises:
-        ValueError: a mask of the caller's own.
-    """
-    if kwargs.get("use_vmap") or is_custom_mask(mask_function):
-        raise ValueError("a custom mask function is not supported: attention is causal")
-    if attention_mask is None and kwargs.get("allow_is_causal_skip") is False and q_length > 1:
-        return torch.empty((batch_size, 0), dtype=torch.uint8, device=kwargs["device"])
-    ends = isinstance(q_offset, int) and q_offset + q_length == kv_length
-    if attention_mask is None and ends:
-        return None
-    device = kwargs["device"] if attention_mask is None else attention_mask.device
-    place = torch.arange(kv_length, device=device)
-    new = (place >= q_offset) & (place < q_offset + q_length)
-    if attention_mask is None:
-        real = (place < q_offset + q_length).expand(batch_size, -1)
-    else:
-        real = attention_mask.to(torch.uint8) & REAL != 0
-        real = torch.nn.functional.pad(real, (0, kv_length - real.shape[1]))
-    return real.to(torch.uint8) * REAL + new.to(torch.uint8) * NEW
-
-
-def _rows(
-    mask: Tensor | None,
-    num_queries: int,
-    num_keys: int,
-    config: NSAConfig,
-    position_ids: Tensor | None,
-) -> Rows:
-    """How the tokens of a call are moved so that blocks begin where rows and documents do."""
-    if mask is None:
-        if position_ids is not None:
-            expected = torch.arange(num_keys - num_queries, num_keys, device=position_ids.device)
-            torch._assert_async((position_ids == expected).all(), _POSITIONS)
-        return Rows()
-    if mask.shape[1] == 0:
-        assert position_ids is not None  # of which transformers told that there are documents
-        return packed_rows(align_positions(position_ids, config))
-    return padded_rows(mask & REAL, num_queries, _first_new(mask))
-
-
-def _first_new(mask: Tensor) -> Tensor:
-    """The slot of query 0, the same in all rows: int64 (1,)."""
-    return (mask[:1] >= NEW).to(torch.int32).argmax(1)
 
 
 def _attend_rows(
@@ -251,48 +185,14 @@ def _attend_gathered(
     config: NSAConfig,
     scale: float | None,
 ) -> Tensor:
-    """`selected_attention` of few queries, to keys that stay where padding put them.
-
-    Reads the keys of the blocks alone: a step over a long cache should not move all of it.
-    """
+    """`selected_attention` of few queries, to keys that stay where padding put them."""
     assert rows.keys is not None
     assert isinstance(rows.query_offset, Tensor)
-    (batch, heads, num_queries, dim), num_keys = query.shape, key.shape[2]
-    kv_heads = key.shape[1]
-    size = config.select_block_size
-    own = rows.query_offset[:, None] + torch.arange(num_queries, device=query.device)  # [B, Sq]
-    token = blocks[..., None] * size + torch.arange(size, device=query.device)
-    visible = (blocks[..., None] >= 0) & (token <= own[:, None, :, None, None])
-    token = token.flatten(3).clamp(0, num_keys - 1).long()  # [B, Hkv, Sq, n * l']
-    row = torch.arange(batch, device=query.device)[:, None, None, None]
-    slot = rows.keys.source[row, token] - row * num_keys
-    head = torch.arange(kv_heads, device=query.device)[:, None, None]
-    keys, values = key[row, head, slot], value[row, head, slot]  # [B, Hkv, Sq, n * l', D]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.unflatten(1, (kv_heads, -1)).transpose(2, 3)  # [B, Hkv, Sq, G, D]
-    scores = grouped.to(dtype) @ keys.to(dtype).transpose(-1, -2)
-    scores = scores * (dim**-0.5 if scale is None else scale)
-    scores = scores.masked_fill(~visible.flatten(3)[..., None, :], float("-inf"))
-    output = scores.softmax(-1) @ values.to(dtype)
-    return output.transpose(2, 3).reshape(batch, heads, num_queries, -1).to(value.dtype)
-
-
-def _dense_mask(
-    mask: Tensor | None, query: Tensor, key: Tensor, position_ids: Tensor | None
-) -> Tensor | None:
-    """What SDPA takes, bool (1 or B, 1, Sq, Sk), of a mask of `mask_for_rows`; None for causal."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    place = torch.arange(num_keys, device=key.device)
-    if mask is None:
-        if num_queries in (1, num_keys):
-            return None
-        own = place[num_keys - num_queries :]
-        return (place <= own[:, None])[None, None]
-    if mask.shape[1] == 0:
-        assert position_ids is not None
-        first = place - position_ids  # [B, S]
-        return ((place <= place[:, None]) & (place >= first[..., None]))[:, None]
-    own = (_first_new(mask) + torch.arange(num_queries, device=key.device))[:, None]  # [Sq, 1]
-    real = (mask & REAL != 0)[:, None]  # [B, 1, Sk]
-    # Padding sees itself: a row of nothing would give NaN.
-    return ((real & (place <= own)) | (place == own))[:, None]
+    (batch, _, num_queries, dim), num_keys = query.shape, key.shape[2]
+    positions = rows.query_offset[:, None] + torch.arange(num_queries, device=query.device)
+    row = torch.arange(batch, device=query.device)[:, None] * num_keys
+    scale = dim**-0.5 if scale is None else scale
+    return gathered_attention(
+        *(query, key, value, blocks, positions, config.select_block_size, scale),
+        slots=rows.keys.source - row,
+    )

@@ -22,14 +22,17 @@ from nsa_flex.testing.subject import (
 
 
 def gradients(model: nn.Module, subject: Subject) -> None:
-    """In training, every parameter that patch added gets a gradient, finite and not zero."""
+    """In training, every parameter that patch added gets a gradient, finite and not zero.
+
+    All parameters where nothing was patched.
+    """
     ids = subject.ids(2, subject.length, device_of(model))
     added = {
         f"{place}.{name}": parameter
         for place, layer in model.named_modules()
         if isinstance(layer, NSALayer)
         for name, parameter in layer.named_parameters()
-    }
+    } or dict(model.named_parameters())
     with torch.enable_grad():
         values = logits_of(model.train()(ids))
         direction = torch.linspace(-9, 9, values.numel(), device=values.device).sin()

@@ -876,6 +876,7 @@ def test_refused_once_a_plan_is_kept(
         ({"group": 65}, "65 query heads share a KV head; the decode kernels take at most 64"),
         ({"head_dim": 512}, "512 is the largest head dim; the decode kernels take at most 256"),
         ({"config": NSAConfig(4, 4, 4, 65)}, "65 selected blocks"),
+        ({"config": NSAConfig(4, 4, 4, selection="max_pool")}, "selection is 'max_pool'"),
         ({"config": NSAConfig(4, 4, 12, 4)}, "select_block_size / compress_stride is 3"),
         ({"tokens": 17}, "17 new tokens"),
     ],

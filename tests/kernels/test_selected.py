@@ -258,6 +258,19 @@ def test_counts_of_forced_blocks(initial: int, local: int, num_slots: int) -> No
 
 
 @kernels
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("group", "num_slots"), [(1, 65), (16, 96), (2, 128)])
+def test_many_slots(group: int, num_slots: int, deterministic: bool, with_unions: None) -> None:
+    """InfLLM-V2's 96 blocks, and all 128 of a document that it attends densely."""
+    offset = 16 * num_slots + 40 * (num_slots < 128) - 13
+    case = Case(
+        group=group, num_slots=num_slots, local=33, num_queries=13, offset=offset, head_dim=16,
+        value_dim=16,
+    )  # fmt: skip
+    check(case, choices(case), deterministic)
+
+
+@kernels
 def test_more_forced_blocks_than_dense_candidates() -> None:
     case = Case(initial=9, local=10, num_slots=21, num_queries=30, offset=305, group=1)
     check(case, choices(case))
@@ -892,7 +905,7 @@ def test_refused_options(change: dict[str, int], message: str) -> None:
         (2, lambda x: x[:, :, :8], "value has shape .* it must be "),
         (0, lambda x: x[:, :, :8], "blocks has shape .* it must be "),
         (3, lambda x: x.long(), "blocks is torch.int64; it must be torch.int32"),
-        (3, lambda x: x.repeat(1, 1, 1, 20), "blocks offers 80 blocks a query; at most 64"),
+        (3, lambda x: x.repeat(1, 1, 1, 40), "blocks offers 160 blocks a query; at most 128"),
         (3, lambda x: x.to("meta"), "blocks is on meta, query on "),
     ],
 )

@@ -741,6 +741,7 @@ GOOD = Case(num_queries=32)
             {"config": NSAConfig(4, 4, 4, 65)},
             "65 blocks are to be selected; the Triton kernels take at most 64",
         ),
+        ({"config": replace(SMALL, selection="max_pool")}, "selection is 'max_pool'; the fused"),
     ],
 )
 def test_refused(change: dict[str, object], message: str) -> None:

@@ -18,8 +18,8 @@ from patching.tiny_models import NSA, SIZES, moved, tiny_model, tokens
 
 _ENGINE = "transformers.generation.continuous_batching"
 allocators: Any = pytest.importorskip(f"{_ENGINE}.cache_allocators")
-hf_paged_call = importlib.import_module("nsa_flex.patching.hf_generation")
-hf_pages = importlib.import_module("nsa_flex.patching.hf_engine")
+hf_generation = importlib.import_module("nsa_flex.patching.hf_generation")
+hf_engine = importlib.import_module("nsa_flex.patching.hf_engine")
 input_outputs = importlib.import_module(f"{_ENGINE}.input_outputs")
 offloading = importlib.import_module(f"{_ENGINE}.offloading_manager")
 
@@ -102,14 +102,14 @@ def test_the_tokens_are_the_same_with_tables_of_one_width(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: a table is as wide as in any other pass, if no request needs more."""
-    wide = hf_paged_call.table_width
+    wide = hf_generation.table_width
     widths = set()
 
     def as_on_cuda(lengths: Any, pages: Any, usual: int, device: torch.device) -> int:
         widths.add(wide(lengths, pages, usual, torch.device("cuda")))
         return max(widths)
 
-    monkeypatch.setattr(hf_paged_call, "table_width", as_on_cuda)
+    monkeypatch.setattr(hf_generation, "table_width", as_on_cuda)
     model = patched()
     inputs = prompts(5, 70, 50, 130)
     expected = alone(model, inputs)
@@ -199,13 +199,13 @@ def test_a_shared_prefix_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     prefix, *ends = prompts(64, 5, 30, 1)
     inputs = [prefix + end for end in ends]
     matches = []
-    match = hf_pages.NSAPages.match_prefix_blocks
+    match = hf_engine.NSAPages.match_prefix_blocks
 
     def spy(self: Any, prompt_ids: list[int]) -> list[int]:
         matches.append(match(self, prompt_ids))
         return matches[-1]
 
-    monkeypatch.setattr(hf_pages.NSAPages, "match_prefix_blocks", spy)
+    monkeypatch.setattr(hf_engine.NSAPages, "match_prefix_blocks", spy)
     with running(model) as manager:
         found = []
         for ids in inputs:  # one after another, so that the prefix is there
@@ -218,13 +218,13 @@ def test_forks_go_on_from_copies_of_the_last_page(monkeypatch: pytest.MonkeyPatc
     model = patched()
     (ids,) = prompts(70)
     copied = []
-    copy_blocks = hf_pages.NSAPages.copy_blocks
+    copy_blocks = hf_engine.NSAPages.copy_blocks
 
     def spy(self: Any, source: list[int], dest: list[int]) -> None:
         copied.extend(source)
         copy_blocks(self, source, dest)
 
-    monkeypatch.setattr(hf_pages.NSAPages, "copy_blocks", spy)
+    monkeypatch.setattr(hf_engine.NSAPages, "copy_blocks", spy)
     outputs = model.generate_batch(
         [ids],
         generation_config=GenerationConfig(

@@ -137,7 +137,7 @@ def test_a_layer_moves_five_tensors_and_their_gradients_once(way: str) -> None:
         counted.append(operators.seen)
     more = counted[1] - counted[0]
     layers = len(model.model.layers)
-    assert more["index_select.default"] == 2 * 5 * layers  # q, k, v, gates and the output
+    assert more["aten.index_select.default"] == 2 * 5 * layers  # q, k, v, gates and the output
     adding = {name for name in more if "index_add" in name or "index_put" in name}
     assert not adding, "a gradient is added up where it could be moved"
 

@@ -114,6 +114,27 @@ def _dtypes_from_one_table() -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
+def _masks_of_bools() -> None:
+    """Mends Triton 3.9, where `scalar & vector` of bools is an int32 that says it is a bool."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    load, store = Builder.create_masked_load, Builder.create_masked_store
+
+    def mend(mask: Any) -> None:
+        if not isinstance(mask, np.ndarray):  # Triton 3.6 hands over the array itself
+            mask.data = mask.data.astype(bool, copy=False)
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **names: Any) -> Any:
+        mend(mask)
+        return load(self, ptrs, mask, *rest, **names)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **names: Any) -> Any:
+        mend(mask)
+        return store(self, ptrs, value, mask, *rest, **names)
+
+    Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
+
+
 def _check_overflows_by_numpy() -> None:
     """Makes sums and products of signed integers that do not fit their type errors.
 
@@ -251,6 +272,7 @@ def _builtins_without_wrappers() -> None:
 
 if INTERPRETED:
     _check_overflows_by_numpy()
+    _masks_of_bools()
     _xor_sums_by_numpy()
     _patch_the_language_once()
     _dtypes_from_one_table()

@@ -166,6 +166,6 @@ def test_a_step_without_a_row_does_what_it_does_without_telemetry(
         assert told[step] - silent[step] == {
             f"{telemetry}.callback.on_step_end": 1,
             f"{telemetry}.session.step_ended": 1,
-            f"{telemetry}.heartbeat.stepped": 1,
+            f"{telemetry}.rows.stepped": 1,
             "time.monotonic": 1,
         }
