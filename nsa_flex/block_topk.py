@@ -64,6 +64,7 @@ def topk_blocks(
 
     Source: arXiv 2502.11089, section 3.3.2, and arXiv 2506.07900, section 2.2.
 
+    >>> import torch
     >>> query, key = torch.randn(1, 4, 200, 8), torch.randn(1, 2, 200, 8)
     >>> config = NSAConfig(8, 4, 16, num_selected_blocks=4)
     >>> blocks = topk_blocks(query, key, config=config, pooling="max", coarse=4)

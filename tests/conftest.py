@@ -159,6 +159,12 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
+def forget_shapes() -> None:
+    """A compiler that knows no shapes."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def forget_plans() -> Iterator[Callable[[], None]]:
     """For tests that change the selection's limits, of which kept plans know nothing.
 

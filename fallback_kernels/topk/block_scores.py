@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.checks import DTYPES, MAX_HEAD_DIM
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
@@ -90,6 +91,7 @@ def block_scores(
     return scores
 
 
+@recordable
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks", "kv_heads"])
 def block_scores_kernel(
     query_ptr, key_ptr, lse_ptr, position_ptr, start_ptr, scores_ptr,

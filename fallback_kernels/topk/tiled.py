@@ -10,9 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.topk.select import block_of, load_bits, store_best
 
 
+@recordable
 @triton.jit(do_not_specialize=["first_query", "chunk_queries", "num_queries"])
 def topk_select_tiled_kernel(
     score_ptr, block_ptr, position_ptr, start_ptr, position_stride_b, start_stride_b,

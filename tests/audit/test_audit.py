@@ -22,6 +22,7 @@ from nsa_flex.auditing.measuring import MOST_CALLS
 from nsa_flex.auditing.report import AuditFinding
 from nsa_flex.auditing.sources import excerpt, is_allowed, place_of
 
+pytestmark = pytest.mark.usefixtures("forget_shapes")
 HERE = Path(__file__).name
 
 

@@ -19,6 +19,8 @@ from audit.quick_audit import quick
 from nsa_flex.auditing.sources import place_of
 from nsa_flex.hot_path import SyncDetector, find_syncs
 
+pytestmark = pytest.mark.usefixtures("forget_shapes")
+
 
 def made_with_syncs() -> tuple[torch.Tensor]:
     lengths = torch.tensor([3, 8])
