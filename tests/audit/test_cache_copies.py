@@ -135,6 +135,7 @@ def test_static_caches_are_written_in_place(patched: bool) -> None:
         assert find_cache_copies(lambda: functools.partial(logits(model), **make())) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "device",
     [pytest.param("cpu", marks=fails_to_compile), pytest.param("cuda", marks=pytest.mark.gpu)],

@@ -153,6 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.kept(lambda world: world == 2)
 @pytest.mark.parametrize("world", [2, 4])
 def test_shards_find_what_one_process_finds(world: int, tmp_path: Path) -> None:
     on_ranks(world, "cpu", tmp_path, every_case)

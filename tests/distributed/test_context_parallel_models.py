@@ -131,6 +131,7 @@ def every_recipe(device: torch.device) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_whole_models_compile(tmp_path: Path) -> None:
     on_ranks(2, "cpu", tmp_path, whole_models)
 
