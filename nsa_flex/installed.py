@@ -17,7 +17,7 @@ from typing import Any
 from torch.torch_version import TorchVersion
 
 # The oldest and the newest release of each that the tests of `make compat` pass with.
-TESTED = {"torch": ("2.11", "2.14"), "triton": ("3.6", "3.8"), "transformers": ("5.17", "5.24")}
+TESTED = {"torch": ("2.11", "2.14"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
 
 
 def installed(name: str) -> bool:
