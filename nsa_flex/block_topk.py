@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa_flex.backends.branch import query_positions
 from nsa_flex.compression import mean_of_blocks, split_segments
 from nsa_flex.config import NSAConfig
-from nsa_flex.inputs import check_positions, check_scale, check_tensors
+from nsa_flex.inputs import check_positions, check_query_and_key, check_scale, check_tensors
 from nsa_flex.selection import choose_blocks
 
 if TYPE_CHECKING:
@@ -73,10 +73,7 @@ def topk_blocks(
     """
     config = _pooled(config, pooling)
     config.specialize()
-    check_tensors({"query": query, "key": key}, own_dtype="")
-    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
-        got = f"{tuple(query.shape)} and {tuple(key.shape)}"
-        raise ValueError(f"query and key must have the same batch size and head dim, got {got}")
+    check_query_and_key(query, key)
     check_positions(query, key, query_offset, document_start)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     check_scale(scale)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.backends.branch import query_positions
-from nsa_flex.inputs import check_positions
+from nsa_flex.inputs import check_positions, check_query_and_key
 from nsa_flex.installed import HAS_TRITON
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def indexer_topk(
     >>> indexer_topk(query, key, block_size=16, num_blocks=2)[0, 0, [0, 20]].shape
     torch.Size([2, 2])
     """
-    _check(query, key, block_size, num_blocks, num_local_blocks)
+    check_query_and_key(query, key)
+    _check_sizes(block_size, num_blocks, num_local_blocks)
     check_positions(query, key, query_offset, document_start)
     _, position = query_positions(query, key, query_offset)
     position = position.to(torch.int32).expand(query.shape[0], -1).contiguous()
@@ -149,22 +150,8 @@ def _best(
     return index.masked_fill(best == float("-inf"), -1).to(torch.int32)
 
 
-def _check(
-    query: Tensor, key: Tensor, block_size: int, num_blocks: int, num_local_blocks: int
-) -> None:
-    """Raises ValueError naming the first thing that does not fit. Reads no values."""
-    if query.dim() != 4 or key.dim() != 4:
-        got = f"{tuple(query.shape)} and {tuple(key.shape)}"
-        raise ValueError(f"query and key must be (B, heads, S, D), got {got}")
-    heads, key_heads = query.shape[1], key.shape[1]
-    if key_heads == 0 or heads % key_heads:
-        raise ValueError(f"query has {heads} heads; it must be a multiple of key's {key_heads}")
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        got = f"{tuple(query.shape)} and {tuple(key.shape)}"
-        raise ValueError(f"query and key must have the same batch size and head dim, got {got}")
-    if query.dtype != key.dtype or not query.is_floating_point():
-        got = f"query is {query.dtype} and key {key.dtype}"
-        raise ValueError(f"{got}: one floating dtype is needed")
+def _check_sizes(block_size: int, num_blocks: int, num_local_blocks: int) -> None:
+    """Raises ValueError naming the first that cannot be."""
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size={block_size} must be a power of two, at least 16")
     if not 0 <= num_local_blocks <= num_blocks or num_blocks < 1:

@@ -76,6 +76,14 @@ def check_tensors(tensors: Mapping[str, Any], *, own_dtype: str) -> None:
         raise ValueError(f"key has {kv_heads} heads; query's {heads} must be a multiple of it")
 
 
+def check_query_and_key(query: Tensor, key: Tensor) -> None:
+    """`check_tensors` of queries and keys that are scored without values, and their sizes."""
+    check_tensors({"query": query, "key": key}, own_dtype="")
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        got = f"{tuple(query.shape)} and {tuple(key.shape)}"
+        raise ValueError(f"query and key must have the same batch size and head dim, got {got}")
+
+
 def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ValueError at the first tensor of another shape."""
     for name, shape in expected.items():

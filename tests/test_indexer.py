@@ -100,7 +100,7 @@ def test_no_gradient():
         ({"query": torch.randn(2, 20, 8)}, "must be"),
         ({"key": torch.randn(1, 3, 20, 8)}, "multiple"),
         ({"key": torch.randn(1, 1, 20, 4)}, "same batch size and head dim"),
-        ({"key": torch.randn(1, 1, 20, 8).half()}, "one floating dtype"),
+        ({"key": torch.randn(1, 1, 20, 8).half()}, "key is torch.float16, query torch.float32"),
         ({"block_size": 24}, "power of two"),
         ({"num_local_blocks": 17}, "num_local_blocks=17"),
         ({"num_blocks": 0, "num_local_blocks": 0}, "num_blocks=0"),

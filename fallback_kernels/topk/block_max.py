@@ -67,14 +67,15 @@ def block_max(
     )
     is_float32 = query.dtype == torch.float32
     block_m, block_n = (32, 16) if is_float32 else (64, block_size)  # larger ones spill
-    block_max_kernel[(cdiv(num_queries, block_m), batch * heads)](
-        query, key, position, start, best,
-        query.stride()[:3], key.stride()[:3],
-        num_queries, num_keys, blocks, heads, heads // key.shape[1],
-        BLOCK_SIZE=block_size, HEAD_DIM=dim, BLOCK_D=tile_width(dim),
-        BLOCK_M=block_m, BLOCK_N=block_n, PRECISION="ieee" if is_float32 else "tf32",
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        block_max_kernel[(cdiv(num_queries, block_m), batch * heads)](
+            query, key, position, start, best,
+            query.stride()[:3], key.stride()[:3],
+            num_queries, num_keys, blocks, heads, heads // key.shape[1],
+            BLOCK_SIZE=block_size, HEAD_DIM=dim, BLOCK_D=tile_width(dim),
+            BLOCK_M=block_m, BLOCK_N=block_n, PRECISION="ieee" if is_float32 else "tf32",
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
     return best
 
 
