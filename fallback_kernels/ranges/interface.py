@@ -125,10 +125,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    out = ctx.saved_tensors[5]
+    saved = ctx.saved_tensors  # read once: recomputation in a checkpoint gives them once
     if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    gradients = _attend_gradients(*ctx.saved_tensors, grad_out, grad_lse, ctx.scale)
+        grad_out = torch.zeros_like(saved[5])
+    gradients = _attend_gradients(*saved, grad_out, grad_lse, ctx.scale)
     return (*gradients, None, None, None)
 
 

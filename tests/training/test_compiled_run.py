@@ -90,6 +90,7 @@ def test_a_run_on_cuda(tmp_path: Path, texts: Path, documents: str) -> None:
     result = train(first)
     assert result["loss"] < result["first_loss"] - 0.5
     found = rows_of(tmp_path / "run")
+    assert not found.pop("changes")  # nobody told of one
     assert all(found.values())
     assert {row["backend"] for row in found["fallback_counters"]} <= {"sdpa", "triton"}
     assert found["heartbeat"][-1]["device_peak_bytes"] > 0
