@@ -60,7 +60,11 @@ def compiled_code(layer: NSAAttention, cache: LayerCache, x: Tensor) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "separate"),
-    [pytest.param("mlp", False, marks=fails_to_compile), ("linear", True)],
+    [
+        pytest.param("mlp", False, marks=fails_to_compile),
+        pytest.param("linear", True, marks=fails_to_compile),
+        ("weighted", True),
+    ],
 )
 @torch.no_grad()
 def test_compiled_operators_alone_write_the_cache(kind: Any, separate: bool) -> None:
