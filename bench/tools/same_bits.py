@@ -180,7 +180,8 @@ def _attend(call: Call, inputs: dict[str, Tensor], options: dict[str, Any]) -> l
 
 
 def _hash(x: Tensor) -> str:
-    data = x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    plain = x.detach().cpu().clone(memory_format=torch.contiguous_format)  # strides of 1s too
+    data = plain.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()[:16]
 
 
