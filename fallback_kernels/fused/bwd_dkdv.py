@@ -55,7 +55,8 @@ def key_gradients(
         selected_sums: float32 (B, tokens, Hkv, D) and (B, tokens, Hkv, Dv), contiguous; S tokens
             or more.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
+        document_start: int32 (B, S), contiguous, first key of each query's document, never
+            decreasing along a row; None for one document.
         initial_local: where it has any, the selected branch has the same keys and values.
         kinds: of `block_kinds`; results of short documents are left to other kernels.
     """

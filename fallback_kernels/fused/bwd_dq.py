@@ -113,7 +113,8 @@ def query_gradients(
         compressed_parts: dQ of the compressed branch, by the parts of its fold.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
         gates: (B, Hq, S, 3), any strides, any real numbers.
-        document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
+        document_start: int32 (B, S), contiguous, first key of each query's document, never
+            decreasing along a row; None for one document.
         initial_local: where it has any, the selected branch has the same keys and values.
         zeroed: one tensor or two (1 or 2, B, tokens, Hkv, ·), contiguous, that are set to 0.
         kinds: of `block_kinds`. Of short documents dQ stays as it is, and nothing else is written.

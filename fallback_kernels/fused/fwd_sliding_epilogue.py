@@ -78,7 +78,9 @@ def sliding_epilogue(
     """The sliding branch, and in its registers `sum_c gates[..., c] * branch_c` in float32.
 
     Args:
-        query: (B, Hq, S, D); key, value, document_start: as `sliding_attention` takes them.
+        query: (B, Hq, S, D); key: (B, Hkv, S, D); value: (B, Hkv, S, Dv).
+        document_start: int32 (B, S), contiguous, first key of each query's document, never
+            decreasing along a row; None for one document.
         compressed_parts: outputs of the compressed branch, by the parts of its fold.
         selected: (B, S, Hq, Dv), contiguous.
         gates: (B, Hq, S, 3), any strides.
@@ -193,7 +195,7 @@ def fused_sliding_epilogue_kernel(
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query tile, as in `sliding_fwd_kernel`, and the gated sum of its branches."""
+    """One query tile, and the gated sum of its branches."""
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
