@@ -338,8 +338,8 @@ def fold_gated_lse_kernel(
         token, rows, first1, first2, first3, reach, STRIDE
     )
     offset = ((b * width + residue) * heads + head) * part_rows + row
-    gate_ptr += b * gate_strides[0] + head.to(tl.int64) * gate_strides[1]
-    gate_ptr += token.to(tl.int64) * gate_strides[2]
+    gate_row = b * gate_strides[0] + head.to(tl.int64) * gate_strides[1]
+    gate_ptr += gate_row + token.to(tl.int64) * gate_strides[2]
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     lse_ptr += tl.program_id(1).to(tl.int64) * num_tokens
     lse = tl.load(lse_ptr + token, mask=mask, other=0.0)
