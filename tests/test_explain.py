@@ -128,7 +128,7 @@ def test_float32_says_why_not(imagine: Callable[..., None]) -> None:
     imagine(*arch.SM90)
     told = explain(*pair(torch.float32), device=GPU, needs_grad=True)
     assert not told.kernels.names & kernels_of("_sm90")
-    assert {"sliding", "selected", "topk"} <= {run.stage for run in told.kernels.forward}
+    assert {"ranges", "selected", "topk"} <= {run.stage for run in told.kernels.forward}
     assert "query is torch.float32" in str(told)
 
 

@@ -34,7 +34,6 @@ from nsa_flex.bench.tools.kernel_calls import (
 from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
-from nsa_flex.fallback_kernels.sliding.interface import sliding_attention
 from nsa_flex.fallback_kernels.topk.interface import select_topk_blocks
 
 CUDA = torch.cuda.is_available()
@@ -112,24 +111,6 @@ def in_both_modes(call: Core) -> None:
         replace(call, heads_first=deterministic, device=DEVICE)()
     replace(call, train=False, device=DEVICE)()
     torch.use_deterministic_algorithms(False)
-
-
-def sliding() -> Calls:
-    """Windows shorter and longer than the row; Dv other than D; rows of float32."""
-    cases: tuple[tuple[Shape, int, int], ...] = (
-        ((1, 16, 1, 300, 128, HALF), 128, 100),
-        ((2, 6, 2, 141, 64, OTHER_HALF), 48, 512),
-        ((1, 4, 1, 70, 32, torch.float32), 32, 7),
-    )
-    return [partial(differentiate_window, *case) for case in cases]
-
-
-def differentiate_window(shape: Shape, value_dim: int, window: int) -> None:
-    q, k, v = heads_of(shape, value_dim)
-    start = torch.arange(shape[3], dtype=torch.int32, device=q.device) // 64 * 64
-    for documents in (None, start.repeat(shape[0], 1)):
-        both = sliding_attention(q, k, v, window_size=window, scale=0.2, document_start=documents)
-        differentiate(both, (q, k, v))
 
 
 def ranges() -> Calls:
@@ -273,7 +254,7 @@ def heads_first(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtyp
 
 
 FAMILIES: dict[str, Calls] = {
-    f.__name__: f() for f in (core, short, sliding, ranges, selection, choice, merge, decode)
+    f.__name__: f() for f in (core, short, ranges, selection, choice, merge, decode)
 }
 
 

@@ -20,6 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, all_hav
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, first_local_key
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, last_queries, stats_descriptor
@@ -55,7 +56,8 @@ def key_gradients(
         selected_sums: float32 (B, tokens, Hkv, D) and (B, tokens, Hkv, Dv), contiguous; S tokens
             or more.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
+        document_start: int32 (B, S), contiguous, first key of each query's document, never
+            decreasing along a row; None for one document.
         initial_local: where it has any, the selected branch has the same keys and values.
         kinds: of `block_kinds`; results of short documents are left to other kernels.
     """
@@ -89,10 +91,10 @@ def key_gradients(
         *((None, None) if selected_sums is None else selected_sums),
         grad_key,
         grad_value,
-        *strides(query),
-        *strides(key),
-        *strides(value),
-        *strides(grad),
+        strides(query),
+        strides(key),
+        strides(value),
+        strides(grad),
         stats.stride(1),
         plan.tokens,
         0 if selected_sums is None else selected_sums[0].shape[1],
@@ -165,16 +167,11 @@ def fused_bwd_dkdv_kernel(
     local_query_desc, local_grad_out_desc, local_stats_desc,
     document_start_ptr, kinds_ptr, last_query_ptr,
     sum_key_ptr, sum_value_ptr, grad_key_ptr, grad_value_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
+    query_strides, key_strides, value_strides, grad_out_strides,
     stats_stride_h, num_tokens, sum_tokens, window, kv_heads, scale, scale_log2,
     BLOCK_SIZE: tl.constexpr, LOCAL: tl.constexpr, LOCAL_BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """dV_j = sum_c gate_c p_cj dO and dK_j = scale * sum_c gate_c p_cj (dO v_j - delta_c) q.
 
@@ -187,6 +184,9 @@ def fused_bwd_dkdv_kernel(
 
     The SPLITS CTAs of a key tile share the query heads; gradients are (SPLITS, B, S, Hkv, ·).
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     HEADS: tl.constexpr = GROUP // SPLITS
     tiles = (num_tokens + BLOCK_N - 1) // BLOCK_N
     cta = tl.program_id(0) // SPLITS
@@ -199,17 +199,10 @@ def fused_bwd_dkdv_kernel(
         kinds_ptr, b, key, num_tokens, SHORT_DOCUMENT, BLOCK_SIZE
     ):
         return
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
-    )
-    queries = HeadRows(
-        query_desc, query_ptr, b, h, query_stride_b, query_stride_h, query_stride_s, num_tokens
-    )
-    grad_outs = HeadRows(
-        grad_out_desc, grad_out_ptr, b, h,
-        grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, num_tokens,
-    )  # fmt: skip
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_tokens)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_tokens)
+    queries = HeadRows(query_desc, query_ptr, b, h, query_strides, num_tokens)
+    grad_outs = HeadRows(grad_out_desc, grad_out_ptr, b, h, grad_out_strides, num_tokens)
     k, v = load_key_value(
         keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
@@ -235,13 +228,10 @@ def fused_bwd_dkdv_kernel(
         local_stop = tl.maximum(local_stop, start + BLOCK_N - 1)
         local_tiles = tl.minimum((local_stop - start + BLOCK_M - 1) // BLOCK_M, tiles_per_head)
         per_head = local_tiles * (BLOCK_M // LOCAL_BLOCK_M)
-        local_queries = HeadRows(
-            local_query_desc, query_ptr, b, h,
-            query_stride_b, query_stride_h, query_stride_s, num_tokens,
-        )  # fmt: skip
+        local_queries = HeadRows(local_query_desc, query_ptr, b, h, query_strides, num_tokens)
         local_grad_outs = HeadRows(
             local_grad_out_desc, grad_out_ptr, b, h,
-            grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, num_tokens,
+            grad_out_strides, num_tokens,
         )  # fmt: skip
         local_stats = GatedStats(
             local_stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens

@@ -20,6 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kin
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
@@ -27,6 +28,8 @@ from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, empty_stats
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
+    edge_block_n,
+    heads_of_tile,
     load_document_start,
     load_key_value,
     load_rows_at,
@@ -36,7 +39,7 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     store_rows_at,
 )
 
-ZEROS = 1024  # numbers that one CTA sets to zero at a time
+ZEROS = tl.constexpr(1024)  # numbers that one CTA sets to zero at a time
 ZEROS_BLOCKS = tl.constexpr(4)  # blocks of the tokens whose vectors a CTA sets to zero, at most
 
 
@@ -113,7 +116,8 @@ def query_gradients(
         compressed_parts: dQ of the compressed branch, by the parts of its fold.
         key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
         gates: (B, Hq, S, 3), any strides, any real numbers.
-        document_start: int32 (B, S), contiguous, or None: see `sliding_attention`.
+        document_start: int32 (B, S), contiguous, first key of each query's document, never
+            decreasing along a row; None for one document.
         initial_local: where it has any, the selected branch has the same keys and values.
         zeroed: one tensor or two (1 or 2, B, tokens, Hkv, ·), contiguous, that are set to 0.
         kinds: of `block_kinds`. Of short documents dQ stays as it is, and nothing else is written.
@@ -141,9 +145,9 @@ def query_gradients(
         stats,
         first,
         second,
-        *strides(key),
-        *strides(value),
-        *gates.stride(),
+        strides(key),
+        strides(value),
+        gates.stride(),
         stats.stride(1),
         plan.tokens,
         *(0 if x is None else x[..., 0, 0].numel() for x in (first, second)),
@@ -155,11 +159,10 @@ def query_gradients(
         *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
-        ZEROS=ZEROS,
         BLOCK_SIZE=initial_local.block_size,
         INITIAL=initial_local.num_initial,
         LOCAL=initial_local.num_local,
-        **plan.query_tile_constants(tiles),
+        **plan.constants(tiles),
     )
     return QueryGradients(grad_query, stats)
 
@@ -260,19 +263,13 @@ def fused_bwd_dq_kernel(
     key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, kinds_ptr,
     part0, part1, part2, part3, grad_query_ptr, stats_ptr,
     first_zeros_ptr, second_zeros_ptr,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, stats_stride_h,
+    key_strides, value_strides, gate_strides, stats_stride_h,
     num_tokens, first_zeros, second_zeros, zeros_rows, zeros_tokens, window, kv_heads,
     scale, scale_log2,
     rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, ZEROS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches.
 
@@ -282,6 +279,12 @@ def fused_bwd_dq_kernel(
 
     With `kinds_ptr`, none of it is written for short documents.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
+    HEADS: tl.constexpr = heads_of_tile(GROUP, BLOCK_M)
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // HEADS
+    EDGE_BLOCK_N: tl.constexpr = edge_block_n(BLOCK_TOKENS, BLOCK_N)
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
@@ -308,16 +311,16 @@ def fused_bwd_dq_kernel(
     grad_out = load_rows_at(
         grad_out_ptr, row * VALUE_DIM, row_mask, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
-    gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
+    gate_ptr += batch * gate_strides[0] + head * gate_strides[1]
+    gate_ptr += row_offsets(token, head_in_group, gate_strides[1], gate_strides[2])
     compressed_gate = tl.load(gate_ptr, mask=row_mask, other=0.0)  # [BLOCK_M]
-    selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    selected_gate = tl.load(gate_ptr + gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     store_rows_at(
         signed_ptr, row * VALUE_DIM, row_mask & ((compressed_gate < 0.0) | (selected_gate < 0.0)),
         tl.where((selected_gate < 0.0)[:, None], -grad_out, grad_out), VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
     # The window's gate: its size goes into the log-sum-exp, its sign into dO and the deltas.
-    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + 2 * gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     negative = gate < 0.0  # [BLOCK_M], as all stats below
     grad_out = tl.where(negative[:, None], -grad_out, grad_out)
     stats_ptr += batch * 4 * query_heads * stats_stride_h
@@ -342,10 +345,8 @@ def fused_bwd_dq_kernel(
         selected_delta = tl.where(negative, -selected_delta, selected_delta)
         selected_gate = tl.where(negative, -selected_gate, selected_gate)
 
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
-    )
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_tokens)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_tokens)
     DOCUMENTS: tl.constexpr = document_start_ptr is not None
     if not DOCUMENTS:
         first_key, lowest, highest = 0, 0, 0

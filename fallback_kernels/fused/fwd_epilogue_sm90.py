@@ -13,6 +13,8 @@ copy engine reads zeros behind them, and writes nothing there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,7 +37,7 @@ from nsa_flex.fallback_kernels.common.gluon import (
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, MIN_LOGIT
 from nsa_flex.fallback_kernels.common.strides import has_tma_strides
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import tile_width, width_of
 from nsa_flex.fallback_kernels.compressed import fold as fold_parts
 from nsa_flex.fallback_kernels.selected.block_union import OTHERS
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
@@ -291,11 +293,11 @@ def fused_fwd_epilogue_sm90_kernel(
     compressed_desc, selected_desc, sliding_desc, selected_ptr,
     partial_desc, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr, offsets_ptr,
     part0, part1, part2, part3, gate_ptr, selected_lse_ptr, sliding_lse_ptr,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    gate_strides,
     first_head, chunk_start, chunk_tokens, tiles_per_head,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_SLOTS: gl.constexpr,
-    INITIAL: gl.constexpr, LOCAL: gl.constexpr, PADDED_SLOTS: gl.constexpr,
+    INITIAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """`fused_fwd_epilogue_kernel`, with one initial block at most.
 
@@ -304,6 +306,7 @@ def fused_fwd_epilogue_sm90_kernel(
     read from `selected_ptr`, which at an offset is the result's memory. Tiles are counted in
     positions, rows and tokens by query.
     """
+    PADDED_SLOTS: gl.constexpr = width_of(NUM_SLOTS)
     SAVE: gl.constexpr = sliding_desc is not None
     FIRST: gl.constexpr = 1 if SAVE else 0
     TOPK: gl.constexpr = NUM_SLOTS - INITIAL - LOCAL
@@ -394,11 +397,12 @@ def fused_fwd_epilogue_sm90_kernel(
     kept.store(scale_rows(acc, 1.0 / kept_sum).to(dtype))
     kept_lse = row_max + gl.log2(kept_sum)
     # Loaded here, used after the window. Of slots that no row has, anything may be loaded.
-    gate_ptr += b * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
+    gate_ptr += b * gate_strides[0] + head * gate_strides[1]
+    gate_ptr += row_offsets(token, head_in_group, gate_strides[1], gate_strides[2])
     gates = gl.tuple(())
     for c in gl.static_range(3):
-        gates += (gl.load(gate_ptr + c * gate_stride_c, mask=row_mask, other=0.0).to(gl.float32),)
+        gate = gl.load(gate_ptr + c * gate_strides[3], mask=row_mask, other=0.0)
+        gates += (gate.to(gl.float32),)
     bitmask_ptr += (b * kv_heads + h) * num_tokens
     bitmask = gl.load(bitmask_ptr + token, mask=token_mask, other=0)  # [BLOCK_M]
     first_row = head_in_chunk * chunk_tokens + first_position - chunk_start
@@ -586,7 +590,7 @@ def launch(
     selection: Selection,
     partials: Tensor,
     tensors: tuple[Tensor, ...],
-    scalars: tuple[float, ...],
+    scalars: tuple[Any, ...],
     stride: int,
 ) -> None:
     """One query chunk, as `fwd_epilogue._launch`, but for the first two arguments.
@@ -609,7 +613,6 @@ def launch(
         NUM_SLOTS=plan.num_slots,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
-        PADDED_SLOTS=tile_width(plan.num_slots),
         num_warps=4,
         maxnreg=REGISTERS,
     )

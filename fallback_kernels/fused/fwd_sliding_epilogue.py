@@ -16,13 +16,15 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan
 from nsa_flex.fallback_kernels.sliding.fwd import attend_window
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
+    edge_block_n,
+    heads_of_tile,
     load_rows_at,
     query_rows,
     query_tile_of_cta,
@@ -30,14 +32,14 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     store_rows_at,
 )
 
-LSE_TOKENS = 256
+LSE_TOKENS = tl.constexpr(256)
 
 
 def unfold_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int) -> Tensor:
     """Log-sum-exps by the parts of the fold as float32 (B, H, S), -inf for the first l - 1."""
     batch = lse[0].shape[0]
     out = torch.empty((batch, heads, num_tokens), dtype=torch.float32, device=lse[0].device)
-    unfold_lse_kernel[(cdiv(num_tokens, LSE_TOKENS), batch * heads)](
+    unfold_lse_kernel[(cdiv(num_tokens, LSE_TOKENS.value), batch * heads)](
         *lse,
         out,
         heads,
@@ -45,7 +47,6 @@ def unfold_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int)
         *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
-        BLOCK_TOKENS=LSE_TOKENS,
     )
     return out
 
@@ -78,7 +79,9 @@ def sliding_epilogue(
     """The sliding branch, and in its registers `sum_c gates[..., c] * branch_c` in float32.
 
     Args:
-        query: (B, Hq, S, D); key, value, document_start: as `sliding_attention` takes them.
+        query: (B, Hq, S, D); key: (B, Hkv, S, D); value: (B, Hkv, S, Dv).
+        document_start: int32 (B, S), contiguous, first key of each query's document, never
+            decreasing along a row; None for one document.
         compressed_parts: outputs of the compressed branch, by the parts of its fold.
         selected: (B, S, Hq, Dv), contiguous.
         gates: (B, Hq, S, 3), any strides.
@@ -110,10 +113,10 @@ def sliding_epilogue(
         lse,
         sliding,
         compressed,
-        *strides(query),
-        *strides(key),
-        *strides(value),
-        *gates.stride(),
+        strides(query),
+        strides(key),
+        strides(value),
+        gates.stride(),
         plan.tokens,
         min(window_size, key.shape[2]),
         plan.kv_heads,
@@ -123,7 +126,7 @@ def sliding_epilogue(
         STRIDE=fold.stride,
         SAVE=save,
         SAVE_COMPRESSED=save_compressed,
-        **plan.query_tile_constants(tiles),
+        **plan.constants(tiles),
     )
     return SlidingEpilogue(out, lse, sliding, compressed)
 
@@ -133,13 +136,13 @@ def sliding_epilogue(
 def unfold_lse_kernel(
     lse0, lse1, lse2, lse3, out_ptr,
     heads, num_tokens, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of tokens, head of a batch row)."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
-    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    mask = token < num_tokens  # [BLOCK_TOKENS], as all below
+    token = tl.program_id(0) * LSE_TOKENS + tl.arange(0, LSE_TOKENS)
+    mask = token < num_tokens  # [LSE_TOKENS], as all below
     part, residue, width, part_rows, row = fold_position(
         token, rows, first1, first2, first3, reach, STRIDE
     )
@@ -181,27 +184,27 @@ def fused_sliding_epilogue_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, offsets_ptr,
     part0, part1, part2, part3, selected_ptr, gate_ptr,
     out_ptr, lse_ptr, sliding_ptr, compressed_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    query_strides, key_strides, value_strides, gate_strides,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, SAVE: tl.constexpr, SAVE_COMPRESSED: tl.constexpr,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STRIDE: tl.constexpr, SAVE: tl.constexpr, SAVE_COMPRESSED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query tile, as in `sliding_fwd_kernel`, and the gated sum of its branches."""
+    """One query tile, and the gated sum of its branches."""
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
+    HEADS: tl.constexpr = heads_of_tile(GROUP, BLOCK_M)
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // HEADS
+    EDGE_BLOCK_N: tl.constexpr = edge_block_n(BLOCK_TOKENS, BLOCK_N)
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
     )  # [BLOCK_M] each
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
-    query_ptr += batch * query_stride_b + head * query_stride_h
+    query_ptr += batch * query_strides[0] + head * query_strides[1]
     q = load_rows_at(
-        query_ptr, row_offsets(token, head_in_group, query_stride_h, query_stride_s),
+        query_ptr, row_offsets(token, head_in_group, query_strides[1], query_strides[2]),
         row_mask, HEAD_DIM, BLOCK_D,
     )  # fmt: skip  # [BLOCK_M, BLOCK_D]
     query_offset, end_key, num_keys = 0, None, num_tokens
@@ -209,10 +212,8 @@ def fused_sliding_epilogue_kernel(
         query_offset = tl.load(offsets_ptr + b * kv_heads + h)
         num_keys += query_offset
         end_key = num_keys
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_keys)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_keys
-    )
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_keys)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_keys)
     acc, row_max, row_sum = attend_window(
         q, keys, values, document_start_ptr, first + query_offset, token + query_offset, window,
         scale_log2, BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM,
@@ -227,11 +228,11 @@ def fused_sliding_epilogue_kernel(
     if SAVE:
         store_rows_at(sliding_ptr, row * VALUE_DIM, row_mask, acc, VALUE_DIM, BLOCK_DV)
 
-    gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
-    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    gate_ptr += batch * gate_strides[0] + head * gate_strides[1]
+    gate_ptr += row_offsets(token, head_in_group, gate_strides[1], gate_strides[2])
+    gate = tl.load(gate_ptr + 2 * gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     acc *= gate[:, None]
-    gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     branch = load_rows_at(
         selected_ptr, row * VALUE_DIM, row_mask, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]

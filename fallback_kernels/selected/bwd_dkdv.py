@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
-from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows
+from nsa_flex.fallback_kernels.common.tiles import (
+    group_rows,
+    load_rows,
+    precision_of,
+    store_rows,
+    width_of,
+)
 from nsa_flex.fallback_kernels.selected.tiles import (
     first_partial,
     last_key,
@@ -61,12 +67,8 @@ def selected_bwd_dkdv_kernel(
     entries_ptr,
     work_tiles_ptr,
     offsets_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
+    key_strides,
+    value_strides,
     first_work_tile,
     first_head,
     first_csr_row,
@@ -83,10 +85,7 @@ def selected_bwd_dkdv_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
@@ -96,6 +95,9 @@ def selected_bwd_dkdv_kernel(
 
     `stats_ptr`: base-2 log-sum-exp and delta of every row, as `softmax_stats_kernel` writes them.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     start, stop, batch, head, head_in_chunk, block = load_work_tile(
         work_tiles_ptr,
         first_work_tile + tl.program_id(0),
@@ -112,13 +114,13 @@ def selected_bwd_dkdv_kernel(
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
     grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
     stats_ptr = group_rows(stats_ptr, b, h, num_queries, kv_heads, GROUP, 2)
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     k = load_block(
-        key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
+        key_ptr, key_strides[2], block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
     )  # [BLOCK_SIZE, BLOCK_D]
     v = load_block(
-        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
+        value_ptr, value_strides[2], block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_SIZE, BLOCK_DV]
     chunk_shift = row_shift(offsets_ptr, batch * kv_heads + head, chunk_shift, BLOCK_SIZE)
     first = first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS)
@@ -181,12 +183,8 @@ def selected_bwd_dkdv_initial_local_kernel(
     offsets_ptr,
     grad_key_ptr,
     grad_value_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
+    key_strides,
+    value_strides,
     query_offset,
     num_queries,
     num_keys,
@@ -195,13 +193,9 @@ def selected_bwd_dkdv_initial_local_kernel(
     scale,
     scale_log2,
     GROUP: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -222,6 +216,9 @@ def selected_bwd_dkdv_initial_local_kernel(
     A block of keys that is local has one CTA, which stores its sum: 0 where no query is near. The
     gradients of initial blocks start at 0; their CTAs add by atomics.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     segment = tl.program_id(0) // (LOCAL_PER_SEGMENT + INITIAL)
     number = tl.program_id(0) % (LOCAL_PER_SEGMENT + INITIAL)
     batch_head = tl.program_id(1)
@@ -246,13 +243,13 @@ def selected_bwd_dkdv_initial_local_kernel(
     grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
     stats_ptr = group_rows(stats_ptr, b, h, num_queries, kv_heads, GROUP, 2)
     bitmask_ptr += (b * kv_heads + h) * num_queries
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     k = load_block(
-        key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
+        key_ptr, key_strides[2], block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
     )  # [BLOCK_SIZE, BLOCK_D]
     v = load_block(
-        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
+        value_ptr, value_strides[2], block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_SIZE, BLOCK_DV]
     key_index = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) - query_offset
 

@@ -20,7 +20,13 @@ from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
-from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
+from nsa_flex.fallback_kernels.common.tiles import (
+    group_rows,
+    load_rows,
+    precision_of,
+    store_rows,
+    width_of,
+)
 from nsa_flex.fallback_kernels.launch.streams import round_robin
 from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import selected_fwd_combine_kernel
@@ -56,12 +62,8 @@ def selected_fwd_partial_kernel(
     entries_ptr,
     work_tiles_ptr,
     offsets_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
+    key_strides,
+    value_strides,
     first_work_tile,
     first_head,
     first_csr_row,
@@ -76,14 +78,14 @@ def selected_fwd_partial_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """CTA (work tile): partial outputs of one block, for the queries that selected it."""
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     start, stop, batch, head, head_in_chunk, block = load_work_tile(
         work_tiles_ptr,
         first_work_tile + tl.program_id(0),
@@ -98,8 +100,8 @@ def selected_fwd_partial_kernel(
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     # Partial row of an entry: (first + entry) * GROUP + query head within the group.
     chunk_shift = row_shift(offsets_ptr, batch * kv_heads + head, chunk_shift, BLOCK_SIZE)
     first = first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS)
@@ -114,10 +116,10 @@ def selected_fwd_partial_kernel(
     entry = tl.load(entries_ptr + tl.minimum(start + token, last))  # [BLOCK_M]
     next_entry = tl.load(entries_ptr + tl.minimum(start + BLOCK_TOKENS + token, last))  # [BLOCK_M]
     k = load_block(
-        key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
+        key_ptr, key_strides[2], block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
     )  # [BLOCK_SIZE, BLOCK_D]
     v = load_block(
-        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
+        value_ptr, value_strides[2], block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_SIZE, BLOCK_DV]
     query_row = (entry // NUM_SLOTS) * query_heads + head_in_group
     q = load_rows(
@@ -208,8 +210,8 @@ def _arguments(
         csr.entries,
         csr.work_tiles,
         offsets,
-        *strides(key),
-        *strides(value),
+        strides(key),
+        strides(value),
         chunk.number * csr.work_tiles.shape[1],
         chunk.first_head,
         chunk.first_csr_row,
@@ -228,6 +230,7 @@ def _launch(plan: SelectedPlan, num_ctas: int, arguments: tuple[Any, ...]) -> No
     selected_fwd_partial_kernel[(num_ctas,)](
         *arguments,
         **plan.constants(),
+        NUM_SLOTS=plan.num_slots,
         BLOCK_M=plan.tile_rows,
         num_warps=plan.num_warps,
         maxnreg=plan.stream_registers,
@@ -255,8 +258,8 @@ def _launch_combine(
         offsets,
         out,
         lse,
-        *strides(key),
-        *strides(value),
+        strides(key),
+        strides(value),
         chunk.first_head,
         (chunk.start - plan.base) // plan.combine_tokens,
         plan.span // plan.combine_tokens,
@@ -268,7 +271,7 @@ def _launch_combine(
         plan.kv_heads,
         base2_scale(scale),
         **plan.constants(),
-        PADDED_SLOTS=tile_width(plan.num_slots),
+        NUM_SLOTS=plan.num_slots,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
         BLOCK_TOKENS=plan.combine_tokens,

@@ -14,8 +14,10 @@ from nsa_flex.fallback_kernels.common.strides import has_tma_strides, strides
 from nsa_flex.fallback_kernels.common.tiles import (
     group_rows,
     load_masked_rows,
+    precision_of,
     store_rows,
     tile_width,
+    width_of,
 )
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import attend_initial_local, combine_tile_rows
@@ -29,20 +31,19 @@ from nsa_flex.reasons import explained
 def selected_fwd_union_kernel(
     key_tiles, value_tiles, query_ptr, key_ptr, value_ptr, bitmask_ptr, offsets_ptr, sizes_ptr,
     union_ptr, masks_ptr, out_ptr, lse_ptr,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
+    key_strides, value_strides,
     base, span, query_offset, num_queries, num_keys, kv_heads, scale_log2,
-    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, INT64_OFFSETS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    CAPACITY: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, CAPACITY: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of the tiles that have a union.
 
-    USE_TMA: `key_tiles` and `value_tiles` are descriptors of (B, Hkv, Sk, D), tiles of one block.
+    key_tiles, value_tiles: descriptors of (B, Hkv, Sk, D), tiles of one block; None without TMA.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     size = tl.load(sizes_ptr + tile)
     if size < 0:
@@ -58,15 +59,15 @@ def selected_fwd_union_kernel(
     lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
     query_row = query * (kv_heads * GROUP) + head_in_group
     bitmask_ptr += (b * kv_heads + h) * num_queries
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     q = load_masked_rows(
         query_ptr, query_row, row_mask, INT64_OFFSETS, HEAD_DIM, BLOCK_D
     )  # [BLOCK_M, BLOCK_D]
     bitmask = tl.load(bitmask_ptr + query, mask=row_mask, other=0)  # [BLOCK_M]
     row_max, row_sum, out = attend_initial_local(
         q, bitmask & 1, position, (base + tl.program_id(0) * BLOCK_TOKENS) // BLOCK_SIZE, key_ptr,
-        value_ptr, key_stride_s, value_stride_s, num_keys, scale_log2, BLOCK_SIZE, HEAD_DIM,
+        value_ptr, key_strides[2], value_strides[2], num_keys, scale_log2, BLOCK_SIZE, HEAD_DIM,
         BLOCK_D, VALUE_DIM, BLOCK_DV, PRECISION, 0, 1, BLOCK_M,
     )  # fmt: skip
 
@@ -81,17 +82,17 @@ def selected_fwd_union_kernel(
         if WORDS == 2:
             bits = tl.where(token < 32, bits, tl.load(masks_ptr + i * WORDS + 1) >> (token % 32))
         selected = row_mask & ((bits & 1) != 0)
-        if USE_TMA:
+        if key_tiles is not None:
             k = key_tiles.load([batch, head, block * BLOCK_SIZE, 0])
             k = k.reshape(BLOCK_SIZE, BLOCK_D)  # [BLOCK_SIZE, BLOCK_D]
             v = value_tiles.load([batch, head, block * BLOCK_SIZE, 0])
             v = v.reshape(BLOCK_SIZE, BLOCK_DV)  # [BLOCK_SIZE, BLOCK_DV]
         else:
             k = load_block(
-                key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
+                key_ptr, key_strides[2], block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
             )  # [BLOCK_SIZE, BLOCK_D]
             v = load_block(
-                value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV,
+                value_ptr, value_strides[2], block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV,
                 True,
             )  # fmt: skip
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_SIZE]
@@ -131,8 +132,8 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         *unions,
         out,
         lse,
-        *strides(key),
-        *strides(value),
+        strides(key),
+        strides(value),
         plan.base,
         plan.span,
         plan.query_offset,
@@ -141,12 +142,12 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         plan.kv_heads,
         base2_scale(scale),
         **plan.constants(),
+        NUM_SLOTS=plan.num_slots,
         BLOCK_TOKENS=plan.combine_tokens,
         BLOCK_M=plan.combine_rows,
         CAPACITY=plan.union_capacity,
         WORDS=unions.masks.shape[2],
         STAGES=plan.union_stages,
-        USE_TMA=use_tma,
         num_warps=plan.num_warps,
         maxnreg=plan.union_registers,
     )
@@ -161,7 +162,7 @@ def sm90_unsupported_reason(
     if reason is not None:
         return reason
     if not (has_tma_strides(key) and has_tma_strides(value)):
-        return "USE_TMA cannot copy keys or values: their strides are not multiples of 16 bytes"
+        return "TMA cannot copy keys or values: their strides are not multiples of 16 bytes"
     if plan.num_warps != 4 or plan.combine_rows != 64:
         return (
             f"tiles have {plan.combine_rows} rows and {plan.num_warps} warps; 64 and 4 are needed"

@@ -1,1 +1,1 @@
-"""Sliding-window attention, forward and backward."""
+"""What kernels of the fused core share of the sliding window: tiles, and the forward of one."""

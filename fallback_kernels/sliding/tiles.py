@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.tiles import width_of
+
 
 class HeadRows(NamedTuple):
     """The tokens of one head of a (B, H, S, D) tensor, inside a kernel: what `load_tile` reads."""
@@ -20,10 +22,20 @@ class HeadRows(NamedTuple):
     ptr: Any
     b: Any
     h: Any
-    stride_b: Any
-    stride_h: Any
-    stride_s: Any
+    strides: Any  # of batch, head and token
     num_tokens: Any
+
+
+@triton.constexpr_function
+def heads_of_tile(group, block_m):
+    """HEADS: query heads of a KV head in one tile, all of them if there are rows enough."""
+    return min(group, block_m)
+
+
+@triton.constexpr_function
+def edge_block_n(block_tokens, block_n):
+    """Keys of the masked tiles at the left end of a window."""
+    return min(block_n, 64, width_of(block_tokens))
 
 
 @triton.jit
@@ -107,12 +119,12 @@ def load_head_tile(
     else:
         token = tl.arange(0, BLOCK_N)
         column = tl.arange(0, BLOCK_D)
-        start = rows.b.to(tl.int64) * rows.stride_b + head.to(tl.int64) * rows.stride_h
-        start += first.to(tl.int64) * rows.stride_s
+        start = rows.b.to(tl.int64) * rows.strides[0] + head.to(tl.int64) * rows.strides[1]
+        start += first.to(tl.int64) * rows.strides[2]
         mask = ((first + token >= 0) & (first + token < rows.num_tokens))[:, None]
         if DIM != BLOCK_D:
             mask = mask & (column < DIM)[None, :]
-        offset = (token * rows.stride_s)[:, None] + column[None, :]  # [BLOCK_N, BLOCK_D]
+        offset = (token * rows.strides[2])[:, None] + column[None, :]  # [BLOCK_N, BLOCK_D]
         tile = tl.load(rows.ptr + start + offset, mask=mask, other=0.0)
     return tile
 

@@ -35,19 +35,8 @@ def selected(branch: Branch) -> tuple[Tensor, Tensor]:
 
 
 def sliding(branch: Branch) -> tuple[Tensor, Tensor]:
-    """Branch 3: tiles of tokens times the heads of a group; with an offset, ranges."""
-    if branch.offset is not None:
-        return _ranged(branch, [branch.config.window_size])
-    from nsa_flex.fallback_kernels.sliding.interface import sliding_attention
-
-    return sliding_attention(
-        branch.query,
-        branch.key,
-        branch.value,
-        window_size=branch.config.window_size,
-        scale=branch.scale,
-        document_start=_int32(branch.document_start),
-    )
+    """Branch 3: a query sees the last tokens of its document."""
+    return _ranged(branch, [branch.config.window_size])
 
 
 def _query_offset(branch: Branch) -> int | Tensor:
@@ -56,10 +45,6 @@ def _query_offset(branch: Branch) -> int | Tensor:
         return branch.known_offset
     assert branch.offset is not None
     return branch.offset
-
-
-def _int32(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.int32)
 
 
 def _ranged(branch: Branch, sizes: list[int]) -> tuple[Tensor, Tensor]:

@@ -54,15 +54,15 @@ def test_kernels_are_found_in_sources(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         (
-            lambda facts: facts["kernels"].pop("sliding_fwd_kernel"),
-            "sliding_fwd_kernel has no entry",
+            lambda facts: facts["kernels"].pop("ranges_fwd_kernel"),
+            "ranges_fwd_kernel has no entry",
         ),
         (
             lambda facts: facts["kernels"].update(gone_kernel={"why": "it was"}),
             "gone_kernel is no kernel any more",
         ),
         (
-            lambda facts: facts["kernels"]["sliding_fwd_kernel"].update(row="fast"),
+            lambda facts: facts["kernels"]["ranges_fwd_kernel"].update(row="fast"),
             "row 'fast' is not described",
         ),
         (
@@ -70,8 +70,8 @@ def test_kernels_are_found_in_sources(tmp_path: Path) -> None:
             "row 'spare' is not used",
         ),
         (
-            lambda facts: facts["kernels"]["sliding_fwd_kernel"].update(why="both"),
-            "sliding_fwd_kernel needs a row or a reason why it has none",
+            lambda facts: facts["kernels"]["ranges_fwd_kernel"].update(why="both"),
+            "ranges_fwd_kernel needs a row or a reason why it has none",
         ),
         (
             lambda facts: facts["kernels"]["topk_scores_sm90_kernel"].pop("else"),
@@ -88,8 +88,8 @@ def test_what_is_missing_or_stale_is_named(
 
 
 def test_a_kernel_without_docstring_is_named(facts: dict[str, Any]) -> None:
-    silent = Kernel("sliding_fwd_kernel", Path("sliding/fwd.py"), "", gluon=False)
-    assert "sliding_fwd_kernel has no docstring" in problems([silent], facts)
+    silent = Kernel("ranges_fwd_kernel", Path("ranges/fwd.py"), "", gluon=False)
+    assert "ranges_fwd_kernel has no docstring" in problems([silent], facts)
 
 
 def test_timing_is_the_median_of_the_sum_of_fields(tmp_path: Path) -> None:

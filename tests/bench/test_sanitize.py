@@ -20,8 +20,8 @@ READ = """========= COMPUTE-SANITIZER
 ========= Target application returned an error
 ========= ERROR SUMMARY: 65 errors
 """
-RACE = f"""{LAUNCHED}========= Warning: Race reported between Write access at sliding_fwd_kernel
-=========     and Read access at sliding_fwd_kernel [672 hazards]
+RACE = f"""{LAUNCHED}========= Warning: Race reported between Write access at ranges_fwd_kernel
+=========     and Read access at ranges_fwd_kernel [672 hazards]
 ========= RACECHECK SUMMARY: 3 hazards displayed (0 errors, 3 warnings)
 """
 

@@ -31,6 +31,7 @@ from nsa_flex.fallback_kernels.selected import config as selected_plan
 from nsa_flex.fallback_kernels.selected.block_union import build_block_unions
 from nsa_flex.fallback_kernels.selected.config import PARTIAL_BYTES
 from nsa_flex.fallback_kernels.sliding import config as sliding_config
+from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, Tiles
 
 PAPER = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
@@ -64,7 +65,7 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="on CUDA cuDNN plays itself, in half precision")
 @pytest.mark.kept(
     lambda length, options, ranges_tokens: (
-        (length in (1, 13, 34, 37) or options.get("least_ctas") == 24) == (ranges_tokens == 0)
+        (length in (1, 13, 34, 35, 37) or options.get("least_ctas") == 24) == (ranges_tokens == 0)
     )
 )
 @pytest.mark.parametrize("ranges_tokens", [0, 128], ids=["fold", "ranges"])
@@ -81,6 +82,9 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
         (117, 1, TILED, {}),
         (67, 1, WINDOWED, {"heads": 12, "least_ctas": 1}),
         (67, 1, WINDOWED, {"heads": 12, "least_ctas": 24}),
+        (70, 1, SMALL, {"heads": 2, "tiles": Tiles(16, 16, 4, 1)}),
+        (70, 1, SMALL, {"heads": 2, "tiles": Tiles(32, 16, 4, 2)}),
+        (35, 1, SMALL, {"heads": 12, "tiles": Tiles(16, 16, 4, 1)}),
     ],
 )
 def test_results_and_gradients(
@@ -94,7 +98,11 @@ def test_results_and_gradients(
     """Odd lengths, a window with and without the local blocks, keys of its own for the window.
 
     Few tiles of keys have a CTA for each query head, with `least_ctas` for all or some of them.
+    `tiles` are those of devices with less shared memory: several of them are on the diagonal.
     """
+    if "tiles" in options:
+        for name in ("forward_tiles", "dq_tiles", "dkdv_tiles"):
+            monkeypatch.setattr(SlidingPlan, name, lambda plan: options["tiles"])
     for module in (sliding_config, selected_plan):
         least = options.get("least_ctas", module.LEAST_CTAS)
         monkeypatch.setattr(module, "LEAST_CTAS", least)
