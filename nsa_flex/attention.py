@@ -166,6 +166,9 @@ def nsa_attention(
         raise ValueError("sliding_key and sliding_value must be given together")
     check_inputs(inputs, config, query_offset, document_start)
     check_documents(document_start, max_document_length)
+    first = known_offset(query, key, query_offset)
+    inputs = inputs.seen(config, query_offset, inputs.need_grad())
+    key, value = inputs.key, inputs.value
     facts = inputs.facts(config, query_offset, document_start)
     choices = choose_backends(facts, backend)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -191,7 +194,7 @@ def nsa_attention(
             document_start,
             max_document_length,
             return_blocks=return_aux,
-            query_offset=None if facts.whole else known_offset(query, key, query_offset),
+            query_offset=None if facts.whole or facts.needs_grad else first,
         )
         if not return_aux:
             return core.out
@@ -206,7 +209,7 @@ def nsa_attention(
         task = Branch(
             *(query, k, v, config, scale),
             offset=offset,
-            known_offset=known_offset(query, key, query_offset),
+            known_offset=first,
             document_start=document_start,
             blocks=blocks,
             need_lse=need_lse,

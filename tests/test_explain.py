@@ -204,9 +204,7 @@ def test_a_prefill_with_a_cache_follows_the_table() -> None:
     assert "needs the queries to be all the tokens" in later["compressed"].reason
 
 
-def test_queries_at_an_offset_run_in_one_operator_without_gradients(
-    imagine: Callable[..., None],
-) -> None:
+def test_queries_at_an_offset_run_in_one_operator(imagine: Callable[..., None]) -> None:
     imagine(*arch.SM90)
     query, key = meta(1, 64, 512, 128), meta(1, 4, 4096, 128)
     told = explain(query, key, device=GPU, query_offset=1000, needs_grad=False)
@@ -215,7 +213,16 @@ def test_queries_at_an_offset_run_in_one_operator_without_gradients(
     assert "ranges_fwd_kernel" in told.kernels.names
     assert told["compressed"].reason.startswith("first in the table")
     with_gradients = explain(query, key, device=GPU, query_offset=1000, needs_grad=True)
-    assert with_gradients.kernels.names & ends == {"gated_sum_fwd_kernel"}
+    assert with_gradients.kernels.names & ends == {"fused_fwd_epilogue_sm90_kernel"}
+    assert "fused_bwd_dkdv_kernel" in with_gradients.kernels.names
+    # Tiles of four queries begin before the first one.
+    told = explain(query, key, device=GPU, query_offset=1001, needs_grad=True)
+    assert "fused_sliding_epilogue_kernel" in told.kernels.names
+    assert "begin before the query at 1001" in str(told.kernels.route)
+    query, key = meta(1, 64, 16384, 128), meta(1, 4, 65536, 128)
+    told = explain(query, key, device=GPU, query_offset=32768, needs_grad=True)
+    assert told.kernels.route.compressed == "cudnn"
+    assert "compressed_past_bwd_kernel" in told.kernels.names
 
 
 def test_the_cache_stays_as_it_is() -> None:

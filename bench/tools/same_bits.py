@@ -92,7 +92,7 @@ def random_call(seed: int) -> Call:
         documents=documents,
         tells_longest=draw.random() < 0.5,
         offset=draw.choice((0, 5, 777, 3000)) if kind == "offset" else None,
-        needs_grad=kind != "offset" and draw.random() < 0.75,
+        needs_grad=draw.random() < 0.75,
         own_window_keys=draw.random() < 0.2,
         seed=seed,
     )

@@ -91,7 +91,7 @@ def range_gradients(
     k, v = (_keys(x, residues) for x in (key, value))
     lse = lse.view(q.shape[:3])
     if residues.rows == 1:
-        of_query, *of_keys = _one_key_gradients(do, q, k, lse, scale)
+        of_query, *of_keys = _one_key_gradients(do, q, k, v, o, lse, scale)
     else:
         of_query, *of_keys = causal_gradients(do, q, k, v, o, lse, scale)
     # Residues are the batch of one row, or among the heads of several.
@@ -132,10 +132,13 @@ def _one_key(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[T
 
 
 def _one_key_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, lse: Tensor, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = query.shape[1] // key.shape[1]
-    logit = (query.float() * key.repeat_interleave(group, 1).float()).sum(-1) * scale
-    grads = grad * (logit - lse).exp()[..., None]  # 1, or the size of a gate
-    grads = grads.unflatten(1, (key.shape[1], -1)).sum(2)
-    return torch.zeros_like(query), torch.zeros_like(key), grads
+    k, v = (x.repeat_interleave(group, 1).float() for x in (key, value))
+    do, q = grad.float(), query.float()
+    # Below 1 where the softmax has keys of another part as well, or is multiplied by a gate.
+    p = ((q * k).sum(-1) * scale - lse).exp()[..., None]  # [batch, heads, 1, 1]
+    ds = p * (do * (v - out.float())).sum(-1, keepdim=True) * scale
+    of_key, of_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (ds * q, p * do))
+    return (ds * k).to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)

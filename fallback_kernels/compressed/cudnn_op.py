@@ -1,4 +1,4 @@
-"""cuDNN's causal attention through torch's operators, in pieces where it counts too far.
+"""cuDNN's attention through torch's operators, causal or whole, in pieces where it counts too far.
 
 cuDNN's plans are cached by the shapes and strides of query, key and value alone: output and
 gradient have to be views of the same kind as the query, so that no plan meets other strides than
@@ -28,16 +28,27 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Ten
         query: (B, H, N, D); key: (B, Hkv, N, D); value: (B, Hkv, N, Dv).
 
     Returns:
-        (B, H, N, Dv), and the to_bshd log-sum-exp, float32 (B, H, N).
+        (B, H, N, Dv), and the natural log-sum-exp, float32 (B, H, N).
     """
+    return _attend(query, key, value, scale, True)
+
+
+def whole(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `causal`, where every query sees every key, however many of these there are."""
+    return _attend(query, key, value, scale, False)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, True, False, scale=scale
+        query, key, value, None, True, 0.0, is_causal, False, scale=scale
     )
     return out, lse.view(query.shape[:3])
 
 
 class Problem(NamedTuple):
-    """What the backward of `causal` takes."""
+    """What the backward of `causal` and `whole` takes."""
 
     grad: Tensor
     query: Tensor
@@ -59,9 +70,20 @@ def causal_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> Gradients:
     """Gradients of query, key and value of `causal`; N at least 2."""
-    problem = Problem(grad, query, key, value, out, lse)
+    return _gradients(Problem(grad, query, key, value, out, lse), scale, True)
+
+
+def whole_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> Gradients:
+    """Gradients of query, key and value of `whole`."""
+    return _gradients(Problem(grad, query, key, value, out, lse), scale, False)
+
+
+def _gradients(problem: Problem, scale: float, is_causal: bool) -> Gradients:
+    grad, query, key, value, out, lse = problem
     if max(map(_span, (grad, query, out))) < MAX_SPAN:
-        return _gradients(problem, scale)
+        return _gradients_at_once(problem, scale, is_causal)
     total = Gradients(torch.empty_like(query), *(x.new_empty(x.shape) for x in (key, value)))
     for heads, of_keys in _pieces(problem):
         piece = Problem(
@@ -72,7 +94,7 @@ def causal_gradients(
             to_bshd(out[heads]),
             lse[heads].contiguous(),
         )
-        share = _gradients(piece, scale)
+        share = _gradients_at_once(piece, scale, is_causal)
         total.query[heads] = share.query
         total.key[of_keys] = share.key
         total.value[of_keys] = share.value
@@ -98,12 +120,11 @@ def _span(x: Tensor) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _gradients(problem: Problem, scale: float) -> Gradients:
+def _gradients_at_once(problem: Problem, scale: float, is_causal: bool) -> Gradients:
     """One call of cuDNN."""
     grad, query, key, value, out, lse = problem
     # No dropout: never read. A launch plan keeps it.
     seed = torch.arange(1, device=query.device)
-    rows = query.shape[2]
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad,
         query,
@@ -116,10 +137,10 @@ def _gradients(problem: Problem, scale: float) -> Gradients:
         None,
         None,
         None,
-        rows,
-        rows,
+        query.shape[2],
+        key.shape[2],
         0.0,
-        True,
+        is_causal,
         scale=scale,
     )
     return Gradients(*grads)

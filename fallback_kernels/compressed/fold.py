@@ -45,6 +45,11 @@ class Fold(NamedTuple):
     reach: int  # l - 1, queries that see no block
     stride: int  # d
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether its one part has all queries, in the order of tokens."""
+        return self.stride == 1 and self.reach == 0
+
 
 def fold_of(num_tokens: int, block: int, stride: int) -> Fold:
     """The fold of queries at positions 0 to `num_tokens` - 1, for l = `block` and d = `stride`."""

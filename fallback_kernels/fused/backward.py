@@ -27,7 +27,7 @@ from nsa_flex.fallback_kernels.fused.bwd_gates import (
     switch_gate_sign,
 )
 from nsa_flex.fallback_kernels.fused.compressed_branch import compressed_gradients
-from nsa_flex.fallback_kernels.fused.route import BackwardRoute, plan_selected
+from nsa_flex.fallback_kernels.fused.route import BackwardRoute, offsets_of, past_keys, plan_selected
 from nsa_flex.fallback_kernels.ranges.bwd import tokens_read_around
 from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
@@ -171,6 +171,7 @@ def run_branches_backward(
     signed = sums.signed
     rows = query.transpose(1, 2).contiguous()
     grad_query, kinds = (None, None) if short is None else (short.query, short.kinds)
+    offsets = offsets_of(query, key)
     parts, fold, of_compressed = compressed_gradients(
         sums,
         rows,
@@ -184,10 +185,13 @@ def run_branches_backward(
         scale,
         route.compressed,
         kinds,
+        offsets,
+        past_keys(query, key),
     )
 
     plan = plan_selected(
-        rows.transpose(1, 2), key, value, config, document_start is not None, True
+        *(rows.transpose(1, 2), key, value, config, document_start is not None, True),
+        offsets is not None,
     )
     taken_over = (
         InitialLocal.none(plan.block_size) if own else _taken_over(plan, config, deterministic)
@@ -233,6 +237,7 @@ def run_branches_backward(
         initial_local=stores_local,
         zeros=zeros,
         kinds=kinds,
+        offsets=offsets,
     )
     if in_place:
         switch_gate_sign(signed, to_selected)

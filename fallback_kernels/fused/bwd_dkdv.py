@@ -20,7 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, all_hav
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, first_local_key
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, last_queries, stats_descriptor
@@ -49,13 +49,14 @@ def key_gradients(
 ) -> Splits:
     """dK and dV of the sliding branch and the local blocks, plus `selected_sums`, by splits.
 
-    Each (splits, B, S, Hkv, D), to be added.
+    Each (splits, B, Sk, Hkv, D), to be added.
 
     Args:
         stats: of `query_gradients`.
-        selected_sums: float32 (B, tokens, Hkv, D) and (B, tokens, Hkv, Dv), contiguous; S tokens
+        selected_sums: float32 (B, tokens, Hkv, D) and (B, tokens, Hkv, Dv), contiguous; Sk tokens
             or more.
-        key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        key, value: of the sliding branch, (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); the queries are
+            the last tokens. Where Sk is not S, there are no documents.
         document_start: int32 (B, S), contiguous, first key of each query's document, never
             decreasing along a row; None for one document.
         initial_local: where it has any, the selected branch has the same keys and values.
@@ -67,11 +68,13 @@ def key_gradients(
     tiles = plan.dkdv_tiles()
     splits = plan.head_splits(tiles)
     dtype = key.dtype if splits == 1 else torch.float32
-    shape = (splits, plan.batch, plan.tokens, plan.kv_heads)
+    num_keys = key.shape[2]
+    shape = (splits, plan.batch, num_keys, plan.kv_heads)
     grad_key = key.new_empty((*shape, plan.head_dim), dtype=dtype)
     grad_value = value.new_empty((*shape, plan.value_dim), dtype=dtype)
     local_block_m = max(16, tiles.block_m // 2)
-    fused_bwd_dkdv_kernel[(plan.key_ctas(tiles) * splits,)](
+    key_ctas = plan.batch * plan.kv_heads * cdiv(num_keys, tiles.block_n)
+    fused_bwd_dkdv_kernel[(key_ctas * splits,)](
         query,
         key,
         value,
@@ -97,8 +100,9 @@ def key_gradients(
         strides(grad),
         stats.stride(1),
         plan.tokens,
+        num_keys,
         0 if selected_sums is None else selected_sums[0].shape[1],
-        plan.clamped_window(window_size),
+        min(window_size, num_keys),
         plan.kv_heads,
         scale,
         base2_scale(scale),
@@ -106,6 +110,7 @@ def key_gradients(
         LOCAL=initial_local.num_local,
         LOCAL_BLOCK_M=local_block_m,
         SPLITS=splits,
+        OFFSET=num_keys > plan.tokens,
         **plan.constants(tiles),
     )
     return Splits(grad_key, grad_value)
@@ -160,7 +165,7 @@ def in_document(document_start_ptr, token, key, stop, num_tokens, ONE_DOCUMENT: 
 
 
 @recordable
-@triton.jit(do_not_specialize=["num_tokens", "sum_tokens", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_keys", "sum_tokens", "window"])
 def fused_bwd_dkdv_kernel(
     query_ptr, key_ptr, value_ptr, grad_out_ptr, stats_ptr,
     query_desc, key_desc, value_desc, grad_out_desc, stats_desc,
@@ -168,10 +173,10 @@ def fused_bwd_dkdv_kernel(
     document_start_ptr, kinds_ptr, last_query_ptr,
     sum_key_ptr, sum_value_ptr, grad_key_ptr, grad_value_ptr,
     query_strides, key_strides, value_strides, grad_out_strides,
-    stats_stride_h, num_tokens, sum_tokens, window, kv_heads, scale, scale_log2,
+    stats_stride_h, num_tokens, num_keys, sum_tokens, window, kv_heads, scale, scale_log2,
     BLOCK_SIZE: tl.constexpr, LOCAL: tl.constexpr, LOCAL_BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """dV_j = sum_c gate_c p_cj dO and dK_j = scale * sum_c gate_c p_cj (dO v_j - delta_c) q.
 
@@ -182,13 +187,15 @@ def fused_bwd_dkdv_kernel(
     The query tiles with local blocks come first, of all heads, in a loop of their own: the second
     set of probabilities takes registers that the other loop does not have.
 
-    The SPLITS CTAs of a key tile share the query heads; gradients are (SPLITS, B, S, Hkv, ·).
+    The SPLITS CTAs of a key tile share the query heads; gradients are (SPLITS, B, Sk, Hkv, ·).
+    OFFSET: whether there are more keys than tokens, of which the queries are the last. `key` and
+    `start` count keys, `token` counts queries.
     """
     BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
     BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
     PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     HEADS: tl.constexpr = GROUP // SPLITS
-    tiles = (num_tokens + BLOCK_N - 1) // BLOCK_N
+    tiles = (num_keys + BLOCK_N - 1) // BLOCK_N
     cta = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     b = cta // tiles // kv_heads
@@ -199,8 +206,8 @@ def fused_bwd_dkdv_kernel(
         kinds_ptr, b, key, num_tokens, SHORT_DOCUMENT, BLOCK_SIZE
     ):
         return
-    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_tokens)
-    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_tokens)
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_keys)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_keys)
     queries = HeadRows(query_desc, query_ptr, b, h, query_strides, num_tokens)
     grad_outs = HeadRows(grad_out_desc, grad_out_ptr, b, h, grad_out_strides, num_tokens)
     k, v = load_key_value(
@@ -211,14 +218,21 @@ def fused_bwd_dkdv_kernel(
 
     query_heads = kv_heads * GROUP
     first_head = h * GROUP + split * HEADS
-    stop = tl.minimum(start + BLOCK_N - 1 + window, num_tokens)
+    begin, past = start, 0  # the first query that may see the tile, and keys before query 0
+    stop = tl.minimum(start + BLOCK_N - 1 + window, num_keys)
+    if OFFSET:
+        past = num_keys - num_tokens
+        begin = tl.maximum(start - past, 0) // 4 * 4  # TMA reads statistics by 16 bytes
+        stop -= past
     DOCUMENTS: tl.constexpr = document_start_ptr is not None
     # Of a key tile in one block, and so in one document, all queries before `stop` are in it.
     ONE_DOCUMENT: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
     if DOCUMENTS:
         document_start_ptr += b.to(tl.int64) * num_tokens
         stop = tl.minimum(stop, tl.load(last_query_ptr + b.to(tl.int64) * tiles + cta % tiles))
-    tiles_per_head = (stop - start + BLOCK_M - 1) // BLOCK_M
+    tiles_per_head = (stop - begin + BLOCK_M - 1) // BLOCK_M
+    if OFFSET:
+        tiles_per_head = tl.maximum(tiles_per_head, 0)
     local_tiles = 0
     # The first iteration's loads are prepared even where there is none: dividing by 0 there would
     # let the compiler assume that there is one, and start them. Hence the divisors of both loops.
@@ -226,7 +240,10 @@ def fused_bwd_dkdv_kernel(
         # Queries from here on have none of the keys in a local block.
         local_stop = ((start + BLOCK_N - 1) // BLOCK_SIZE + LOCAL) * BLOCK_SIZE
         local_stop = tl.maximum(local_stop, start + BLOCK_N - 1)
-        local_tiles = tl.minimum((local_stop - start + BLOCK_M - 1) // BLOCK_M, tiles_per_head)
+        local_tiles = (local_stop - past - begin + BLOCK_M - 1) // BLOCK_M
+        if OFFSET:
+            local_tiles = tl.maximum(local_tiles, 0)
+        local_tiles = tl.minimum(local_tiles, tiles_per_head)
         per_head = local_tiles * (BLOCK_M // LOCAL_BLOCK_M)
         local_queries = HeadRows(local_query_desc, query_ptr, b, h, query_strides, num_tokens)
         local_grad_outs = HeadRows(
@@ -239,7 +256,7 @@ def fused_bwd_dkdv_kernel(
         divisor = tl.maximum(per_head, 1)
         for i in tl.range(0, per_head * HEADS, num_stages=STAGES):
             head = first_head + i // divisor
-            first = start + i % divisor * LOCAL_BLOCK_M
+            first = begin + i % divisor * LOCAL_BLOCK_M
             q = load_head_tile(
                 local_queries, head, first, LOCAL_BLOCK_M, HEAD_DIM, BLOCK_D
             )  # [LOCAL_BLOCK_M, BLOCK_D]
@@ -252,8 +269,9 @@ def fused_bwd_dkdv_kernel(
             lse = load_gated_stats(local_stats, 0, head, first, LOCAL_BLOCK_M)
             delta = load_gated_stats(local_stats, 1, head, first, LOCAL_BLOCK_M)
             token = first + tl.arange(0, LOCAL_BLOCK_M)
+            position = token + past
             p = gated_probabilities(logits, lse, scale_log2)
-            visible = is_visible(token[None, :], key[:, None], window, None)
+            visible = is_visible(position[None, :], key[:, None], window, None)
             if DOCUMENTS:
                 same = in_document(document_start_ptr, token, key, stop, num_tokens, ONE_DOCUMENT)
                 visible = visible & same
@@ -264,8 +282,8 @@ def fused_bwd_dkdv_kernel(
             lse = load_gated_stats(local_stats, 2, head, first, LOCAL_BLOCK_M)
             delta = load_gated_stats(local_stats, 3, head, first, LOCAL_BLOCK_M)
             selected_p = gated_probabilities(logits, lse, scale_log2)
-            first_key = tl.maximum(first_local_key(token, BLOCK_SIZE, LOCAL), 0)
-            is_local = (key[:, None] >= first_key[None, :]) & (key[:, None] <= token[None, :])
+            first_key = tl.maximum(first_local_key(position, BLOCK_SIZE, LOCAL), 0)
+            is_local = (key[:, None] >= first_key[None, :]) & (key[:, None] <= position[None, :])
             if DOCUMENTS:
                 is_local = is_local & same
             selected_p = tl.where(is_local, selected_p, 0.0)
@@ -282,7 +300,7 @@ def fused_bwd_dkdv_kernel(
     divisor = tl.maximum(window_tiles, 1)
     for i in tl.range(0, window_tiles * HEADS, num_stages=STAGES):
         head = first_head + i // divisor
-        first = start + (local_tiles + i % divisor) * BLOCK_M
+        first = begin + (local_tiles + i % divisor) * BLOCK_M
         q = load_head_tile(queries, head, first, BLOCK_M, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         grad_out = load_head_tile(
             grad_outs, head, first, BLOCK_M, VALUE_DIM, BLOCK_DV
@@ -294,13 +312,14 @@ def fused_bwd_dkdv_kernel(
         # Loaded before the MMAs below start: a wait while they run would serialise them.
         delta = load_gated_stats(stats, 1, head, first, BLOCK_M)
         p = gated_probabilities(logits, lse, scale_log2)
-        masked = (first < start + BLOCK_N - 1) | (first + BLOCK_M > start + window)
+        masked = first + past < start + BLOCK_N - 1
+        masked = masked | (first + past + BLOCK_M > start + window)
         if DOCUMENTS:
             masked = masked | (first + BLOCK_M > stop) | (not ONE_DOCUMENT)
             centered = grad_p - delta[None, :]
         if masked:
             token = first + tl.arange(0, BLOCK_M)
-            visible = is_visible(token[None, :], key[:, None], window, None)
+            visible = is_visible((token + past)[None, :], key[:, None], window, None)
             if DOCUMENTS:
                 same = in_document(document_start_ptr, token, key, stop, num_tokens, ONE_DOCUMENT)
                 visible = visible & same
@@ -312,10 +331,10 @@ def fused_bwd_dkdv_kernel(
         grad_logits = (p * centered).to(q.dtype)
         grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
 
-    key_mask = key < num_tokens
+    key_mask = key < num_keys
     sum_row = (b.to(tl.int64) * sum_tokens + key) * kv_heads + h  # [BLOCK_N]
     first_row = (split * (tl.num_programs(0) // (SPLITS * tiles * kv_heads)) + b).to(tl.int64)
-    row = (first_row * num_tokens + key) * kv_heads + h  # [BLOCK_N]
+    row = (first_row * num_keys + key) * kv_heads + h  # [BLOCK_N]
     grad_k *= scale
     sum_mask = key_mask & (split == 0)
     if sum_key_ptr is not None:

@@ -114,7 +114,8 @@ def query_gradients(
         signed: `rows.grad` with any signs by row, or that tensor itself: gets the sign of the
             selected branch's gate.
         compressed_parts: dQ of the compressed branch, by the parts of its fold.
-        key, value: of the sliding branch, (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        key, value: of the sliding branch, (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); the queries are
+            the last tokens. Where Sk is not S, there are no documents.
         gates: (B, Hq, S, 3), any strides, any real numbers.
         document_start: int32 (B, S), contiguous, first key of each query's document, never
             decreasing along a row; None for one document.
@@ -152,12 +153,14 @@ def query_gradients(
         plan.tokens,
         *(0 if x is None else x[..., 0, 0].numel() for x in (first, second)),
         *((0, 0) if first is None else first.shape[1:3]),
-        plan.clamped_window(window_size),
+        key.shape[2],
+        min(window_size, key.shape[2]),
         plan.kv_heads,
         scale,
         base2_scale(scale),
         *bounds_of(fold.ranges),
         fold.reach,
+        OFFSET=key.shape[2] > plan.tokens,
         STRIDE=fold.stride,
         BLOCK_SIZE=initial_local.block_size,
         INITIAL=initial_local.num_initial,
@@ -253,7 +256,7 @@ def add_dq_tile(
 @recordable
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "zeros_rows", "zeros_tokens", "window", "rows",
+        "num_tokens", "zeros_rows", "zeros_tokens", "num_keys", "window", "rows",
         "first1", "first2", "first3", "reach",
     ]
 )  # fmt: skip
@@ -264,11 +267,11 @@ def fused_bwd_dq_kernel(
     part0, part1, part2, part3, grad_query_ptr, stats_ptr,
     first_zeros_ptr, second_zeros_ptr,
     key_strides, value_strides, gate_strides, stats_stride_h,
-    num_tokens, first_zeros, second_zeros, zeros_rows, zeros_tokens, window, kv_heads,
+    num_tokens, first_zeros, second_zeros, zeros_rows, zeros_tokens, num_keys, window, kv_heads,
     scale, scale_log2,
     rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OFFSET: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches.
@@ -277,7 +280,8 @@ def fused_bwd_dq_kernel(
     of the selected gate where that may not be the sign it has; and a share of zeros for the sums
     that start there.
 
-    With `kinds_ptr`, none of it is written for short documents.
+    With `kinds_ptr`, none of it is written for short documents. OFFSET: whether there are more keys
+    than tokens, of which the queries are the last.
     """
     BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
     BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
@@ -345,8 +349,12 @@ def fused_bwd_dq_kernel(
         selected_delta = tl.where(negative, -selected_delta, selected_delta)
         selected_gate = tl.where(negative, -selected_gate, selected_gate)
 
-    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_tokens)
-    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_tokens)
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_keys)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_keys)
+    position, first_position = token, first
+    if OFFSET:
+        position += num_keys - num_tokens
+        first_position += num_keys - num_tokens
     DOCUMENTS: tl.constexpr = document_start_ptr is not None
     if not DOCUMENTS:
         first_key, lowest, highest = 0, 0, 0
@@ -356,12 +364,12 @@ def fused_bwd_dq_kernel(
     else:
         first_key, lowest, highest = load_document_start(document_start_ptr, b, token, num_tokens)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = first + BLOCK_TOKENS
+    end = first_position + BLOCK_TOKENS
     # Tiles of the window with a mask, or with local blocks.
     near_tiles = (BLOCK_TOKENS + BLOCK_N - 1) // BLOCK_N
     full_tiles = tl.maximum((end - tl.maximum(end - window, highest)) // BLOCK_N, near_tiles)
     if LOCAL > 0:
-        local = end - first_local_key(first, BLOCK_SIZE, LOCAL)
+        local = end - first_local_key(first_position, BLOCK_SIZE, LOCAL)
         local_tiles = (local + BLOCK_N - 1) // BLOCK_N
         near_tiles = tl.minimum(tl.maximum(local_tiles, near_tiles), full_tiles)
     masked_tiles = near_tiles
@@ -376,7 +384,7 @@ def fused_bwd_dq_kernel(
         )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         acc = add_dq_tile(
             q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta,
-            selected_gate, token, first_key, start, window, scale_log2, acc, i < near_tiles,
+            selected_gate, position, first_key, start, window, scale_log2, acc, i < near_tiles,
             BLOCK_SIZE, INITIAL, LOCAL, True, DOCUMENTS, PRECISION,
         )  # fmt: skip
     for i in tl.range(near_tiles, full_tiles, num_stages=STAGES):
@@ -386,12 +394,12 @@ def fused_bwd_dq_kernel(
         )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         acc = add_dq_tile(
             q, grad_out, k, v, sliding_lse, sliding_delta, selected_lse, selected_delta,
-            selected_gate, token, first_key, start, window, scale_log2, acc, i < full_tiles,
+            selected_gate, position, first_key, start, window, scale_log2, acc, i < full_tiles,
             BLOCK_SIZE, INITIAL, LOCAL, False, DOCUMENTS, PRECISION,
         )  # fmt: skip
     end -= full_tiles * BLOCK_N
 
-    edge_keys = tl.maximum(end - tl.maximum(first - window + 1, lowest), 0)
+    edge_keys = tl.maximum(end - tl.maximum(first_position - window + 1, lowest), 0)
     for i in tl.range(0, (edge_keys + EDGE_BLOCK_N - 1) // EDGE_BLOCK_N, num_stages=1):
         start = end - (i + 1) * EDGE_BLOCK_N
         edge_k, edge_v = load_key_value(
@@ -400,7 +408,7 @@ def fused_bwd_dq_kernel(
         )  # fmt: skip  # [EDGE_BLOCK_N, BLOCK_D], [EDGE_BLOCK_N, BLOCK_DV]
         acc = add_dq_tile(
             q, grad_out, edge_k, edge_v, sliding_lse, sliding_delta, selected_lse, selected_delta,
-            selected_gate, token, first_key, start, window, scale_log2, acc, i >= 0,
+            selected_gate, position, first_key, start, window, scale_log2, acc, i >= 0,
             BLOCK_SIZE, INITIAL, LOCAL, True, DOCUMENTS, PRECISION,
         )  # fmt: skip
 

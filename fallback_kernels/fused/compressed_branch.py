@@ -20,6 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, SHORT_Q
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, rows_contiguous
 from nsa_flex.fallback_kernels.compressed.cudnn import attend_range, range_gradients
 from nsa_flex.fallback_kernels.compressed.fold import Fold, fold_of, sum_residues
+from nsa_flex.fallback_kernels.fused import compressed_past
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, fold_gated_lse
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import unfold_lse
 from nsa_flex.fallback_kernels.fused.route import is_host_bound
@@ -56,6 +57,7 @@ def attend_compressed(
     kernels: Literal["cudnn", "ranges"],
     offsets: Tensor | None = None,
     kinds: Tensor | None = None,
+    past: int = 0,
 ) -> CompressedOutput:
     """The compressed branch of queries (B, S, H, D), contiguous.
 
@@ -63,6 +65,7 @@ def attend_compressed(
     kernels: as of `Route.compressed`.
     offsets: int32 (B, Hkv), position of query 0; None where that is key 0.
     kinds: of `block_kinds`; results of short queries are left to other kernels.
+    past: tokens before query 0, for cuDNN.
     """
     key, value = rows_contiguous(key), rows_contiguous(value)
     tokens, heads = rows.shape[1:3]
@@ -74,6 +77,10 @@ def attend_compressed(
             leave=kinds is not None,
         )
         return CompressedOutput((out.transpose(1, 2),) * NUM_PARTS, fold_of(tokens, 1, 1), lse)
+    if past > 0:
+        keys = compressed_past.PastKeys.of(tokens, past, config)
+        out, lse = compressed_past.attend(rows, key, value, keys, scale)
+        return CompressedOutput((out,) * NUM_PARTS, fold_of(tokens, 1, 1), lse)
     fold = _fold(tokens, config)
     parts, lses = zip(
         *(
@@ -98,6 +105,8 @@ def compressed_gradients(
     scale: float,
     kernels: Literal["cudnn", "ranges"],
     kinds: Tensor | None = None,
+    offsets: Tensor | None = None,
+    past: int = 0,
 ) -> CompressedGradients:
     """Gradients of what `attend_compressed` took; `out` and `lse` are what it returned.
 
@@ -111,7 +120,7 @@ def compressed_gradients(
         grad_query, splits = ranges_gradients(
             rows.transpose(1, 2),
             *keys,
-            *_bounds(rows, document_start, key, config, None, kinds, SHORT_DOCUMENT),
+            *_bounds(rows, document_start, key, config, offsets, kinds, SHORT_DOCUMENT),
             sums.compressed_lse.transpose(1, 2),
             sums.compressed_delta.transpose(1, 2),
             sums.signed.transpose(1, 2),
@@ -125,6 +134,14 @@ def compressed_gradients(
         parts = [grad_query.transpose(1, 2)] * NUM_PARTS
         return CompressedGradients(parts, fold_of(tokens, 1, 1), splits)
     assert out is not None
+    if past > 0:
+        grads = compressed_past.differentiate(
+            *(sums.signed, rows, *keys, out, lse, gates[..., 0]),
+            compressed_past.PastKeys.of(tokens, past, config),
+            scale,
+        )
+        splits = Splits(grads.key[None], grads.value[None])
+        return CompressedGradients([grads.query] * NUM_PARTS, fold_of(tokens, 1, 1), splits)
     fold = _fold(tokens, config)
     gradients = [
         range_gradients(

@@ -3,7 +3,8 @@
 Compressed branch, top-k block selection from its log-sum-exps, then "masked", "epilogue" or
 "two_kernels". "short" needs neither scores nor a selection.
 
-Offsets are read on the device, so that one launch plan serves all chunks of a prefill.
+Offsets are read on the device, so that one launch plan serves all chunks of a prefill. With
+gradients the host knows them from the numbers of queries and keys.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.compressed_branch import CompressedOutput, attend_compressed
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import SlidingEpilogue, sliding_epilogue
-from nsa_flex.fallback_kernels.fused.route import Route, plan_selected
+from nsa_flex.fallback_kernels.fused.route import Route, past_keys, plan_selected
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
 from nsa_flex.fallback_kernels.selected.config import index_words
@@ -72,7 +73,7 @@ def run_forward(
     q = rows.transpose(1, 2)
     compressed = attend_compressed(
         *(rows, compressed_key, compressed_value, document_start, config, scale),
-        *(route.compressed, offsets, kinds),
+        *(route.compressed, offsets, kinds, past_keys(query, key)),
     )
     blocks = run_topk(
         q,
@@ -85,7 +86,7 @@ def run_forward(
         config.counts,
         route.longest,
     )
-    index = _empty_index(q, value, blocks, config, differentiable)
+    index = _empty_index(q, key, value, blocks, config, differentiable)
     plan = plan_selected(
         *(q, key, value, config),
         document_start is not None,
@@ -155,8 +156,7 @@ def _run_selected(
 ) -> ShortResults:
     """The other two branches and the gated sum, as `Route.forward` says."""
     parts, fold, compressed_lse = compressed
-    is_whole = route.compressed == "ranges"  # one part, in the order of tokens
-    save_compressed = save and not is_whole
+    save_compressed = save and not fold.is_whole
     last: fwd_epilogue.Epilogue | SlidingEpilogue
     if route.forward == "epilogue":
         last = fwd_epilogue.fwd_epilogue(
@@ -178,7 +178,7 @@ def _run_selected(
             selected = selected.new_empty(0)
     return ShortResults(
         last.out,
-        parts[0] if save and is_whole else last.compressed,
+        parts[0] if save and fold.is_whole else last.compressed,
         compressed_lse,
         selected,
         selected_lse,
@@ -200,7 +200,7 @@ def run_short_forward(
 
     What nobody wants has the shape that the operator promises, and is not written.
     """
-    query, _, value, *_ = tensors
+    query, key, value, *_ = tensors
     batch, _, tokens, _ = query.shape
     shape = (batch, value.shape[1], tokens, config.num_selected_blocks)
     if return_blocks:
@@ -208,7 +208,7 @@ def run_short_forward(
         blocks = every_block(positions, document_start, shape, config.select_block_size)
     else:
         blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
-    index = _empty_index(query, value, blocks, config, differentiable)
+    index = _empty_index(query, key, value, blocks, config, differentiable)
     results = short_forward(
         *(tensors, own, document_start, config, scale, config.num_selected_tokens),
         save=differentiable,
@@ -222,9 +222,14 @@ def _core_tensors(results: ShortResults, blocks: Tensor, index: Tensor) -> CoreT
 
 
 def _empty_index(
-    query: Tensor, value: Tensor, blocks: Tensor, config: NSAConfig, differentiable: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    config: NSAConfig,
+    differentiable: bool,
 ) -> Tensor:
-    words = index_words(query, value, blocks, config.select_block_size, 0)
+    words = index_words(query, value, blocks, config.select_block_size, past_keys(query, key))
     return torch.empty(words if differentiable else 0, dtype=torch.int32, device=query.device)
 
 

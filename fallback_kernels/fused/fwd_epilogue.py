@@ -76,6 +76,7 @@ def unsupported_reason(
     *,
     save: bool,
     own_window_keys: bool,
+    query_offset: int = 0,
 ) -> str | None:
     """Why `fwd_epilogue` does not take a call, by shapes, memory and device; None if it does.
 
@@ -84,6 +85,7 @@ def unsupported_reason(
         window: of the sliding branch, in keys.
         save: whether the branches' own outputs are wanted.
         own_window_keys: whether the sliding branch has keys and values of its own.
+        query_offset: key index of query 0, where the host knows it.
     """
     if own_window_keys:
         return "the sliding branch has keys and values of its own"
@@ -98,6 +100,8 @@ def unsupported_reason(
         return f"{needed} bytes of shared memory are needed; the device has {plan.shared_memory}"
     if not supports_tma(key.device):
         return f"{key.device} has no TMA"
+    if save and query_offset % plan.combine_tokens:
+        return f"tiles of {plan.combine_tokens} tokens begin before the query at {query_offset}"
     reason = _sm90_unsupported_reason(plan, query, key, value)
     if plan.combine_tokens * plan.group != plan.tile_rows and reason is not None:
         return (
@@ -135,7 +139,7 @@ def fwd_epilogue(
 
     Args:
         selection: of a supported call, with all initial and local blocks; query memory
-            (B, S, H, D). With offsets nothing is saved.
+            (B, S, H, D). Where branches are saved, offsets are multiples of a tile's tokens.
         document_start: int32 (B, S), contiguous, or None; with it, `selection` counts no initial
             blocks and has no offsets.
         window: of the sliding branch, in keys.

@@ -36,6 +36,8 @@ from nsa_flex.fallback_kernels.fused.route import (
     backward_route_of,
     compressed_kernels,
     is_one_operator,
+    offsets_of,
+    past_keys,
     rounded_length,
     route_of,
 )
@@ -74,11 +76,13 @@ def core_attention(
 ) -> CoreResults:
     """All of `nsa_attention` where the queries are all the tokens of a row, or at an offset.
 
+    Without `query_offset` the queries are the last S of Sk keys.
+
     Args:
         query: (B, Hq, S, D), float16 or bfloat16 on CUDA, D and Dv multiples of 8 up to 128, or
-            192 and 128 from Hopper on; with documents float32 too, and up to 256.
+            192 and 128 from Hopper on; with documents or an offset float32 too, and up to 256.
             Memory ordered (B, S, H, D) is taken as it is, other memory is copied.
-        key, value, sliding_key, sliding_value: (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        key, value, sliding_key, sliding_value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
         compressed_key, compressed_value: (B, Hkv, N, D) and (B, Hkv, N, Dv), N at least 1.
         gates: (B, Hq, S, 3), any float dtype and strides.
         scale: factor of query . key.
@@ -87,9 +91,8 @@ def core_attention(
         max_document_length: tokens of the longest of these documents, if known. Up to n * l' every
             query selects every block, and other kernels run.
         return_blocks: whether the selected blocks and the log-sum-exps are wanted.
-        query_offset: key index of query 0. Then keys may be more than queries, (B, Hkv, Sk, D),
-            and hold anything after the last query; there are neither documents nor gradients;
-            dtypes and head dims are those of documents. None: query 0 is key 0, and Sk = S.
+        query_offset: key index of query 0. Then keys may hold anything after the last query, and
+            there are no gradients. None: Sk - S. With an offset there are no documents.
 
     Returns:
         `CoreResults`. Differentiable once, in all tensors. Sums are float32; the backward of the
@@ -157,7 +160,8 @@ def core_forward(
     backward. Without keys and values of its own the sliding branch has the selected one's.
     `counts` are an `NSAConfig`'s, `document_start` and `max_document_length` are what
     `core_attention` takes. Without `return_blocks` the blocks are undefined. `offsets`: int32
-    (B, Hkv), contiguous, key index of each row's query 0, in [0, Sk - S]; without gradients.
+    (B, Hkv), contiguous, key index of each row's query 0, in [0, Sk - S], without gradients;
+    None: Sk - S.
     """
     tensors = (query, key, value, compressed_key, compressed_value, gates)
     own = None
@@ -179,6 +183,8 @@ def core_forward(
             own_window_keys=own is not None,
         )
         kinds = forward_kinds(document_start, config, route)
+        if offsets is None:
+            offsets = offsets_of(query, key)
         if route.forward == "short":
             return run_short_forward(*call, return_blocks)
         return run_forward(*call, route, kinds, offsets)
@@ -219,7 +225,7 @@ def _(
     config = NSAConfig.of_counts(counts)
     shape = (batch, key.shape[1], tokens, config.num_selected_blocks)
     blocks = query.new_empty(shape, dtype=torch.int32)
-    words = index_words(query, value, blocks, config.select_block_size, 0)
+    words = index_words(query, value, blocks, config.select_block_size, past_keys(query, key))
     branch = (batch, tokens, heads, dim)
 
     def lse(*shape: Any) -> Tensor:
@@ -436,7 +442,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
         blocks, compressed, *others, index = results
         compressed_lse, selected_lse, sliding_lse = others[::2]
         del results, others, query, key, value
-        if compressed_kernels(inputs[0].shape[0], inputs[0].shape[2], documents) == "ranges":
+        if compressed_kernels(*inputs[:3], config, documents) == "ranges":
             compressed = None
         # Kernels of two kinds read the gradient where documents may be short.
         is_read_twice = short[0].numel() > 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
@@ -23,6 +24,8 @@ from nsa_flex.fallback_kernels.short.masks import MAX_BLOCKS
 RANGES_TOKENS = 4096
 # Rows so short have few keys a query: cuDNN's passes over queries and gradients take longer.
 RANGES_ROW = 8192
+LEAST_PAST = 1024  # keys before query 0 that are worth calls of cuDNN of their own
+CUDNN_DTYPES = (torch.float16, torch.bfloat16)
 
 Compressed = Literal["cudnn", "ranges"]
 
@@ -121,6 +124,9 @@ def route_of(
 ) -> Route:
     """The route of queries (B, Hq, S, D), keys (B, Hkv, Sk, D) and values (B, Hkv, Sk, Dv).
 
+    Where more keys than queries are given, the queries are the last tokens of their rows; with
+    `has_offset`, they may be any.
+
     Args:
         documents: whether rows are packed.
         max_document_length: tokens of the longest document, where the host knows.
@@ -134,12 +140,16 @@ def route_of(
     backward = None
     if differentiable:
         backward = backward_route_of(*call, documents, max_document_length)
-    if has_offset:
-        compressed: Compressed = "ranges"
-    elif is_short(longest, config):
-        return Route("ranges", "short", backward, longest)
+    query_offset = 0 if has_offset else past_keys(query, key)
+    has_offset = has_offset or query_offset > 0
+    if backward is not None:
+        compressed = backward.compressed
+    elif has_offset:  # the device alone knows it
+        compressed = "ranges"
     else:
-        compressed = compressed_kernels(batch, tokens, documents)
+        compressed = compressed_kernels(*call, documents)
+    if not has_offset and is_short(longest, config):
+        return Route("ranges", "short", backward, longest)
     masks = compressed == "ranges" and not has_offset and masks_forward(*call, longest)
     short_queries = 0
     if documents and not (masks and max(query.shape[3], value.shape[3]) <= MASKED_DIM):
@@ -154,6 +164,7 @@ def route_of(
         *(query, key, value, config.window_size),
         save=differentiable,
         own_window_keys=own_window_keys,
+        query_offset=query_offset,
     )
     forward: Literal["epilogue", "two_kernels"] = "epilogue" if why is None else "two_kernels"
     return Route(compressed, forward, backward, longest, short_queries, why)
@@ -168,11 +179,12 @@ def backward_route_of(
     max_document_length: int | None,
 ) -> BackwardRoute:
     """The route of the backward; arguments as of `route_of`."""
-    batch, _, tokens, _ = query.shape
-    longest = longest_document(tokens, documents, max_document_length)
+    longest = longest_document(query.shape[2], documents, max_document_length)
+    compressed = compressed_kernels(query, key, value, config, documents)
+    if past_keys(query, key) > 0:
+        return BackwardRoute(compressed, "lists", longest)
     if is_short(longest, config):
         return BackwardRoute("ranges", "short", longest)
-    compressed = compressed_kernels(batch, tokens, documents)
     if masks_backward(query, key, value, config, longest):
         return BackwardRoute(compressed, "masked", longest)
     most = min(MASKED_TIMES * config.num_selected_tokens, MAX_BLOCKS * config.select_block_size)
@@ -199,10 +211,36 @@ def is_short(longest: int, config: NSAConfig) -> bool:
     return longest <= config.num_selected_tokens
 
 
-def compressed_kernels(batch: int, tokens: int, documents: bool) -> Compressed:
-    """`Route.compressed` where queries are all the tokens of their rows."""
+def past_keys(query: Tensor, key: Tensor) -> int:
+    """Keys before query 0, where the queries are the last tokens of their rows."""
+    return key.shape[2] - query.shape[2]
+
+
+def offsets_of(query: Tensor, key: Tensor) -> Tensor | None:
+    """int32 (B, Hkv): key index of query 0, where the queries are the last tokens; None: 0."""
+    past = past_keys(query, key)
+    if past == 0:
+        return None
+    return torch.full(key.shape[:2], past, dtype=torch.int32, device=query.device)
+
+
+def compressed_kernels(
+    query: Tensor, key: Tensor, value: Tensor, config: NSAConfig, documents: bool
+) -> Compressed:
+    """`Route.compressed` where the queries are all tokens of their rows, or the last ones."""
+    batch, _, tokens, _ = query.shape
+    past = past_keys(query, key)
     is_ranged = documents or tokens <= RANGES_ROW or is_host_bound(batch * tokens)
-    return "ranges" if is_ranged else "cudnn"
+    if is_ranged or (past > 0 and not cudnn_takes_past(query, value, config, past)):
+        return "ranges"
+    return "cudnn"
+
+
+def cudnn_takes_past(query: Tensor, value: Tensor, config: NSAConfig, past: int) -> bool:
+    """Whether cuDNN takes dtype and head dims on every device, and so few keys before query 0."""
+    least = max(LEAST_PAST, config.compress_block_size)
+    dims = (query.shape[3], value.shape[3])
+    return query.dtype in CUDNN_DTYPES and max(dims) <= 128 and past >= least
 
 
 def is_host_bound(num_tokens: int) -> bool:

@@ -316,6 +316,7 @@ def add_gradients(
     initial_local: bool,
     zeros: tuple[Tensor, ...] | None = None,
     kinds: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`backward` whose dQ is added to `grad_query`, and whose dK and dV stay in float32.
 
@@ -327,7 +328,7 @@ def add_gradients(
     Returns dK and dV (B, tokens, Hkv, D), contiguous, tokens in whole blocks.
     """
     launches = _Backward(
-        plan, query, key, value, stats, grad_out, scale, deterministic, None, zeros, kinds
+        plan, query, key, value, stats, grad_out, scale, deterministic, offsets, zeros, kinds
     )
     launches.run(blocks, index, grad_query, initial_local=initial_local, added=True)
     return launches.grad_key, launches.grad_value

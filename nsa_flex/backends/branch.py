@@ -54,6 +54,10 @@ class Inputs(NamedTuple):
     sliding_value: Tensor
     gates: Tensor
 
+    def need_grad(self) -> bool:
+        """Whether a backward pass may follow."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self)
+
     def facts(
         self,
         config: NSAConfig,
@@ -74,13 +78,35 @@ class Inputs(NamedTuple):
             num_queries=query.shape[2],
             whole=whole,
             documents=document_start is not None,
-            needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in self),
+            needs_grad=self.need_grad(),
             select_block_size=config.select_block_size,
             num_selected_blocks=config.num_selected_blocks,
             branches=config.branches,
             selection=config.selection,
             known_offset=not isinstance(query_offset, Tensor),
             decode_problem=self._decode_problem(config) if few else None,
+        )
+
+    def seen(
+        self, config: NSAConfig, query_offset: int | Tensor | None, needs_grad: bool
+    ) -> Inputs:
+        """Without the keys after the last query where kernels with gradients ask for that."""
+        first = known_offset(self.query, self.key, query_offset)
+        if first is None or not needs_grad:
+            return self
+        end = first + self.query.shape[2]
+        if end >= self.key.shape[2]:
+            return self
+        num_blocks = config.num_compressed_blocks(end)
+        key, value = self.key[:, :, :end], self.value[:, :, :end]
+        shared = self.sliding_key is self.key and self.sliding_value is self.value
+        return self._replace(
+            key=key,
+            value=value,
+            compressed_key=self.compressed_key[:, :, :num_blocks],
+            compressed_value=self.compressed_value[:, :, :num_blocks],
+            sliding_key=key if shared else self.sliding_key[:, :, :end],
+            sliding_value=value if shared else self.sliding_value[:, :, :end],
         )
 
     def _decode_problem(self, config: NSAConfig) -> str | None:

@@ -27,8 +27,6 @@ def unsupported_reason(facts: Facts) -> str | None:
         return "one operator takes range attention with packed documents or an offset alone"
     if not facts.whole and facts.documents:
         return "one operator takes documents whose queries are all the tokens, at offset 0"
-    if not facts.whole and facts.needs_grad:
-        return "one operator takes an offset without gradients alone"
     if not facts.whole and not facts.known_offset:
         return "one operator takes an offset that the host knows, an int"
     if facts.head_dim % 8 or facts.value_head_dim % 8:
@@ -47,7 +45,10 @@ def attend(
     return_blocks: bool,
     query_offset: int | None = None,
 ) -> CoreResults:
-    """The core of `nsa_attention` with such inputs, checked; the offset where it has a say."""
+    """The core of `nsa_attention` with such inputs, checked.
+
+    query_offset: None where the queries are the last tokens of their rows.
+    """
     from nsa_flex.fallback_kernels.fused.operators import core_attention
 
     if document_start is not None:

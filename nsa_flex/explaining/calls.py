@@ -56,7 +56,7 @@ class AttentionCall:
             documents=self.document_start is not None,
             max_document_length=None if longest is None else rounded_length(longest, self.config),
             differentiable=self.needs_grad,
-            has_offset=not is_whole(query, key, self.query_offset),
+            has_offset=not self.needs_grad and not is_whole(query, key, self.query_offset),
             own_window_keys=self.own is not None,
         )
 

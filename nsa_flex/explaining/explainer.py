@@ -102,9 +102,15 @@ def explain(
     check_documents(document_start, max_document_length)
     own = None if sliding_key is None or sliding_value is None else (sliding_key, sliding_value)
     inputs = Inputs(query, key, value, key, value, *(own or (key, value)), gates=query)
-    facts = replace(inputs.facts(config, query_offset, document_start), device_type=where.type)
-    if needs_grad is not None:
-        facts = replace(facts, needs_grad=needs_grad)
+    needs_grad = inputs.need_grad() if needs_grad is None else needs_grad
+    inputs = inputs.seen(config, query_offset, needs_grad)
+    key, value = inputs.key, inputs.value
+    own = None if own is None else (inputs.sliding_key, inputs.sliding_value)
+    facts = replace(
+        inputs.facts(config, query_offset, document_start),
+        device_type=where.type,
+        needs_grad=needs_grad,
+    )
     choices = choose_backends(facts, backend)
     num_tokens, documents = query.shape[2], document_start is not None
     every_block = config.selects_every_block(num_tokens, documents, max_document_length)

@@ -3,12 +3,13 @@
 What a rank sends in a layer's forward, in this order, each by one all-gather of its own shard:
 
 1. the first l - d tokens of its chunks, for blocks that reach from one chunk into the next;
-2. its compressed keys and values, 1/d of the bytes;
-3. its keys and values, some KV heads at a time: those of the next heads are on their way while
-   the heads before attend.
+2. its keys and values, some KV heads at a time: the first are on their way while φ runs, those of
+   the next heads while the heads before attend;
+3. its compressed keys and values, 1/d of the bytes.
 
-The backward reduce-scatters the gradients of the same tensors in float32, in the opposite order.
-Queries, gates and outputs never leave their rank.
+The backward sums the gradients of both chunks of a rank in float32 and reduce-scatters them so;
+those of keys and values are on their way while φ is differentiated. Queries, gates and outputs
+never leave their rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nsa_flex.attention import nsa_attention
 from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
-from nsa_flex.parallel.shards import SequenceShards
+from nsa_flex.parallel.shards import Sent, SequenceShards
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -88,66 +89,69 @@ def context_parallel_attention(
     if compressed_source is None:
         (key, source_key), (value, source_value) = branched(key), branched(value)
         compressed_source = source_key, source_value
-    compressed = gather_compressed(
-        compress_key, compress_value, *compressed_source, shards, config
-    )
+    sources = compressed_source[: _num_compressed(config)]
+    halos = _send_halos(sources, shards, config)
     raw = [x for x in (key, value, sliding_key, sliding_value) if x is not None]
     num_parts = 1 if kv_heads_at_once is None else key.shape[1] // kv_heads_at_once
     parts = list(zip(*(x.chunk(num_parts, 1) for x in raw), strict=True))
-    queries, gate_parts = query.chunk(num_parts, 1), gates.chunk(num_parts, 1)
-    compressed_parts = list(zip(*(_chunks(x, num_parts) for x in compressed), strict=True))
+    coming = shards.send(*parts[0])
+    blocks = _compress(compress_key, compress_value, compressed_source, halos, shards, config)
+    coming_blocks = shards.send(*blocks) if blocks else None
 
-    outputs, coming = [], shards.send(*parts[0])
+    chunk = query.shape[2] // 2
+    first = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
+    offsets = [first + c * chunk for c in shards.chunks]
+    ends = [offset + chunk for offset in offsets]
+    of_queries = [_halves(x, num_parts) for x in (query, gates)]
+    whole = coming.arrived_until(*ends)
+    compressed = _arrived_compressed(coming_blocks, ends, num_parts, config)
+    outputs = []
     for part in range(num_parts):
-        whole = coming.arrived()
+        if part > 0:
+            whole = coming.arrived_until(*ends)
         if part + 1 < num_parts:
             coming = shards.send(*parts[part + 1])
-        outputs.append(
-            _attend_chunks(
-                (queries[part], gate_parts[part]),
-                whole,
-                compressed_parts[part],
-                shards,
-                config,
-                scale,
-                backend,
-                query_offset,
-                document_start,
+        halves = []
+        for half, offset in enumerate(offsets):
+            own_query, own_gates = (x[part][half] for x in of_queries)
+            own_key, own_value, *sliding = whole[half]
+            span = slice(half * chunk, (half + 1) * chunk)
+            halves.append(
+                nsa_attention(
+                    *(own_query, own_key, own_value, *compressed[part][half], own_gates),
+                    config=config,
+                    scale=scale,
+                    backend=backend,
+                    sliding_key=sliding[0] if sliding else None,
+                    sliding_value=sliding[1] if sliding else None,
+                    query_offset=offset,
+                    document_start=None if document_start is None else document_start[:, span],
+                )
             )
-        )
+        outputs.append(torch.cat(halves, 2))
     return torch.cat(outputs, 1)
 
 
-def gather_compressed(
-    compress_key: Compression,
-    compress_value: Compression,
-    key: Tensor,
-    value: Tensor,
-    shards: SequenceShards,
-    config: NSAConfig,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compressed keys and values (B, Hkv, N, D) of whole sequences from shards (B, Hkv, T, D).
+def _halves(x: Tensor, num_parts: int) -> list[tuple[Tensor, ...]]:
+    """Of each part of the heads this rank's two chunks."""
+    return [part.chunk(2, 2) for part in x.chunk(num_parts, 1)]
 
-    None in the place of what no branch of the config reads. Each rank compresses the blocks that
-    begin in its chunks. One that does so in the last l - d tokens ends in the next chunk, whose
-    first tokens have been gathered.
+
+def _arrived_compressed(
+    coming: Sent | None, ends: Sequence[int], num_parts: int, config: NSAConfig
+) -> list[list[tuple[Tensor | None, Tensor | None]]]:
+    """Compressed keys and values that have arrived: of each part of the KV heads and each chunk
+    those that it may see, as `nsa_attention` takes them for keys up to the chunk's end.
+
+    None in the place of what no branch of the config reads.
     """
-    read = _num_compressed(config)
-    if read == 0:
-        return None, None
-    own_blocks = key.shape[2] // 2 // config.compress_stride
-    num_blocks = config.num_compressed_blocks(shards.size * key.shape[2])
-    rows = [*_with_halos((key, value)[:read], shards, config), value][:2]
-    blocks = compress_what_is_read(compress_key, compress_value, *rows)
-    own = [x[:, :, :own_blocks] for x in blocks if x is not None]  # [2B, Hkv, C/d, D]
-    whole = shards.gather(*(torch.cat(x.chunk(2), 2) for x in own))
-    found = [x[:, :, :num_blocks] for x in whole]  # the last ones reach behind the sequence
-    return found[0], found[1] if read == 2 else None
-
-
-def _chunks(x: Tensor | None, number: int) -> Sequence[Tensor | None]:
-    """Some KV heads at a time."""
-    return [None] * number if x is None else x.chunk(number, 1)
+    if coming is None:
+        return [[(None, None)] * len(ends)] * num_parts
+    found: list[list[tuple[Tensor | None, Tensor | None]]] = [[] for _ in range(num_parts)]
+    for tensors in coming.arrived_until(*(max(2, config.num_compressed_blocks(x)) for x in ends)):
+        for part, x in zip(found, zip(*(x.chunk(num_parts, 1) for x in tensors)), strict=True):
+            part.append((x[0], x[1] if len(x) == 2 else None))
+    return found
 
 
 def _num_compressed(config: NSAConfig) -> int:
@@ -155,72 +159,51 @@ def _num_compressed(config: NSAConfig) -> int:
     return 2 if config.has("compressed") else int(config.has("selected"))
 
 
-def _with_halos(
-    tensors: tuple[Tensor, ...], shards: SequenceShards, config: NSAConfig
-) -> list[Tensor]:
-    """Both chunks of each shard as rows, with the l - d tokens behind: (2B, H, C + l - d, D)."""
-    halo = config.compress_block_size - config.compress_stride
-    chunks = [x.chunk(2, 2) for x in tensors]
-    if halo == 0:
-        return [torch.cat(x) for x in chunks]
-    heads = [torch.cat([chunk[:, :, :halo] for chunk in x], 2) for x in chunks]
-    rows = []
-    for own, first in zip(chunks, shards.gather(*heads), strict=True):
-        # Behind the last chunk come tokens of no block that is kept.
-        behind = first.roll(-halo, 2).split(halo, 2)
-        pairs = zip(own, shards.chunks, strict=True)
-        rows.append(torch.cat([torch.cat((x, behind[c]), 2) for x, c in pairs]))
-    return rows
+def _halo(config: NSAConfig) -> int:
+    """l - d: tokens of the next chunk that a chunk's last blocks reach into."""
+    return config.compress_block_size - config.compress_stride
 
 
-def _attend_chunks(
-    own: tuple[Tensor, Tensor],
-    raw: list[Tensor],
-    compressed: tuple[Tensor | None, ...],
+def _send_halos(
+    tensors: Sequence[Tensor], shards: SequenceShards, config: NSAConfig
+) -> Sent | None:
+    """Begin to gather the first tokens of each chunk; None if nobody reads them."""
+    halo = _halo(config)
+    if halo == 0 or not tensors:
+        return None
+    heads = [[chunk[:, :, :halo] for chunk in x.chunk(2, 2)] for x in tensors]
+    return shards.send(*(torch.cat(x, 2) for x in heads))
+
+
+def _compress(
+    compress_key: Compression,
+    compress_value: Compression,
+    sources: tuple[Tensor, Tensor],
+    halos: Sent | None,
     shards: SequenceShards,
     config: NSAConfig,
-    scale: float | None,
-    backend: Backend,
-    query_offset: int | None,
-    document_start: Tensor | None,
-) -> Tensor:
-    """Of each of this rank's chunks of queries against the keys up to its end.
+) -> list[Tensor]:
+    """The blocks that begin in this rank's chunks, (B, Hkv, T/d, D): keys, and values if read.
 
-    Args:
-        own: queries and gates of this rank.
-        raw: keys, values, those of the window if it has its own.
-        compressed: compressed keys and values.
+    One that begins in the last l - d tokens of a chunk ends in the next chunk.
     """
-    tokens, length = own[0].shape[2], raw[0].shape[2]
-    first = length - shards.size * tokens if query_offset is None else query_offset
-    outputs = []
-    for half, c in enumerate(shards.chunks):
-        span = slice(half * (tokens // 2), (half + 1) * (tokens // 2))
-        offset = first + c * (tokens // 2)
-        end = offset + tokens // 2
-        num_blocks = max(2, config.num_compressed_blocks(end))
-        key, value, *sliding = (x[:, :, :end] for x in raw)
-        compressed_key, compressed_value = (
-            x if x is None else x[:, :, :num_blocks] for x in compressed
-        )
-        outputs.append(
-            nsa_attention(
-                own[0][:, :, span],
-                key,
-                value,
-                compressed_key,
-                compressed_value,
-                own[1][:, :, span],
-                config=config,
-                scale=scale,
-                backend=backend,
-                sliding_key=sliding[0] if sliding else None,
-                sliding_value=sliding[1] if sliding else None,
-                query_offset=offset,
-                document_start=None if document_start is None else document_start[:, span],
-            )
-        )
-    return torch.cat(outputs, 2)
+    read = _num_compressed(config)
+    if read == 0:
+        return []
+    own_blocks = sources[0].shape[2] // 2 // config.compress_stride
+    chunks = [x.chunk(2, 2) for x in sources[:read]]
+    if halos is None:
+        rows = [torch.cat(x) for x in chunks]
+    else:
+        # Behind the last chunk come tokens of no block that is kept.
+        firsts = [x.roll(-_halo(config), 2).split(_halo(config), 2) for x in halos.arrived()]
+        rows = []
+        for own, first in zip(chunks, firsts, strict=True):
+            pairs = zip(own, shards.chunks, strict=True)
+            rows.append(torch.cat([torch.cat((x, first[c]), 2) for x, c in pairs]))
+    blocks = compress_what_is_read(compress_key, compress_value, *[*rows, sources[1]][:2])
+    own = [x[:, :, :own_blocks] for x in blocks if x is not None]  # [2B, Hkv, C/d, D]
+    return [torch.cat(x.chunk(2), 2) for x in own]
 
 
 def check_shard(num_tokens: int, shards: SequenceShards, config: NSAConfig) -> None:

@@ -82,13 +82,14 @@ class SequenceShards:
     def send(self, *shards: Tensor) -> Sent:
         """Begin to gather shards (B, H, T, D), all by one collective.
 
-        Gradients come back by a reduce-scatter in float32 (float64 for float64).
+        Gradients come back by a reduce-scatter in float32 (float64 for float64), which begins
+        where those of `Sent.arrived` are there, and is waited for where the shards' are wanted.
         """
         # Chunks first, and within them memory ordered (B, T, H, D).
         chunks = [x.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4) for x in shards]
         own = torch.cat([x.flatten(1) for x in chunks], 1)  # [2, elements of a chunk of all]
         sizes = tuple(tuple(x.shape[1:]) for x in chunks)
-        return Sent(_Gather.apply(own, self.group, self.size), sizes)
+        return Sent(*_Gather.apply(own, self.group, self.size), sizes, self)
 
     def gather(self, *shards: Tensor) -> list[Tensor]:
         """The whole (B, H, P * T, D) of each shard (B, H, T, D)."""
@@ -99,57 +100,101 @@ class Sent(NamedTuple):
     """What `send` began to gather.
 
     chunks: (2P, elements of a chunk), not to be read before it has arrived.
+    ticket: (2, elements of a chunk), wide and without memory: gradients of the shards pass there.
     sizes: (B, T / 2, H, D) of each tensor.
     """
 
     chunks: Tensor
+    ticket: Tensor
     sizes: tuple[tuple[int, ...], ...]
+    shards: SequenceShards
 
     def arrived(self) -> list[Tensor]:
         """Wait for it: each tensor whole, (B, H, P * T, D), in memory ordered (B, S, H, D)."""
-        chunks: Tensor = _Wait.apply(self.chunks)
-        whole = []
-        parts = chunks.split([math.prod(size) for size in self.sizes], 1)
-        for part, size in zip(parts, self.sizes, strict=True):
-            # Of rank r chunk r, then chunk 2P - 1 - r.
-            heads, tails = part.unflatten(1, size).unflatten(0, (-1, 2)).unbind(1)
-            ordered = torch.cat((heads, tails.flip(0)))  # [2P, B, T/2, H, D]
-            whole.append(ordered.transpose(0, 1).flatten(1, 2).transpose(1, 2))
-        return whole
+        return self.arrived_until(2 * self.shards.size * self.sizes[0][1])[0]
+
+    def arrived_until(self, *ends: int) -> list[list[Tensor]]:
+        """Wait for it: for each end, of each tensor the first so many tokens (B, H, end, D).
+
+        These share their memory. Their gradients are summed in float32.
+        """
+        count, group, size = len(self.sizes), self.shards.group, self.shards.size
+        found = _Arrive.apply(self.chunks, self.ticket, self.sizes, ends, group, size)
+        return [list(found[i * count : (i + 1) * count]) for i in range(len(ends))]
 
 
 _ops: Any = torch.ops._c10d_functional
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks one behind the other: [2, N] -> [2P, N], which nobody has waited for."""
+    """Rows of all ranks one behind the other, [2, N] -> [2P, N], which nobody has waited for, and
+    the ticket of `Sent`, whose gradient nobody has waited for either.
+    """
 
     @staticmethod
-    def forward(own: Tensor, group: str, size: int) -> Tensor:
-        return _ops.all_gather_into_tensor(own, size, group)
+    def forward(own: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(own.dtype, torch.float32)
+        ticket = own.new_empty((), dtype=wide).expand(own.shape)
+        return _ops.all_gather_into_tensor(own, size, group), ticket
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.group, ctx.size = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.dtype = inputs[0].dtype
+        ctx.mark_non_differentiable(output[0])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
-        own = _ops.reduce_scatter_tensor(wide, "sum", ctx.size, ctx.group)
-        return _ops.wait_tensor(own).to(grad.dtype), None, None
+    def backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return None if grad is None else _ops.wait_tensor(grad).to(ctx.dtype), None, None
 
 
-class _Wait(torch.autograd.Function):
-    """Waits, with a gradient in any version of torch."""
+class _Arrive(torch.autograd.Function):
+    """Waits, and puts the chunks in order: see `Sent.arrived_until`."""
 
     @staticmethod
-    def forward(sent: Tensor) -> Tensor:
-        return _ops.wait_tensor(sent)
+    def forward(
+        chunks: Tensor,
+        ticket: Tensor,
+        sizes: tuple[tuple[int, ...], ...],
+        ends: tuple[int, ...],
+        group: str,
+        size: int,
+    ) -> tuple[Tensor, ...]:
+        arrived: Tensor = _ops.wait_tensor(chunks)
+        whole = []
+        parts = arrived.split([math.prod(x) for x in sizes], 1)
+        for part, of_chunk in zip(parts, sizes, strict=True):
+            # Of rank r chunk r, then chunk 2P - 1 - r.
+            heads, tails = part.unflatten(1, of_chunk).unflatten(0, (-1, 2)).unbind(1)
+            ordered = torch.cat((heads, tails.flip(0)))  # [2P, B, T/2, H, D]
+            whole.append(ordered.transpose(0, 1).flatten(1, 2).transpose(1, 2))
+        return tuple(x[:, :, :end] for end in ends for x in whole)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, ticket, ctx.sizes, ctx.ends, ctx.group, ctx.size = inputs
+        ctx.dtype = ticket.dtype
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = next((x for x in grads if x is not None), None)
+        if given is None:
+            return (None,) * 6
+        elements = [math.prod(x) for x in ctx.sizes]
+        total = given.new_zeros((2 * ctx.size, sum(elements)), dtype=ctx.dtype)
+        parts = total.split(elements, 1)
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                of_chunk = ctx.sizes[i % len(parts)]
+                _add_chunks(parts[i % len(parts)].unflatten(1, of_chunk), grad)
+        own = _ops.reduce_scatter_tensor(total, "sum", ctx.size, ctx.group)
+        return None, own, None, None, None, None
+
+
+def _add_chunks(total: Tensor, grad: Tensor) -> None:
+    """Adds (B, H, tokens, D), from token 0 on, to chunks as they were sent: (2P, B, T/2, H, D)."""
+    num_chunks, _, chunk = total.shape[:3]
+    for c, of_chunk in enumerate(grad.transpose(1, 2).split(chunk, 1)):
+        row = 2 * c if 2 * c < num_chunks else 2 * (num_chunks - 1 - c) + 1
+        total[row, :, : of_chunk.shape[1]].add_(of_chunk)

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.compressed import cudnn_op as cudnn_attention
-from nsa_flex.fallback_kernels.compressed.cudnn_op import Gradients, Problem, causal_gradients
+from nsa_flex.fallback_kernels.compressed.cudnn_op import Gradients, Problem
 from reference import played_cudnn
 
 BATCH, HEADS, KV_HEADS, ROWS, DIM, VALUE_DIM, SCALE = 3, 6, 3, 7, 8, 4, 0.3
 
 
-def played(problem: Problem, scale: float) -> Gradients:
-    return Gradients(*played_cudnn.causal_gradients(*problem, scale))
+def played(problem: Problem, scale: float, is_causal: bool) -> Gradients:
+    differentiate = played_cudnn.causal_gradients if is_causal else played_cudnn.whole_gradients
+    return Gradients(*differentiate(*problem, scale))
 
 
 def strided(heads: int, width: int, layout: str) -> Tensor:
@@ -31,28 +32,38 @@ def strided(heads: int, width: int, layout: str) -> Tensor:
     ("queries", "keys"), [("natural", "natural"), ("residues", "expanded")], ids=["rows", "fold"]
 )
 @pytest.mark.parametrize(("heads_at_once", "calls"), [(1, 9), (2, 6), (5, 3)])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "whole"])
 def test_pieces_are_the_whole(
-    queries: str, keys: str, heads_at_once: int, calls: int, monkeypatch: pytest.MonkeyPatch
+    queries: str,
+    keys: str,
+    heads_at_once: int,
+    calls: int,
+    is_causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    differentiate = cudnn_attention.causal_gradients
+    if not is_causal:
+        differentiate = cudnn_attention.whole_gradients
     query, grad, out = (strided(HEADS, x, queries) for x in (DIM, VALUE_DIM, VALUE_DIM))
     key, value = strided(KV_HEADS, DIM, keys), strided(KV_HEADS, VALUE_DIM, keys)
     problem = Problem(grad, query, key, value, out, torch.rand(BATCH, HEADS, ROWS).double() + 2)
-    want = played(problem, SCALE)
+    want = played(problem, SCALE, is_causal)
     seen = []
 
-    def call(piece: Problem, scale: float) -> Gradients:
+    def call(piece: Problem, scale: float, asked: bool) -> Gradients:
+        assert asked == is_causal
         seen.append(piece)
-        return played(piece, scale)
+        return played(piece, scale, asked)
 
-    monkeypatch.setattr(cudnn_attention, "_gradients", call)
-    assert torch.equal(causal_gradients(*problem, SCALE).key, want.key)
+    monkeypatch.setattr(cudnn_attention, "_gradients_at_once", call)
+    assert torch.equal(differentiate(*problem, SCALE).key, want.key)
     assert len(seen) == 1  # as long as it fits
     assert seen.pop().query is query
 
     monkeypatch.setattr(cudnn_attention, "MAX_SPAN", cudnn_attention._span(query))
     size = heads_at_once * ROWS * HEADS // KV_HEADS * DIM
     monkeypatch.setattr(cudnn_attention, "PIECE", size)
-    got = causal_gradients(*problem, SCALE)
+    got = differentiate(*problem, SCALE)
     assert len(seen) == calls
     for piece in seen:
         for x in (piece.query, piece.grad, piece.out):

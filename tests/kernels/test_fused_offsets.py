@@ -8,18 +8,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from nsa_flex import NSAConfig, nsa_attention
-from reference import oracle
+from nsa_flex import NSAConfig, attention, nsa_attention
+from nsa_flex.backends.branch import Inputs
+from reference import oracle, played_cudnn
 from reference.accuracy import assert_close, to_float64
 from reference.fused_ends import ends_of, watched_epilogue
 from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
+from nsa_flex.fallback_kernels.compressed import cudnn, cudnn_op
 from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
+from nsa_flex.fallback_kernels.compressed.fold import range_rows_view
 from nsa_flex.fallback_kernels.fused import operators as core
 from nsa_flex.fallback_kernels.fused import route
+from nsa_flex.fallback_kernels.fused.compressed_past import PastKeys
 from nsa_flex.fallback_kernels.fused.operators import CoreResults, core_attention
 from nsa_flex.fallback_kernels.launch import plans
 from nsa_flex.fallback_kernels.selected import config as selected_plan
@@ -177,6 +182,128 @@ def test_one_launch_plan_serves_all_offsets(monkeypatch: pytest.MonkeyPatch) -> 
     assert (kept.recorded - recorded, kept.replayed - replayed) == (1, 2)
 
 
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN in the compressed branch, played by PyTorch."""
+    monkeypatch.setattr(route, "RANGES_TOKENS", 0)
+    monkeypatch.setattr(route, "RANGES_ROW", 0)
+    monkeypatch.setattr(route, "LEAST_PAST", 0)
+    monkeypatch.setattr(route, "CUDNN_DTYPES", (torch.float32,))
+    for module, name in (
+        (cudnn, "causal"),
+        (cudnn, "causal_gradients"),
+        (cudnn_op, "whole"),
+        (cudnn_op, "whole_gradients"),
+    ):
+        monkeypatch.setattr(module, name, getattr(played_cudnn, name))
+
+
+# The queries are the last tokens of all keys.
+LAST = {
+    "one query": Case(1, 76, 77),
+    "off every tile": Case(37, 45, 82, NARROW, batch=2, heads=4, kv_heads=2),
+    "a head a group": Case(19, 60, 79, heads=1, value_dim=32),
+    "groups of three": Case(23, 33, 56, heads=3),
+    "groups of sixteen": Case(18, 48, 66, heads=16),
+    "keys of its own for the window": Case(18, 47, 65, heads=4, own=True, value_dim=32),
+    "as many blocks as are chosen": Case(10, 30, 40, NARROW),
+    "less past than a window": Case(90, 17, 107, heads=4, kv_heads=2),
+    "blocks that do not overlap": Case(40, 67, 107, NSAConfig(16, 16, 16, 4, 0, 1, 20)),
+}
+
+
+@kernels
+@in_the_interpreter
+@pytest.mark.kept(
+    lambda name, by_cudnn, deterministic: (
+        deterministic == (name == "off every tile")
+        and (by_cudnn or name in ("groups of three", "less past than a window"))
+    )
+)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "deterministic"])
+@pytest.mark.parametrize("by_cudnn", [True, False], ids=["cudnn", "ranges"])
+@pytest.mark.parametrize("name", LAST)
+def test_gradients_of_the_last_queries(
+    name: str, by_cudnn: bool, deterministic: bool, request: pytest.FixtureRequest
+) -> None:
+    if by_cudnn:
+        request.getfixturevalue("played")
+    case = LAST[name]
+    inputs = [x.requires_grad_() for x in case.inputs()]
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        results = attend(case, inputs, query_offset=None)
+        hold(case, inputs, results)
+        grad = torch.randn_like(results.out)
+        grads = torch.autograd.grad(results.out, inputs, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert results.blocks is not None
+    arrays = [to_float64(x) for x in inputs]
+    more: dict[str, Any] = {"scale": 0.3, "blocks": results.blocks.numpy()}
+    more |= dict(zip(("sliding_key", "sliding_value"), arrays[6:], strict=False))
+    wanted = oracle.backward(*arrays[:6], case.config, to_float64(grad), **more)
+    least = 0.1 * float(grad.norm())
+    names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
+    for name, got in zip((*names, "sliding_key", "sliding_value"), grads, strict=False):
+        assert_close(name, got, getattr(wanted, name), None, torch.float32, least=least)
+
+
+@kernels
+@in_the_interpreter
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("past", [0, 5, 33, 40])
+def test_keys_after_the_last_query_have_no_gradient(
+    past: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nsa_attention` leaves them out, and the kernels of the core run."""
+    case = Case(20, past, 90, heads=4, kv_heads=2)
+    inputs = [x.requires_grad_() for x in case.poisoned(case.inputs())]
+    q, k, v, ck, cv, gates = inputs
+    seen = Inputs(q, k, v, ck, cv, k, v, gates).seen(case.config, past, True)
+    assert seen.key.shape[2] == past + 20
+    assert seen.sliding_key is seen.key
+    results = core_attention(*seen, config=case.config, scale=0.3)
+    grads = torch.autograd.grad(results.out, inputs, torch.randn_like(results.out))
+    assert all(x.isfinite().all() for x in grads)
+    assert not grads[1][:, :, past + 20 :].any()
+    assert seen is seen.seen(case.config, past, True)
+    assert seen is seen.seen(case.config, torch.tensor([past]), True)
+
+
+@only_outside
+@pytest.mark.parametrize(("block", "stride"), [(32, 16), (8, 8), (8, 2), (1, 1)])
+def test_queries_see_the_keys_before_them_and_a_fold(block: int, stride: int) -> None:
+    config = NSAConfig(block, stride, 64, 4)
+    for past in range(block, 3 * block + 5):
+        for tokens in (1, stride, 40, 65):
+            keys = PastKeys.of(tokens, past, config)
+            positions = past + torch.arange(tokens)
+            sees = (positions - block + 1) // stride + 1  # blocks of each query
+            assert keys.seen == sees[0]
+            for part in keys.fold.ranges:
+                if part.is_empty:
+                    continue
+                rows = range_rows_view(
+                    sees[None, :, None, None], part, keys.fold.reach, stride
+                )[0, :, :, 0]
+                later = torch.arange(1, part.rows + 1)[:, None].expand_as(rows)
+                assert torch.equal(rows - keys.seen, later)
+            assert (sees[: keys.fold.reach] == keys.seen).all()
+
+
+@kernels
+@in_the_interpreter
+def test_the_operator_passes_opcheck_with_gradients() -> None:
+    case = Case(13, 21, 34)
+    inputs = [x.requires_grad_() for x in case.inputs()]
+    options = (0.3, case.config.counts, True, False)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.nsa_flex.core_forward.default, (*inputs, None, None, *options), test_utils=checks
+    )
+
+
 @kernels
 @in_the_interpreter
 def test_the_operator_passes_opcheck() -> None:
@@ -232,10 +359,11 @@ def test_is_the_branches_apart(
     case, inputs = on_cuda(group, dim, queries, offset, keys, torch.bfloat16)
     options: dict[str, Any] = {"query_offset": offset, "backend": "triton"}
     options |= {"config": PAPER, "return_aux": True}
-    apart = [x.clone().requires_grad_(True) for x in inputs]  # with gradients: one by one
-    (want, want_aux), found = ends_of(apart, **options)
-    assert found == {"gated_sum_fwd_kernel"}
     with torch.no_grad():
+        with monkeypatch.context() as patched:
+            patched.setattr(attention, "is_fused", lambda *_: False)
+            (want, want_aux), found = ends_of(inputs, **options)
+        assert found == {"gated_sum_fwd_kernel"}
         inputs = case.poisoned(inputs)
         own = {"sliding_key": inputs[1].clone(), "sliding_value": inputs[2].clone()}
         for _ in range(3):
@@ -257,6 +385,105 @@ def check(out: Tensor, aux: Any, want: Tensor, want_aux: Any) -> None:
     for lse, want_lse in zip(aux.lse, want_aux.lse, strict=True):
         torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-3)
     assert (out.float() - want.float()).norm() < 2**-7 * want.float().norm()
+
+
+# Group, head dims, queries, and keys before them.
+LAST_ON_CUDA = [
+    (1, (128, 128), 300, 701),
+    (2, (128, 128), 333, 64),
+    (3, (80, 80), 257, 1111),
+    (4, (128, 128), 1003, 2048),
+    (4, (128, 64), 515, 1999),
+    (16, (128, 128), 515, 2560),
+    (16, (64, 64), 1024, 2501),
+    (16, (192, 128), 260, 1280),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("forget_plans")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("by_cudnn", [True, False], ids=["cudnn", "ranges"])
+@pytest.mark.parametrize(
+    ("group", "dims", "queries", "past"),
+    LAST_ON_CUDA,
+    ids=[f"G{g}-D{d[0]}-{d[1]}-{q}-after-{p}" for g, d, q, p in LAST_ON_CUDA],
+)
+def test_gradients_are_those_of_the_branches_apart(
+    group: int,
+    dims: tuple[int, int],
+    queries: int,
+    past: int,
+    by_cudnn: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a body, recorded and replayed; and the operator and the kernels of the route run."""
+    if by_cudnn:
+        for name in ("RANGES_TOKENS", "RANGES_ROW", "LEAST_PAST"):
+            monkeypatch.setattr(route, name, 0)
+    heads = {"batch": 2, "heads": 2 * group, "kv_heads": 2}
+    sizes = {"head_dim": dims[0], "value_dim": dims[1], **heads}
+    case = Case(queries, past, past + queries + 64, PAPER, **sizes)
+    inputs = [x.requires_grad_() for x in case.inputs(dtype, "cuda")]
+    options: dict[str, Any] = {"query_offset": past, "config": PAPER, "return_aux": True}
+
+    def step() -> tuple[Tensor, ...]:
+        out, aux = nsa_attention(*inputs, **options)
+        torch.manual_seed(0)
+        return out, *torch.autograd.grad(out, inputs, torch.randn_like(out)), aux.blocks
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "is_fused", lambda *_: False)
+        *want, blocks = step()
+    allowed = 2**-16 if dtype == torch.float32 else 2**-6
+    for _ in range(3):
+        *got, chosen = step()
+        assert (chosen == blocks).float().mean() > 0.999
+        for x, y in zip(got, want, strict=True):
+            assert (x.double() - y.double()).norm() <= allowed * y.double().norm()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        step()
+    names = {event.name for event in trace.events()}
+    assert "nsa_flex::core_forward" in names
+    takes_cudnn = by_cudnn and dtype != torch.float32 and max(dims) <= 128
+    compressed = "compressed_past_bwd_kernel" if takes_cudnn else "ranges_bwd_dq_kernel"
+    assert {compressed, "fused_bwd_dq_kernel", "fused_bwd_dkdv_kernel"} <= names
+    is_hopper = gluon_unsupported_reason(inputs[0].device) is None
+    if is_hopper and dtype != torch.float32 and dims[0] == dims[1] and past % 64 == 0:
+        assert "fused_fwd_epilogue_sm90_kernel" in names
+    else:
+        assert "fused_sliding_epilogue_kernel" in names
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("forget_plans")
+@pytest.mark.parametrize("group", [4, 16])
+def test_halves_have_the_gradients_of_the_whole(group: int) -> None:
+    """Long enough for cuDNN; keys' gradients add up."""
+    case = Case(18432, 0, 18432, PAPER, 1, 2 * group, 2, 128, 128)
+    inputs = [x.requires_grad_() for x in case.inputs(torch.bfloat16, "cuda")]
+    query, key, value, compressed_key, compressed_value, gates = inputs
+    torch.manual_seed(0)
+    grad = torch.randn_like(query)
+    want = nsa_attention(*inputs, config=PAPER)
+    wanted = torch.autograd.grad(want, inputs, grad)
+    parts = []
+    for half in (slice(0, 9216), slice(9216, 18432)):
+        parts.append(
+            nsa_attention(
+                *(query[:, :, half], key, value, compressed_key, compressed_value),
+                gates[:, :, half],
+                config=PAPER,
+                query_offset=half.start,
+            )
+        )
+    got = torch.cat(parts, 2)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        found = torch.autograd.grad(got, inputs, grad)
+    assert "compressed_past_bwd_kernel" in {event.name for event in trace.events()}
+    for x, y in zip((got, *found), (want, *wanted), strict=True):
+        assert (x.double() - y.double()).norm() <= 2**-6 * y.double().norm()
 
 
 @pytest.mark.gpu
