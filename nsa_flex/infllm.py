@@ -24,7 +24,7 @@ from nsa_flex.inputs import (
     check_shapes,
     check_tensors,
 )
-from nsa_flex.selected import selected_attention
+from nsa_flex.selected import attend_selected, check_block_size
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -220,7 +220,7 @@ def infllm_v2_attention(
     attended = _one_of(blocks, length, config)
     if backend == "auto" and start is None and _are_few(query, key, attended, config):
         return gathered_attention(query, key, value, attended, positions, config.block_size, scale)
-    return selected_attention(
+    out, _ = attend_selected(
         *(query, key, value, attended),
         config=config.selection,
         scale=scale,
@@ -228,6 +228,7 @@ def infllm_v2_attention(
         document_start=start,
         backend=backend,
     )
+    return out
 
 
 def _are_few(query: Tensor, key: Tensor, blocks: Tensor, config: InfLLMV2Config) -> bool:
@@ -294,6 +295,7 @@ def _check(
     """Raises ValueError or TypeError naming the first thing that does not fit. Reads no values."""
     if not isinstance(config, InfLLMV2Config):
         raise TypeError(f"config must be an InfLLMV2Config, got {type(config).__name__}")
+    check_block_size("config.block_size", config.block_size)
     for size in (config.dense_len, config.num_blocks):
         operator.index(size)  # constants of a compiled graph
     if config.use_nope and scored_by is None:

@@ -122,24 +122,51 @@ def selected_attention(
     _check(query, key, value, blocks, query_offset, document_start)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     check_scale(scale)
-    inputs = Inputs(query, key, value, key, value, key, value, gates=query)
-    facts = inputs.facts(config, query_offset, document_start)
-    facts = replace(facts, num_selected_blocks=blocks.shape[3])
-    chosen_backend = _backend(facts, backend)
-    offset, positions = query_positions(query, key, query_offset)
-    task = Branch(
-        *(query, key, value, config, scale),
-        offset=offset,
-        known_offset=known_offset(query, key, query_offset),
+    positions = query_positions(query, key, query_offset)[1]
+    out, lse = attend_selected(
+        *(query, key, value),
+        visible_blocks(config, blocks, positions, key.shape[2], document_start),
+        config=config,
+        scale=scale,
+        query_offset=query_offset,
         document_start=document_start,
-        blocks=visible_blocks(config, blocks, positions, key.shape[2], document_start),
-        need_lse=return_lse,
+        backend=backend,
+        return_lse=return_lse,
     )
-    out, lse = IMPLEMENTATIONS[chosen_backend, "selected"](task)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse.detach()
+
+
+def attend_selected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float,
+    query_offset: int | Tensor | None,
+    document_start: Tensor | None,
+    backend: BackendName,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`selected_attention` of a checked call for blocks in the form of `visible_blocks`."""
+    config.specialize()
+    inputs = Inputs(query, key, value, key, value, key, value, gates=query)
+    facts = inputs.facts(config, query_offset, document_start)
+    facts = replace(facts, num_selected_blocks=blocks.shape[3])
+    chosen_backend = _backend(facts, backend)
+    task = Branch(
+        *(query, key, value, config, scale),
+        offset=query_positions(query, key, query_offset)[0],
+        known_offset=known_offset(query, key, query_offset),
+        document_start=document_start,
+        blocks=blocks,
+        need_lse=return_lse,
+    )
+    return IMPLEMENTATIONS[chosen_backend, "selected"](task)
 
 
 def _config(
@@ -157,11 +184,11 @@ def _config(
         twice = ", ".join(name for name, value in own.items() if value is not None)
         if twice:
             raise ValueError(f"config is given and {twice} too: leave out one or the other")
-        _check_block_size("config.select_block_size", config.select_block_size)
+        check_block_size("config.select_block_size", config.select_block_size)
     else:
         if block_size is None:
             raise ValueError("neither config nor block_size is given: give one of them")
-        _check_block_size("block_size", block_size)
+        check_block_size("block_size", block_size)
         initial, local = 0 if initial is None else initial, 1 if local is None else local
         config = NSAConfig(
             compress_block_size=block_size,
@@ -171,11 +198,11 @@ def _config(
             num_initial_blocks=initial,
             num_local_blocks=local,
         )
-    config.specialize()
     return config
 
 
-def _check_block_size(name: str, size: int) -> None:
+def check_block_size(name: str, size: int) -> None:
+    """Raises TypeError or ValueError naming a block size that no backend computes."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name} must be an int, got {type(size).__name__} {size!r}")
     if size < 16 or size & (size - 1):

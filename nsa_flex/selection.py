@@ -52,10 +52,10 @@ def choose_blocks(
         A NaN score counts as 0: the initial and local blocks are always there.
     """
     config.specialize()
-    if query.device.type == "cuda" and HAS_TRITON and coarse == 1:
+    if query.device.type == "cuda" and HAS_TRITON:
         from nsa_flex.fallback_kernels.topk import interface as topk
 
-        if topk.unsupported_reason(query, compressed_key, config, num_blocks) is None:
+        if topk.unsupported_reason(query, compressed_key, config, num_blocks, coarse) is None:
             return topk.select_topk_blocks(
                 query,
                 compressed_key,
@@ -65,6 +65,8 @@ def choose_blocks(
                 config=config,
                 scale=scale,
                 num_blocks=num_blocks,
+                coarse_key=None if coarse == 1 else coarse_keys(compressed_key.detach(), config, coarse),
+                coarse=coarse,
             )
     return _choose_blocks(
         query.detach(),
@@ -99,17 +101,14 @@ def _choose_blocks(
         (batch, kv_heads, num_queries, config.num_selected_blocks), dtype=torch.int32
     )
     coarse_key = None if coarse == 1 else coarse_keys(compressed_key, config, coarse)
-    on_kernel = _takes_kernel(query, compressed_key)
-    row = batch * kv_heads * num_blocks if on_kernel else batch * heads * num_compressed
-    chunk = max(1, MAX_SCORES // max(1, row))
+    chunk = max(1, MAX_SCORES // max(1, batch * heads * num_compressed))
     # Autocast would make the float32 products half precision, here where it is still on.
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, num_queries, chunk):
             span = slice(start, start + chunk)
             first = None if document_start is None else document_start[:, span]
             of_span = (query[:, :, span], compressed_key, positions[:, span], first)
-            score = _scores_by_kernel if on_kernel else _scores
-            scores = score(*of_span, config, scale, num_blocks, coarse, coarse_key)
+            scores = _scores(*of_span, config, scale, num_blocks, coarse, coarse_key)
             blocks[:, :, span] = best_blocks(scores, positions[:, span], first, config)
     return blocks
 
@@ -138,40 +137,6 @@ def _scores(
         *(grouped, compressed_key, positions, document_start, config, scale, coarse, coarse_key)
     )
     return RULES[config.selection].score(p, num_blocks, config)
-
-
-def _takes_kernel(query: Tensor, compressed_key: Tensor) -> bool:
-    if not HAS_TRITON:
-        return False
-    from nsa_flex.fallback_kernels.topk import block_scores
-
-    return block_scores.unsupported_reason(query, compressed_key) is None
-
-
-def _scores_by_kernel(
-    query: Tensor,
-    compressed_key: Tensor,
-    positions: Tensor,
-    document_start: Tensor | None,
-    config: NSAConfig,
-    scale: float,
-    num_blocks: int,
-    coarse: int,
-    coarse_key: Tensor | None,
-) -> Tensor:
-    """`_scores` by two Triton kernels: log-sum-exps, then the scores of whole blocks."""
-    from nsa_flex.fallback_kernels.topk import block_scores, interface
-
-    rows = positions.to(torch.int32).expand(query.shape[0], -1).contiguous()
-    first = None if document_start is None else document_start.to(torch.int32).contiguous()
-    lse = interface.lse_of_windows(
-        *(query, compressed_key if coarse_key is None else coarse_key, rows, first, scale),
-        *(config.select_block_size, coarse * config.compress_block_size),
-        coarse * config.compress_stride,
-    )
-    return block_scores.block_scores(
-        query, compressed_key, lse, rows, first, scale, num_blocks, config
-    )
 
 
 def group_probabilities(

@@ -68,7 +68,7 @@ class Core(Target):
     def function(self, case: Case, task: Task, compiler: str) -> Function:
         config, name = case.config, case.implementation
         if name in SDPA:
-            return _sdpa(SDPA[name])
+            return dense_attention(SDPA[name])
         if name == "fa2-varlen":
             return _varlen
         if name.startswith("nsa-packed"):
@@ -128,8 +128,10 @@ def _keeps_scores(case: Case) -> bool:
     return case.implementation == "sdpa-math" or (is_nsa(case) and not torch.cuda.is_available())
 
 
-def _sdpa(backend: SDPBackend) -> Function:
-    def dense(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+def dense_attention(backend: SDPBackend) -> Function:
+    """Causal attention of PyTorch by one of its kernels; it ignores gates."""
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, *_gates: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]

@@ -8,6 +8,7 @@ from typing import get_args
 
 from nsa_flex.bench.cases.branches import DETERMINISTIC, Compressed, Selected, Sliding
 from nsa_flex.bench.cases.case import Case, Pattern
+from nsa_flex.bench.cases.checkpoints import INFLLM_V2, MINIMAX_M3, NSA_1B, InfLLMV2, MiniMaxM3
 from nsa_flex.bench.cases.compile_time import CompileCase
 from nsa_flex.bench.cases.core import PACKED, Core
 from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
@@ -16,6 +17,7 @@ from nsa_flex.bench.cases.models import IMPLEMENTATIONS, WHOLE, ModelCase
 from nsa_flex.bench.cases.parts import Choice, CompressionTarget, Merge
 from nsa_flex.bench.cases.targets import Target
 from nsa_flex.config import CompressionKind, NSAConfig
+from nsa_flex.infllm import InfLLMV2Config
 
 TARGETS: dict[str, Target] = {
     target.name: target
@@ -27,8 +29,11 @@ TARGETS: dict[str, Target] = {
         Choice(),
         Merge(),
         CompressionTarget(),
+        InfLLMV2(),
+        MiniMaxM3(),
     )
 }
+PARTS = ("compressed", "selected", "sliding", "choice", "merge", "compression")  # of the core
 
 AnyCase = Case | ModelCase | LayerCase | CompileCase
 Heads = tuple[int, int]
@@ -99,8 +104,7 @@ def branches(heads: tuple[Heads, ...] | None = None, length: int = 64 * KI) -> l
     return [
         case
         for length, heads in shapes.items()
-        for name in TARGETS
-        if name != "core"
+        for name in PARTS
         for case in grid(name, compiled_without_scores(name), heads, (length,))
     ]
 
@@ -115,9 +119,8 @@ def compiled_without_scores(target: str) -> tuple[str, ...]:
 def eager() -> list[Case]:
     """Every part compiled and not, and on scores kept in memory, at 4k tokens."""
     cases = []
-    for name, target in TARGETS.items():
-        if name != "core":
-            cases += grid(name, target.implementations(), ((32, 8),), (4 * KI,))
+    for name in PARTS:
+        cases += grid(name, TARGETS[name].implementations(), ((32, 8),), (4 * KI,))
     return cases
 
 
@@ -224,11 +227,22 @@ def compression() -> list[Case]:
     ]
 
 
+def checkpoints() -> list[Case]:
+    """Layers of NSA-1B, MiniCPM4 and MiniMax-M3 against cuDNN, 64k and 128k tokens."""
+    names = ("nsa", "sdpa-cudnn")
+    narrow, long = ((64, 64),), (128 * KI,)
+    cases = grid("core", names, ((32, 2),), (64 * KI,), dims=narrow, config=NSA_1B)
+    cases += grid(
+        "infllm-v2", names, ((32, 2), (32, 8)), (64 * KI, *long), config=INFLLM_V2
+    )
+    return cases + grid("minimax-m3", names, ((64, 4),), long, config=MINIMAX_M3)
+
+
 def full() -> list[AnyCase]:
     """Everything that the docs show: the cases of all the others on CUDA, each once."""
     cases: list[AnyCase] = [*headline(), *sweep(), *groups(), *shapes(), *families()]
     cases += [*branches(), *eager(), *packed(), *layers(), *overlap(), *compression(), *models()]
-    return [*cases, *compiling()]
+    return [*cases, *checkpoints(), *compiling()]
 
 
 def models() -> list[AnyCase]:
@@ -266,8 +280,16 @@ def compiling() -> list[AnyCase]:
 def smoke() -> list[AnyCase]:
     """What a CPU can run of each target, tiny and in seconds: for tests, not for times."""
     config = NSAConfig(8, 4, 8, num_selected_blocks=4, window_size=16, compression="mean")
+    pooled = InfLLMV2Config(8, 4, 16, window_size=16, topk=3).selection
+    indexed = replace(MINIMAX_M3, compress_stride=16, compress_block_size=16, select_block_size=16)
 
-    def tiny(target: str, implementation: str, train: bool, pattern: Pattern = "random") -> Case:
+    def tiny(
+        target: str,
+        implementation: str,
+        train: bool,
+        pattern: Pattern = "random",
+        config: NSAConfig = config,
+    ) -> Case:
         sides = {"seq_len": 128, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16}
         return Case(
             target, implementation, train, **sides, dtype="float32", pattern=pattern, config=config
@@ -282,6 +304,8 @@ def smoke() -> list[AnyCase]:
         tiny("choice", "auto", False),
         tiny("merge", "auto", True),
         tiny("compression", "compiled", True),
+        tiny("infllm-v2", "nsa", True, config=pooled),
+        tiny("minimax-m3", "nsa-eager", True, config=replace(indexed, num_selected_blocks=3)),
         ModelCase("tiny", "nsa", 2, 64),
         ModelCase("tiny", "dense-eager", 2, 64),
         ModelCase("tiny", "transformers-sdpa-whole", 2, 64),
@@ -304,6 +328,7 @@ PRESETS: dict[str, Callable[[], Sequence[AnyCase]]] = {
     "overlap": overlap,
     "trained": trained,
     "compression": compression,
+    "checkpoints": checkpoints,
     "models": models,
     "compile": compiling,
     "full": full,

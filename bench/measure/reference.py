@@ -112,6 +112,53 @@ def scores(
     return out[:, :num_blocks]
 
 
+def max_pooled_scores(
+    query: Tensor,
+    compressed_key: Tensor,
+    coarse_key: Tensor,
+    positions: Tensor,
+    scale: float,
+    config: NSAConfig,
+    coarse: int,
+) -> Tensor:
+    """InfLLM-V2's score of every selectable block, (R, blocks): a maximum instead of Eq. 9's sum.
+
+    Of exp(scale q k - lse) summed over the group, where lse is that over `coarse_key` (N', D), of
+    blocks `coarse` times as long and as far apart.
+    """
+    size, stride = config.compress_block_size, config.compress_stride
+    seen = [
+        torch.arange(key.shape[0], device=key.device) * factor * stride + factor * size - 1
+        <= positions[:, None]
+        for key, factor in ((compressed_key, 1), (coarse_key, coarse))
+    ]
+    lse = (query @ coarse_key.mT * scale).masked_fill(~seen[1], -torch.inf).logsumexp(-1)
+    p = (query @ compressed_key.mT * scale - lse[..., None]).exp()
+    p = p.masked_fill(~seen[0] | torch.isinf(lse)[..., None], 0.0).sum(0)  # [R, N]
+    num_blocks = int(positions.max()) // config.select_block_size + 1
+    out = p.new_zeros(p.shape[0], num_blocks + 1)
+    first = torch.arange(p.shape[1], device=p.device) * stride
+    for token in range(0, size, stride):  # of a compressed block, in whose block it lies
+        block = ((first + token) // config.select_block_size).clamp(max=num_blocks)
+        out.scatter_reduce_(1, block.expand_as(p), p, "amax")
+    return out[:, :num_blocks]
+
+
+def largest_products(
+    query: Tensor, key: Tensor, positions: Tensor, block_size: int
+) -> Tensor:
+    """An indexer's score of every block, (R, blocks): the largest q k of its keys up to a query.
+
+    query (R, D); key (S, D).
+    """
+    place = torch.arange(key.shape[0], device=key.device)
+    products = (query @ key.mT).masked_fill(place > positions[:, None], -torch.inf)
+    missing = -key.shape[0] % block_size
+    products = torch.nn.functional.pad(products, (0, missing), value=-torch.inf)
+    num_blocks = int(positions.max()) // block_size + 1
+    return products.unflatten(1, (-1, block_size)).amax(-1)[:, :num_blocks]
+
+
 def choice(scored: Tensor, positions: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """The chosen blocks of each query and how clear the choice was.
 
@@ -127,15 +174,27 @@ def choice(scored: Tensor, positions: Tensor, config: NSAConfig) -> tuple[Tensor
     candidate = j <= own
     forced = candidate & ((j < config.num_initial_blocks) | (j > own - config.num_local_blocks))
     ranked = scored.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
-    order = ranked.sort(dim=-1, descending=True, stable=True)  # stable: ties take the lower index
     n = config.num_selected_blocks
-    taken = order.values[:, :n] > -torch.inf
-    blocks = order.indices[:, :n].masked_fill(~taken, scored.shape[1]).sort(-1).values
+    taken, margin = _highest(ranked, n)
+    if config.selection == "tiled_top_k":  # a half before the own tile of n blocks, a half inside
+        tile = own // n * n
+        parts = [_highest(ranked.masked_fill(x, -torch.inf), n // 2) for x in (j < tile, j >= tile)]
+        inside, before = parts
+        taken = torch.where(tile == 0, taken, inside[0] | before[0])
+        margin = torch.where(tile[:, 0] == 0, margin, torch.minimum(inside[1], before[1]))
+    blocks = torch.where(taken, j, scored.shape[1]).sort(-1).values[:, :n]
     blocks = blocks.masked_fill(blocks == scored.shape[1], -1)
-    blocks = torch.nn.functional.pad(blocks, (0, n - blocks.shape[1]), value=-1)
-    margin = torch.full_like(scored[:, 0], torch.inf)
-    if scored.shape[1] > n:
+    return torch.nn.functional.pad(blocks, (0, n - blocks.shape[1]), value=-1), margin
+
+
+def _highest(ranked: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Which n blocks rank highest, bool (R, blocks), none of -inf, and by which share they lead."""
+    order = ranked.sort(dim=-1, descending=True, stable=True)  # stable: ties take the lower index
+    taken = torch.zeros_like(ranked, dtype=torch.bool)
+    taken.scatter_(1, order.indices[:, :n], order.values[:, :n] > -torch.inf)
+    margin = torch.full_like(ranked[:, 0], torch.inf)
+    if ranked.shape[1] > n:
         worst, best = order.values[:, n - 1], order.values[:, n]
         gap = ((worst - best) / worst).masked_fill(torch.isinf(worst), torch.inf)
         margin = torch.where(best > -torch.inf, gap, margin)
-    return blocks, margin
+    return taken, margin

@@ -17,6 +17,11 @@ from nsa_flex.bench.cases.case import Case
 from nsa_flex.flops import CORE, attention_flops
 
 
+# What a layer's attention consists of where it is sparse. Without an indexer's own scores, or the
+# log-sum-exp that scores are taken by.
+LAYERS = {"core": CORE, "infllm-v2": ("choice", "selected"), "minimax-m3": ("selected",)}
+
+
 @dataclass(frozen=True)
 class Work:
     """FLOPs of matrix products and bytes of memory."""
@@ -44,10 +49,10 @@ class Work:
 
 def parts_of(case: Case) -> tuple[str, ...]:
     """The attentions that a case consists of."""
-    if case.target != "core":
+    if case.target not in LAYERS:
         return (case.target,)
     nsa = case.implementation.startswith("nsa")
-    return CORE if nsa else ("dense",)
+    return LAYERS[case.target] if nsa else ("dense",)
 
 
 def work_of(case: Case, which: str) -> Work:
@@ -101,6 +106,6 @@ def _elements(case: Case) -> tuple[int, int]:
 
 def _index_bytes(case: Case) -> int:
     """int32 block indices that the choice writes and the selected branch reads."""
-    if case.target not in ("choice", "selected"):
+    if case.target not in ("choice", "selected"):  # elsewhere nobody has to write them
         return 0
     return 4 * case.batch * case.kv_heads * case.seq_len * case.config.num_selected_blocks

@@ -26,7 +26,6 @@ from nsa_flex.bench.tools.kernel_calls import (
 from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.fused.bwd_gates import switch_gate_sign
 from nsa_flex.fallback_kernels.topk.block_max import block_max
-from nsa_flex.fallback_kernels.topk.block_scores import block_scores
 
 meta = tokens_first("meta")
 NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", selection="tiled_top_k")
@@ -52,14 +51,6 @@ def pooled(group: int, dim: int) -> None:
     query, key, value = (meta(1, h, 16384, dim, BF16).requires_grad_() for h in (group, 1, 1))
     out = infllm_v2_attention(query, key, value, config=InfLLMV2Config())
     out.backward(torch.empty_like(out))
-
-
-def scores() -> None:
-    """Of 128 queries, by sums."""
-    query, key = meta(1, 4, 128, 128, FP32), meta(1, 1, 1023, 128, FP32)
-    lse = torch.empty(1, 4, 128, device="meta")
-    position = torch.empty(1, 128, dtype=torch.int32, device="meta")
-    block_scores(query, key, lse, position, None, 0.1, 256, PAPER)
 
 
 def signs() -> None:
@@ -92,7 +83,6 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield name.replace("torch.", ""), partial(indexed, dtype, size)
     for group, dim in ((16, 128), (4, 128), (1, 64)):
         yield f"InfLLM-V2, group {group}, head dim {dim}", partial(pooled, group, dim)
-    yield "scores of blocks, float32", scores
     yield "gates of a compiled backward", signs
     for kind in kinds[:2]:
         yield f"stored chunk, φ {kind}", partial(store, meta, 512, 8192, (128, 128), BF16, kind)

@@ -18,6 +18,7 @@ MIN_CTAS = 1024  # fewer query tiles than that are split along the keys
 BAND = 16  # scores that share a maximum: `select.BAND`
 # Widths of rows of scores where `topk_select_kernel` starts from the maxima of bands, if written.
 BANDED_WIDTHS = (2048, 16384)
+MAX_FLAGS = 128  # blocks of a row that `select.store_flagged` writes at once
 FEW_SLOTS = 16  # blocks of a query that are taken one by one: `select_few.MOST`
 FEW_BANDED = 512  # rows of so many scores, and up to as many as above, then start from maxima
 SELECT_QUERIES = 8  # of a CTA of `topk_select_kernel`, in calls of so many rows of scores:
@@ -98,6 +99,7 @@ class TopkPlan:
     spans: bool = False  # whether `topk_span_kernel` takes queries that see SPAN blocks
     longest: int | None = None  # blocks of the longest document, if known
     tiled: bool = False  # whether `topk_select_tiled_kernel` selects
+    maximum: bool = False  # whether scores are maxima, not sums
 
     @cached_property
     def group(self) -> int:
@@ -161,7 +163,7 @@ class TopkPlan:
     @cached_property
     def candidates(self) -> int:
         """Room for the blocks of a row among which the selection is finished."""
-        return max(32, 2 * next_power_of_2(self.num_slots))
+        return min(MAX_FLAGS, max(32, 2 * next_power_of_2(self.num_slots)))
 
     @cached_property
     def past(self) -> int:

@@ -44,7 +44,8 @@ from nsa_flex.reasons import explained
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
-MAX_SLOTS = 64
+MAX_SLOTS = 128
+MAX_BANDED = 64  # of these free to choose, where rows of scores come with maxima
 MAX_BLOCKS = 1 << 15  # 32 in each thread of the largest CTA
 MAX_HEADS = 65535  # KV heads of all batch rows: one axis of the launch grid
 TMA_HEAD_DIMS = (16, 32, 64, 128, 256)  # head dims that TMA copies as one tile
@@ -54,7 +55,7 @@ NUM_STREAMS = 2  # query chunks in memory at once, each on a stream
 
 @explained
 def unsupported_reason(
-    query: Tensor, compressed_key: Tensor, config: NSAConfig, num_blocks: int
+    query: Tensor, compressed_key: Tensor, config: NSAConfig, num_blocks: int, coarse: int = 1
 ) -> str | None:
     """Why the kernels do not take these inputs; None if they do. Looks at no values."""
     heads, dim = query.shape[1], query.shape[3]
@@ -71,11 +72,11 @@ def unsupported_reason(
         return reason
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the Triton kernels take {DTYPES}"
-    if config.selection == "max_pool":
-        return "selection is 'max_pool'; the fused Triton kernels add up probabilities"
     for value, most, meaning in limits:
         if value > most:
             return f"{value} {meaning}; the Triton kernels take at most {most}"
+    if coarse > config.num_selected_blocks:  # whoever sees more blocks sees a coarse one whole
+        return f"coarse is {coarse}, more than the {config.num_selected_blocks} selected blocks"
     return None
 
 
@@ -87,6 +88,11 @@ def sm90_unsupported_reason(
     reason = gluon_unsupported_reason(query.device)
     if reason is not None:
         return reason
+    if config.selection == "max_pool":
+        return "selection is 'max_pool'; it adds up probabilities"
+    free = config.num_selected_blocks - config.num_forced_blocks
+    if free > MAX_BANDED:
+        return f"{free} blocks are free to choose; it takes at most {MAX_BANDED}"
     # Imported here: other versions of Gluon may lack the names.
     from nsa_flex.fallback_kernels.topk import scores_sm90
 
@@ -135,6 +141,8 @@ def select_topk_blocks(
     config: NSAConfig,
     scale: float,
     num_blocks: int,
+    coarse_key: Tensor | None = None,
+    coarse: int = 1,
 ) -> Tensor:
     """`nsa_flex.selection.choose_blocks` from the log-sum-exp of the compressed branch.
 
@@ -148,6 +156,8 @@ def select_topk_blocks(
             the selection.
         positions: int (B or 1, Sq), consecutive, the last below `num_blocks * l'`.
         document_start: int (B, Sq), multiples of l', or None.
+        coarse_key: (B, Hkv, N', D), compressed blocks `coarse` times as long and as far apart,
+            instead of `lse`: that is then theirs.
 
     Returns:
         int32 (B, Hkv, Sq, n), ascending, -1 at the end. A NaN score counts as 0.
@@ -155,7 +165,7 @@ def select_topk_blocks(
     Raises:
         ValueError: a shape, dtype or device that the kernels do not take.
     """
-    reason = unsupported_reason(query, compressed_key, config, num_blocks)
+    reason = unsupported_reason(query, compressed_key, config, num_blocks, coarse)
     if reason is not None:
         raise ValueError(reason)
     if lse is not None and (lse.shape != query.shape[:3] or lse.dtype != torch.float32):
@@ -170,6 +180,9 @@ def select_topk_blocks(
         scale,
         num_blocks,
         config.counts,
+        None,
+        coarse_key,
+        coarse,
     )
 
 
@@ -183,6 +196,8 @@ def run_topk(
     num_blocks: int,
     counts: list[int],
     longest: int | None = None,
+    coarse_key: Tensor | None = None,
+    coarse: int = 1,
 ) -> Tensor:
     """What `select_topk_blocks` runs; operators that contain it call this.
 
@@ -219,12 +234,17 @@ def run_topk(
         and span_unsupported_reason(query, config) is None,
         longest=longest_blocks,
         tiled=config.selection == "tiled_top_k",
+        maximum=config.selection == "max_pool",
     )
     shape = (batch, plan.kv_heads, num_queries, config.num_selected_blocks)
     blocks = torch.empty(shape, dtype=torch.int32, device=query.device)
     query_positions = _query_positions(positions, document_start)
     with torch.cuda.device_of(query):
-        if lse is None:
+        if coarse_key is not None:
+            windows = {name: coarse * size for name, size in compress.items()}
+            coarse_key = rows_contiguous(coarse_key)
+            lse = _log_sum_exp(plan, query, coarse_key, query_positions, scale, **windows)
+        elif lse is None:
             lse = _log_sum_exp(plan, query, key, query_positions, scale, **compress)
         if plan.spans:
             _launch_span(
@@ -262,7 +282,7 @@ topk_operator = torch.library.custom_op(
 
 @topk_operator.register_fake
 def _(query: Tensor, compressed_key: Tensor, *others: Any) -> Tensor:
-    num_selected = NSAConfig.of_counts(others[-1]).num_selected_blocks
+    num_selected = NSAConfig.of_counts(others[5]).num_selected_blocks
     shape = (query.shape[0], compressed_key.shape[1], query.shape[2], num_selected)
     return query.new_empty(shape, dtype=torch.int32)
 
@@ -322,37 +342,6 @@ def _log_sum_exp(
         num_warps=4,
     )
     return lse[0] if splits == 1 else lse.logsumexp(0)
-
-
-def lse_of_windows(
-    query: Tensor,
-    key: Tensor,
-    positions: Tensor,
-    document_start: Tensor | None,
-    scale: float,
-    select_block_size: int,
-    size: int,
-    stride: int,
-) -> Tensor:
-    """Log-sum-exp float32 (B, Hq, Sq) over the keys of windows of `size` tokens every `stride`.
-
-    Arguments as of `select_topk_blocks`; of a call that the kernels take.
-    """
-    query, key = rows_contiguous(query), rows_contiguous(key)
-    plan = _plan(
-        batch=query.shape[0],
-        query_heads=query.shape[1],
-        kv_heads=key.shape[1],
-        num_queries=query.shape[2],
-        head_dim=query.shape[3],
-        num_blocks=1,
-        num_slots=1,
-        select_block_size=select_block_size,
-        element_size=query.element_size(),
-    )
-    where = _query_positions(positions, document_start)
-    with torch.cuda.device_of(query):
-        return _log_sum_exp(plan, query, key, where, scale, COMPRESS=size, STRIDE=stride)
 
 
 def _key_tiles(key: Tensor, **constants: int) -> TensorDescriptor | None:
@@ -475,6 +464,7 @@ def _launch_scores(
         base2_scale(scale),
         SCORED=plan.scored,
         DOCUMENTS=query_positions.documents,
+        MAXIMUM=plan.maximum,
         **plan.tile_constants(),
         **constants,
         num_warps=4,

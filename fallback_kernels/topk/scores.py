@@ -2,8 +2,8 @@
 
 A tile is the transposed product keys x (head in group, token): the sum over the heads of a group
 then runs over columns that one thread holds. The keys of a tile are taken one residue at a time:
-row j of residue m is compressed block `(l'/d) j + m`, so that Eq. 9 adds tiles, without shuffles.
-What block j - 1 lends to block j (compressed blocks that straddle both) is one shift of the
+row j of residue m is compressed block `(l'/d) j + m`, so that Eq. 9 adds tiles, without shuffles,
+and max-pooling takes the larger of tiles. What block j - 1 lends to block j (compressed blocks that straddle both) is one shift of the
 finished, group-summed tile; a tile's first row exists for that alone.
 
 Where a row has initial and local blocks, a block between them and its left neighbour hold no
@@ -187,6 +187,14 @@ def mask_keys(
     return p
 
 
+@triton.jit
+def pooled(total, p, weight, MAXIMUM: tl.constexpr):
+    """The sum or maximum so far with p, which counts `weight` times; NaN stays."""
+    if MAXIMUM:
+        return tl.maximum(total, tl.where(weight > 0.0, p, 0.0), tl.PropagateNan.ALL)
+    return total + weight * p
+
+
 @recordable
 @triton.jit(
     do_not_specialize=[
@@ -229,8 +237,11 @@ def topk_scores_kernel(
     LOCAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     STAGES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
 ):
     """Scores of a tile of queries: rows of `width` in natural order, `pitch` apart.
+
+    MAXIMUM: of the compressed blocks that overlap a block, not the sum of Eq. 9.
 
     Stored are the vectors with a block that top-k may select for some query of the tile, -1 for
     other blocks in them.
@@ -303,8 +314,8 @@ def topk_scores_kernel(
             tl.full((VECTOR, BLOCK_TOKENS), -1.0, tl.float32),
             mask=(block < lowest)[:, None] & kept,
         )
-    own_sum = tl.zeros((BLOCK_N, BLOCK_TOKENS), tl.float32)  # [BLOCK_N, BLOCK_TOKENS]
-    lent_sum = tl.zeros((BLOCK_N, BLOCK_TOKENS), tl.float32)  # [BLOCK_N, BLOCK_TOKENS]
+    own_total = tl.zeros((BLOCK_N, BLOCK_TOKENS), tl.float32)  # [BLOCK_N, BLOCK_TOKENS]
+    lent_total = tl.zeros((BLOCK_N, BLOCK_TOKENS), tl.float32)  # [BLOCK_N, BLOCK_TOKENS]
     steps = tl.cdiv(num_tiles - split, num_splits) * RESIDUES
     for step in tl.range(0, steps, num_stages=STAGES):
         residue = step % RESIDUES
@@ -324,19 +335,20 @@ def topk_scores_kernel(
                 BLOCK_N, RESIDUES, AFTER_ZERO, COMPRESS, STRIDE, DOCUMENTS,
             )  # fmt: skip
         own_weight = (tl.minimum(LEFT, RESIDUES - 1 - residue) + 1).to(tl.float32)
-        own_sum += own_weight * p
+        own_total = pooled(own_total, p, own_weight, MAXIMUM)
         if LEFT > 1:
             lent_weight = tl.maximum(residue - (RESIDUES - 1 - LEFT), 0).to(tl.float32)
-            lent_sum += lent_weight * p
+            lent_total = pooled(lent_total, p, lent_weight, MAXIMUM)
         if residue == RESIDUES - 1:
-            scores = pin_layout(own_sum)
+            scores = pin_layout(own_total)
             # The row above; said by way of `residue`, it takes no registers while others come.
             above = tl.maximum(row + residue - RESIDUES, 0)[:, None]
             above = tl.broadcast_to(above, (BLOCK_N, BLOCK_TOKENS))
             if LEFT == 1:
-                scores += tl.gather(p, above, 0)
+                scores = pooled(scores, tl.gather(p, above, 0), 1.0, MAXIMUM)
             if LEFT > 1:
-                scores += tl.gather(pin_layout(lent_sum), above, 0)
+                lent = tl.gather(pin_layout(lent_total), above, 0)
+                scores = pooled(scores, lent, 1.0, MAXIMUM)
             scores = tl.where(scores > 0.0, scores, 0.0)  # NaN counts as 0
             block = first_block + row
             is_topk = (block[:, None] >= first_topk[None, :]) & (
@@ -345,5 +357,5 @@ def topk_scores_kernel(
             scores = tl.where(is_topk, scores, -1.0)  # [BLOCK_N, BLOCK_TOKENS]
             wanted = (row >= LENT) & (block <= highest)
             tl.store(score_ptr + block[:, None], scores, mask=wanted[:, None] & kept)
-            own_sum = tl.zeros((BLOCK_N, BLOCK_TOKENS), tl.float32)  # [BLOCK_N, BLOCK_TOKENS]
-            lent_sum = tl.zeros((BLOCK_N, BLOCK_TOKENS), tl.float32)  # [BLOCK_N, BLOCK_TOKENS]
+            own_total = tl.zeros((BLOCK_N, BLOCK_TOKENS), tl.float32)  # [BLOCK_N, BLOCK_TOKENS]
+            lent_total = tl.zeros((BLOCK_N, BLOCK_TOKENS), tl.float32)  # [BLOCK_N, BLOCK_TOKENS]

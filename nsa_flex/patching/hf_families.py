@@ -146,6 +146,29 @@ _OF_THE_LAYER_TYPE = {
 }
 
 
+_TOKENS = "its indexer takes single tokens of latent keys (MLA), where nsa_flex selects blocks"
+# By model type: what is known of attention that is left out, however often it is asked for.
+_DECLINED = {
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "mistral_large4"), _TOKENS
+    ),
+    "glm5_next": "its indexer takes pools of 16 latent keys (MLA), which are not those it attends",
+    "qwen4_exp": "its indexer takes blocks of 4 keys, where the kernels take 16 and more",
+    "deepseek_v4": "it attends the compressed keys themselves, which an indexer takes one by one",
+}
+
+
+def declined(config: Any) -> str | None:
+    """Why nsa_flex leaves the sparse attention of a model of this config out; None if it does not.
+
+    >>> import types
+    >>> declined(types.SimpleNamespace(model_type="qwen4_exp_text"))
+    'its indexer takes blocks of 4 keys, where the kernels take 16 and more'
+    """
+    kind = str(getattr(config, "model_type", "")).removesuffix("_text").removesuffix("_vl")
+    return _DECLINED.get(kind)
+
+
 def feature_of_module(module: Any) -> str | None:
     """What keeps NSA from standing in for the module, by its own attributes; or None."""
     for attribute, feature in _OF_THE_MODULE.items():

@@ -9,11 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
-from nsa_flex.documents import align_packed
 from nsa_flex.infllm import InfLLMV2Config, infllm_v2_attention
-from nsa_flex.patching.rows import Rows, packed_rows
-from nsa_flex.patching.slot_masks import real_slots, rows_of_mask
+from nsa_flex.patching.slot_masks import real_slots, rows_of_call
 
 
 def attend(
@@ -45,7 +42,7 @@ def attend(
     config = InfLLMV2Config.from_dict(module.config.sparse_config) if sizes is None else sizes
     # Under autocast rotary embeddings leave queries and keys in float32, values in half.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    rows = _rows(query, key, attention_mask, config.selection, position_ids, kwargs)
+    rows = rows_of_call(query, key, attention_mask, config.selection, position_ids, kwargs)
     if rows.keys is not None:
         key, value = rows.keys.align(key), rows.keys.align(value)
     start = longest = None
@@ -64,24 +61,3 @@ def attend(
     if rows.queries is not None:
         output = rows.queries.restore(output)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _rows(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    config: NSAConfig,
-    position_ids: Tensor | None,
-    kwargs: dict[str, Any],
-) -> Rows:
-    """How tokens are moved: by the lengths of packed documents, if given, else by the mask."""
-    offsets = kwargs.get("cu_seq_lens_q")
-    if offsets is None:
-        return rows_of_mask(mask, query.shape[2], key.shape[2], config, position_ids)
-    padded = mask is not None and mask.shape[3] > 0
-    if padded or query.shape[2] != key.shape[2] or query.shape[0] != 1:
-        raise ValueError(
-            "cu_seq_lens_q is for one row of packed documents: leave attention_mask out, and pass "
-            "use_cache=False"
-        )
-    return packed_rows(align_packed(offsets, query.shape[2], config))

@@ -21,7 +21,7 @@ from nsa_flex.backends.gathered import gathered_attention
 from nsa_flex.config import NSAConfig
 from nsa_flex.indexer import indexer_topk
 from nsa_flex.patching.rows import Rows
-from nsa_flex.patching.slot_masks import dense_mask, rows_of_mask
+from nsa_flex.patching.slot_masks import dense_mask, rows_of_call
 from nsa_flex.selected import selected_attention
 
 MODEL_TYPE = "minimax_m3_vl"
@@ -100,12 +100,13 @@ def attend(
         (B, Sq, Hq, Dv), contiguous, and None in the place of attention weights.
 
     Raises:
-        ValueError: dropout in a sparse layer, or blocks by slot of rows that have padding or
-            packed documents.
+        ValueError: dropout in a sparse layer; cu_seq_lens_q beside a cache or padding; or blocks
+            by slot of rows that have padding or packed documents.
     """
     if block_indices is None:
         if module.config.model_type.endswith("text"):
-            attention_mask = dense_mask(attention_mask, query, key, kwargs.get("position_ids"))
+            packed = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
+            attention_mask = dense_mask(attention_mask, query, key, *packed)
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         options = {"scaling": scaling, "dropout": dropout, **kwargs}
         return sdpa(module, query, key, value, attention_mask, **options)
@@ -123,8 +124,8 @@ def attend(
     # Under autocast rotary embeddings leave queries and keys in float32, values in half.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if isinstance(block_indices, IndexerInput):
-        sizes = (query.shape[2], key.shape[2])
-        rows = rows_of_mask(attention_mask, *sizes, config, kwargs.get("position_ids"))
+        positions = kwargs.get("position_ids")
+        rows = rows_of_call(query, key, attention_mask, config, positions, kwargs)
         output = _attend_rows(query, key, value, block_indices, rows, config, scaling)
     elif attention_mask is not None:
         raise ValueError(

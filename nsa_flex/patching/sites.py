@@ -13,7 +13,7 @@ from torch import nn
 
 from nsa_flex.installed import warn_if_untested
 from nsa_flex.patching.adapters import Adapter, find_adapter, has_own_forward, is_installed
-from nsa_flex.patching.hf_families import feature_of_layer_type, local_attention
+from nsa_flex.patching.hf_families import declined, feature_of_layer_type, local_attention
 from nsa_flex.patching.layer import AttentionShape, layer_of
 
 Filter = Callable[[nn.Module, str], bool]
@@ -43,9 +43,11 @@ class Site:
         """Why a layer whose context is limited, or chosen otherwise, is not patched."""
         feature = feature_of_layer_type(self.module)
         if feature is not None:
+            model, why = self.module.config.model_type, declined(self.module.config)
+            known = "" if why is None else f" of {model}, {why};"
             return (
-                f"{self.name} has {feature}, which NSA does not compute: leave such layers out "
-                "with filter_fn"
+                f"{self.name} has {feature}, which NSA does not compute:{known} leave such layers "
+                "out with filter_fn"
             )
         return (
             f"{self.name} sees a limited context ({self.local_attention()}), which NSA would "

@@ -6,14 +6,14 @@ tokens and from `position_ids`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.documents import align_positions
+from nsa_flex.documents import align_packed, align_positions
 from nsa_flex.patching.hf_versions import is_custom_mask
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
 
@@ -63,6 +63,31 @@ def mask_for_rows(
     return mask[:, None, None]
 
 
+def rows_of_call(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    config: NSAConfig,
+    position_ids: Tensor | None,
+    arguments: Mapping[str, Any],
+) -> Rows:
+    """`rows_of_mask`, or the lengths of packed documents (cu_seq_lens_q), if they are given.
+
+    Raises:
+        ValueError: these beside a cache or padding.
+    """
+    offsets = arguments.get("cu_seq_lens_q")
+    if offsets is None:
+        return rows_of_mask(mask, query.shape[2], key.shape[2], config, position_ids)
+    padded = mask is not None and mask.shape[3] > 0
+    if padded or query.shape[2] != key.shape[2] or query.shape[0] != 1:
+        raise ValueError(
+            "cu_seq_lens_q is for one row of packed documents: leave attention_mask out, and pass "
+            "use_cache=False"
+        )
+    return packed_rows(align_packed(offsets, query.shape[2], config))
+
+
 def rows_of_mask(
     mask: Tensor | None,
     num_queries: int,
@@ -93,11 +118,21 @@ def _first_new(mask: Tensor) -> Tensor:
 
 
 def dense_mask(
-    mask: Tensor | None, query: Tensor, key: Tensor, position_ids: Tensor | None
+    mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    position_ids: Tensor | None,
+    offsets: Tensor | None = None,
 ) -> Tensor | None:
-    """What SDPA takes, bool (1 or B, 1, Sq, Sk), of a mask of `mask_for_rows`; None for causal."""
+    """What SDPA takes, bool (1 or B, 1, Sq, Sk), of a mask of `mask_for_rows`; None for causal.
+
+    offsets: int (documents + 1,), where packed documents begin and the last ends.
+    """
     num_queries, num_keys = query.shape[2], key.shape[2]
     place = torch.arange(num_keys, device=key.device)
+    if offsets is not None:
+        document = torch.searchsorted(offsets[1:].contiguous(), place, right=True)
+        return ((place <= place[:, None]) & (document == document[:, None]))[None, None]
     if mask is None:
         if num_queries in (1, num_keys):
             return None

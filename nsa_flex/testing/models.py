@@ -33,11 +33,13 @@ def model_named(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def _read(folder: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        kind = AutoConfig.from_pretrained(folder).model_type
+        attention = {"attn_implementation": "nsa_flex"} if kind.startswith("minimax_m3") else {}
         return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, experts_implementation="eager"
+            folder, dtype=dtype, experts_implementation="eager", **attention
         )
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: {str(error).splitlines()[0]}") from error

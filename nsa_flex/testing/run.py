@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.infllm import InfLLMV2Config
 from nsa_flex.patching import NSALayer, patch, unpatch
 from nsa_flex.testing import forward_checks, lifetime_checks
 from nsa_flex.testing.lifetime_checks import differences, snapshot
+from nsa_flex.testing.sparse_models import shrink, small_sizes, sparse_modules
 from nsa_flex.testing.subject import (
     Subject,
     WrongNumbers,
@@ -113,8 +113,6 @@ SMALL = NSAConfig(
     window_size=12,
 )
 
-SMALL_INFLLM = InfLLMV2Config(8, 4, 16, window_size=16, topk=3, dense_len=0)
-
 Run = Callable[[nn.Module, Subject], None]
 
 # Of the unpatched model, which they patch themselves.
@@ -160,7 +158,8 @@ def check_model(
     """Patch a twin of `model` and try everything that a patched model must keep.
 
     Of a model that is patched already, the twin is one of it as it is, and its own config counts.
-    Of a MiniCPM4 with a sparse_config the twin has smaller blocks, and is not patched.
+    Of a MiniCPM4 with a sparse_config, and of a MiniMax-M3 whose attn_implementation is nsa_flex,
+    the twin has smaller blocks, and is not patched.
     The twin shares the model's tensors; `model` itself, its configs and its gradients stay as
     they are. Memory for a second copy of the weights is needed by "save and load" alone.
 
@@ -219,9 +218,10 @@ def _report(
 ) -> ConformanceReport:
     base, patched = (twin_of(model, own_configs=True).eval() for _ in range(2))
     tell("patch")
-    if _is_infllm(model):
+    own = sparse_modules(patched)
+    if own:
         found = [Check("patch", "ok")]
-        _shrink(patched)
+        shrink(patched)
         base.set_attn_implementation("sdpa")
     elif _own_config(model) is None:
         found = [_patch(patched, subject)]
@@ -229,12 +229,12 @@ def _report(
     else:
         found = [Check("patch", "ok")]
         unpatch(base)
-    layers = tuple(
-        n for n, m in patched.named_modules() if isinstance(m, NSALayer) or _sizes(m) is not None
+    layers = tuple(own) or tuple(
+        name for name, module in patched.named_modules() if isinstance(module, NSALayer)
     )
     if found[0].status == "ok":
         _check_runs(base, subject)
-        known = _OF_PATCHED if _is_infllm(model) else CHECKS[1:]
+        known = _OF_PATCHED if own else CHECKS[1:]
         for check in [name for name in known if name in checks]:
             tell(check)
             found.append(_run(check, patched, base, subject))
@@ -259,29 +259,11 @@ def _check_arguments(model: nn.Module, checks: Collection[str]) -> None:
 
 
 def _own_config(model: nn.Module) -> NSAConfig | None:
-    """That of the first layer of a patched model; None if it is not patched."""
-    if _is_infllm(model):
-        return SMALL_INFLLM.selection
+    """That of the first layer of a patched model, or of a smaller twin; None if it is neither."""
+    small = small_sizes(model)
+    if small is not None:
+        return small
     return next((each.config for each in model.modules() if isinstance(each, NSALayer)), None)
-
-
-def _sizes(module: nn.Module) -> InfLLMV2Config | None:
-    """Of an attention module of MiniCPM4; None for any other module."""
-    return getattr(module, "infllm", None)
-
-
-def _is_infllm(model: nn.Module) -> bool:
-    """Whether it is a MiniCPM4 whose attention is sparse."""
-    return any(_sizes(module) is not None for module in model.modules())
-
-
-def _shrink(model: Any) -> None:
-    """Small blocks, which no weight depends on, in a twin with configs of its own."""
-    for module in model.modules():
-        if _sizes(module) is not None:
-            module.infllm = SMALL_INFLLM
-    names = [field.name for field in fields(SMALL_INFLLM) if field.init]
-    model.config.sparse_config = {name: getattr(SMALL_INFLLM, name) for name in names}
 
 
 def _check_runs(model: nn.Module, subject: Subject) -> None:

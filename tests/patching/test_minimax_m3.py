@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import transformers
 from torch import Tensor
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
+import nsa_flex
 from nsa_flex.patching import minimax_m3
 from nsa_flex.patching.hf_versions import CACHE
+from nsa_flex.testing.models import model_named
 from reference import minimax_m3 as reference
 
 BLOCK = 16
@@ -150,6 +153,19 @@ def test_packed_documents_are_as_if_alone(models):
         ours(ids, position_ids=position_ids, use_cache=True)
 
 
+def test_packed_documents_by_their_lengths(models):
+    _, ours = models
+    ids, lengths = tokens(1, 100), torch.tensor([0, 33, 34, 50, 100])
+    packed = {"cu_seq_lens_q": lengths.int(), "cu_seq_lens_k": lengths.int()}
+    logits = ours(ids, use_cache=False, **packed).logits
+    for first, end in itertools.pairwise(lengths.tolist()):
+        alone = ours(ids[:, first:end]).logits  # by other angles, which are float32
+        torch.testing.assert_close(logits[:, first:end], alone, rtol=0, atol=1e-6)
+    padding = torch.tensor([[0] * 3 + [1] * 97])
+    with pytest.raises(ValueError, match="cu_seq_lens_q is for one row of packed documents"):
+        ours(ids, attention_mask=padding, use_cache=False, **packed)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_cached_generation_is_one_forward_a_step(models, cache, padded):
@@ -218,6 +234,26 @@ def test_given_blocks_are_attended(models):
         hook.remove()
     torch.testing.assert_close(logits[:, :16], model(ids).logits[:, :16], rtol=0, atol=1e-10)
     assert not torch.allclose(logits[:, 16:], model(ids).logits[:, 16:])
+
+
+def test_the_conformance_harness_runs(models, tmp_path):
+    """On a twin with small blocks, whatever the sizes of the model; of a checkpoint as well."""
+    _, ours = models
+    model = copy.deepcopy(ours)
+    for layer in model.model.layers:
+        if layer.self_attn.indexer:
+            layer.self_attn.indexer.block_size = 128
+    before = dict(vars(model.config))
+    report = nsa_flex.testing.check_model(model, name="tiny")
+    assert [check.name for check in report.checks if check.status == "ok"] == [
+        "patch", "causality", "left padding", "right padding", "packed by position_ids",
+        "packed by cu_seq_lens", "dynamic cache", "static cache", "save and load", "gradients",
+    ], str(report)  # fmt: skip
+    assert report.layers == ("model.layers.0.self_attn", "model.layers.2.self_attn")
+    assert vars(model.config) == before
+    model.save_pretrained(tmp_path)
+    read = nsa_flex.testing.check_model(model_named(str(tmp_path)), checks=["causality"])
+    assert read.layers == report.layers
 
 
 def test_dropout_is_refused(models):

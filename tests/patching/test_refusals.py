@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import nsa_flex
 from nsa_flex.cache.columns import IncomingBatch
-from nsa_flex.patching.hf_families import kind_of_mask
+from nsa_flex.patching.hf_families import declined, kind_of_mask
 from nsa_flex.patching.hf_versions import CACHE
-from nsa_flex.testing.models import tiny_decoder
+from nsa_flex.testing.models import model_types, tiny_decoder
 from patching.tiny_models import NSA, SIZES, relative_error, tiny_model, tokens
 
 IDS = tokens(2, 40)
@@ -102,6 +102,37 @@ def test_a_family_is_refused_for_what_it_computes(make: Any, message: str) -> No
         nsa_flex.patch(model, NSA)
     assert model.config is config
     assert attributes == {name: set(vars(m)) for name, m in model.named_modules()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("axk2", "its indexer takes single tokens of latent keys"),
+        ("deepseek_v32", "its indexer takes single tokens of latent keys"),
+        ("deepseek_v4", "it attends the compressed keys themselves"),
+        ("dots3_note", "its indexer takes single tokens of latent keys"),
+        ("glm_moe_dsa", "its indexer takes single tokens of latent keys"),
+        ("hy_v4", "its indexer takes single tokens of latent keys"),
+        ("qwen4_exp", "its indexer takes blocks of 4 keys"),
+    ],
+)
+def test_sparse_attention_that_is_left_out(model_type: str, reason: str) -> None:
+    if model_type not in model_types():
+        pytest.skip(f"this transformers has no {model_type}")
+    with pytest.raises(ValueError, match=rf"does not compute: of {model_type}.*, {reason}.*; leave"):
+        nsa_flex.patch(tiny_decoder(model_type), NSA)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("mistral_large4_text", "single tokens"), ("glm5_next", "pools of 16"), ("llama", None)],
+)
+def test_why_it_is_left_out(model_type: str, reason: str | None) -> None:
+    """Of models that cannot be built alone."""
+    config = transformers.PreTrainedConfig()
+    config.model_type = model_type
+    found = declined(config)
+    assert (found is None) if reason is None else (found is not None and reason in found)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
