@@ -1,0 +1,305 @@
+"""A decode step over a cache whose tokens are shared out over ranks: each attends what it holds.
+
+Every rank has the same queries and new tokens. Three ways to share tokens out:
+
+- contiguous parts (this one): one edge a rank, and what is stored is a cache like any other, which
+  the kernels read as it is. Ranks work alike once the cache is nearly full; window and local
+  blocks lie on one or two of them.
+- blocks in turn: alike at any length, but each of thousands of edges cuts compressed blocks.
+- KV heads: nothing to merge, but no more ranks than KV heads; that is tensor parallelism.
+
+A layer sends three small things, each by one all-gather: `sent_bytes_per_step`.
+
+1. Log-sum-exps of the compressed branch, and the probabilities of the last compressed blocks,
+   which overlap the next rank's first block.
+2. The best blocks of each rank, as ranks of score and index.
+3. Outputs of each branch, and the log-sum-exps of the selected and sliding ones.
+
+Nothing waits for the host and all shapes are constant: a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.decoding import Stored
+from nsa_flex.parallel.shards import SequenceShards
+from nsa_flex.selection import RULES, ranks_of_blocks
+from nsa_flex.storing import take_slots
+
+
+class Part(NamedTuple):
+    """The tokens of a rank: `tokens` of them from `base` on, of `total` that there may be."""
+
+    base: int
+    tokens: int
+    total: int
+
+    @classmethod
+    def of(cls, shards: SequenceShards, tokens: int) -> Part:
+        """Rank r has tokens r · `tokens` and the following ones."""
+        return cls(shards.rank * tokens, tokens, shards.size * tokens)
+
+
+class Partial(NamedTuple):
+    """A branch over some of its keys: out (B, Hq, T, Dv), lse (B, Hq, T), -inf where it saw none."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def step_over_ranks(
+    query: Tensor,
+    stored: Stored,
+    gates: Tensor,
+    *,
+    shards: SequenceShards,
+    tokens: int,
+    config: NSAConfig,
+    scale: float,
+) -> Tensor:
+    """NSA of queries at positions `lengths` ... `lengths + T - 1` over a cache on P ranks.
+
+    Sums and log-sum-exps are float32 (float64 of float64). Every rank of `shards` must call this,
+    with equal queries, gates and lengths, and gets the same output.
+
+    Args:
+        query: (B, Hq, T, D).
+        stored: what this rank holds: token `base + i` of each row in slot i, and compressed block
+            `base / d + i` in row i, for base = rank · `tokens`; the new tokens among them. Slots
+            from `tokens` on serve φ alone. `lengths` are those of whole rows, before the new
+            tokens.
+        gates: (B, Hq, T, C), of the config's branches.
+        tokens: of a rank, a multiple of l'.
+
+    Returns:
+        (B, Hq, T, Dv) in the query's dtype.
+
+    Raises:
+        ValueError: `config.selection` is "tiled_top_k", which chooses among tiles of blocks.
+    """
+    if config.selection == "tiled_top_k":
+        raise ValueError(
+            'a cache on several ranks chooses blocks by selection "top_k" or "max_pool", got '
+            '"tiled_top_k": keep the cache on one rank'
+        )
+    part = Part.of(shards, tokens)
+    new = torch.arange(query.shape[2], device=query.device)
+    positions = stored.lengths[:, None] + new  # [B, T]
+    precision = torch.promote_types(query.dtype, torch.float32)
+    gate = dict(zip(config.branches, gates.to(precision).unbind(-1), strict=True))
+    parts: dict[str, Partial] = {}
+    if config.has("compressed") or config.has("selected"):
+        seen, probabilities = compressed_part(query, stored, positions, part, config, scale)
+        lses, tails = gather(shards, seen.lse, _tail(probabilities, config))
+        lse = lses.logsumexp(0)
+        weight = _weight(lses, lse)  # [P, B, Hq, T]
+        parts["compressed"] = Partial(seen.out * weight[shards.rank][..., None], lse)
+    if config.has("selected"):
+        before = shards.rank - 1
+        edge = tails[before] * weight[before][..., None]
+        edge = edge * (0.0 if shards.rank == 0 else 1.0)
+        own = probabilities * weight[shards.rank][..., None]
+        scores = block_scores(own, edge, stored.key.shape[1] // stored.num_sets, part, config)
+        blocks = choose_over_ranks(scores, positions, part, shards, config)
+        parts["selected"] = selected_part(
+            query, *stored.branch(1), blocks, positions, part, config, scale
+        )
+    if config.has("sliding"):
+        parts["sliding"] = sliding_part(query, *stored.branch(2), positions, part, config, scale)
+    return merge(parts, gate, shards).to(query.dtype)
+
+
+def merge(
+    parts: dict[str, Partial], gate: dict[str, Tensor], shards: SequenceShards
+) -> Tensor:
+    """The gated sum of all branches over all ranks, from each rank's parts of them."""
+    local = [name for name in ("selected", "sliding") if name in gate]
+    lse = torch.stack([parts[name].lse for name in local], -1) if local else None
+    out = [parts[name].out * gate[name][..., None] for name in gate]
+    found = gather(shards, torch.cat(out, -1), *([] if lse is None else [lse]))
+    outs = dict(zip(gate, found[0].chunk(len(gate), -1), strict=True))  # [P, B, Hq, T, Dv]
+    total = outs["compressed"].sum(0) if "compressed" in gate else 0.0
+    for i, name in enumerate(local):
+        lses = found[1][..., i]
+        total = total + (outs[name] * _weight(lses, lses.logsumexp(0))[..., None]).sum(0)
+    assert isinstance(total, Tensor)
+    return total
+
+
+def compressed_part(
+    query: Tensor,
+    stored: Stored,
+    positions: Tensor,
+    part: Part,
+    config: NSAConfig,
+    scale: float,
+) -> tuple[Partial, Tensor]:
+    """The compressed branch over this rank's blocks, and their probabilities (B, Hq, T, N)."""
+    rows = part.tokens // config.compress_stride
+    key, value = stored.compressed_key[:, :, :rows], stored.compressed_value[:, :, :rows]
+    start = part.base + torch.arange(rows, device=query.device) * config.compress_stride
+    visible = start + config.compress_block_size - 1 <= positions[..., None]  # [B, T, N]
+    return _attend(query, key, value, visible[:, None, None], scale)
+
+
+def _tail(probabilities: Tensor, config: NSAConfig) -> Tensor:
+    """Those of the blocks that reach over the end of a part: (B, Hq, T, l / d - 1)."""
+    reaching = config.compress_block_size // config.compress_stride - 1
+    return probabilities[..., probabilities.shape[-1] - reaching :]
+
+
+def block_scores(
+    own: Tensor, edge: Tensor, kv_heads: int, part: Part, config: NSAConfig
+) -> Tensor:
+    """Scores of this rank's selectable blocks, float32 (B, Hkv, T, blocks).
+
+    Args:
+        own: probabilities (B, Hq, T, N) of this rank's compressed blocks.
+        edge: likewise (B, Hq, T, l / d - 1), of those that reach into this part from before.
+    """
+    summed = torch.cat((edge, own), -1).unflatten(1, (kv_heads, -1)).sum(2).float()
+    per_block = config.select_block_size // config.compress_stride
+    # One more block in front, of which nothing but what reaches over its end is there.
+    rows = torch.nn.functional.pad(summed, (per_block - edge.shape[-1], 0))
+    number = part.tokens // config.select_block_size
+    return RULES[config.selection].score(rows, number + 1, config)[..., 1:]
+
+
+def choose_over_ranks(
+    scores: Tensor, positions: Tensor, part: Part, shards: SequenceShards, config: NSAConfig
+) -> Tensor:
+    """int32 (B, Hkv, T, n): the chosen blocks of whole rows, in any order, -1 for none."""
+    total = part.total // config.select_block_size
+    first = part.base // config.select_block_size
+    rank = ranks_of_blocks(scores, positions, None, config, first=first, total=total)
+    best = rank.topk(min(config.num_selected_blocks, rank.shape[-1]), -1, sorted=False).values
+    (everywhere,) = gather(shards, best)
+    candidates = torch.cat(everywhere.unbind(0), -1)
+    number = min(config.num_selected_blocks, candidates.shape[-1])
+    best = candidates.topk(number, -1, sorted=False).values
+    return torch.where(best >= 0, total - 1 - (best & 0xFFFFFFFF), -1).to(torch.int32)
+
+
+def selected_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    positions: Tensor,
+    part: Part,
+    config: NSAConfig,
+    scale: float,
+) -> Partial:
+    """The selected branch over the chosen blocks that this rank holds."""
+    batch, kv_heads, num_queries, _ = blocks.shape
+    size = config.select_block_size
+    own = blocks - part.base // size
+    held = (blocks >= 0) & (own >= 0) & (own < part.tokens // size)
+    slots = own[..., None] * size + torch.arange(size, device=key.device)
+    visible = held[..., None] & (part.base + slots <= positions[:, None, :, None, None])
+    slots = slots.clamp(0, part.tokens - 1).flatten(2)  # [B, Hkv, T * n * l']
+    row = torch.arange(batch, device=key.device)[:, None, None]
+    head = torch.arange(kv_heads, device=key.device)[:, None]
+    chosen_key, chosen_value = (
+        x[row, head, slots].unflatten(2, (num_queries, -1)).flatten(1, 2) for x in (key, value)
+    )  # [B, Hkv * T, n * l', D]
+    alone = query.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(1, 3)[:, :, None]
+    mask = visible.flatten(3).flatten(1, 2)[:, :, None, None]  # [B, Hkv * T, 1, 1, n * l']
+    found, _ = _attend(alone, chosen_key, chosen_value, mask, scale)
+    in_turn = (x[:, :, 0].unflatten(1, (kv_heads, num_queries, -1)) for x in found)
+    return Partial(*(x.transpose(2, 3).flatten(1, 2) for x in in_turn))
+
+
+def sliding_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    part: Part,
+    config: NSAConfig,
+    scale: float,
+) -> Partial:
+    """The sliding branch over those tokens of the window that this rank holds."""
+    width = min(config.window_size + query.shape[2] - 1, part.tokens)
+    first = (positions[:, :1] - config.window_size + 1 - part.base).clamp(
+        0, part.tokens - width
+    )
+    slots = first + torch.arange(width, device=key.device)  # [B, width]
+    now, place = positions[..., None], part.base + slots[:, None]
+    visible = (place <= now) & (place > now - config.window_size)  # [B, T, width]
+    key, value = take_slots(key, slots), take_slots(value, slots)
+    return _attend(query, key, value, visible[:, None, None], scale)[0]
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
+) -> tuple[Partial, Tensor]:
+    """Softmax attention under a mask (B, Hkv or 1, 1, T, K), and its weights (B, Hq, T, K)."""
+    precision = torch.promote_types(query.dtype, torch.float32)  # of the choice of blocks, too
+    grouped = query.unflatten(1, (key.shape[1], -1)).to(precision)  # [B, Hkv, G, T, D]
+    logits = grouped @ key[:, :, None].mT.to(precision) * scale
+    logits = logits.masked_fill(~visible, float("-inf"))
+    lse = logits.logsumexp(-1)
+    weights = (logits - _finite(lse)[..., None]).exp()
+    out = weights.to(value.dtype) @ value[:, :, None]
+    return Partial(out.to(precision).flatten(1, 2), lse.flatten(1, 2)), weights.flatten(1, 2)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 where nothing was seen: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def _weight(lses: Tensor, lse: Tensor) -> Tensor:
+    """Share of each rank (P, ...) in a branch whose log-sum-exp over all ranks is `lse`."""
+    return (lses - _finite(lse)).exp()
+
+
+def gather(shards: SequenceShards, *own: Tensor) -> list[Tensor]:
+    """(P, *shape) of each rank's tensors of one dtype, by one all-gather."""
+    ops: Any = torch.ops._c10d_functional
+    flat = torch.cat([x.flatten() for x in own])
+    whole = ops.wait_tensor(ops.all_gather_into_tensor(flat, shards.size, shards.group))
+    parts = whole.view(shards.size, -1).split([x.numel() for x in own], 1)
+    return [part.view(shards.size, *x.shape) for part, x in zip(parts, own, strict=True)]
+
+
+NUM_COLLECTIVES = 3  # of a layer's step
+
+
+def sent_bytes_per_step(
+    num_ranks: int,
+    num_query_heads: int,
+    num_kv_heads: int,
+    value_head_dim: int,
+    *,
+    config: NSAConfig,
+    batch_size: int = 1,
+    num_tokens: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Bytes that a rank sends in one layer's decode step, in closed form; no length is in it.
+
+    In a ring a rank passes every part but one on: (P - 1) times its own.
+
+    Args:
+        num_ranks: P. num_query_heads, num_kv_heads, value_head_dim: Hq, Hkv and Dv.
+        batch_size, num_tokens: B and T.
+        dtype: of queries; what is sent is float32, or float64, and int64 for ranks of blocks.
+
+    >>> sent_bytes_per_step(2, 32, 8, 128, config=NSAConfig())
+    50688
+    """
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    reaching = config.compress_block_size // config.compress_stride - 1
+    read = config.has("compressed") or config.has("selected")
+    local = config.has("selected") + config.has("sliding")
+    numbers = (1 + reaching if read else 0) + len(config.branches) * value_head_dim + local
+    blocks = config.num_selected_blocks * 8 if config.has("selected") else 0
+    each = num_query_heads * numbers * wide + num_kv_heads * blocks
+    return (num_ranks - 1) * batch_size * num_tokens * each
