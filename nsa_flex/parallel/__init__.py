@@ -2,13 +2,14 @@
 
 from nsa_flex.parallel.attention import context_parallel_attention, sent_bytes
 from nsa_flex.parallel.cache import ShardedCache
-from nsa_flex.parallel.batch import shard_batch, shard_sequence
+from nsa_flex.parallel.batch import last_tokens, shard_batch, shard_sequence
 from nsa_flex.parallel.shards import SequenceShards
 
 __all__ = [
     "SequenceShards",
     "ShardedCache",
     "context_parallel_attention",
+    "last_tokens",
     "sent_bytes",
     "shard_batch",
     "shard_sequence",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from nsa_flex.parallel.shards import SequenceShards
 from nsa_flex.storing import compress_completed, write_slots
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float
 
 
 class ShardedCache:
@@ -36,14 +37,9 @@ class ShardedCache:
         max_length: tokens that a row may have, rounded up to C, a multiple of P · l'.
         num_sets: as of `LayerCache`.
 
-    Attributes:
-        lengths: int32 (B,), tokens of each row, on the device; there is none before `fill`.
-
     Raises:
         ValueError: φ do not fit one another, or max_length is less than 1.
     """
-
-    lengths: Tensor
 
     def __init__(
         self,
@@ -69,6 +65,16 @@ class ShardedCache:
         self._longest = 0  # of what the host knows of: replayed graphs count on the device alone
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was filled."""
+        return self._stored is None
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 (B,), tokens of each row, on the device."""
+        return self.stored.lengths
+
+    @property
     def stored(self) -> Stored:
         """What this rank holds."""
         if self._stored is None:
@@ -84,29 +90,34 @@ class ShardedCache:
         self,
         key: Float[Tensor, "B H S D"],
         value: Float[Tensor, "B H S Dv"],
-        lengths: Int[Tensor, " B"] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """Store the tokens of whole rows in the place of all that there were.
 
         Args:
             key, value: (B, sets · Hkv, S, D or Dv), of all ranks' tokens, each row's from its
                 first on; what lies behind a row's end may be anything finite.
-            lengths: int (B,), tokens of each row; S of all if None.
+            lengths: tokens of each row; S of all if None.
 
         Raises:
             ValueError: there is no room, or other heads than those of φ.
         """
         self._check(key, value)
-        if key.shape[2] > self.part.total:
+        batch, _, num_tokens, _ = key.shape
+        lengths = [num_tokens] * batch if lengths is None else lengths
+        if len(lengths) != batch or not 0 <= min(lengths) <= max(lengths) <= num_tokens:
             raise ValueError(
-                f"a prompt of {key.shape[2]} tokens does not fit the {self.part.total} of the "
+                f"lengths are {tuple(lengths)}; expected {batch} of 0 to {num_tokens}, the tokens "
+                "of each row of the prompt"
+            )
+        if max(lengths) > self.part.total:
+            raise ValueError(
+                f"a prompt of {max(lengths)} tokens does not fit the {self.part.total} of the "
                 "cache: raise max_length"
             )
         stored = self._stored = self._allocate(key, value)
-        stored.lengths.fill_(key.shape[2])
-        if lengths is not None:
-            stored.lengths.copy_(lengths)
-        self._longest = key.shape[2]
+        stored.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self._longest = max(lengths)
         begin = self.part.base
         end = begin + self.part.tokens + self._halo
         own_key, own_value = (x[:, :, begin:end] for x in (key, value))
@@ -119,11 +130,11 @@ class ShardedCache:
                 rows[:, :, :blocks] = whole[:, :, :blocks]
 
     def fill_from_shards(
-        self, key: Tensor, value: Tensor, lengths: Tensor | None = None
+        self, key: Tensor, value: Tensor, lengths: Sequence[int] | None = None
     ) -> None:
         """`fill` from this rank's shards (B, H, T, D) of a prompt, as `shard_sequence` makes them.
 
-        One KV head at a time, so that no rank has more than one head's tokens whole.
+        One KV head at a time.
         """
         heads = [
             self.shards.gather(*pair)

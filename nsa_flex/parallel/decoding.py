@@ -20,14 +20,14 @@ Nothing waits for the host and all shapes are constant: a step can be captured i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.decoding import Stored
-from nsa_flex.parallel.shards import SequenceShards
+from nsa_flex.parallel.shards import SequenceShards, all_gather
 from nsa_flex.selection import RULES, ranks_of_blocks
 from nsa_flex.storing import take_slots
 
@@ -95,7 +95,7 @@ def step_over_ranks(
     parts: dict[str, Partial] = {}
     if config.has("compressed") or config.has("selected"):
         seen, probabilities = compressed_part(query, stored, positions, part, config, scale)
-        lses, tails = gather(shards, seen.lse, _tail(probabilities, config))
+        lses, tails = all_gather(shards, seen.lse, _tail(probabilities, config))
         lse = lses.logsumexp(0)
         weight = _weight(lses, lse)  # [P, B, Hq, T]
         parts["compressed"] = Partial(seen.out * weight[shards.rank][..., None], lse)
@@ -121,7 +121,7 @@ def merge(
     local = [name for name in ("selected", "sliding") if name in gate]
     lse = torch.stack([parts[name].lse for name in local], -1) if local else None
     out = [parts[name].out * gate[name][..., None] for name in gate]
-    found = gather(shards, torch.cat(out, -1), *([] if lse is None else [lse]))
+    found = all_gather(shards, torch.cat(out, -1), *([] if lse is None else [lse]))
     outs = dict(zip(gate, found[0].chunk(len(gate), -1), strict=True))  # [P, B, Hq, T, Dv]
     total = outs["compressed"].sum(0) if "compressed" in gate else 0.0
     for i, name in enumerate(local):
@@ -178,7 +178,7 @@ def choose_over_ranks(
     first = part.base // config.select_block_size
     rank = ranks_of_blocks(scores, positions, None, config, first=first, total=total)
     best = rank.topk(min(config.num_selected_blocks, rank.shape[-1]), -1, sorted=False).values
-    (everywhere,) = gather(shards, best)
+    (everywhere,) = all_gather(shards, best)
     candidates = torch.cat(everywhere.unbind(0), -1)
     number = min(config.num_selected_blocks, candidates.shape[-1])
     best = candidates.topk(number, -1, sorted=False).values
@@ -258,15 +258,6 @@ def _finite(lse: Tensor) -> Tensor:
 def _weight(lses: Tensor, lse: Tensor) -> Tensor:
     """Share of each rank (P, ...) in a branch whose log-sum-exp over all ranks is `lse`."""
     return (lses - _finite(lse)).exp()
-
-
-def gather(shards: SequenceShards, *own: Tensor) -> list[Tensor]:
-    """(P, *shape) of each rank's tensors of one dtype, by one all-gather."""
-    ops: Any = torch.ops._c10d_functional
-    flat = torch.cat([x.flatten() for x in own])
-    whole = ops.wait_tensor(ops.all_gather_into_tensor(flat, shards.size, shards.group))
-    parts = whole.view(shards.size, -1).split([x.numel() for x in own], 1)
-    return [part.view(shards.size, *x.shape) for part, x in zip(parts, own, strict=True)]
 
 
 NUM_COLLECTIVES = 3  # of a layer's step

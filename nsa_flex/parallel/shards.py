@@ -153,3 +153,11 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def all_gather(shards: SequenceShards, *own: Tensor) -> list[Tensor]:
+    """(P, *shape) of each rank's tensors of one dtype, by one collective; without gradients."""
+    flat = torch.cat([x.flatten() for x in own])
+    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, shards.size, shards.group))
+    parts = whole.view(shards.size, -1).split([x.numel() for x in own], 1)
+    return [part.view(shards.size, *x.shape) for part, x in zip(parts, own, strict=True)]

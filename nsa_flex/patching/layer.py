@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates, gates_of_step
 from nsa_flex.joined import JoinedInput
 from nsa_flex.paging import LayerPages, NewTokens, PagedBatch, PagedLayer, attend
-from nsa_flex.parallel import SequenceShards, context_parallel_attention
+from nsa_flex.parallel import SequenceShards, ShardedCache, context_parallel_attention
 from nsa_flex.patching.rows import Rows
 
 
@@ -113,6 +114,7 @@ class NSALayer(nn.Module):
         stored: bool = False,
         joined: JoinedInput | None = None,
         paged: tuple[LayerPages, PagedBatch] | None = None,
+        sharded: tuple[ShardedCache, Sequence[int]] | None = None,
     ) -> Tensor:
         """NSA of queries against keys and values.
 
@@ -132,6 +134,8 @@ class NSALayer(nn.Module):
             joined: of `joined_input`, if keys and values come from it; without a cache.
             paged: pages of this layer, which keys and values are added to, and whose the tokens
                 are: those of several requests in one row.
+            sharded: in `context_parallel`, the ranks' cache and the tokens of each row of its
+                prompt, which this call brings if it is empty; else new tokens, those of all ranks.
 
         Returns:
             (B, Hq, Sq, Dv) in the dtype of `value`.
@@ -165,7 +169,11 @@ class NSALayer(nn.Module):
             gates = self.gates.of_product(joined.gate_logits, hidden_states.dtype)
         # Under autocast rotary embeddings leave queries and keys in float32, values in half.
         query, key = query.to(value.dtype), key.to(value.dtype)
+        if sharded is not None and not sharded[0].is_empty:
+            return sharded[0].step(query, key, value, gates, scale=scale)
         if self.shards is not None:
+            if sharded is not None:
+                sharded[0].fill_from_shards(key, value, sharded[1])
             return context_parallel_attention(
                 *(query, key, value, gates, self.compress_key, self.compress_value),
                 mesh=self.shards,
@@ -205,7 +213,7 @@ class NSALayer(nn.Module):
     ) -> None:
         if cache is not None or paged is not None:
             raise ValueError(
-                "a cache in nsa_flex.context_parallel is not supported yet: leave it out"
+                "nsa_flex.context_parallel takes no cache but a ShardedCache: leave it out"
             )
         moves = (None,) if rows is None else (rows.queries, rows.keys, rows.query_offset)
         if any(x is not None for x in moves):

@@ -190,7 +190,7 @@ def guard(device: torch.device) -> None:
         with pytest.raises(RuntimeError, match="position_ids of a shard break the rule"):
             model(input_ids=own["input_ids"], position_ids=position_ids)
     calls: list[tuple[dict[str, Any], str]] = [
-        ({"use_cache": True}, "a cache in nsa_flex.context_parallel is not supported yet: pass u"),
+        ({"use_cache": True}, "nsa_flex.context_parallel takes no cache but a ShardedNSACache: pa"),
         ({"attention_mask": torch.ones(1, length)}, "attention_mask in .* give it to nsa_flex.sh"),
         ({"cu_seq_lens_q": torch.tensor([0, length])}, "cu_seq_lens_q in nsa_flex.context_paral"),
         ({"position_ids": in_turn.expand(3, 1, -1)}, r"position_ids has shape \(3, 1, "),
@@ -226,7 +226,7 @@ def refusals(device: torch.device) -> None:
         nsa_flex.context_parallel(new_model(device), mesh, kv_heads_at_once=3)
     layer = nsa_flex.context_parallel(new_model(device), mesh).model.layers[0].self_attn.nsa
     x = torch.zeros(1, 2, 32, 8)
-    with pytest.raises(ValueError, match=r"a cache in nsa_flex.context_parallel is not supported"):
+    with pytest.raises(ValueError, match="takes no cache but a ShardedCache: leave"):
         layer(torch.zeros(1, 32, 32), x, x, x, cache=layer.new_cache())
     rows = nsa_flex.patching.packed_rows(nsa_flex.align_positions(torch.arange(32)[None], NSA))
     with pytest.raises(ValueError, match="rows move tokens, and this rank has a shard of them"):
