@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_flex.compression import Compression, compress_both
 from nsa_flex.config import NSAConfig, checked_int
-from nsa_flex.decoding import MAX_STEP, Stored
+from nsa_flex.decoding import MAX_STEP, New, Stored, store
 from nsa_flex.gates import GateLogits
-from nsa_flex.parallel.decoding import Part, step_over_ranks
+from nsa_flex.parallel.decoding import step_over_ranks
+from nsa_flex.parallel.parts import Part
 from nsa_flex.parallel.shards import SequenceShards
 from nsa_flex.storing import compress_completed, write_slots
 
@@ -199,8 +200,16 @@ class ShardedCache:
     def _store(self, new_key: Tensor, new_value: Tensor, own: Stored) -> None:
         """New tokens at `own.lengths`, counted from the part; others go to the last slot."""
         last, num_new = own.key.shape[2] - 1, new_key.shape[2]
+        end = self.part.tokens + self._halo
+        if num_new == 1:  # for which there is a kernel; at the last slot it completes no block
+            is_own = (own.lengths >= 0) & (own.lengths < end)
+            store(
+                New(new_key, new_value, self.phi),
+                own._replace(lengths=torch.where(is_own, own.lengths, last)),
+            )
+            return
         slots = own.lengths[:, None] + torch.arange(num_new, device=own.key.device)
-        is_own = (slots >= 0) & (slots < self.part.tokens + self._halo)
+        is_own = (slots >= 0) & (slots < end)
         slots = torch.where(is_own, slots, last)
         write_slots(own.key, slots, new_key)
         write_slots(own.value, slots, new_value)

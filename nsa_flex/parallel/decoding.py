@@ -20,36 +20,18 @@ Nothing waits for the host and all shapes are constant: a step can be captured i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.decoding import Stored
+from nsa_flex.installed import HAS_TRITON
+from nsa_flex.parallel.parts import Part, Partial
 from nsa_flex.parallel.shards import SequenceShards, all_gather
 from nsa_flex.selection import RULES, ranks_of_blocks
 from nsa_flex.storing import take_slots
-
-
-class Part(NamedTuple):
-    """The tokens of a rank: `tokens` of them from `base` on, of `total` that there may be."""
-
-    base: int
-    tokens: int
-    total: int
-
-    @classmethod
-    def of(cls, shards: SequenceShards, tokens: int) -> Part:
-        """Rank r has tokens r · `tokens` and the following ones."""
-        return cls(shards.rank * tokens, tokens, shards.size * tokens)
-
-
-class Partial(NamedTuple):
-    """A branch over some of its keys: out (B, Hq, T, Dv), lse (B, Hq, T), -inf where it saw none."""
-
-    out: Tensor
-    lse: Tensor
 
 
 def step_over_ranks(
@@ -92,26 +74,32 @@ def step_over_ranks(
     positions = stored.lengths[:, None] + new  # [B, T]
     precision = torch.promote_types(query.dtype, torch.float32)
     gate = dict(zip(config.branches, gates.to(precision).unbind(-1), strict=True))
+    own = _parts(query, stored, config)(query, stored, positions, part, config, scale)
     parts: dict[str, Partial] = {}
+    blocks: Tensor | None = None
     if config.has("compressed") or config.has("selected"):
-        seen, probabilities = compressed_part(query, stored, positions, part, config, scale)
-        lses, tails = all_gather(shards, seen.lse, _tail(probabilities, config))
+        out, own_lse, tail = own.compressed()
+        lses, tails = all_gather(shards, own_lse, tail)
         lse = lses.logsumexp(0)
-        weight = _weight(lses, lse)  # [P, B, Hq, T]
-        parts["compressed"] = Partial(seen.out * weight[shards.rank][..., None], lse)
-    if config.has("selected"):
-        before = shards.rank - 1
-        edge = tails[before] * weight[before][..., None]
-        edge = edge * (0.0 if shards.rank == 0 else 1.0)
-        own = probabilities * weight[shards.rank][..., None]
-        scores = block_scores(own, edge, stored.key.shape[1] // stored.num_sets, part, config)
-        blocks = choose_over_ranks(scores, positions, part, shards, config)
-        parts["selected"] = selected_part(
-            query, *stored.branch(1), blocks, positions, part, config, scale
-        )
-    if config.has("sliding"):
-        parts["sliding"] = sliding_part(query, *stored.branch(2), positions, part, config, scale)
+        weight = _weight(lses, lse)[..., None]  # [P, B, Hq, T, 1]
+        parts["compressed"] = Partial(out * weight[shards.rank], lse)
+        if config.has("selected"):
+            before = shards.rank - 1
+            edge = tails[before] * weight[before] * (0.0 if shards.rank == 0 else 1.0)
+            scores = own.scores(lse, edge)
+            blocks = choose_over_ranks(scores, positions, part, shards, config)
+    parts |= own.local(blocks)
     return merge(parts, gate, shards).to(query.dtype)
+
+
+def _parts(query: Tensor, stored: Stored, config: NSAConfig) -> type[Any]:
+    """What computes this rank's parts: Triton kernels where they take the step."""
+    if query.device.type == "cuda" and HAS_TRITON:
+        from nsa_flex.parallel import decode_kernels
+
+        if decode_kernels.unsupported_reason(query, stored, config) is None:
+            return decode_kernels.KernelParts
+    return OperationParts
 
 
 def merge(
@@ -131,43 +119,63 @@ def merge(
     return total
 
 
-def compressed_part(
-    query: Tensor,
-    stored: Stored,
-    positions: Tensor,
-    part: Part,
-    config: NSAConfig,
-    scale: float,
-) -> tuple[Partial, Tensor]:
-    """The compressed branch over this rank's blocks, and their probabilities (B, Hq, T, N)."""
-    rows = part.tokens // config.compress_stride
-    key, value = stored.compressed_key[:, :, :rows], stored.compressed_value[:, :, :rows]
-    start = part.base + torch.arange(rows, device=query.device) * config.compress_stride
-    visible = start + config.compress_block_size - 1 <= positions[..., None]  # [B, T, N]
-    return _attend(query, key, value, visible[:, None, None], scale)
+class OperationParts:
+    """What a rank attends of its part, by PyTorch operations."""
 
+    def __init__(
+        self,
+        query: Tensor,
+        stored: Stored,
+        positions: Tensor,
+        part: Part,
+        config: NSAConfig,
+        scale: float,
+    ) -> None:
+        self.query, self.stored, self.positions = query, stored, positions
+        self.part, self.config, self.scale = part, config, scale
 
-def _tail(probabilities: Tensor, config: NSAConfig) -> Tensor:
-    """Those of the blocks that reach over the end of a part: (B, Hq, T, l / d - 1)."""
-    reaching = config.compress_block_size // config.compress_stride - 1
-    return probabilities[..., probabilities.shape[-1] - reaching :]
+    def compressed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The compressed branch's out and lse, and probabilities (B, Hq, T, l / d - 1) of the
+        blocks that reach over the end of the part.
+        """
+        config = self.config
+        rows = self.part.tokens // config.compress_stride
+        key, value = (x[:, :, :rows] for x in self.stored[2:4])
+        start = torch.arange(rows, device=key.device) * config.compress_stride
+        last = self.part.base + start + config.compress_block_size - 1
+        visible = last <= self.positions[..., None]  # [B, T, N]
+        (out, self.lse), self.probabilities = _attend(
+            self.query, key, value, visible[:, None, None], self.scale
+        )
+        reaching = config.compress_block_size // config.compress_stride - 1
+        return out, self.lse, self.probabilities[..., rows - reaching :]
 
+    def scores(self, lse: Tensor, edge: Tensor) -> Tensor:
+        """Scores of this rank's selectable blocks, float32 (B, Hkv, T, blocks).
 
-def block_scores(
-    own: Tensor, edge: Tensor, kv_heads: int, part: Part, config: NSAConfig
-) -> Tensor:
-    """Scores of this rank's selectable blocks, float32 (B, Hkv, T, blocks).
+        Args:
+            lse: (B, Hq, T), over all ranks.
+            edge: probabilities (B, Hq, T, l / d - 1) of blocks that reach into this part.
+        """
+        config = self.config
+        own = self.probabilities * _weight(self.lse, lse)[..., None]
+        kv_heads = self.stored.compressed_key.shape[1]
+        summed = torch.cat((edge, own), -1).unflatten(1, (kv_heads, -1)).sum(2).float()
+        per_block = config.select_block_size // config.compress_stride
+        # One more block in front, of which nothing but what reaches over its end is there.
+        rows = torch.nn.functional.pad(summed, (per_block - edge.shape[-1], 0))
+        number = self.part.tokens // config.select_block_size
+        return RULES[config.selection].score(rows, number + 1, config)[..., 1:]
 
-    Args:
-        own: probabilities (B, Hq, T, N) of this rank's compressed blocks.
-        edge: likewise (B, Hq, T, l / d - 1), of those that reach into this part from before.
-    """
-    summed = torch.cat((edge, own), -1).unflatten(1, (kv_heads, -1)).sum(2).float()
-    per_block = config.select_block_size // config.compress_stride
-    # One more block in front, of which nothing but what reaches over its end is there.
-    rows = torch.nn.functional.pad(summed, (per_block - edge.shape[-1], 0))
-    number = part.tokens // config.select_block_size
-    return RULES[config.selection].score(rows, number + 1, config)[..., 1:]
+    def local(self, blocks: Tensor | None) -> dict[str, Partial]:
+        """The selected branch over those of `blocks` that this rank holds, and the sliding one."""
+        call = (self.positions, self.part, self.config, self.scale)
+        found = {}
+        if blocks is not None:
+            found["selected"] = selected_part(self.query, *self.stored.branch(1), blocks, *call)
+        if self.config.has("sliding"):
+            found["sliding"] = sliding_part(self.query, *self.stored.branch(2), *call)
+        return found
 
 
 def choose_over_ranks(

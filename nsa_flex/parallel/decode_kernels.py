@@ -1,0 +1,127 @@
+"""What a rank attends of its part of a cache in a decode step, by Triton kernels.
+
+Needs triton; import it only where it is to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.decoding import Stored
+from nsa_flex.decoding import unsupported_reason as step_unsupported_reason
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous
+from nsa_flex.fallback_kernels.decode.attend_spans import attend_spans, merge_splits
+from nsa_flex.fallback_kernels.decode.config import DecodePlan
+from nsa_flex.fallback_kernels.decode.launch import Cache, launch_compressed
+from nsa_flex.parallel.parts import Part, Partial
+
+LN2 = 0.6931471805599453
+
+
+def unsupported_reason(query: Tensor, stored: Stored, config: NSAConfig) -> str | None:
+    """Why these kernels do not take such a step; None if they do."""
+    if query.shape[2] != 1:
+        return f"{query.shape[2]} new tokens a row; the kernels of a sharded cache take one"
+    if config.compress_block_size != 2 * config.compress_stride:
+        return "compressed blocks of other than two strides reach further over an edge"
+    if config.selection != "top_k":
+        return f"selection is {config.selection!r}"
+    return step_unsupported_reason(query, stored.key, stored.value, config, stored.num_sets)
+
+
+class KernelParts:
+    """As `OperationParts`, of one new token a row."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        stored: Stored,
+        positions: Tensor,
+        part: Part,
+        config: NSAConfig,
+        scale: float,
+    ) -> None:
+        self.query, self.stored, self.config = rows_contiguous(query), stored, config
+        self.base, self.tokens, self.scale = part.base, part.tokens, scale
+        self.own = positions[:, 0] - part.base  # [B], place of the query in this part
+        key, value = stored.branch(1)
+        plan = DecodePlan.of(query, key, value, stored.compressed_key, config)
+        self.plan = dataclasses.replace(plan, pdl=False)
+
+    def compressed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The branch's out (B, Hq, 1, Dv) and lse (B, Hq, 1), and what overlaps the next part."""
+        plan, config = self.plan, self.config
+        # The last block of the part is whole with the tokens behind it; no later one is here.
+        last = self.tokens + config.compress_block_size - config.compress_stride - 1
+        lengths = self.own.clamp(max=last).to(torch.int32)
+        cache = Cache(
+            *self.stored.branch(1), self.stored.compressed_key, self.stored.compressed_value, lengths
+        )
+        workspace = plan.workspace(self.query.device)
+        workspace.row_sum.zero_()
+        workspace.score.fill_(float("-inf"))
+        with torch.cuda.device_of(self.query):
+            launch_compressed(plan, self.query, cache, workspace, self.scale)
+        out, lse = merge_splits(
+            *workspace[:3], 0, plan.compressed_splits, plan.query_heads
+        )
+        # log2 of what each head adds to a block, and each tile to the first block of the next.
+        self.blocks, self.carried = workspace.score.split(
+            (plan.padded_blocks, plan.padded_blocks // plan.tile_blocks), 2
+        )  # [units, G, blocks], [units, G, tiles]
+        number = self.tokens // config.select_block_size
+        tile, place = divmod(number, plan.tile_blocks)
+        edge = self.carried[..., tile - 1] if place == 0 else self.blocks[..., number]
+        tail = (edge * LN2 - lse.view(edge.shape)).exp().nan_to_num(nan=0.0)
+        return out, lse, tail.view(*lse.shape, 1)
+
+    def scores(self, lse: Tensor, edge: Tensor) -> Tensor:
+        """Of this part's blocks, float32 (B, Hkv, 1, blocks).
+
+        Args:
+            lse: (B, Hq, 1), over all ranks.
+            edge: (B, Hq, 1, 1), what the part before adds to the first block.
+        """
+        plan = self.plan
+        number = self.tokens // self.config.select_block_size
+        log = (lse / LN2).view(plan.units, plan.group, 1)
+        scores = torch.exp2(self.blocks[..., :number] - log).sum(1)  # [units, blocks]
+        step = plan.tile_blocks
+        firsts = scores[:, step::step]
+        firsts += torch.exp2(self.carried[..., : firsts.shape[1]] - log).sum(1)
+        scores[:, 0] += edge.view(plan.units, plan.group).sum(1)
+        return scores.view(plan.batch, plan.kv_heads, 1, number)
+
+    def local(self, blocks: Tensor | None) -> dict[str, Partial]:
+        """Out and lse of the selected branch, over those of `blocks` held here, and the sliding.
+
+        Args:
+            blocks: int32 (B, Hkv, 1, n), of whole rows.
+        """
+        assert blocks is not None
+        config, size = self.config, self.config.select_block_size
+        end = (self.own + 1).clamp(0, self.tokens)  # [B], behind the last key seen here
+        own = blocks[:, :, 0] - self.base // size  # [B, Hkv, n]
+        held = (blocks[:, :, 0] >= 0) & (own >= 0) & (own < self.tokens // size)
+        first = torch.where(held, own * size, 0)
+        stop = torch.where(held, torch.minimum(first + size, end[:, None, None]), 0)
+        spans = torch.stack((first, stop), -1)
+        begin = (self.own + 1 - config.window_size).clamp(0, self.tokens)
+        count = -(-config.window_size // size)
+        starts = begin[:, None] + torch.arange(count, device=begin.device) * size  # [B, count]
+        window = torch.stack((starts, torch.minimum(starts + size, end[:, None])), -1)
+        window = window[:, None].expand(-1, spans.shape[1], -1, -1)
+        selected, sliding = attend_spans(
+            self.plan,
+            self.query,
+            self.stored.branch(1),
+            self.stored.branch(2),
+            spans.to(torch.int32),
+            window.to(torch.int32),
+            self.scale,
+        )
+        return {"selected": Partial(*selected), "sliding": Partial(*sliding)}
