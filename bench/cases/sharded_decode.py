@@ -49,10 +49,9 @@ class Sharded:
     def __init__(self, shape: Shape, length: int, capacity: int, device: torch.device) -> None:
         self.shape, self.device = shape, device
         torch.manual_seed(1)
-        phis = [
-            Compression(CONFIG, shape.kv_heads, HEAD_DIM, "mean", device=device) for _ in range(2)
-        ]
-        self.cache = ShardedCache(*phis, dist.group.WORLD, max_length=capacity)
+        phi = Compression(CONFIG, shape.kv_heads, HEAD_DIM, "mean", device=device)
+        group: Any = dist.group.WORLD
+        self.cache = ShardedCache(phi, phi, group, max_length=capacity)
         few = torch.zeros(shape.batch, shape.kv_heads, 1, HEAD_DIM, device=device).bfloat16()
         self.cache.fill(few, few)
         torch.manual_seed(2 + dist.get_rank())
@@ -88,7 +87,10 @@ class Sharded:
         exact = copy.copy(self)
         exact.cache = copy.copy(self.cache)
         stored = self.cache.stored
-        exact.cache._stored = Stored(*(x.double() for x in stored[:4]), stored.lengths.clone())
+        key, value, *compressed = (x.double() for x in stored[:4])
+        exact.cache._stored = Stored(
+            key, value, compressed[0], compressed[1], stored.lengths.clone()
+        )
         exact.query, exact.gates = self.query.double(), self.gates.double()
         exact.new = (self.new[0].double(), self.new[1].double())
         want, found = exact.step(), self.step()
@@ -162,15 +164,19 @@ def rows_of(batch: int, heads: str, length: int, device: torch.device) -> list[R
     sent = sent_bytes_per_step(
         ranks, query_heads, kv_heads, HEAD_DIM, config=CONFIG, batch_size=batch
     )
-    shared = {"ranks": ranks, "collectives": NUM_COLLECTIVES, "sent_bytes": sent}
+    shared: Row = {"ranks": ranks, "collectives": NUM_COLLECTIVES, "sent_bytes": sent}
 
     def together() -> Call:
         return Sharded(Shape.of(batch, heads, length), length - STEPS, length, device).sixteen
 
+    def by_itself() -> Call:
+        return alone(Shape.of(batch, heads, length // ranks), device)
+
     found: list[Row] = []
+    of_one: Row = {"ranks": 1}
     for name, more, make in (
         ("shared", shared, together),
-        ("a part on one GPU", {"ranks": 1}, lambda: alone(Shape.of(batch, heads, length // ranks), device)),
+        ("a part on one GPU", of_one, by_itself),
     ):
         row = {**about, **more, "implementation": name}
         try:
@@ -183,9 +189,8 @@ def rows_of(batch: int, heads: str, length: int, device: torch.device) -> list[R
         found.append(row)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    times = [row.get("median_us") for row in found]
-    if None not in times:
-        found[0]["over_a_part"] = round(times[0] / times[1], 3)
+    if all("median_us" in row for row in found):
+        found[0]["over_a_part"] = round(found[0]["median_us"] / found[1]["median_us"], 3)
     return found
 
 
@@ -199,7 +204,7 @@ def run(rank: int, options: Namespace, rendezvous: str) -> None:
         init_method=rendezvous,
         rank=rank,
         world_size=options.ranks,
-        **({"device_id": device} if device.type == "cuda" else {}),
+        device_id=device if device.type == "cuda" else None,
     )
     rows: list[Row] = []
     with torch.no_grad():

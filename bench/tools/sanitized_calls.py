@@ -27,8 +27,8 @@ from nsa_flex.bench.tools.kernel_calls import (
     PAPER,
     Core,
     paged,
-    step,
     spans,
+    step,
     store,
     tokens_first,
 )

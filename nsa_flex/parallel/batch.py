@@ -62,7 +62,8 @@ def last_tokens(
     """
     shards = SequenceShards.of(mesh)
     places = shards.positions(x.shape[1], x.device)
-    is_last = (places == lengths.to(x.device)[:, None] - 1).view(*x.shape[:2], *[1] * (x.dim() - 2))
+    is_last = places == lengths.to(x.device)[:, None] - 1
+    is_last = is_last.view(*x.shape[:2], *[1] * (x.dim() - 2))
     own = torch.where(is_last, x, 0).sum(1)
     return all_gather(shards, own)[0].sum(0)
 

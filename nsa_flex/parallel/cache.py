@@ -141,7 +141,8 @@ class ShardedCache:
             self.shards.gather(*pair)
             for pair in zip(key.split(1, 1), value.split(1, 1), strict=True)
         ]
-        self.fill(*(torch.cat(x, 1) for x in zip(*heads, strict=True)), lengths)
+        whole_key, whole_value = (torch.cat(x, 1) for x in zip(*heads, strict=True))
+        self.fill(whole_key, whole_value, lengths)
 
     @torch.no_grad()
     def step(
@@ -226,8 +227,9 @@ class ShardedCache:
             for number, length in ((heads, slots), (heads // self.num_sets, rows))
             for x in (key, value)
         ]
+        raw_key, raw_value, *compressed = (value.new_zeros(shape) for shape in shapes)
         lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)
-        return Stored(*(value.new_zeros(shape) for shape in shapes), lengths)
+        return Stored(raw_key, raw_value, compressed[0], compressed[1], lengths)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         heads, dims = self.num_sets * self.phi[0].num_kv_heads, [x.head_dim for x in self.phi]
@@ -237,6 +239,4 @@ class ShardedCache:
                     f"{name} has shape {tuple(x.shape)}; expected (B, {heads}, T, {dim})"
                 )
         if self._stored is not None and key.shape[0] != self._stored.key.shape[0]:
-            raise ValueError(
-                f"key has {key.shape[0]} rows, the cache {self._stored.key.shape[0]}"
-            )
+            raise ValueError(f"key has {key.shape[0]} rows, the cache {self._stored.key.shape[0]}")

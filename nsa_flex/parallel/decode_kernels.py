@@ -58,17 +58,14 @@ class KernelParts:
         # The last block of the part is whole with the tokens behind it; no later one is here.
         last = self.tokens + config.compress_block_size - config.compress_stride - 1
         lengths = self.own.clamp(max=last).to(torch.int32)
-        cache = Cache(
-            *self.stored.branch(1), self.stored.compressed_key, self.stored.compressed_value, lengths
-        )
+        stored = self.stored
+        cache = Cache(*stored.branch(1), stored.compressed_key, stored.compressed_value, lengths)
         workspace = plan.workspace(self.query.device)
         workspace.row_sum.zero_()
         workspace.score.fill_(float("-inf"))
         with torch.cuda.device_of(self.query):
             launch_compressed(plan, self.query, cache, workspace, self.scale)
-        out, lse = merge_splits(
-            *workspace[:3], 0, plan.compressed_splits, plan.query_heads
-        )
+        out, lse = merge_splits(*workspace[:3], 0, plan.compressed_splits, plan.query_heads)
         # log2 of what each head adds to a block, and each tile to the first block of the next.
         self.blocks, self.carried = workspace.score.split(
             (plan.padded_blocks, plan.padded_blocks // plan.tile_blocks), 2

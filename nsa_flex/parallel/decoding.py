@@ -73,7 +73,9 @@ def step_over_ranks(
     new = torch.arange(query.shape[2], device=query.device)
     positions = stored.lengths[:, None] + new  # [B, T]
     precision = torch.promote_types(query.dtype, torch.float32)
-    gate = dict(zip(config.branches, gates.to(precision).unbind(-1), strict=True))
+    gate: dict[str, Tensor] = dict(
+        zip(config.branches, gates.to(precision).unbind(-1), strict=True)
+    )
     own = _parts(query, stored, config)(query, stored, positions, part, config, scale)
     parts: dict[str, Partial] = {}
     blocks: Tensor | None = None
@@ -102,9 +104,7 @@ def _parts(query: Tensor, stored: Stored, config: NSAConfig) -> type[Any]:
     return OperationParts
 
 
-def merge(
-    parts: dict[str, Partial], gate: dict[str, Tensor], shards: SequenceShards
-) -> Tensor:
+def merge(parts: dict[str, Partial], gate: dict[str, Tensor], shards: SequenceShards) -> Tensor:
     """The gated sum of all branches over all ranks, from each rank's parts of them."""
     local = [name for name in ("selected", "sliding") if name in gate]
     lse = torch.stack([parts[name].lse for name in local], -1) if local else None
@@ -169,12 +169,16 @@ class OperationParts:
 
     def local(self, blocks: Tensor | None) -> dict[str, Partial]:
         """The selected branch over those of `blocks` that this rank holds, and the sliding one."""
-        call = (self.positions, self.part, self.config, self.scale)
-        found = {}
+        query, stored, positions, part = self.query, self.stored, self.positions, self.part
+        config, scale, found = self.config, self.scale, {}
         if blocks is not None:
-            found["selected"] = selected_part(self.query, *self.stored.branch(1), blocks, *call)
-        if self.config.has("sliding"):
-            found["sliding"] = sliding_part(self.query, *self.stored.branch(2), *call)
+            found["selected"] = selected_part(
+                query, *stored.branch(1), blocks, positions, part, config, scale
+            )
+        if config.has("sliding"):
+            found["sliding"] = sliding_part(
+                query, *stored.branch(2), positions, part, config, scale
+            )
         return found
 
 
@@ -234,9 +238,7 @@ def sliding_part(
 ) -> Partial:
     """The sliding branch over those tokens of the window that this rank holds."""
     width = min(config.window_size + query.shape[2] - 1, part.tokens)
-    first = (positions[:, :1] - config.window_size + 1 - part.base).clamp(
-        0, part.tokens - width
-    )
+    first = (positions[:, :1] - config.window_size + 1 - part.base).clamp(0, part.tokens - width)
     slots = first + torch.arange(width, device=key.device)  # [B, width]
     now, place = positions[..., None], part.base + slots[:, None]
     visible = (place <= now) & (place > now - config.window_size)  # [B, T, width]

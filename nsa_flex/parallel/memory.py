@@ -156,9 +156,7 @@ def training_memory(
     )
 
 
-def longest_row(
-    device_bytes: int, num_ranks: int, sizes: ModelSizes, *, config: NSAConfig
-) -> int:
+def longest_row(device_bytes: int, num_ranks: int, sizes: ModelSizes, *, config: NSAConfig) -> int:
     """The longest row, a multiple of 2 P · l', that `training_memory` fits into a rank; 0 if none.
 
     >>> longest_row(72 * 2**30, 8, LLAMA_8B, config=NSAConfig())
@@ -177,5 +175,3 @@ def longest_row(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * multiple
-
-

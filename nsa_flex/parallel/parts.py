@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """A branch over some of its keys: out (B, Hq, T, Dv), lse (B, Hq, T), -inf where it saw none."""
+    """A branch over some keys: out (B, Hq, T, Dv), lse (B, Hq, T), -inf where it saw none."""
 
     out: Tensor
     lse: Tensor

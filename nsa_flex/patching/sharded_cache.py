@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,8 @@ class ShardedNSACache:
                     "the model is not in context parallelism, whose ranks would share the cache: "
                     "call nsa_flex.context_parallel(model, mesh) first, or pass an NSACache"
                 )
-            self.layers[int(module.layer_idx)] = ShardedCache(
+            place: Any = module.layer_idx
+            self.layers[place] = ShardedCache(
                 layer.compress_key, layer.compress_value, layer.shards, max_length=max_length
             )
         if not self.layers:

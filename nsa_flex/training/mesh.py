@@ -57,9 +57,7 @@ def share_sequences(model: Any, config: TrainConfig, device: torch.device) -> De
     return mesh
 
 
-def collator_of(
-    model: Any, collate: Callable[[list[Row]], dict[str, Tensor]]
-) -> ShardedCollator:
+def collator_of(model: Any, collate: Callable[[list[Row]], dict[str, Tensor]]) -> ShardedCollator:
     """Batches for a model whose sequences are shared."""
     layer: Any = next(iter(nsa_layers(model).values()))
     return ShardedCollator(collate, layer.shards, layer.config)
@@ -83,7 +81,7 @@ class ShardedCollator:
         self.collate, self.shards, self.config = collate, shards, config
 
     def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Rows (B,) -> what `shard_batch` gives, without a number of labels: the trainer counts."""
+        """Rows (B,) -> what `shard_batch` gives, without a count of labels, the trainer's."""
         batch = self.collate(rows)
         own = shard_batch(
             batch["input_ids"],

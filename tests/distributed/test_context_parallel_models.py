@@ -190,7 +190,7 @@ def guard(device: torch.device) -> None:
         with pytest.raises(RuntimeError, match="position_ids of a shard break the rule"):
             model(input_ids=own["input_ids"], position_ids=position_ids)
     calls: list[tuple[dict[str, Any], str]] = [
-        ({"use_cache": True}, "nsa_flex.context_parallel takes no cache but a ShardedNSACache: pa"),
+        ({"use_cache": True}, "context_parallel takes no cache but a ShardedNSACache: pass one"),
         ({"attention_mask": torch.ones(1, length)}, "attention_mask in .* give it to nsa_flex.sh"),
         ({"cu_seq_lens_q": torch.tensor([0, length])}, "cu_seq_lens_q in nsa_flex.context_paral"),
         ({"position_ids": in_turn.expand(3, 1, -1)}, r"position_ids has shape \(3, 1, "),

@@ -93,9 +93,7 @@ class Case:
 
     def sharded(self, mesh: Any) -> list[Tensor]:
         """The same over several ranks; filled from whole rows, or from their shards."""
-        cache = ShardedCache(
-            *self.phis, mesh, max_length=self.max_length, num_sets=self.num_sets
-        )
+        cache = ShardedCache(*self.phis, mesh, max_length=self.max_length, num_sets=self.num_sets)
         (_, key, value, _), *steps = self.parts()
         cache.fill(key, value, self.lengths)
         return [cache.step(*step) for step in steps]
@@ -147,10 +145,8 @@ def test_shards_of_a_prompt_and_bfloat16(tmp_path: Path) -> None:
 
 def from_shards(device: torch.device) -> None:
     case = Case(lengths=(64, 50))
-    (_, key, value, _), *steps = case.parts()
-    whole, pieces = (
-        ShardedCache(*case.phis, dist.group.WORLD, max_length=96) for _ in range(2)
-    )
+    _, key, value, _ = next(case.parts())
+    whole, pieces = (ShardedCache(*case.phis, dist.group.WORLD, max_length=96) for _ in range(2))
     lengths = case.lengths
     whole.fill(key, value, lengths)
     pieces.fill_from_shards(
@@ -203,9 +199,7 @@ def count_collectives(device: torch.device) -> None:
         {"config": WIDE, "num_sets": 3},
     ):
         case = Case(**options)
-        cache = ShardedCache(
-            *case.phis, dist.group.WORLD, max_length=96, num_sets=case.num_sets
-        )
+        cache = ShardedCache(*case.phis, dist.group.WORLD, max_length=96, num_sets=case.num_sets)
         (_, key, value, _), step, *_ = case.parts()
         cache.fill(key, value)
         with Collectives() as counted:
@@ -265,7 +259,9 @@ def test_refused(alone: dist.ProcessGroup) -> None:
     for _ in range(3):
         cache.step(*step)
     before = cache.stored.key.clone()
-    with pytest.raises(ValueError, match=r"lengths are \(61, 70\); expected 2 of 0 to 61, the tok"):
+    with pytest.raises(
+        ValueError, match=r"lengths are \(61, 70\); expected 2 of 0 to 61, the"
+    ):
         cache.fill(key, value, (61, 70))
     text = "the cache holds 64 of at most 64 tokens: no room for 1 more; make one with a larger"
     with pytest.raises(ValueError, match=text):
@@ -317,5 +313,5 @@ def prompt_and_steps(device: torch.device) -> None:
         assert float((got - expected).abs().max() / expected.abs().max()) < LIMIT
     with pytest.raises(ValueError, match="the model is not in context parallelism, whose ranks"):
         ShardedNSACache(model, lengths=lengths, max_length=80)
-    with pytest.raises(ValueError, match="Linear has no NSA layers: call nsa_flex.patch"):
+    with pytest.raises(ValueError, match="Linear has no NSA layers: call"):
         ShardedNSACache(torch.nn.Linear(2, 2), lengths=lengths, max_length=80)

@@ -12,7 +12,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.decoding import Stored
 from nsa_flex.parallel.decoding import OperationParts
 from nsa_flex.parallel.parts import Part
-from nsa_flex.parallel.shards import SequenceShards
+from nsa_flex.selection import ranks_of_blocks
 from reference.interpreter import (
     DEVICE,
     INTERPRETED,
@@ -82,8 +82,10 @@ def problem(case: Case, dtype: torch.dtype) -> tuple[Tensor, Stored, Tensor, Par
 def test_parts(case: Case) -> None:
     config = case.config
     query, stored, positions, part = problem(case, case.dtype)
-    assert unsupported_reason(query, stored, config) in (None, "the decode kernels need a CUDA "
-                                                         "device, got cpu")
+    assert unsupported_reason(query, stored, config) in (
+        None,
+        "the decode kernels need a CUDA device, got cpu",
+    )
     found = KernelParts(query, stored, positions, part, config, 0.3)
     exact = OperationParts(*problem(case, torch.float64), config, 0.3)
     out, lse, tail = found.compressed()
@@ -101,21 +103,16 @@ def test_parts(case: Case) -> None:
     seen = block <= (positions // config.select_block_size)[:, None, :, None]
     close(scores.masked_fill(~seen, 0), want.masked_fill(~seen, 0))
 
-    alone = SequenceShards("none", 0, 1)
-    blocks = choose(want, positions, part, alone, config)
-    got = found.local(blocks)
-    assert got.keys() == (expected := exact.local(blocks)).keys()
+    blocks = choose(want, positions, part, config)
+    got, expected = found.local(blocks), exact.local(blocks)
+    assert got.keys() == expected.keys()
     for name, (out, lse) in got.items():
         close(out, expected[name].out)
         close(lse, expected[name].lse)
 
 
-def choose(
-    scores: Tensor, positions: Tensor, part: Part, shards: SequenceShards, config: NSAConfig
-) -> Tensor:
+def choose(scores: Tensor, positions: Tensor, part: Part, config: NSAConfig) -> Tensor:
     """Blocks of this part and, in the place of every third, one of another."""
-    from nsa_flex.selection import ranks_of_blocks
-
     size = config.select_block_size
     first, total = part.base // size, part.total // size
     rank = ranks_of_blocks(scores, positions, None, config, first=first, total=total)

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from distributed.problem import CONFIG, new_model, whole_batch
 from distributed.ranks import on_ranks
-from patching.tiny_models import tiny_model
 from torch import Tensor
 
 import nsa_flex
 from nsa_flex.testing import check_ranks
+from patching.tiny_models import tiny_model
 
 
 def loss_of(model: Any, ids: Tensor, *, positions: bool = False) -> Callable[[Tensor], Tensor]:

@@ -206,9 +206,7 @@ def _observation(
     return Observation(current["name"], config, gates, blocks, start, current["real"], choices)
 
 
-def _whole(
-    calls: list[Observation], gates: Tensor, options: dict[str, Any]
-) -> Observation:
+def _whole(calls: list[Observation], gates: Tensor, options: dict[str, Any]) -> Observation:
     """Of a layer whose sequences are shared: what one process would see, from all ranks.
 
     Args:
@@ -218,8 +216,9 @@ def _whole(
     shards = SequenceShards.of(options["mesh"])
     blocks, start = None, options.get("document_start")
     if calls[0].blocks is not None:
-        parts = [torch.cat([x.blocks for x in pair], 2) for pair in zip(calls[::2], calls[1::2])]
-        blocks = shards.gather(torch.cat(parts, 1))[0]
+        chunks: list[Any] = [x.blocks for x in calls]
+        heads = [torch.cat(chunks[i : i + 2], 2) for i in range(0, len(chunks), 2)]
+        blocks = shards.gather(torch.cat(heads, 1))[0]
     if start is not None:
         start = shards.gather(start[:, None, :, None])[0][:, 0, :, 0]
     # The tail attends the most keys.

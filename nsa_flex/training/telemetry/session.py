@@ -112,7 +112,7 @@ class Telemetry:
         if probe is not None:
             self._probe = probe_call(model, probe)
         self._heartbeat_seconds = heartbeat_seconds
-        self._ranks = {"mesh": mesh, "sent_bytes": sent_bytes}
+        self._mesh, self._sent_bytes = mesh, sent_bytes
         self._losses: list[Tensor] = []
         self._calls = 0
         self._measured_at: int | None = None
@@ -249,7 +249,11 @@ class Telemetry:
             for name in ("training", "fallback_counters", "gates", "heartbeat")
         }
         self.heartbeat = Heartbeat(
-            self._files["heartbeat"], self.session, self._heartbeat_seconds, **self._ranks
+            self._files["heartbeat"],
+            self.session,
+            self._heartbeat_seconds,
+            mesh=self._mesh,
+            sent_bytes=self._sent_bytes,
         )
         self.heartbeat.step = self.step_count
         self.heartbeat.start()
