@@ -126,7 +126,7 @@ def choose(scores: Tensor, positions: Tensor, part: Part, config: NSAConfig) -> 
 def close(found: Tensor, expected: Tensor) -> None:
     """Sums of hundreds of float32 terms of size 1."""
     assert found.shape == expected.shape
-    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-5, atol=2e-5)
 
 
 @kernels
