@@ -16,10 +16,12 @@ from nsa_flex.decoding import unsupported_reason as step_unsupported_reason
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.decode.attend_spans import attend_spans, merge_splits
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
-from nsa_flex.fallback_kernels.decode.launch import Cache, launch_compressed
+from nsa_flex.fallback_kernels.decode.launch import Cache, launch_compressed, launch_topk
 from nsa_flex.parallel.parts import Part, Partial
 
 LN2 = 0.6931471805599453
+INFINITE = 0x7F800000 << 32  # a rank's bits of an infinite score
+MOST_SLOTS = 64
 
 
 def unsupported_reason(query: Tensor, stored: Stored, config: NSAConfig) -> str | None:
@@ -30,7 +32,28 @@ def unsupported_reason(query: Tensor, stored: Stored, config: NSAConfig) -> str 
         return "compressed blocks of other than two strides reach further over an edge"
     if config.selection != "top_k":
         return f"selection is {config.selection!r}"
+    slots, blocks = _slots(config), stored.key.shape[2] // config.select_block_size - 1
+    if slots > MOST_SLOTS:
+        return f"{slots} selected, initial and local blocks; at most {MOST_SLOTS} are ranked"
+    if blocks < slots:
+        return f"a part has {blocks} blocks; the kernels rank at least {slots}"
     return step_unsupported_reason(query, stored.key, stored.value, config, stored.num_sets)
+
+
+def _slots(config: NSAConfig) -> int:
+    """Room for n blocks besides those that are taken out again."""
+    return config.num_selected_blocks + config.num_initial_blocks + config.num_local_blocks
+
+
+def _ranking(plan: DecodePlan) -> DecodePlan:
+    """The plan of the top-k kernel over all blocks of a part, whatever a query's own is."""
+    config = dataclasses.replace(
+        plan.config,
+        num_selected_blocks=_slots(plan.config),
+        num_initial_blocks=0,
+        num_local_blocks=1,
+    )
+    return dataclasses.replace(plan, config=config, compressed_splits=1)
 
 
 class KernelParts:
@@ -47,6 +70,7 @@ class KernelParts:
     ) -> None:
         self.query, self.stored, self.config = rows_contiguous(query), stored, config
         self.base, self.tokens, self.scale = part.base, part.tokens, scale
+        self.total_blocks = part.total // config.select_block_size
         self.own = positions[:, 0] - part.base  # [B], place of the query in this part
         key, value = stored.branch(1)
         plan = DecodePlan.of(query, key, value, stored.compressed_key, config)
@@ -67,31 +91,58 @@ class KernelParts:
             launch_compressed(plan, self.query, cache, workspace, self.scale)
         out, lse = merge_splits(*workspace[:3], 0, plan.compressed_splits, plan.query_heads)
         # log2 of what each head adds to a block, and each tile to the first block of the next.
-        self.blocks, self.carried = workspace.score.split(
+        self.score = workspace.score
+        self.blocks, carried = self.score.split(
             (plan.padded_blocks, plan.padded_blocks // plan.tile_blocks), 2
         )  # [units, G, blocks], [units, G, tiles]
         number = self.tokens // config.select_block_size
         tile, place = divmod(number, plan.tile_blocks)
-        edge = self.carried[..., tile - 1] if place == 0 else self.blocks[..., number]
+        edge = carried[..., tile - 1] if place == 0 else self.blocks[..., number]
         tail = (edge * LN2 - lse.view(edge.shape)).exp().nan_to_num(nan=0.0)
         return out, lse, tail.view(*lse.shape, 1)
 
-    def scores(self, lse: Tensor, edge: Tensor) -> Tensor:
-        """Of this part's blocks, float32 (B, Hkv, 1, blocks).
+    def candidates(self, lse: Tensor, edge: Tensor) -> Tensor:
+        """As `OperationParts.candidates`; the kernel ranks all blocks of the part alike.
 
-        Args:
-            lse: (B, Hq, 1), over all ranks.
-            edge: (B, Hq, 1, 1), what the part before adds to the first block.
+        Initial and local blocks are then taken out of what it found, and put in front.
         """
-        plan = self.plan
-        number = self.tokens // self.config.select_block_size
-        log = (lse / LN2).view(plan.units, plan.group, 1)
-        scores = torch.exp2(self.blocks[..., :number] - log).sum(1)  # [units, blocks]
-        step = plan.tile_blocks
-        firsts = scores[:, step::step]
-        firsts += torch.exp2(self.carried[..., : firsts.shape[1]] - log).sum(1)
-        scores[:, 0] += edge.view(plan.units, plan.group).sum(1)
-        return scores.view(plan.batch, plan.kv_heads, 1, number)
+        plan, config = self.plan, self.config
+        units, group = plan.units, plan.group
+        log = (lse / LN2).view(units, group)
+        first = self.blocks[..., 0]
+        first.copy_(torch.logaddexp2(first, edge.view(units, group).log2() + log))
+        ranked = _ranking(plan)
+        workspace = ranked.workspace(self.query.device)._replace(score=self.score)
+        workspace.row_max[..., 0], workspace.row_sum[..., 0] = log, 1.0
+        # As if of a query in the first block behind the part, which is its one local block.
+        lengths = torch.full_like(self.stored.lengths, self.tokens)
+        cache = Cache(*self.stored[:4], lengths)
+        with torch.cuda.device_of(self.query):
+            launch_topk(ranked, cache, workspace)
+        found = workspace.candidates[..., : ranked.num_topk].reshape(
+            plan.batch, plan.kv_heads, 1, -1
+        )
+        block = ranked.padded_blocks - 1 - (found & 0xFFFFFFFF)
+        size = config.select_block_size
+        block = torch.where(found >= 0, block + self.base // size, -1)
+        return self._best(found, block, config.num_selected_blocks)
+
+    def _best(self, found: Tensor, block: Tensor, number: int) -> Tensor:
+        """The highest ranks of what was found and of the initial and local blocks held here."""
+        config, size, last = self.config, self.config.select_block_size, self.total_blocks - 1
+        own = ((self.own + self.base) // size)[:, None, None, None]
+        is_free = (block >= config.num_initial_blocks) & (block <= own - config.num_local_blocks)
+        rank = torch.where(is_free, (found >> 32 << 32) + (last - block), -1)
+        device = own.device
+        initial = torch.arange(config.num_initial_blocks, device=device).expand(*own.shape[:3], -1)
+        local = own - torch.arange(config.num_local_blocks, device=device)
+        local = torch.where(local >= config.num_initial_blocks, local, -1)  # once each
+        forced = torch.cat((initial, local), -1)
+        begin, end = self.base // size, (self.base + self.tokens) // size
+        is_held = (forced >= begin) & (forced < end) & (forced <= own)
+        forced = torch.where(is_held, INFINITE + (last - forced), -1)
+        forced = forced.expand(-1, rank.shape[1], -1, -1)
+        return torch.cat((forced, rank), -1).topk(number, -1, sorted=False).values
 
     def local(self, blocks: Tensor | None) -> dict[str, Partial]:
         """Out and lse of the selected branch, over those of `blocks` held here, and the sliding.

@@ -88,8 +88,9 @@ def step_over_ranks(
         if config.has("selected"):
             before = shards.rank - 1
             edge = tails[before] * weight[before] * (0.0 if shards.rank == 0 else 1.0)
-            scores = own.scores(lse, edge)
-            blocks = choose_over_ranks(scores, positions, part, shards, config)
+            total = part.total // config.select_block_size
+            best = own.candidates(lse, edge)
+            blocks = choose_over_ranks(best, shards, total, config.num_selected_blocks)
     parts |= own.local(blocks)
     return merge(parts, gate, shards).to(query.dtype)
 
@@ -150,8 +151,8 @@ class OperationParts:
         reaching = config.compress_block_size // config.compress_stride - 1
         return out, self.lse, self.probabilities[..., rows - reaching :]
 
-    def scores(self, lse: Tensor, edge: Tensor) -> Tensor:
-        """Scores of this rank's selectable blocks, float32 (B, Hkv, T, blocks).
+    def candidates(self, lse: Tensor, edge: Tensor) -> Tensor:
+        """Ranks of the best of this rank's blocks, int64 (B, Hkv, T, at most n), -1 for none.
 
         Args:
             lse: (B, Hq, T), over all ranks.
@@ -164,8 +165,18 @@ class OperationParts:
         per_block = config.select_block_size // config.compress_stride
         # One more block in front, of which nothing but what reaches over its end is there.
         rows = torch.nn.functional.pad(summed, (per_block - edge.shape[-1], 0))
-        number = self.part.tokens // config.select_block_size
-        return RULES[config.selection].score(rows, number + 1, config)[..., 1:]
+        size = config.select_block_size
+        number = self.part.tokens // size
+        rank = ranks_of_blocks(
+            RULES[config.selection].score(rows, number + 1, config)[..., 1:],
+            self.positions,
+            None,
+            config,
+            first=self.part.base // size,
+            total=self.part.total // size,
+        )
+        best = min(config.num_selected_blocks, number)
+        return rank.topk(best, -1, sorted=False).values
 
     def local(self, blocks: Tensor | None) -> dict[str, Partial]:
         """The selected branch over those of `blocks` that this rank holds, and the sliding one."""
@@ -182,18 +193,16 @@ class OperationParts:
         return found
 
 
-def choose_over_ranks(
-    scores: Tensor, positions: Tensor, part: Part, shards: SequenceShards, config: NSAConfig
-) -> Tensor:
-    """int32 (B, Hkv, T, n): the chosen blocks of whole rows, in any order, -1 for none."""
-    total = part.total // config.select_block_size
-    first = part.base // config.select_block_size
-    rank = ranks_of_blocks(scores, positions, None, config, first=first, total=total)
-    best = rank.topk(min(config.num_selected_blocks, rank.shape[-1]), -1, sorted=False).values
-    (everywhere,) = all_gather(shards, best)
+def choose_over_ranks(own: Tensor, shards: SequenceShards, total: int, number: int) -> Tensor:
+    """int32 (B, Hkv, T, n): the chosen blocks of whole rows, in any order, -1 for none.
+
+    Args:
+        own: int64 (B, Hkv, T, at most n), ranks of this rank's best blocks, -1 for none.
+        total: blocks of a full cache. number: n.
+    """
+    (everywhere,) = all_gather(shards, own)
     candidates = torch.cat(everywhere.unbind(0), -1)
-    number = min(config.num_selected_blocks, candidates.shape[-1])
-    best = candidates.topk(number, -1, sorted=False).values
+    best = candidates.topk(min(number, candidates.shape[-1]), -1, sorted=False).values
     return torch.where(best >= 0, total - 1 - (best & 0xFFFFFFFF), -1).to(torch.int32)
 
 

@@ -259,9 +259,7 @@ def test_refused(alone: dist.ProcessGroup) -> None:
     for _ in range(3):
         cache.step(*step)
     before = cache.stored.key.clone()
-    with pytest.raises(
-        ValueError, match=r"lengths are \(61, 70\); expected 2 of 0 to 61, the"
-    ):
+    with pytest.raises(ValueError, match=r"lengths are \(61, 70\); expected 2 of 0 to 61, the"):
         cache.fill(key, value, (61, 70))
     text = "the cache holds 64 of at most 64 tokens: no room for 1 more; make one with a larger"
     with pytest.raises(ValueError, match=text):

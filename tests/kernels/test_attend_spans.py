@@ -12,7 +12,6 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.decoding import Stored
 from nsa_flex.parallel.decoding import OperationParts
 from nsa_flex.parallel.parts import Part
-from nsa_flex.selection import ranks_of_blocks
 from reference.interpreter import (
     DEVICE,
     INTERPRETED,
@@ -97,30 +96,24 @@ def test_parts(case: Case) -> None:
     # As if other ranks had seen as much, and the one before something that overlaps.
     edge = torch.rand_like(tail) * 0.1
     whole = (want_lse + 0.7).masked_fill(want_lse == float("-inf"), 1.0)
-    scores, want = found.scores(whole.float(), edge), exact.scores(whole, edge.double())
-    first = part.base // config.select_block_size
-    block = first + torch.arange(scores.shape[-1], device=DEVICE)
-    seen = block <= (positions // config.select_block_size)[:, None, :, None]
-    close(scores.masked_fill(~seen, 0), want.masked_fill(~seen, 0))
+    ranks = [
+        x.sort(-1, descending=True).values
+        for x in (found.candidates(whole.float(), edge), exact.candidates(whole, edge.double()))
+    ]
+    total = part.total // config.select_block_size
+    blocks, want = (torch.where(x >= 0, total - 1 - (x & 0xFFFFFFFF), -1) for x in ranks)
+    assert torch.equal(blocks, want)
+    got, expected = ((x.clamp(min=0) >> 32).int().view(torch.float32) for x in ranks)
+    close(got, expected)
 
-    blocks = choose(want, positions, part, config)
+    # Every third is of another part.
+    blocks[..., ::3] = (part.base + part.tokens) // config.select_block_size % total
+    blocks = blocks.int()
     got, expected = found.local(blocks), exact.local(blocks)
     assert got.keys() == expected.keys()
     for name, (out, lse) in got.items():
         close(out, expected[name].out)
         close(lse, expected[name].lse)
-
-
-def choose(scores: Tensor, positions: Tensor, part: Part, config: NSAConfig) -> Tensor:
-    """Blocks of this part and, in the place of every third, one of another."""
-    size = config.select_block_size
-    first, total = part.base // size, part.total // size
-    rank = ranks_of_blocks(scores, positions, None, config, first=first, total=total)
-    best = rank.topk(config.num_selected_blocks, -1).values
-    blocks = torch.where(best >= 0, total - 1 - (best & 0xFFFFFFFF), -1).to(torch.int32)
-    elsewhere = (first + part.tokens // size) % total
-    blocks[..., ::3] = elsewhere
-    return blocks
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -137,5 +130,9 @@ def test_refused_by_name() -> None:
         "2 new tokens a row; the kernels of a sharded cache take one"
     )
     near = NSAConfig(8, 8, 16, 4, window_size=20)
+    short = stored._replace(key=stored.key[:, :, :112])
+    assert unsupported_reason(query, short, SMALL) == (
+        "a part has 6 blocks; the kernels rank at least 7"
+    )
     assert "other than two strides" in str(unsupported_reason(query, stored, near))
     assert INTERPRETED or unsupported_reason(query, stored, SMALL) is None
