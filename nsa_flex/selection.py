@@ -258,24 +258,51 @@ def best_blocks(
         int32 (B, Hkv, C, n), ascending, -1 behind the last.
     """
     num_blocks, n = scores.shape[-1], config.num_selected_blocks
-    j = torch.arange(num_blocks, device=scores.device)
-    own = (positions // config.select_block_size)[:, None, :, None]
-    first = torch.zeros_like(own)
-    if document_start is not None:
-        first = (document_start // config.select_block_size)[:, None, :, None]
-    candidate = (j >= first) & (j <= own)
-    initial_local = candidate & (
-        (j < first + config.num_initial_blocks) | (j > own - config.num_local_blocks)
-    )
-
-    finite = scores.nan_to_num(nan=0.0).masked_fill(initial_local, float("inf"))
-    rank = finite.contiguous().view(torch.int32).long() << 32
-    rank = torch.where(candidate, rank + (num_blocks - 1 - j), -1)
+    rank = ranks_of_blocks(scores, positions, document_start, config)
+    own, first = _own_and_first(positions, document_start, config)
     best = RULES[config.selection].take(rank, first, own, n)
     chosen = num_blocks - 1 - (best & 0xFFFFFFFF)
     chosen = torch.where(best >= 0, chosen, num_blocks).sort(-1).values
     chosen = torch.nn.functional.pad(chosen, (0, n - chosen.shape[-1]), value=num_blocks)
     return torch.where(chosen < num_blocks, chosen, -1).to(torch.int32)
+
+
+def ranks_of_blocks(
+    scores: Tensor,
+    positions: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    *,
+    first: int = 0,
+    total: int | None = None,
+) -> Tensor:
+    """int64 (B, Hkv, C, num_blocks), higher for what is taken earlier, -1 for no candidate.
+
+    Score bits above, the block counted from the last of `total` below: all different.
+
+    Args:
+        scores: float32 (B, Hkv, C, num_blocks), of blocks `first` and following.
+    """
+    total = scores.shape[-1] if total is None else total
+    j = first + torch.arange(scores.shape[-1], device=scores.device)
+    own, begin = _own_and_first(positions, document_start, config)
+    candidate = (j >= begin) & (j <= own)
+    initial_local = candidate & (
+        (j < begin + config.num_initial_blocks) | (j > own - config.num_local_blocks)
+    )
+    finite = scores.nan_to_num(nan=0.0).masked_fill(initial_local, float("inf"))
+    rank = finite.contiguous().view(torch.int32).long() << 32
+    return torch.where(candidate, rank + (total - 1 - j), -1)
+
+
+def _own_and_first(
+    positions: Tensor, document_start: Tensor | None, config: NSAConfig
+) -> tuple[Tensor, Tensor]:
+    """A query's own block, and the first of its document: (B or 1, 1, C, 1)."""
+    own = (positions // config.select_block_size)[:, None, :, None]
+    if document_start is None:
+        return own, torch.zeros_like(own)
+    return own, (document_start // config.select_block_size)[:, None, :, None]
 
 
 def take_best(rank: Tensor, first: Tensor, own: Tensor, n: int) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from nsa_flex import Compression, LayerCache, NSAConfig, explain, fallback_kernels, nsa_attention
 from nsa_flex.installed import HAS_TRITON
+from nsa_flex.parallel import SequenceShards, sent_bytes
 from reference.interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -141,6 +142,26 @@ def test_keys_of_its_own_keep_the_sliding_branch_out_of_the_epilogue(
     own = explain(query, key, device=GPU, sliding_key=meta(*key.shape), sliding_value=key).kernels
     assert {run.stage for run in own.forward} == {run.stage for run in shared.forward}
     assert own.names != shared.names
+
+
+def test_ranks_and_the_bytes_that_they_send() -> None:
+    """Of the last chunk of rank 0 of two, which attends all keys of both."""
+    shards, phi = SequenceShards("", 0, 2), Compression(NSAConfig(), 2, 64)
+    query, key = (torch.empty(1, heads, 256, 64, device="meta") for heads in (8, 2))
+    found = explain(query, key, device="cuda", mesh=shards, needs_grad=False)
+    alone = explain(query[:, :, :128], key.new_empty(1, 2, 512, 64), device="cuda")
+    assert found.choices == alone.choices
+    sent = sent_bytes(512, 2, 2, 64, config=NSAConfig(), dtype=torch.float32)
+    assert (found.ranks, found.sent) == (2, sent)
+    assert str(found).splitlines()[3] == (
+        f"2 ranks share each row; each sends {sent.forward / 1e9:.3g} GB forward, "
+        f"{sent.backward / 1e9:.3g} GB backward"
+    )
+    assert found.to_dict()["sent"] == sent._asdict()
+    with pytest.raises(ValueError, match="a shard has 64 tokens; expected a multiple of 2"):
+        explain(query[:, :, :64], key[:, :, :64], mesh=shards)
+    with pytest.raises(ValueError, match="mesh and cache were both given: the cache decides"):
+        explain(query[:, :, :1], cache=LayerCache(phi, phi), mesh=shards)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

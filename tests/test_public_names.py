@@ -41,7 +41,9 @@ PUBLIC = {
     ],
     "nsa_flex.parallel": [
         "SequenceShards",
+        "ShardedCache",
         "context_parallel_attention",
+        "last_tokens",
         "sent_bytes",
         "shard_batch",
         "shard_sequence",
@@ -54,7 +56,13 @@ PUBLIC = {
         "schema",
     ],
     "nsa_flex.training.telemetry": ["ARTEFACTS", "Telemetry", "last_of_each_step", "telemetry"],
-    "nsa_flex.testing": ["CHECKS", "Check", "ConformanceReport", "check_model"],
+    "nsa_flex.testing": [
+        "CHECKS",
+        "Check",
+        "ConformanceReport",
+        "check_model",
+        "check_ranks",
+    ],
     "nsa_flex.auditing": [
         "AuditFinding",
         "AuditReport",

@@ -15,6 +15,8 @@ from nsa_flex.config import CompressionKind
 from nsa_flex.fallback_kernels.decode import interface as decode_kernels
 from nsa_flex.fallback_kernels.decode import pages as decode_pages
 from nsa_flex.fallback_kernels.decode import store_tokens as decode_store
+from nsa_flex.fallback_kernels.decode.attend_spans import attend_spans
+from nsa_flex.fallback_kernels.decode.config import DecodePlan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAPER = NSAConfig()
@@ -182,6 +184,28 @@ def store(
             True,
             config.counts,
         )
+
+
+def spans(
+    new: New,
+    group: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype = BF16,
+    capacity: int = 65536,
+    rows: int = 1,
+    kv_heads: int = 4,
+    config: NSAConfig = PAPER,
+) -> None:
+    """Spans of a part of a cache that ranks share: some whole, some cut short, some empty."""
+    key, value = (new(rows, kv_heads, capacity, dim, dtype) for dim in dims)
+    query = new(rows, kv_heads * group, 1, dims[0], dtype)
+    compressed = new(rows, kv_heads, config.num_compressed_blocks(capacity), dims[0], dtype)
+    plan = DecodePlan.of(query, key, value, compressed, config)
+    size = config.select_block_size
+    first = torch.arange(config.num_selected_blocks, device=query.device).int() * size
+    stop = first + torch.tensor([size, 0, 5], device=query.device).repeat(len(first))[: len(first)]
+    table = torch.stack((first, stop.int()), -1).expand(rows, kv_heads, -1, -1)
+    attend_spans(plan, query, (key, value), (key, value), table, table[:, :, :3], 0.1)
 
 
 def _weights(

@@ -19,6 +19,7 @@ from nsa_flex.bench.tools.kernel_calls import (
     PAPER,
     Core,
     paged,
+    spans,
     step,
     store,
     tokens_first,
@@ -78,6 +79,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "decode, 64 rows", partial(step, meta, 8, 1, (128, 128), "mean", past=(0,) * 64)
     yield "decode, NSA-1B", partial(step, meta, 16, 1, (64, 64), "mean", config=NSA_1B)
     yield "pages", partial(paged, meta, 4, 128)
+    for group in (4, 1):
+        yield f"spans, group {group}", partial(spans, meta, group, (128, 128))
     for dtype, size in ((BF16, 128), (BF16, 64), (FP32, 128)):
         name = f"indexer, {dtype}, blocks of {size}"
         yield name.replace("torch.", ""), partial(indexed, dtype, size)

@@ -27,6 +27,7 @@ from nsa_flex.bench.tools.kernel_calls import (
     PAPER,
     Core,
     paged,
+    spans,
     step,
     store,
     tokens_first,
@@ -245,7 +246,8 @@ def decode() -> Calls:
         partial(store, NORMAL, 37, 184, (24, 40), torch.float32, "weighted", 2, SMALL, (150, 7)),
         partial(store, NORMAL, 101, 301, (64, 64), HALF, "mean", 2, PAPER, (0, 203)),
     )
-    return [*steps, *(in_pages if CUDA else in_pages[:1]), *chunks]
+    parts = (partial(spans, NORMAL, 3, (32, 16), torch.float32, 300, 2, 2, SMALL),)
+    return [*steps, *(in_pages if CUDA else in_pages[:1]), *chunks, *parts]
 
 
 def heads_first(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_flex.backends.branch import Inputs
 from nsa_flex.cache.layer import LayerCache
@@ -15,6 +18,8 @@ from nsa_flex.explaining.calls import AttentionCall, kernels_of, rehearse_cached
 from nsa_flex.explaining.explanation import Explanation
 from nsa_flex.explaining.rehearsal import with_index
 from nsa_flex.inputs import check_documents, check_positions, check_shapes, check_tensors
+from nsa_flex.parallel import SequenceShards, sent_bytes
+from nsa_flex.parallel.attention import check_shard
 
 
 def explain(
@@ -32,6 +37,7 @@ def explain(
     document_start: Tensor | None = None,
     max_document_length: int | None = None,
     needs_grad: bool | None = None,
+    mesh: DeviceMesh | dist.ProcessGroup | SequenceShards | None = None,
 ) -> Explanation:
     """Says what `nsa_attention`, or a step over a cache, would run, without running it.
 
@@ -48,6 +54,9 @@ def explain(
         sliding_key, sliding_value, query_offset, document_start, max_document_length: as for
             `nsa_attention`.
         needs_grad: pretend that a backward pass follows; by default as the tensors say.
+        mesh: of `context_parallel_attention`, of whose shards `query`, `key` and `value` are one.
+            Told are the bytes that a rank sends, and what its last tokens run, which attend the
+            most keys; `SequenceShards("", rank, size)` stands for ranks that are not there.
 
     Raises:
         ValueError: shapes, dtypes or places that the call would not take, a backend that cannot
@@ -73,6 +82,7 @@ def explain(
             "document_start": document_start,
             "max_document_length": max_document_length,
             "needs_grad": needs_grad or None,
+            "mesh": mesh,
         }
         for name, given in told.items():
             if given is not None:
@@ -80,6 +90,16 @@ def explain(
         _check_query(query, cache)
         choices, kernels = rehearse_cached(query, cache, backend, where)
         return Explanation(choices, lambda: kernels)
+    if mesh is not None and key is not None:
+        needs_grad = _needs_grad(query, key, value) if needs_grad is None else needs_grad
+        return _over_ranks(
+            *(query, key, key if value is None else value),
+            NSAConfig() if config is None else config,
+            SequenceShards.of(mesh),
+            backend=backend,
+            device=where,
+            needs_grad=needs_grad,
+        )
     if key is None:
         raise ValueError("neither key nor cache was given: pass the keys, or a layer's cache")
     value = key if value is None else value
@@ -129,6 +149,36 @@ def explain(
         is_fused(choices, facts) and not is_decoded(facts, backend),
     )
     return Explanation(choices, lambda: kernels_of(call, where))
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _over_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: NSAConfig,
+    shards: SequenceShards,
+    **options: Any,
+) -> Explanation:
+    """Of shards (B, H, T, D): the later of this rank's two chunks, and the keys up to its end."""
+    check_shard(key.shape[2], shards, config)
+    chunk, later = key.shape[2] // 2, shards.chunks[1]
+    end = (later + 1) * chunk
+    lengths = ((query, chunk), (key, end), (value, end))
+    tensors = (x.new_empty((*x.shape[:2], n, x.shape[3]), device="meta") for x, n in lengths)
+    found = explain(*tensors, config=config, **options)
+    sent = sent_bytes(
+        shards.size * key.shape[2],
+        *(shards.size, key.shape[1], key.shape[3]),
+        config=config,
+        value_head_dim=value.shape[3],
+        batch_size=key.shape[0],
+        dtype=value.dtype,
+    )
+    return replace(found, ranks=shards.size, sent=sent)
 
 
 def _check_query(query: Tensor, cache: LayerCache) -> None:

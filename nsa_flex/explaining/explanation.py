@@ -11,6 +11,7 @@ from nsa_flex.dispatch import BranchName, Choice
 
 if TYPE_CHECKING:
     from nsa_flex.fallback_kernels.fused.route import Route
+    from nsa_flex.parallel.attention import SentBytes
 
 
 class KernelRun(NamedTuple):
@@ -55,10 +56,15 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend takes each branch and why, and the kernels; prints as a table."""
+    """Which backend takes each branch and why, and the kernels; prints as a table.
+
+    ranks: that share the tokens of each row. sent: bytes that each of them sends in the call.
+    """
 
     choices: dict[BranchName, Choice]
     find_kernels: Callable[[], Kernels] = field(default=Kernels, repr=False, compare=False)
+    ranks: int = 1
+    sent: SentBytes | None = None
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -70,12 +76,19 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [str(choice) for choice in self.choices.values()]
+        if self.sent is not None:
+            lines.append(
+                f"{self.ranks} ranks share each row; each sends {self.sent.forward / 1e9:.3g} GB "
+                f"forward, {self.sent.backward / 1e9:.3g} GB backward"
+            )
         return "\n".join([*lines, *filter(None, [str(self.kernels)])])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: branch -> backend and reason; kernels of each phase; what was passed over."""
         kernels = self.kernels
+        shared = {"ranks": self.ranks, "sent": self.sent._asdict()} if self.sent else {}
         return {
+            **shared,
             **{n: {"backend": c.backend, "reason": c.reason} for n, c in self.choices.items()},
             "forward": [run._asdict() for run in kernels.forward],
             "backward": [run._asdict() for run in kernels.backward],

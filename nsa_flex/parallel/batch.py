@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, align_positions
-from nsa_flex.parallel.shards import SequenceShards
+from nsa_flex.parallel.shards import SequenceShards, all_gather
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Shaped
@@ -43,6 +43,29 @@ def shard_sequence(
         ValueError: 2P does not divide the tokens, or the mesh has several dimensions.
     """
     return SequenceShards.of(mesh).shard(x, dim)
+
+
+def last_tokens(
+    x: Shaped[Tensor, "B T ..."],
+    lengths: Int[Tensor, " B"],
+    mesh: DeviceMesh | dist.ProcessGroup | SequenceShards,
+) -> Tensor:
+    """What is at the last token of each row, on every rank, from shards: logits, for instance.
+
+    Args:
+        x: (B, T, ...), this rank's shard.
+        lengths: int (B,), tokens of each row.
+        mesh: the ranks that share sequences.
+
+    Returns:
+        (B, ...).
+    """
+    shards = SequenceShards.of(mesh)
+    places = shards.positions(x.shape[1], x.device)
+    is_last = places == lengths.to(x.device)[:, None] - 1
+    is_last = is_last.view(*x.shape[:2], *[1] * (x.dim() - 2))
+    own = torch.where(is_last, x, 0).sum(1)
+    return all_gather(shards, own)[0].sum(0)
 
 
 def shard_batch(

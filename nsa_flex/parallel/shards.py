@@ -198,3 +198,11 @@ def _add_chunks(total: Tensor, grad: Tensor) -> None:
     for c, of_chunk in enumerate(grad.transpose(1, 2).split(chunk, 1)):
         row = 2 * c if 2 * c < num_chunks else 2 * (num_chunks - 1 - c) + 1
         total[row, :, : of_chunk.shape[1]].add_(of_chunk)
+
+
+def all_gather(shards: SequenceShards, *own: Tensor) -> list[Tensor]:
+    """(P, *shape) of each rank's tensors of one dtype, by one collective; without gradients."""
+    flat = torch.cat([x.flatten() for x in own])
+    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, shards.size, shards.group))
+    parts = whole.view(shards.size, -1).split([x.numel() for x in own], 1)
+    return [part.view(shards.size, *x.shape) for part, x in zip(parts, own, strict=True)]

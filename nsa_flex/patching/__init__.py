@@ -7,12 +7,14 @@ from nsa_flex.patching.checkpoint import load, register_models
 from nsa_flex.patching.layer import AttentionShape, NSALayer
 from nsa_flex.patching.parallel import context_parallel
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
+from nsa_flex.patching.sharded_cache import ShardedNSACache
 
 __all__ = [
     "Adapter",
     "AttentionShape",
     "NSALayer",
     "Rows",
+    "ShardedNSACache",
     "context_parallel",
     "load",
     "packed_rows",

@@ -100,7 +100,12 @@ def attention_forward(
     elif nsa_call.cache is None:
         check_tokens(name, query, key, nsa_call.rows)
         output = layer(
-            nsa_input.hidden_states, query, key, value, scale=scaling, rows=nsa_call.rows
+            *(nsa_input.hidden_states, query, key, value),
+            scale=scaling,
+            rows=nsa_call.rows,
+            sharded=None
+            if nsa_call.sharded is None
+            else (nsa_call.sharded.layers[module.layer_idx], nsa_call.sharded.prompt),
         )
     else:
         cache = nsa_call.cache.layers[module.layer_idx]

@@ -21,7 +21,7 @@ from nsa_flex.patching.hf_config import KeptLayers
 from nsa_flex.patching.hf_edited import PatchedLayers
 from nsa_flex.patching.hf_generation import read_paged_call
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
-from nsa_flex.patching.hf_shards import shard_rows, shards_of
+from nsa_flex.patching.hf_shards import shard_rows, shards_of, take_sharded_cache
 from nsa_flex.patching.hf_tokens import (
     assert_cached_positions,
     assert_padded_positions,
@@ -90,8 +90,8 @@ class CallHook:
         told: dict[str, Any] = {"passed": tuple(call), "full_masks": "full" in self.kept_masks}
         shards = shards_of(self.modules[0])
         if shards is not None:
-            tokens = _tokens(call)
-            told["rows"] = shard_rows(call, tokens, shards, self.config)
+            told["sharded"] = take_sharded_cache(call, _tokens(call))
+            told["rows"] = shard_rows(call, _tokens(call), shards, self.config, told["sharded"])
             call["nsa_call"] = CallContext(**told)
             return (), _with_plain_mask(call)
         paged = read_paged_call(call)

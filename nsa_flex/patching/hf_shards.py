@@ -14,6 +14,7 @@ from nsa_flex.patching.hf_layers import Attention
 from nsa_flex.patching.hf_versions import cache_of
 from nsa_flex.patching.layer import layer_of
 from nsa_flex.patching.rows import Rows
+from nsa_flex.patching.sharded_cache import ShardedNSACache
 
 # On CUDA a message may have 254 characters; Inductor for the CPU takes no quotation marks.
 SHARD_RULE = (
@@ -29,14 +30,35 @@ def shards_of(module: Attention) -> SequenceShards | None:
     return None if layer is None else layer.shards
 
 
+def take_sharded_cache(call: dict[str, Any], tokens: Tensor) -> ShardedNSACache | None:
+    """The cache that ranks share, taken out of the call: no decoder need know of it."""
+    cache = cache_of(call)
+    if not isinstance(cache, ShardedNSACache):
+        return None
+    if call.get("position_ids") is not None:
+        raise ValueError(
+            "position_ids with a ShardedNSACache: leave them out, it counts the tokens of each row"
+        )
+    if not cache.is_empty:
+        call["position_ids"] = cache.positions(tokens.shape[1])
+    for name in [name for name, x in call.items() if x is cache]:
+        del call[name]
+    call["use_cache"] = False
+    return cache
+
+
 def shard_rows(
-    call: dict[str, Any], tokens: Tensor, shards: SequenceShards, config: NSAConfig
+    call: dict[str, Any],
+    tokens: Tensor,
+    shards: SequenceShards,
+    config: NSAConfig,
+    cache: ShardedNSACache | None,
 ) -> Rows:
     """Positions and documents of a call in `context_parallel`; `call` is given what it lacks.
 
     Args:
         call: arguments of the decoder.
-        tokens: (B, T, ...), this rank's.
+        tokens: (B, T, ...), this rank's; of a step over `cache` those of every rank.
 
     Raises:
         ValueError: the call has a cache, or a mask or bounds of documents, which are those of the
@@ -44,8 +66,8 @@ def shard_rows(
     """
     if cache_of(call) is not None or call.get("use_cache"):
         raise ValueError(
-            "a cache in nsa_flex.context_parallel is not supported yet: pass use_cache=False and "
-            "no past_key_values"
+            "nsa_flex.context_parallel takes no cache but a ShardedNSACache: pass one, or "
+            "use_cache=False and no past_key_values"
         )
     for name in ("attention_mask", "cu_seq_lens_q"):
         if call.get(name) is not None:
@@ -54,6 +76,8 @@ def shard_rows(
                 "lays padding and documents out before sequences are shared out, and not to the "
                 "model"
             )
+    if cache is not None and not cache.is_empty:
+        return Rows()
     batch, length = tokens.shape[:2]
     check_shard(length, shards, config)
     call["use_cache"] = False  # a decoder would make a cache of its shard

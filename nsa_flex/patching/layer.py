@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates, gates_of_step
 from nsa_flex.paging import LayerPages, NewTokens, PagedBatch, PagedLayer, attend
-from nsa_flex.parallel import SequenceShards, context_parallel_attention
+from nsa_flex.parallel import SequenceShards, ShardedCache, context_parallel_attention
 from nsa_flex.patching.rows import Rows
 
 
@@ -111,6 +112,7 @@ class NSALayer(nn.Module):
         cache: LayerCache | None = None,
         stored: bool = False,
         paged: tuple[LayerPages, PagedBatch] | None = None,
+        sharded: tuple[ShardedCache, Sequence[int]] | None = None,
     ) -> Tensor:
         """NSA of queries against keys and values.
 
@@ -129,6 +131,8 @@ class NSALayer(nn.Module):
                 `value`, and counts the tokens afterwards (`advance`).
             paged: pages of this layer, which keys and values are added to, and whose the tokens
                 are: those of several requests in one row.
+            sharded: in `context_parallel`, the ranks' cache and the tokens of each row of its
+                prompt, which this call brings if it is empty; else new tokens, those of all ranks.
 
         Returns:
             (B, Hq, Sq, Dv) in the dtype of `value`.
@@ -159,7 +163,11 @@ class NSALayer(nn.Module):
         gates = self.gates(hidden_states)
         # Under autocast rotary embeddings leave queries and keys in float32, values in half.
         query, key = query.to(value.dtype), key.to(value.dtype)
+        if sharded is not None and not sharded[0].is_empty:
+            return sharded[0].step(query, key, value, gates, scale=scale)
         if self.shards is not None:
+            if sharded is not None:
+                sharded[0].fill_from_shards(key, value, sharded[1])
             return context_parallel_attention(
                 *(query, key, value, gates, self.compress_key, self.compress_value),
                 mesh=self.shards,
@@ -199,7 +207,7 @@ class NSALayer(nn.Module):
     ) -> None:
         if cache is not None or paged is not None:
             raise ValueError(
-                "a cache in nsa_flex.context_parallel is not supported yet: leave it out"
+                "nsa_flex.context_parallel takes no cache but a ShardedCache: leave it out"
             )
         moves = (None,) if rows is None else (rows.queries, rows.keys, rows.query_offset)
         if any(x is not None for x in moves):

@@ -70,6 +70,7 @@ class CallContext(NamedTuple):
     passed: names of the arguments that the caller of the decoder passed.
     paged: the engine's batch and pages if continuous batching calls, else None; then there is
         neither `rows` nor `cache`.
+    sharded: `ShardedNSACache` that the ranks of `context_parallel` share, or None.
     full_masks: whether masks of the former implementation are made for full attention, because
         some layers with full attention are unpatched.
     """
@@ -79,6 +80,7 @@ class CallContext(NamedTuple):
     passed: tuple[str, ...] = ()
     full_masks: bool = False
     paged: Any = None
+    sharded: Any = None
 
 
 class LayerInput(NamedTuple):

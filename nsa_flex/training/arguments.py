@@ -89,9 +89,14 @@ def is_sharded(config: TrainConfig) -> bool:
     return config.engine.parallel == "fsdp" and "WORLD_SIZE" in os.environ
 
 
+def data_ranks(config: TrainConfig) -> int:
+    """Ranks with rows of their own: those that share the tokens of rows count once."""
+    return max(1, world_size() // config.engine.context_parallel)
+
+
 def rows_per_step(config: TrainConfig) -> int:
     """Rows of an optimizer step on all ranks."""
-    return config.training.batch_size * config.training.accumulate * world_size()
+    return config.training.batch_size * config.training.accumulate * data_ranks(config)
 
 
 def tokens_per_step(config: TrainConfig) -> int:

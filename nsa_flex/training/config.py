@@ -137,6 +137,7 @@ class EngineSection:
         checkpointing: "full" recomputes each layer in the backward pass, "selective" keeps matrix
             products and attention.
         parallel: of several processes (torchrun): "ddp", or "fsdp" for FSDP2.
+        context_parallel: ranks that share the tokens of each row, a divisor of the processes.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -144,6 +145,10 @@ class EngineSection:
     compile: bool = True
     checkpointing: Literal["none", "full", "selective"] = "none"
     parallel: Literal["ddp", "fsdp"] = "ddp"
+    context_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "context_parallel")
 
 
 @dataclass(frozen=True)

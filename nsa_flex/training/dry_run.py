@@ -13,6 +13,7 @@ from nsa_flex.training.arguments import (
 )
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.flops import flops_per_token, num_parameters
+from nsa_flex.training.mesh import check_mesh
 from nsa_flex.training.models import build_model, decoder_layers
 from nsa_flex.training.telemetry.observe import nsa_layers
 from nsa_flex.training.texts import find_texts
@@ -26,6 +27,7 @@ def dry_run(config: TrainConfig) -> dict[str, Any]:
     """
     texts = find_texts(config)
     check_device(config)
+    check_mesh(config)
     model = build_model(config.model, config.data, texts.tokenizer, values="none")
     layers = decoder_layers(model)
     step = tokens_per_step(config)
@@ -38,6 +40,7 @@ def dry_run(config: TrainConfig) -> dict[str, Any]:
         "files": len(texts.source.files),
         "file_bytes": sum(path.stat().st_size for path in texts.source.files),
         "ranks": world_size(),
+        "context_parallel": config.engine.context_parallel,
         "steps": config.training.steps,
         "tokens_per_step": step,
         "tokens": step * config.training.steps,
@@ -57,7 +60,7 @@ def memory(config: TrainConfig, model: Any) -> dict[str, int]:
     """
     sizes = model.config.get_text_config()
     weights = 4 * num_parameters(model) // (world_size() if is_sharded(config) else 1)
-    tokens = config.training.batch_size * config.data.seq_len
+    tokens = config.training.batch_size * config.data.seq_len // config.engine.context_parallel
     item = 2 if is_bf16(config) else 4
     hidden, wide = sizes.hidden_size, sizes.intermediate_size
     kept = {

@@ -86,7 +86,8 @@ RECORD_FILE = "run.json"
 class Record:
     """rows: trained on so far, on all ranks.
 
-    ranks, batch_size, accumulate: whose product is the rows of a step.
+    ranks, batch_size, accumulate: whose product is the rows of a step; ranks that share the tokens
+        of rows count once.
     files, held_out_files: in the order in which they are read.
     tokenizer: its files.
     left_out: name of a file to the number of rows after which it was left out.

@@ -172,6 +172,11 @@ def _facts(rows: list[dict[str, Any]], beats: list[dict[str, Any]]) -> dict[str,
         facts["held-out loss"] = f"{held_out[-1]:.4f}"
     if beats:
         facts["now"] = beats[-1]["phase"]
+        mesh = beats[-1].get("mesh") or {}  # runs of former versions tell none
+        if any(ranks > 1 for ranks in mesh.values()):
+            facts["ranks"] = ", ".join(f"{ranks} {axis}" for axis, ranks in mesh.items())
+        if beats[-1].get("sent_bytes"):
+            facts["sent a step and rank"] = f"{beats[-1]['sent_bytes'] / 1e9:.3g} GB"
         rates = [beat["tokens_per_second"] for beat in beats if beat["tokens_per_second"]]
         if rates:
             facts["tokens a second"] = f"{sorted(rates)[len(rates) // 2]:,.0f}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from nsa_flex.training.arguments import is_sharded, rank, world_size
+from nsa_flex.training.arguments import data_ranks, is_sharded, rank
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.record import Record, read_record
 from nsa_flex.training.saving import (
@@ -48,6 +48,7 @@ TOLD = {
     "data.tokenizer",
     "engine.checkpointing",
     "engine.compile",
+    "engine.context_parallel",
     "run.eval_rows",
     "training.accumulate",
     "training.batch_size",
@@ -208,8 +209,8 @@ def _find(config: TrainConfig, run: Path, resume: Resume) -> Start:
     check_whole(checkpoint, run)
     _check_steps(config, checkpoint, changes)
     record = read_record(checkpoint)
-    if record.ranks != world_size():
-        changes.append(Change("ranks", record.ranks, world_size()))
+    if record.ranks != data_ranks(config):
+        changes.append(Change("ranks", record.ranks, data_ranks(config)))
     return Start(checkpoint, record, changes)
 
 

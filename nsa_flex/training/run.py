@@ -22,16 +22,22 @@ from transformers import PrinterCallback, TrainerCallback
 from nsa_flex.training.arguments import (
     check_device,
     check_launcher,
+    data_ranks,
     is_bf16,
     is_sharded,
     rank,
     rows_per_step,
     tokens_per_step,
     training_arguments,
-    world_size,
 )
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.errors import TrainingError, in_one_line
+from nsa_flex.training.mesh import (
+    check_mesh,
+    collator_of,
+    sent_per_step,
+    share_sequences,
+)
 from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
 from nsa_flex.training.packing import Tokenizer, bytes_tokenizer
 from nsa_flex.training.record import Record
@@ -82,6 +88,8 @@ def train(
         done = start.checkpoint is not None and start.step >= config.training.steps
         texts = find_texts(config) if done else _texts(config, start)
         check_device(config)
+        if not done:
+            check_mesh(config)
         torch.manual_seed(config.seed)
         # Under FSDP rank 0's weights are shared out; the others' are not read.
         values: Values = "all" if rank() == 0 or not is_sharded(config) else "buffers"
@@ -96,7 +104,7 @@ def train(
             run.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(run))
             open_run(config, asked, start)
-            texts = texts.with_record(world_size())
+            texts = texts.with_record(data_ranks(config))
         return _train(config, texts, model, held_out, start, callbacks)
 
 
@@ -196,6 +204,8 @@ def _trainer(
     callbacks: Sequence[TrainerCallback],
 ) -> tuple[Trainer, StopCallback, TelemetryCallback]:
     arguments = training_arguments(config, type(decoder_layers(model)[0]).__name__)
+    mesh = share_sequences(model, config, arguments.device)
+    collator: Any = texts.collator if mesh is None else collator_of(model, texts.collator)
     prepare(model, config.engine)
     stop = StopCallback()
     trainer = Trainer(
@@ -203,22 +213,25 @@ def _trainer(
         arguments,
         train_dataset=texts.training_rows(),
         eval_dataset=held_out if config.run.eval_every else None,
-        data_collator=texts.collator,
+        data_collator=collator,
         processing_class=texts.tokenizer.processing_class,
         callbacks=[stop, *callbacks],
     )
+    trainer.mesh = mesh
     if is_bf16(config) and not is_sharded(config):
         trainer.autocast_dtype = torch.bfloat16
     if texts.record is not None:  # on rank 0, which writes it
         trainer.record_at = functools.partial(_record_at, texts.record, config, start)
     telemetry = TelemetryCallback(
-        probe=_probe(trainer, texts, held_out) if config.run.gates_every else None,
+        probe=_probe(trainer, collator, held_out) if config.run.gates_every else None,
         measures=bool(config.run.gates_every),
         tokens_per_step=tokens_per_step(config),
         first_tokens=_rows_at(config, start, start.step) * config.data.seq_len,
         gates_every=config.run.gates_every or 1,
         heartbeat_seconds=config.run.heartbeat_seconds,
         strict=config.run.strict,
+        mesh={"data": data_ranks(config), "context": config.engine.context_parallel},
+        sent_bytes=0 if mesh is None else sent_per_step(model, config, collator),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(telemetry)
@@ -235,10 +248,11 @@ def _rows_at(config: TrainConfig, start: Start, step: int) -> int:
     return before + (step - start.step) * rows_per_step(config)
 
 
-def _probe(trainer: Trainer, texts: Texts, held_out: list[Any]) -> Callable[[], Any]:
+def _probe(
+    trainer: Trainer, collate: Callable[[list[Any]], dict[str, Any]], held_out: list[Any]
+) -> Callable[[], Any]:
     """Runs the model on the first held-out row as the training runs it."""
-    batch = texts.collator(held_out[:1])
-    del batch["labels"]
+    batch = {name: x for name, x in collate(held_out[:1]).items() if "labels" not in name}
     options = {"use_cache": False, **without_logits(trainer.model)}
 
     @functools.cache  # a copy from pageable memory waits for the device

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -99,6 +100,7 @@ class Trainer(transformers.Trainer):
     """
 
     autocast_dtype: torch.dtype | None = None
+    mesh: DeviceMesh | None = None  # of (rows, tokens); None where no ranks share the tokens
     record_at: Callable[[int], Record]  # of checkpoints, by their step
     _random_of: str | None = None
     _aside: Path | None = None
@@ -117,6 +119,39 @@ class Trainer(transformers.Trainer):
         """As the base class's, without compiling layers for it a second time."""
         with torch.compiler.set_stance("force_eager"):
             return super().evaluate(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """As the base class's, with the same rows on ranks that share their tokens."""
+        with self._same_rows():
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        with self._same_rows():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _same_rows(self) -> Iterator[None]:
+        """Within, accelerate makes data loaders for the mesh, of which it knows nothing else."""
+        state = self.accelerator.state
+        before, state.device_mesh = state.device_mesh, self.mesh or state.device_mesh
+        try:
+            yield
+        finally:
+            state.device_mesh = before
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class's; a loss of ranks that share tokens is the mean of theirs."""
+        if self.mesh is not None:
+            self.gather_function = self._gather_losses
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gather_losses(self, losses: Tensor) -> Tensor:
+        """(B,) of every rank -> those of all rows, without rows that fill the last batch up."""
+        assert self.mesh is not None
+        shares = self.accelerator.gather(losses).view(*self.mesh.shape, -1)
+        rows, state = shares.mean(1).flatten(), self.accelerator.gradient_state
+        return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run, writes = Path(self.args.output_dir), self.args.should_save

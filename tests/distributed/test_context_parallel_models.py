@@ -148,23 +148,29 @@ def whole_models(device: torch.device) -> None:
 
 def test_beside_fsdp_on_the_other_axis(tmp_path: Path) -> None:
     """Rows over one axis of the mesh, which shards parameters, and tokens over the other."""
-    on_ranks(4, "cpu", tmp_path, fsdp_beside)
+    on_ranks(4, "cpu", tmp_path, fsdp_beside, [(2, 2)])
 
 
-def fsdp_beside(device: torch.device) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
-    model = shard(nsa_flex.context_parallel(new_model(device), mesh["cp"]), mesh)
-    whole = plain(device)
-    row = mesh["dp"].get_local_rank()
-    batch = {name: x[row : row + 1] for name, x in whole.items()}
-    own = nsa_flex.shard_batch(mesh=mesh["cp"], config=CONFIG["cpu"], **batch)
-    loss = step(model, own)
-    assert_equal(
-        "FSDP2 on the other axis",
-        Result(mean_over_ranks(loss), gradients(model)),
-        one_process(device, "plain"),
-        one_process(device, "plain", torch.float64),
-    )
+@on_two
+def test_beside_fsdp_where_one_axis_is_1(device: str, tmp_path: Path) -> None:
+    on_ranks(2, device, tmp_path, fsdp_beside, [(2, 1), (1, 2)])
+
+
+def fsdp_beside(device: torch.device, shapes: list[tuple[int, int]]) -> None:
+    for shape in shapes:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("cp", "dp"))
+        model = nsa_flex.context_parallel(new_model(device).to(device), mesh["cp"])
+        shard(model, mesh)
+        row = mesh["dp"].get_local_rank()
+        batch = {name: x.chunk(shape[1])[row] for name, x in plain(device).items()}
+        own = nsa_flex.shard_batch(mesh=mesh["cp"], config=CONFIG[device.type], **batch)
+        loss = step(model, own)
+        assert_equal(
+            f"FSDP2 beside context parallelism, ranks {shape}",
+            Result(mean_over_ranks(loss), gradients(model)),
+            one_process(device, "plain"),
+            one_process(device, "plain", torch.float64),
+        )
 
 
 def test_positions_of_other_shards_are_refused(tmp_path: Path) -> None:
@@ -190,7 +196,7 @@ def guard(device: torch.device) -> None:
         with pytest.raises(RuntimeError, match="position_ids of a shard break the rule"):
             model(input_ids=own["input_ids"], position_ids=position_ids)
     calls: list[tuple[dict[str, Any], str]] = [
-        ({"use_cache": True}, "a cache in nsa_flex.context_parallel is not supported yet: pass u"),
+        ({"use_cache": True}, "context_parallel takes no cache but a ShardedNSACache: pass one"),
         ({"attention_mask": torch.ones(1, length)}, "attention_mask in .* give it to nsa_flex.sh"),
         ({"cu_seq_lens_q": torch.tensor([0, length])}, "cu_seq_lens_q in nsa_flex.context_paral"),
         ({"position_ids": in_turn.expand(3, 1, -1)}, r"position_ids has shape \(3, 1, "),
@@ -226,7 +232,7 @@ def refusals(device: torch.device) -> None:
         nsa_flex.context_parallel(new_model(device), mesh, kv_heads_at_once=3)
     layer = nsa_flex.context_parallel(new_model(device), mesh).model.layers[0].self_attn.nsa
     x = torch.zeros(1, 2, 32, 8)
-    with pytest.raises(ValueError, match=r"a cache in nsa_flex.context_parallel is not supported"):
+    with pytest.raises(ValueError, match="takes no cache but a ShardedCache: leave"):
         layer(torch.zeros(1, 32, 32), x, x, x, cache=layer.new_cache())
     rows = nsa_flex.patching.packed_rows(nsa_flex.align_positions(torch.arange(32)[None], NSA))
     with pytest.raises(ValueError, match="rows move tokens, and this rank has a shard of them"):

@@ -40,8 +40,10 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def in_processes(check: Callable[..., None], *arguments: Any, device: str = "cpu") -> None:
-    mp.spawn(_start, (2, device, free_port(), check, arguments), nprocs=2)
+def in_processes(
+    check: Callable[..., None], *arguments: Any, device: str = "cpu", ranks: int = 2
+) -> None:
+    mp.spawn(_start, (ranks, device, free_port(), check, arguments), nprocs=ranks)
 
 
 def _start(

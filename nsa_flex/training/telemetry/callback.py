@@ -26,7 +26,7 @@ class TelemetryCallback(TrainerCallback):
         measures: false leaves gates and backends out.
         tokens_per_step: of one optimizer step on all ranks, for the tokens column.
         first_tokens: trained on before; `tokens_per_step` for each step done, if None.
-        gates_every, heartbeat_seconds, strict: as of `Telemetry`.
+        gates_every, heartbeat_seconds, strict, mesh, sent_bytes: as of `Telemetry`.
     """
 
     def __init__(
@@ -40,11 +40,14 @@ class TelemetryCallback(TrainerCallback):
         gates_every: int = 100,
         heartbeat_seconds: float = 10.0,
         strict: bool = False,
+        mesh: dict[str, int] | None = None,
+        sent_bytes: int | None = None,
     ) -> None:
         self.folder, self.probe = folder, probe
         self.tokens_per_step, self.first_tokens = tokens_per_step, first_tokens
         self.gates_every, self.heartbeat_seconds = gates_every, heartbeat_seconds
         self.strict, self.measures = strict, measures
+        self.mesh, self.sent_bytes = mesh, sent_bytes
         self.session: Telemetry | None = None
 
     def on_train_begin(
@@ -62,6 +65,8 @@ class TelemetryCallback(TrainerCallback):
             heartbeat_seconds=self.heartbeat_seconds,
             strict=self.strict,
             first_step=state.global_step,
+            mesh=self.mesh,
+            sent_bytes=self.sent_bytes,
         )
         before = self.first_tokens
         if before is None:

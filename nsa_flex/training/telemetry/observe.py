@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import nsa_flex.module
+import nsa_flex.parallel.attention
 import nsa_flex.patching.layer
 from nsa_flex.backends.branch import Inputs
 from nsa_flex.config import BRANCHES, NSAConfig
 from nsa_flex.dispatch import CUDA_ORDER, BranchName, Choice, choose_backends
 from nsa_flex.documents import align_packed
 from nsa_flex.module import NSAAttention
+from nsa_flex.parallel import SequenceShards
 from nsa_flex.patching import NSALayer
 from nsa_flex.training.telemetry.schemas import columns
 
@@ -144,7 +146,9 @@ def observe(model: nn.Module, call: Callable[[], Any]) -> list[Observation]:
 def _watched(model: nn.Module, found: list[Observation]) -> Iterator[None]:
     """Within, note every call of `nsa_attention`, and by which layer."""
     current: dict[str, Any] = {}
-    homes: tuple[Any, ...] = (nsa_flex.module, nsa_flex.patching.layer)
+    modules: tuple[Any, ...] = (nsa_flex.module, nsa_flex.patching.layer)
+    homes: tuple[Any, ...] = (*modules, nsa_flex.parallel.attention)
+    attention_over_ranks = nsa_flex.patching.layer.context_parallel_attention
     attention = nsa_flex.patching.layer.nsa_attention
 
     def noting(*tensors: Tensor, return_aux: bool = False, **options: Any) -> Any:
@@ -158,17 +162,27 @@ def _watched(model: nn.Module, found: list[Observation]) -> Iterator[None]:
 
         return hook
 
+    def noting_shards(query: Tensor, *tensors: Any, **options: Any) -> Tensor:
+        chunks = len(found)
+        out = attention_over_ranks(query, *tensors, **options)
+        found[chunks:] = [_whole(found[chunks:], tensors[2], options)]
+        return out
+
     handles = [
         module.register_forward_pre_hook(entering(name), with_kwargs=True)
         for name, module in nsa_layers(model).items()
     ]
     for home in homes:
         home.nsa_attention = noting
+    for home in modules:
+        home.context_parallel_attention = noting_shards
     try:
         yield
     finally:
         for home in homes:
             home.nsa_attention = attention
+        for home in modules:
+            home.context_parallel_attention = attention_over_ranks
         for handle in handles:
             handle.remove()
 
@@ -190,6 +204,25 @@ def _observation(
     facts = inputs.facts(config, options.get("query_offset"), start)
     choices = choose_backends(replace(facts, needs_grad=True), options.get("backend", "auto"))
     return Observation(current["name"], config, gates, blocks, start, current["real"], choices)
+
+
+def _whole(calls: list[Observation], gates: Tensor, options: dict[str, Any]) -> Observation:
+    """Of a layer whose sequences are shared: what one process would see, from all ranks.
+
+    Args:
+        calls: of this rank's two chunks, the head and the tail, for some KV heads after others.
+        gates: of this rank. options: of `context_parallel_attention`.
+    """
+    shards = SequenceShards.of(options["mesh"])
+    blocks, start = None, options.get("document_start")
+    if calls[0].blocks is not None:
+        chunks: list[Any] = [x.blocks for x in calls]
+        heads = [torch.cat(chunks[i : i + 2], 2) for i in range(0, len(chunks), 2)]
+        blocks = shards.gather(torch.cat(heads, 1))[0]
+    if start is not None:
+        start = shards.gather(start[:, None, :, None])[0][:, 0, :, 0]
+    # The tail attends the most keys.
+    return replace(calls[-1], gates=shards.gather(gates)[0], blocks=blocks, document_start=start)
 
 
 def _real_places(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -126,10 +126,19 @@ class Heartbeat:
         file: heartbeat.jsonl.
         session: number of the run's start.
         seconds: between lines.
+        mesh, sent_bytes: as of `Telemetry`.
     """
 
-    def __init__(self, file: RowFile, session: int, seconds: float) -> None:
+    def __init__(
+        self,
+        file: RowFile,
+        session: int,
+        seconds: float,
+        mesh: dict[str, int] | None = None,
+        sent_bytes: int | None = None,
+    ) -> None:
         self.file, self.session, self.seconds = file, session, seconds
+        self.mesh, self.sent_bytes = mesh, sent_bytes
         self.phase, self.step = "starting", 0
         self.loss: float | None = None
         self.tokens_per_second: float | None = None
@@ -170,6 +179,8 @@ class Heartbeat:
             "device_bytes": torch.cuda.memory_allocated() if cuda else None,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
             "backends": self.backends,
+            "mesh": self.mesh,
+            "sent_bytes": self.sent_bytes,
         }
         self.file.append(line)
 

@@ -22,6 +22,7 @@ from nsa_flex.training.telemetry.observe import (
     backends_of,
     check_strict,
     counted,
+    nsa_layers,
     observe,
     probe_call,
     statistics,
@@ -68,6 +69,8 @@ class Telemetry:
         heartbeat_seconds: between lines of heartbeat.jsonl.
         strict: raise where a branch would run on another backend than the table's first.
         first_step: steps done before.
+        mesh: axis to ranks, for heartbeat.jsonl.
+        sent_bytes: that a rank sends in a step for context parallelism, likewise.
 
     Raises:
         ValueError: a count is not positive; `strict` without a probe; a probe with padding; or, on
@@ -89,6 +92,8 @@ class Telemetry:
         heartbeat_seconds: float = 10.0,
         strict: bool = False,
         first_step: int = 0,
+        mesh: dict[str, int] | None = None,
+        sent_bytes: int | None = None,
     ) -> None:
         counts = {
             "every": every,
@@ -107,6 +112,7 @@ class Telemetry:
         if probe is not None:
             self._probe = probe_call(model, probe)
         self._heartbeat_seconds = heartbeat_seconds
+        self._mesh, self._sent_bytes = mesh, sent_bytes
         self._losses: list[Tensor] = []
         self._calls = 0
         self._measured_at: int | None = None
@@ -242,7 +248,13 @@ class Telemetry:
             name: RowFile(self.folder, name)
             for name in ("training", "fallback_counters", "gates", "heartbeat")
         }
-        self.heartbeat = Heartbeat(self._files["heartbeat"], self.session, self._heartbeat_seconds)
+        self.heartbeat = Heartbeat(
+            self._files["heartbeat"],
+            self.session,
+            self._heartbeat_seconds,
+            mesh=self._mesh,
+            sent_bytes=self._sent_bytes,
+        )
         self.heartbeat.step = self.step_count
         self.heartbeat.start()
 
@@ -276,7 +288,7 @@ class Telemetry:
         self.heartbeat.loss = loss if math.isfinite(loss) else None
 
     def _is_due(self) -> bool:
-        """Of sharded models every rank must take part; of DDP too.
+        """Of sharded models and sequences every rank must take part; of DDP too.
 
         A function that is the probe may call DDP, whose forward broadcasts buffers.
         """
@@ -313,6 +325,8 @@ def _rank() -> int:
 
 def _is_parallel(model: nn.Module) -> bool:
     kind = nn.parallel.DistributedDataParallel
-    return any(isinstance(module, kind) for module in model.modules()) or any(
-        is_sharded(parameter) for parameter in model.parameters()
+    return (
+        any(isinstance(module, kind) for module in model.modules())
+        or any(is_sharded(parameter) for parameter in model.parameters())
+        or any(layer.shards is not None for layer in nsa_layers(model).values())
     )

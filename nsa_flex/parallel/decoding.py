@@ -1,0 +1,315 @@
+"""A decode step over a cache whose tokens are shared out over ranks: each attends what it holds.
+
+Every rank has the same queries and new tokens. Three ways to share tokens out:
+
+- contiguous parts (this one): one edge a rank, and what is stored is a cache like any other, which
+  the kernels read as it is. Ranks work alike once the cache is nearly full; window and local
+  blocks lie on one or two of them.
+- blocks in turn: alike at any length, but each of thousands of edges cuts compressed blocks.
+- KV heads: nothing to merge, but no more ranks than KV heads; that is tensor parallelism.
+
+A layer sends three small things, each by one all-gather: `sent_bytes_per_step`.
+
+1. Log-sum-exps of the compressed branch, and the probabilities of the last compressed blocks,
+   which overlap the next rank's first block.
+2. The best blocks of each rank, as ranks of score and index.
+3. Outputs of each branch, and the log-sum-exps of the selected and sliding ones.
+
+Nothing waits for the host and all shapes are constant: a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_flex.config import NSAConfig
+from nsa_flex.decoding import Stored
+from nsa_flex.installed import HAS_TRITON
+from nsa_flex.parallel.parts import Part, Partial
+from nsa_flex.parallel.shards import SequenceShards, all_gather
+from nsa_flex.selection import RULES, ranks_of_blocks
+from nsa_flex.storing import take_slots
+
+
+def step_over_ranks(
+    query: Tensor,
+    stored: Stored,
+    gates: Tensor,
+    *,
+    shards: SequenceShards,
+    tokens: int,
+    config: NSAConfig,
+    scale: float,
+) -> Tensor:
+    """NSA of queries at positions `lengths` ... `lengths + T - 1` over a cache on P ranks.
+
+    Sums and log-sum-exps are float32 (float64 of float64). Every rank of `shards` must call this,
+    with equal queries, gates and lengths, and gets the same output.
+
+    Args:
+        query: (B, Hq, T, D).
+        stored: what this rank holds: token `base + i` of each row in slot i, and compressed block
+            `base / d + i` in row i, for base = rank · `tokens`; the new tokens among them. Slots
+            from `tokens` on serve φ alone. `lengths` are those of whole rows, before the new
+            tokens.
+        gates: (B, Hq, T, C), of the config's branches.
+        tokens: of a rank, a multiple of l'.
+
+    Returns:
+        (B, Hq, T, Dv) in the query's dtype.
+
+    Raises:
+        ValueError: `config.selection` is "tiled_top_k", which chooses among tiles of blocks.
+    """
+    if config.selection == "tiled_top_k":
+        raise ValueError(
+            'a cache on several ranks chooses blocks by selection "top_k" or "max_pool", got '
+            '"tiled_top_k": keep the cache on one rank'
+        )
+    part = Part.of(shards, tokens)
+    new = torch.arange(query.shape[2], device=query.device)
+    positions = stored.lengths[:, None] + new  # [B, T]
+    precision = torch.promote_types(query.dtype, torch.float32)
+    gate: dict[str, Tensor] = dict(
+        zip(config.branches, gates.to(precision).unbind(-1), strict=True)
+    )
+    own = _parts(query, stored, config)(query, stored, positions, part, config, scale)
+    parts: dict[str, Partial] = {}
+    blocks: Tensor | None = None
+    if config.has("compressed") or config.has("selected"):
+        out, own_lse, tail = own.compressed()
+        lses, tails = all_gather(shards, own_lse, tail)
+        lse = lses.logsumexp(0)
+        weight = _weight(lses, lse)[..., None]  # [P, B, Hq, T, 1]
+        parts["compressed"] = Partial(out * weight[shards.rank], lse)
+        if config.has("selected"):
+            before = shards.rank - 1
+            edge = tails[before] * weight[before] * (0.0 if shards.rank == 0 else 1.0)
+            total = part.total // config.select_block_size
+            best = own.candidates(lse, edge)
+            blocks = choose_over_ranks(best, shards, total, config.num_selected_blocks)
+    parts |= own.local(blocks)
+    return merge(parts, gate, shards).to(query.dtype)
+
+
+def _parts(query: Tensor, stored: Stored, config: NSAConfig) -> type[Any]:
+    """What computes this rank's parts: Triton kernels where they take the step."""
+    if query.device.type == "cuda" and HAS_TRITON:
+        from nsa_flex.parallel import decode_kernels
+
+        if decode_kernels.unsupported_reason(query, stored, config) is None:
+            return decode_kernels.KernelParts
+    return OperationParts
+
+
+def merge(parts: dict[str, Partial], gate: dict[str, Tensor], shards: SequenceShards) -> Tensor:
+    """The gated sum of all branches over all ranks, from each rank's parts of them."""
+    local = [name for name in ("selected", "sliding") if name in gate]
+    lse = torch.stack([parts[name].lse for name in local], -1) if local else None
+    out = [parts[name].out * gate[name][..., None] for name in gate]
+    found = all_gather(shards, torch.cat(out, -1), *([] if lse is None else [lse]))
+    outs = dict(zip(gate, found[0].chunk(len(gate), -1), strict=True))  # [P, B, Hq, T, Dv]
+    total = outs["compressed"].sum(0) if "compressed" in gate else 0.0
+    for i, name in enumerate(local):
+        lses = found[1][..., i]
+        total = total + (outs[name] * _weight(lses, lses.logsumexp(0))[..., None]).sum(0)
+    assert isinstance(total, Tensor)
+    return total
+
+
+class OperationParts:
+    """What a rank attends of its part, by PyTorch operations."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        stored: Stored,
+        positions: Tensor,
+        part: Part,
+        config: NSAConfig,
+        scale: float,
+    ) -> None:
+        self.query, self.stored, self.positions = query, stored, positions
+        self.part, self.config, self.scale = part, config, scale
+
+    def compressed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The compressed branch's out and lse, and probabilities (B, Hq, T, l / d - 1) of the
+        blocks that reach over the end of the part.
+        """
+        config = self.config
+        rows = self.part.tokens // config.compress_stride
+        key, value = (x[:, :, :rows] for x in self.stored[2:4])
+        start = torch.arange(rows, device=key.device) * config.compress_stride
+        last = self.part.base + start + config.compress_block_size - 1
+        visible = last <= self.positions[..., None]  # [B, T, N]
+        (out, self.lse), self.probabilities = _attend(
+            self.query, key, value, visible[:, None, None], self.scale
+        )
+        reaching = config.compress_block_size // config.compress_stride - 1
+        return out, self.lse, self.probabilities[..., rows - reaching :]
+
+    def candidates(self, lse: Tensor, edge: Tensor) -> Tensor:
+        """Ranks of the best of this rank's blocks, int64 (B, Hkv, T, at most n), -1 for none.
+
+        Args:
+            lse: (B, Hq, T), over all ranks.
+            edge: probabilities (B, Hq, T, l / d - 1) of blocks that reach into this part.
+        """
+        config = self.config
+        own = self.probabilities * _weight(self.lse, lse)[..., None]
+        kv_heads = self.stored.compressed_key.shape[1]
+        summed = torch.cat((edge, own), -1).unflatten(1, (kv_heads, -1)).sum(2).float()
+        per_block = config.select_block_size // config.compress_stride
+        # One more block in front, of which nothing but what reaches over its end is there.
+        rows = torch.nn.functional.pad(summed, (per_block - edge.shape[-1], 0))
+        size = config.select_block_size
+        number = self.part.tokens // size
+        rank = ranks_of_blocks(
+            RULES[config.selection].score(rows, number + 1, config)[..., 1:],
+            self.positions,
+            None,
+            config,
+            first=self.part.base // size,
+            total=self.part.total // size,
+        )
+        best = min(config.num_selected_blocks, number)
+        return rank.topk(best, -1, sorted=False).values
+
+    def local(self, blocks: Tensor | None) -> dict[str, Partial]:
+        """The selected branch over those of `blocks` that this rank holds, and the sliding one."""
+        query, stored, positions, part = self.query, self.stored, self.positions, self.part
+        config, scale, found = self.config, self.scale, {}
+        if blocks is not None:
+            found["selected"] = selected_part(
+                query, *stored.branch(1), blocks, positions, part, config, scale
+            )
+        if config.has("sliding"):
+            found["sliding"] = sliding_part(
+                query, *stored.branch(2), positions, part, config, scale
+            )
+        return found
+
+
+def choose_over_ranks(own: Tensor, shards: SequenceShards, total: int, number: int) -> Tensor:
+    """int32 (B, Hkv, T, n): the chosen blocks of whole rows, in any order, -1 for none.
+
+    Args:
+        own: int64 (B, Hkv, T, at most n), ranks of this rank's best blocks, -1 for none.
+        total: blocks of a full cache. number: n.
+    """
+    (everywhere,) = all_gather(shards, own)
+    candidates = torch.cat(everywhere.unbind(0), -1)
+    best = candidates.topk(min(number, candidates.shape[-1]), -1, sorted=False).values
+    return torch.where(best >= 0, total - 1 - (best & 0xFFFFFFFF), -1).to(torch.int32)
+
+
+def selected_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    positions: Tensor,
+    part: Part,
+    config: NSAConfig,
+    scale: float,
+) -> Partial:
+    """The selected branch over the chosen blocks that this rank holds."""
+    batch, kv_heads, num_queries, _ = blocks.shape
+    size = config.select_block_size
+    own = blocks - part.base // size
+    held = (blocks >= 0) & (own >= 0) & (own < part.tokens // size)
+    slots = own[..., None] * size + torch.arange(size, device=key.device)
+    visible = held[..., None] & (part.base + slots <= positions[:, None, :, None, None])
+    slots = slots.clamp(0, part.tokens - 1).flatten(2)  # [B, Hkv, T * n * l']
+    row = torch.arange(batch, device=key.device)[:, None, None]
+    head = torch.arange(kv_heads, device=key.device)[:, None]
+    chosen_key, chosen_value = (
+        x[row, head, slots].unflatten(2, (num_queries, -1)).flatten(1, 2) for x in (key, value)
+    )  # [B, Hkv * T, n * l', D]
+    alone = query.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(1, 3)[:, :, None]
+    mask = visible.flatten(3).flatten(1, 2)[:, :, None, None]  # [B, Hkv * T, 1, 1, n * l']
+    found, _ = _attend(alone, chosen_key, chosen_value, mask, scale)
+    in_turn = (x[:, :, 0].unflatten(1, (kv_heads, num_queries, -1)) for x in found)
+    return Partial(*(x.transpose(2, 3).flatten(1, 2) for x in in_turn))
+
+
+def sliding_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    part: Part,
+    config: NSAConfig,
+    scale: float,
+) -> Partial:
+    """The sliding branch over those tokens of the window that this rank holds."""
+    width = min(config.window_size + query.shape[2] - 1, part.tokens)
+    first = (positions[:, :1] - config.window_size + 1 - part.base).clamp(0, part.tokens - width)
+    slots = first + torch.arange(width, device=key.device)  # [B, width]
+    now, place = positions[..., None], part.base + slots[:, None]
+    visible = (place <= now) & (place > now - config.window_size)  # [B, T, width]
+    key, value = take_slots(key, slots), take_slots(value, slots)
+    return _attend(query, key, value, visible[:, None, None], scale)[0]
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
+) -> tuple[Partial, Tensor]:
+    """Softmax attention under a mask (B, Hkv or 1, 1, T, K), and its weights (B, Hq, T, K)."""
+    precision = torch.promote_types(query.dtype, torch.float32)  # of the choice of blocks, too
+    grouped = query.unflatten(1, (key.shape[1], -1)).to(precision)  # [B, Hkv, G, T, D]
+    logits = grouped @ key[:, :, None].mT.to(precision) * scale
+    logits = logits.masked_fill(~visible, float("-inf"))
+    lse = logits.logsumexp(-1)
+    weights = (logits - _finite(lse)[..., None]).exp()
+    out = weights.to(value.dtype) @ value[:, :, None]
+    return Partial(out.to(precision).flatten(1, 2), lse.flatten(1, 2)), weights.flatten(1, 2)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 where nothing was seen: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def _weight(lses: Tensor, lse: Tensor) -> Tensor:
+    """Share of each rank (P, ...) in a branch whose log-sum-exp over all ranks is `lse`."""
+    return (lses - _finite(lse)).exp()
+
+
+NUM_COLLECTIVES = 3  # of a layer's step
+
+
+def sent_bytes_per_step(
+    num_ranks: int,
+    num_query_heads: int,
+    num_kv_heads: int,
+    value_head_dim: int,
+    *,
+    config: NSAConfig,
+    batch_size: int = 1,
+    num_tokens: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Bytes that a rank sends in one layer's decode step, in closed form; no length is in it.
+
+    In a ring a rank passes every part but one on: (P - 1) times its own.
+
+    Args:
+        num_ranks: P. num_query_heads, num_kv_heads, value_head_dim: Hq, Hkv and Dv.
+        batch_size, num_tokens: B and T.
+        dtype: of queries; what is sent is float32, or float64, and int64 for ranks of blocks.
+
+    >>> sent_bytes_per_step(2, 32, 8, 128, config=NSAConfig())
+    50688
+    """
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    reaching = config.compress_block_size // config.compress_stride - 1
+    read = config.has("compressed") or config.has("selected")
+    local = config.has("selected") + config.has("sliding")
+    numbers = (1 + reaching if read else 0) + len(config.branches) * value_head_dim + local
+    blocks = config.num_selected_blocks * 8 if config.has("selected") else 0
+    each = num_query_heads * numbers * wide + num_kv_heads * blocks
+    return (num_ranks - 1) * batch_size * num_tokens * each

@@ -1,0 +1,315 @@
+"""Steps over a cache on several ranks find what a cache on one finds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.problem import new_model
+from distributed.ranks import on_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nsa_flex
+from nsa_flex import Compression, NSAConfig
+from nsa_flex.cache.columns import incoming_batch
+from nsa_flex.cache.layer import LayerCache, advance
+from nsa_flex.parallel import ShardedCache, last_tokens, shard_sequence
+from nsa_flex.parallel.decoding import NUM_COLLECTIVES, sent_bytes_per_step
+from nsa_flex.patching import ShardedNSACache
+from patching.tiny_models import NSA, tokens
+
+LIMIT = 1e-10
+DIM, VALUE_DIM, HEADS = 8, 6, 2
+
+
+@dataclasses.dataclass
+class Case:
+    """A prompt and steps, the same on all ranks.
+
+    lengths: real tokens of each row of the prompt, on which padding follows.
+    steps: new tokens of each step.
+    """
+
+    group: int = 3
+    lengths: tuple[int, ...] = (61, 37)
+    steps: tuple[int, ...] = (1,) * 12
+    max_length: int = 96
+    config: NSAConfig = NSA
+    phi: Any = "mlp"
+    num_sets: int = 1
+    dtype: torch.dtype = torch.float64
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(3)
+        self.rows, prompt = len(self.lengths), max(self.lengths)
+        total = prompt + sum(self.steps)
+        heads = HEADS * self.num_sets
+        self.key, self.value, self.query = (
+            self.tensor(number, total, width)
+            for number, width in ((heads, DIM), (heads, VALUE_DIM), (HEADS * self.group, DIM))
+        )
+        self.gates = self.tensor(HEADS * self.group, total, len(self.config.branches)).sigmoid()
+        self.phis = [
+            Compression(self.config, HEADS, width, self.phi, dtype=self.dtype)
+            for width in (DIM, VALUE_DIM)
+        ]
+        for phi in self.phis:
+            for parameter in phi.parameters():
+                parameter.requires_grad_(False).add_(torch.randn_like(parameter), alpha=0.3)
+
+    def tensor(self, heads: int, tokens: int, width: int) -> Tensor:
+        return torch.randn(self.rows, heads, tokens, width, dtype=self.dtype)
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of the prompt, then of each step: query, key, value and gates."""
+        sizes = [max(self.lengths), *self.steps]
+        yield from zip(
+            *(x.split(sizes, 2) for x in (self.query, self.key, self.value, self.gates)),
+            strict=True,
+        )
+
+    def alone(self) -> list[Tensor]:
+        """What steps give over the cache of one process."""
+        cache = LayerCache(*self.phis, max_length=2 * self.max_length, num_sets=self.num_sets)
+        found = []
+        for query, key, value, gates in self.parts():
+            real = torch.ones(self.rows, query.shape[2], dtype=torch.bool)
+            if not found:
+                real = torch.arange(query.shape[2]) < torch.tensor(self.lengths)[:, None]
+            cache.expect(incoming_batch(real))
+            stored = cache.update(key, value)
+            found.append(cache.attend(query, *stored, gates)[0])
+            assert cache.incoming is not None
+            advance([cache], cache.incoming)
+        return found[1:]
+
+    def sharded(self, mesh: Any) -> list[Tensor]:
+        """The same over several ranks; filled from whole rows, or from their shards."""
+        cache = ShardedCache(*self.phis, mesh, max_length=self.max_length, num_sets=self.num_sets)
+        (_, key, value, _), *steps = self.parts()
+        cache.fill(key, value, self.lengths)
+        return [cache.step(*step) for step in steps]
+
+
+TWO_BRANCHES = dataclasses.replace(NSA, branches=("selected", "sliding"))
+COMPRESSED = dataclasses.replace(NSA, branches=("compressed",))
+WIDE = dataclasses.replace(NSA, compress_stride=2)  # blocks that reach three strides over an edge
+NO_EDGE = dataclasses.replace(NSA, compress_stride=8)
+POOLED = dataclasses.replace(NSA, selection="max_pool")
+# A part of 48 tokens on two ranks: rows of 46 tokens and more cross the edge, with their windows,
+# their local blocks and compressed blocks.
+CASES: dict[str, dict[str, Any]] = {
+    "G 3": {},
+    "G 1, over the edge": {"group": 1, "lengths": (46, 44, 47), "phi": "weighted"},
+    "G 4, three tokens a step": {"group": 4, "lengths": (46, 40), "steps": (3, 3, 2, 4)},
+    "G 16": {"group": 16, "lengths": (80,), "phi": "linear"},
+    "the first rank alone": {"lengths": (9, 3), "steps": (1,) * 9, "max_length": 128},
+    "before any compressed block": {"lengths": (1, 2), "steps": (1,) * 4},
+    "keys of each branch": {"num_sets": 3, "lengths": (46, 30)},
+    "selected and sliding": {"config": TWO_BRANCHES, "lengths": (47, 70), "phi": "mean"},
+    "compressed alone": {"config": COMPRESSED, "lengths": (47, 70), "phi": "mean"},
+    "three strides over the edge": {"config": WIDE, "lengths": (44, 70)},
+    "blocks side by side": {"config": NO_EDGE, "lengths": (44, 70)},
+    "max_pool": {"config": POOLED, "lengths": (44, 70)},
+}
+
+
+@pytest.mark.kept(lambda world: world == 2)
+@pytest.mark.parametrize("world", [2, 4])
+def test_steps_find_what_one_process_finds(world: int, tmp_path: Path) -> None:
+    on_ranks(world, "cpu", tmp_path, every_case)
+
+
+def every_case(device: torch.device) -> None:
+    for name, options in CASES.items():
+        case = Case(**options)
+        found, expected = case.sharded(dist.group.WORLD), case.alone()
+        assert len(found) == len(expected) == len(case.steps)
+        for step, (got, want) in enumerate(zip(found, expected, strict=True)):
+            assert float(want.abs().max()) > 0
+            error = float((got - want).abs().max() / want.abs().max())
+            assert error < LIMIT, f"{name}: {error} at step {step}"
+
+
+def test_shards_of_a_prompt_and_bfloat16(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, from_shards)
+
+
+def from_shards(device: torch.device) -> None:
+    case = Case(lengths=(64, 50))
+    _, key, value, _ = next(case.parts())
+    whole, pieces = (ShardedCache(*case.phis, dist.group.WORLD, max_length=96) for _ in range(2))
+    lengths = case.lengths
+    whole.fill(key, value, lengths)
+    pieces.fill_from_shards(
+        *(shard_sequence(x, dist.group.WORLD, 2) for x in (key, value)), lengths
+    )
+    for got, want in zip(pieces.stored, whole.stored, strict=True):
+        assert torch.equal(got, want)
+    # A rank holds half of the tokens, and a block more.
+    one = key.nbytes + value.nbytes
+    assert whole.memory() < one * 96 / 64 * (1 / 2 + 8 / 96) * (1 + 1 / 4)
+    # In half precision no further from float64 than twice what one process is.
+    half, exact = Case(lengths=(64, 50), dtype=torch.bfloat16), Case(lengths=(64, 50))
+    for name in ("key", "value", "query", "gates"):
+        setattr(exact, name, getattr(half, name).double())
+    exact.phis = [copy.deepcopy(phi).double() for phi in half.phis]
+    steps_of = (half.sharded(dist.group.WORLD), half.alone(), exact.alone())
+    for got, plain, want in zip(*steps_of, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got - want).norm() <= 2 * (plain - want).norm()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts those of a call, and what they take from this rank: a ring passes it P - 1 times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "_c10d_functional::all_gather_into_tensor":
+            self.number += 1
+            self.sent += args[0].nbytes * (dist.get_world_size() - 1)
+        elif "c10d" in name and "wait_tensor" not in name:
+            raise AssertionError(f"{name} is not counted")
+        elif "_local_scalar_dense" in name or "nonzero" in name:
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def test_collectives_and_bytes_are_those_of_the_closed_form(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, count_collectives)
+
+
+def count_collectives(device: torch.device) -> None:
+    for options in (
+        {"phi": "mean"},
+        {"dtype": torch.bfloat16, "steps": (2,)},
+        {"config": TWO_BRANCHES},
+        {"config": WIDE, "num_sets": 3},
+    ):
+        case = Case(**options)
+        cache = ShardedCache(*case.phis, dist.group.WORLD, max_length=96, num_sets=case.num_sets)
+        (_, key, value, _), step, *_ = case.parts()
+        cache.fill(key, value)
+        with Collectives() as counted:
+            cache.step(*step)
+        expected = sent_bytes_per_step(
+            2,
+            *(HEADS * case.group, HEADS, VALUE_DIM),
+            config=case.config,
+            batch_size=case.rows,
+            num_tokens=step[0].shape[2],
+            dtype=case.dtype,
+        )
+        assert (counted.number, counted.sent) == (NUM_COLLECTIVES, expected)
+
+
+def test_a_rank_that_attends_alone_is_wrong(tmp_path: Path) -> None:
+    """The numbers of other ranks count: a token of the other part changes the output here."""
+    on_ranks(2, "cpu", tmp_path, perturb)
+
+
+def perturb(device: torch.device) -> None:
+    case = Case(lengths=(70, 70), steps=(1,))
+    before = case.sharded(dist.group.WORLD)[0]
+    for token in (3, 60):
+        case.value[:, :, token] += 1.0
+        after = case.sharded(dist.group.WORLD)[0]
+        assert float((after - before).abs().max()) > 1e-3
+        before = after
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_refused(alone: dist.ProcessGroup) -> None:
+    case = Case()
+    (_, key, value, _), step, *_ = case.parts()
+    cache = ShardedCache(*case.phis, alone, max_length=62)
+    assert cache.part.total == 64
+    with pytest.raises(ValueError, match="the cache is empty: fill it with the keys and values"):
+        cache.step(*step)
+    with pytest.raises(ValueError, match=r"key has shape \(2, 1, 61, 8\); expected \(B, 2, T, 8"):
+        cache.fill(key[:, :1], value[:, :1])
+    with pytest.raises(ValueError, match="a prompt of 66 tokens does not fit the 64 of the cache"):
+        cache.fill(*(torch.zeros(2, 2, 66, width).double() for width in (DIM, VALUE_DIM)))
+    cache.fill(key, value)
+    with pytest.raises(ValueError, match="key has 1 rows, the cache 2"):
+        cache.step(*(x[:1] for x in step))
+    many = [x.expand(-1, -1, 17, -1) for x in step]
+    with pytest.raises(ValueError, match="a step has 17 tokens; expected 1 to 16"):
+        cache.step(*many)
+    for _ in range(3):
+        cache.step(*step)
+    before = cache.stored.key.clone()
+    with pytest.raises(ValueError, match=r"lengths are \(61, 70\); expected 2 of 0 to 61, the"):
+        cache.fill(key, value, (61, 70))
+    text = "the cache holds 64 of at most 64 tokens: no room for 1 more; make one with a larger"
+    with pytest.raises(ValueError, match=text):
+        cache.step(*step)
+    assert torch.equal(cache.stored.key, before)
+    with pytest.raises(ValueError, match="max_length=0 must be at least 1"):
+        ShardedCache(*case.phis, alone, max_length=0)
+    other = Compression(NO_EDGE, HEADS, VALUE_DIM)
+    with pytest.raises(ValueError, match="φ of keys and of values differ in their NSAConfig"):
+        ShardedCache(case.phis[0], other, alone, max_length=8)
+
+
+def test_tiles_of_blocks_are_refused(alone: dist.ProcessGroup) -> None:
+    tiled = dataclasses.replace(
+        NSA, selection="tiled_top_k", num_initial_blocks=0, num_local_blocks=1
+    )
+    case = Case(config=tiled)
+    with pytest.raises(ValueError, match=re.escape('"top_k" or "max_pool", got "tiled_top_k"')):
+        case.sharded(alone)
+
+
+def test_models(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, prompt_and_steps)
+
+
+@torch.no_grad()
+def prompt_and_steps(device: torch.device) -> None:
+    """A left-padded prompt in shards, then tokens of all ranks: the logits of each row alone."""
+    mesh, lengths = dist.group.WORLD, (60, 45)
+    model = nsa_flex.context_parallel(new_model(device, torch.float64).eval(), mesh)
+    torch.manual_seed(6)
+    ids, new = tokens(2, 60), [tokens(2, number) for number in (1, 3, 1, 1)]
+    mask = (torch.arange(60) >= 60 - torch.tensor(lengths)[:, None]).long()
+    batch = nsa_flex.shard_batch(ids, mesh, NSA, attention_mask=mask)
+    cache = ShardedNSACache(model, lengths=lengths, max_length=80)
+    with pytest.raises(ValueError, match="position_ids with a ShardedNSACache: leave them out"):
+        model(**batch, past_key_values=cache, position_ids=batch["input_ids"])
+    logits = model(**batch, past_key_values=cache).logits
+    found = [last_tokens(logits, torch.tensor(lengths), mesh)[:, None]]
+    found += [model(input_ids=step, past_key_values=cache).logits for step in new]
+    assert cache.first.lengths.tolist() == [x + 6 for x in lengths]
+
+    nsa_flex.context_parallel(model, None)
+    for row, length in enumerate(lengths):
+        whole = torch.cat((ids[row, 60 - length :], *(step[row] for step in new)))[None]
+        expected = model(input_ids=whole, use_cache=False).logits[0, length - 1 :]
+        got = torch.cat([x[row] for x in found])
+        assert got.shape == expected.shape
+        assert float((got - expected).abs().max() / expected.abs().max()) < LIMIT
+    with pytest.raises(ValueError, match="the model is not in context parallelism, whose ranks"):
+        ShardedNSACache(model, lengths=lengths, max_length=80)
+    with pytest.raises(ValueError, match="Linear has no NSA layers: call"):
+        ShardedNSACache(torch.nn.Linear(2, 2), lengths=lengths, max_length=80)
