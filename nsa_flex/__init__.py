@@ -23,6 +23,7 @@ from nsa_flex.patching import (
     load,
     patch,
     register_adapter,
+    tensor_parallel,
     unpatch,
 )
 from nsa_flex.quantization import quantization_filter
@@ -68,6 +69,7 @@ __all__ = [
     "shard_batch",
     "shard_sequence",
     "telemetry",
+    "tensor_parallel",
     "topk_blocks",
     "unpatch",
 ]

@@ -17,6 +17,7 @@ from nsa_flex.patching.formats import own_name, upstream_tensors
 from nsa_flex.patching.layer import layer_of
 from nsa_flex.patching.sites import Site, find_sites, patched_sites
 from nsa_flex.patching.wrapped import is_offloaded
+from nsa_flex.sharded import sharded_like
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -320,7 +321,8 @@ def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cas
             raise ValueError(f"the checkpoint lacks {', '.join(lacking)}")
         for name in found.keys() & state.keys():
             tensor, own = saved[found[name]], state[name]
-            state[name] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
+            whole = tensor.to(own.device, own.dtype if cast else tensor.dtype)
+            state[name] = sharded_like(own, whole)
             left.pop(found[name])
         site.module.nsa.load_state_dict(state, assign=True)
     if left:

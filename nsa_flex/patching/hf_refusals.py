@@ -152,9 +152,10 @@ def check_heads(name: str, query: Tensor, key: Tensor, shape: AttentionShape) ->
     if found != expected:
         raise ValueError(
             f"{name} attends {found[0]} query and {found[1]} KV heads, and was patched with "
-            f"{expected[0]} and {expected[1]}: tensor parallelism (a tp_plan, parallelize_module) "
-            "and Ulysses sequence parallelism, which split heads over ranks, are not supported "
-            "yet; run without them, or leave the attention layers out of the plan"
+            f"{expected[0]} and {expected[1]}: something split heads over ranks and its NSA "
+            "layer does not know; call nsa_flex.tensor_parallel(model, mesh) after a "
+            "tensor-parallel plan (parallelize_module), nsa_flex.sequence_parallel(model, mesh) "
+            "for Ulysses sequence parallelism, or leave the attention layers out"
         )
 
 
