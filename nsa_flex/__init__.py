@@ -23,6 +23,7 @@ from nsa_flex.patching import (
     load,
     patch,
     register_adapter,
+    sequence_parallel,
     tensor_parallel,
     unpatch,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "quantization_filter",
     "register_adapter",
     "selected_attention",
+    "sequence_parallel",
     "shard_batch",
     "shard_sequence",
     "telemetry",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -260,6 +261,14 @@ class Compression(nn.Module):
         """Parameters by name; in tensor parallelism what this rank has of them."""
         found = {name: getattr(self, name) for name in self.parameter_names}
         return {name: of_rank(x) for name, x in found.items()} if self.is_split else found
+
+    def of_heads(self, heads: slice) -> Compression:
+        """φ of some of the KV heads, by the same parameters; not a module to keep."""
+        some = copy.copy(self)
+        some.num_kv_heads = heads.stop - heads.start
+        if self.kind != "mlp":  # whose parameters all heads share
+            some._parameters = {name: x[heads] for name, x in self.own_parameters().items()}  # type: ignore[assignment]
+        return some
 
     def _check(self, x: Tensor) -> None:
         shape = tuple(x.shape)

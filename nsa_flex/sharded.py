@@ -44,6 +44,8 @@ def of_rank(parameter: Tensor) -> Tensor:
     """What tensor parallelism left this rank of a parameter, as a plain tensor.
 
     Of one that is on all ranks gradients are summed over them: each rank has those of its heads.
+    One that `fully_shard` splits as well, over another dimension, is not whole here: it is given
+    back as it is.
     """
     if not is_sharded(parameter):
         return parameter
@@ -51,6 +53,8 @@ def of_rank(parameter: Tensor) -> Tensor:
 
     assert isinstance(parameter, DTensor)
     placements = parameter.placements
+    if len(placements) > 1:
+        return parameter
     if not torch.is_grad_enabled():
         return parameter.to_local()
     parts = [Partial() if each.is_replicate() else each for each in placements]

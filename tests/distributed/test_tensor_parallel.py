@@ -61,7 +61,7 @@ def patched(family: str = "llama", tied: bool = False, phi: str = "mlp", heads: 
     sizes = {"hidden_size": 48, "num_attention_heads": heads, "tie_word_embeddings": tied}
     dense = tiny_model(family, **sizes).train()
     config = replace(NSA, compression=phi)
-    return moved(nsa_flex.patch(dense, config), scale=0.1)
+    return moved(nsa_flex.patch(dense, config), scale=0.1).train()
 
 
 def step(model: Any, ids: Tensor) -> Result:
