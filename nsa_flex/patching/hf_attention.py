@@ -93,7 +93,8 @@ def attention_forward(
     check_heads(name, query, key, layer.shape, nsa_call.rows.head_shards)
     check_arguments(name, dropout, kwargs, nsa_call)
     check_window(name, kwargs.get("sliding_window"), module.config)
-    check_mask(name, attention_mask, nsa_input.attention_mask, full=nsa_call.full_masks)
+    if nsa_call.rows.head_shards is None:  # who exchanges heads drops masks, which rows tell
+        check_mask(name, attention_mask, nsa_input.attention_mask, full=nsa_call.full_masks)
     if nsa_call.paged is not None:
         paged = (nsa_call.paged.layers[module.layer_idx], nsa_call.paged.batch)
         output = layer(nsa_input.hidden_states, query, key, value, scale=scaling, paged=paged)
