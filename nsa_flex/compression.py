@@ -267,7 +267,7 @@ class Compression(nn.Module):
         some = copy.copy(self)
         some.num_kv_heads = heads.stop - heads.start
         if self.kind != "mlp":  # whose parameters all heads share
-            some._parameters = {name: x[heads] for name, x in self.own_parameters().items()}  # type: ignore[assignment]
+            some._parameters = {name: x[heads] for name, x in self.own_parameters().items()}  # type: ignore[misc]
         return some
 
     def _check(self, x: Tensor) -> None:

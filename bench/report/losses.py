@@ -1,4 +1,4 @@
-"""A plot of losses by step, a line each form of parallelism, and how far each is from the first."""
+"""A plot of losses by step, a line each form of parallelism, and their gaps to the first."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ LAYERS = {
         checkpointing="full",
         dtype=torch.bfloat16,
     ),
-    "cpu": Size(
-        2, 64, 128, 4, 2, 16, 64, 256, 4, 1, warm_up=1, checkpointing="full", config=TINY
-    ),
+    "cpu": Size(2, 64, 128, 4, 2, 16, 64, 256, 4, 1, warm_up=1, checkpointing="full", config=TINY),
 }
 
 
@@ -289,7 +287,9 @@ def main() -> None:
     """The command line."""
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=("losses", "layers"))
-    parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), help="all that fit if left out")
+    parser.add_argument(
+        "--forms", nargs="+", choices=tuple(FORMS), help="all that fit if left out"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--draw", action="store_true", help="draw what --out has, and run nothing")
     arguments = parser.parse_args()

@@ -30,6 +30,10 @@ class HeadShards:
     mesh: DeviceMesh
     in_eval: bool = False
 
+    def hold(self, *, training: bool) -> bool:
+        """Whether heads are shared in a call of a model in this mode."""
+        return training or self.in_eval
+
     @property
     def size(self) -> int:
         """P."""

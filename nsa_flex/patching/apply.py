@@ -51,8 +51,8 @@ def patch(
 
     Raises:
         ValueError: the model was patched with other arguments, is compiled, wrapped or sharded
-            otherwise already, has no attention module that can be patched, or has one with a feature that
-            NSA does not compute; the message names it. The model is then as it was.
+            otherwise already, has no attention module that can be patched, or has one with a
+            feature that NSA does not compute; the message names it. The model is then as it was.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -331,7 +331,7 @@ def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cas
         lacking = upstream_tensors(record, missing)
         if lacking:
             raise ValueError(f"the checkpoint lacks {', '.join(lacking)}")
-        for name in found.keys() & state.keys():
+        for name in [name for name in state if name in found]:  # in one order on all ranks
             tensor, own = saved[found[name]], state[name]
             whole = tensor.to(own.device, own.dtype if cast else tensor.dtype)
             state[name] = sharded_like(own, whole)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from nsa_flex.parallel.heads import HeadShards
 from nsa_flex.patching import minicpm_attention, minicpm_config, minimax_m3
 from nsa_flex.patching.hf_families import family_of
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
@@ -168,12 +169,13 @@ def mask_for_attention(
     return attention_mask
 
 
-def check_parallelism(implementation: str, *, shares_heads: bool) -> None:
+def check_parallelism(implementation: str, shards: HeadShards | None, *, training: bool) -> None:
     """Who gets whole sequences in a call of a decoder; asked at each, since it may begin any time.
 
     Args:
         implementation: the decoder's name among transformers' ALL_ATTENTION_FUNCTIONS.
-        shares_heads: whether `sequence_parallel` holds for the call.
+        shards: of `sequence_parallel`; None if the layers were not told of it.
+        training: the mode of the decoder.
 
     Raises:
         ValueError: inside torch's `context_parallel`; or something stands in the place of the
@@ -182,16 +184,15 @@ def check_parallelism(implementation: str, *, shares_heads: bool) -> None:
     """
     refuse_context_parallel()
     found = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    if found is not attention_forward and not shares_heads:
+    if found is not attention_forward and shards is None:
         name = getattr(found, "__qualname__", type(found).__name__)
         raise ValueError(
             f"transformers' ALL_ATTENTION_FUNCTIONS has {name} for {implementation!r}, as "
             "Ulysses sequence parallelism (DeepSpeed's UlyssesSPAttentionHF, accelerate's "
             "sp_size) wraps it: call nsa_flex.sequence_parallel(model, group) with its ranks, so "
-            "that gates and φ go with their heads (and in_eval=True for a model in eval mode), or "
-            "run without it"
+            "that gates and φ go with their heads, or run without it"
         )
-    if found is attention_forward and shares_heads:
+    if found is attention_forward and shards is not None and shards.hold(training=training):
         raise ValueError(
             "nsa_flex.sequence_parallel(model, ...) was called, and nothing exchanges tokens for "
             f"heads around {implementation!r}: register it (DeepSpeed's UlyssesSPAttentionHF."

@@ -81,8 +81,8 @@ class CallHook:
         if config._attn_implementation not in IMPLEMENTATIONS:
             self._refuse_nsa_cache(call)
             return args, kwargs  # switched by set_attn_implementation, for a while
-        head_shards = head_shards_of(self.modules[0], decoder)
-        check_parallelism(config._attn_implementation, shares_heads=head_shards is not None)
+        head_shards = head_shards_of(self.modules[0])
+        check_parallelism(config._attn_implementation, head_shards, training=decoder.training)
         if call.get("output_attentions") or getattr(config, "output_attentions", False):
             raise ValueError(
                 "output_attentions=True is not supported: NSA never forms attention weights; "
@@ -97,7 +97,7 @@ class CallHook:
             told["rows"] = shard_rows(call, tokens, shards, self.config)
             call["nsa_call"] = CallContext(**told)
             return (), _with_plain_mask(call)
-        if head_shards is not None:
+        if head_shards is not None and head_shards.hold(training=decoder.training):
             read = functools.partial(self._rows, decoder, max_documents=max_documents)
             told["rows"] = whole_rows(call, _tokens(call), head_shards, read)
             call["nsa_call"] = CallContext(**told)

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from nsa_flex.parallel.heads import HeadShards
-from nsa_flex.patching.hf_layers import Attention, Decoder
+from nsa_flex.patching.hf_layers import Attention
 from nsa_flex.patching.hf_versions import cache_of
 from nsa_flex.patching.layer import layer_of
 from nsa_flex.patching.rows import Rows
 
 
-def head_shards_of(module: Attention, decoder: Decoder) -> HeadShards | None:
-    """What `sequence_parallel` gave a patched attention module, if it holds for a call now."""
+def head_shards_of(module: Attention) -> HeadShards | None:
+    """What `sequence_parallel` gave a patched attention module, or None."""
     layer = layer_of(module)
-    shards = None if layer is None else layer.head_shards
-    return shards if shards is not None and (decoder.training or shards.in_eval) else None
+    return None if layer is None else layer.head_shards
 
 
 def whole_rows(

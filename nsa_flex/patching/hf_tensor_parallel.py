@@ -119,7 +119,7 @@ def _splits_heads(plan: dict[str, str], name: str, module: Attention) -> bool:
 
 
 def _styles(plan: dict[str, str], name: str, module: Attention) -> set[str | None]:
-    """Of the projections of the attention module called `name`, by the plan; None if it is mute."""
+    """Of the projections of the attention module called `name`; None for those left out."""
     return {plan.get(f"{name}.{each}") for each in family_of(module).widths}
 
 

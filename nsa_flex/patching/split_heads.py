@@ -1,4 +1,4 @@
-"""NSA layers in tensor parallelism: each rank has some of a layer's heads, gates and φ among them."""
+"""NSA layers in tensor parallelism: each rank has some heads, their gates and their φ."""
 
 from __future__ import annotations
 

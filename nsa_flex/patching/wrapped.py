@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 
-
 def check_unwrapped(model: nn.Module, call: str = "patch") -> None:
     """That nothing holds on to the parameters of `model` which patch would add to.
 

@@ -34,7 +34,9 @@ def test_losses_of_all_forms_and_their_plot(tmp_path: Path) -> None:
 
 def run(device: torch.device, folder: Path) -> None:
     size = replace(parallel_runs.LOSSES["cpu"], steps=6)
-    parallel_runs.measure("losses", list(parallel_runs.FORMS), size, device, folder / "losses.json")
+    parallel_runs.measure(
+        "losses", list(parallel_runs.FORMS), size, device, folder / "losses.json"
+    )
     size = parallel_runs.LAYERS["cpu"]
     parallel_runs.measure("layers", ["fsdp", "fsdp_cp"], size, device, folder / "layers.json")
     assert dist.is_initialized()
