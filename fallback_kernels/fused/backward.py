@@ -27,7 +27,12 @@ from nsa_flex.fallback_kernels.fused.bwd_gates import (
     switch_gate_sign,
 )
 from nsa_flex.fallback_kernels.fused.compressed_branch import compressed_gradients
-from nsa_flex.fallback_kernels.fused.route import BackwardRoute, offsets_of, past_keys, plan_selected
+from nsa_flex.fallback_kernels.fused.route import (
+    BackwardRoute,
+    offsets_of,
+    past_keys,
+    plan_selected,
+)
 from nsa_flex.fallback_kernels.ranges.bwd import tokens_read_around
 from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan

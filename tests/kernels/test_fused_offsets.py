@@ -20,8 +20,8 @@ from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.compressed import cudnn, cudnn_op
-from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.compressed.fold import range_rows_view
+from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import operators as core
 from nsa_flex.fallback_kernels.fused import route
 from nsa_flex.fallback_kernels.fused.compressed_past import PastKeys
