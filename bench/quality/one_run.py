@@ -49,9 +49,7 @@ class Evaluation(TrainerCallback):
         held_out: int64 (rows, S).
     """
 
-    def __init__(
-        self, folder: Path, config: TrainConfig, started: Row, held_out: Tensor
-    ) -> None:
+    def __init__(self, folder: Path, config: TrainConfig, started: Row, held_out: Tensor) -> None:
         self.folder, self.config = folder, config
         self.row: Row = {**started, "curve": [], "seconds": 0.0, "first_step_s": 0.0}
         self.held_out = held_out
