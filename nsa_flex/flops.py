@@ -7,7 +7,8 @@ Dv (values):
     backward  6 D + 4 Dv      scores again, dQ, dK; dP, dV
 
 The choice of blocks computes the scores of all visible compressed blocks a second time, 2 D,
-forward only. Softmax, Eq. 9 and gates are left out: they are no matrix products.
+forward only; without a compressed branch, whose log-sum-exp it takes, both times. Softmax, Eq. 9
+and gates are left out: they are no matrix products.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from __future__ import annotations
 from nsa_flex.config import NSAConfig
 
 CORE = ("compressed", "choice", "selected", "sliding")
+
+
+def core_parts(config: NSAConfig) -> tuple[str, ...]:
+    """What a call computes: the parts of `CORE` that the branches of the config need."""
+    return tuple(p for p in CORE if config.has("selected" if p == "choice" else p))  # type: ignore[arg-type]
 
 
 def attention_flops(
@@ -26,7 +32,8 @@ def attention_flops(
     """
     if part == "choice":
         seen = keys_seen("compressed", length, config)
-        return seen * 2.0 * head_dim if which == "forward" else 0.0
+        passes = 1.0 if config.has("compressed") else 2.0
+        return seen * passes * 2.0 * head_dim if which == "forward" else 0.0
     seen = keys_seen(part, length, config)
     if which == "forward":
         return seen * (2.0 * head_dim + 2.0 * value_dim)

@@ -24,9 +24,10 @@ from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.build import MANIFEST, sha256
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.evaluation import summary, token_losses
-from nsa_flex.bench.quality.variants import BRANCHES, Variant, config_of, leave_out, variants
+from nsa_flex.bench.quality.variants import Variant, config_of, variants
 from nsa_flex.bench.quality.windows import windows_by_chunks
 from nsa_flex.bench.report.rows import Row
+from nsa_flex.config import BRANCHES
 from nsa_flex.training.arguments import tokens_per_step
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.flops import num_parameters
@@ -48,10 +49,8 @@ class Evaluation(TrainerCallback):
         held_out: int64 (rows, S).
     """
 
-    def __init__(
-        self, folder: Path, config: TrainConfig, variant: Variant, started: Row, held_out: Tensor
-    ) -> None:
-        self.folder, self.config, self.variant = folder, config, variant
+    def __init__(self, folder: Path, config: TrainConfig, started: Row, held_out: Tensor) -> None:
+        self.folder, self.config = folder, config
         self.row: Row = {**started, "curve": [], "seconds": 0.0, "first_step_s": 0.0}
         self.held_out = held_out
         self.every = -(-config.training.steps // POINTS)
@@ -61,8 +60,6 @@ class Evaluation(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model is there; what an earlier piece measured up to this step counts."""
         self.model, self.device = kwargs["model"], args.device
-        if self.variant.without is not None:
-            leave_out(self.model, self.variant.without)
         self.begins = state.global_step
         if self.begins:
             before = json.loads((self.folder / ROW).read_text())
@@ -168,7 +165,7 @@ def one_run(
         "settings": _settings(config),
         **machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     }
-    evaluation = Evaluation(folder, config, variant, started, held_out)
+    evaluation = Evaluation(folder, config, started, held_out)
     with _kernels(variant):
         train(config, resume=True, callbacks=[evaluation])
     return json.loads((folder / ROW).read_text())

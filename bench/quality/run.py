@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--size", choices=sizes(), default="30m")
     parser.add_argument("--side-by-side", type=int, default=2, help="on each GPU")
     parser.add_argument("--piece-seconds", type=float, default=Piece.seconds)
+    parser.add_argument("--closing-seconds", type=float, default=Piece.closing)
     parser.add_argument("--least-seconds", type=float, default=Piece.least)
     parser.add_argument("--set", action="append", default=[], help="as of nsa-flex train")
     given = parser.parse_args()
@@ -188,7 +189,8 @@ def main() -> None:
         given.side_by_side,
         torch.cuda.device_count(),
         given.piece_seconds,
-        least=given.least_seconds,
+        given.closing_seconds,
+        given.least_seconds,
     )
     for row in run_piece(piece):
         print({name: row.get(name) for name in ("case", "status", "tokens", "seconds", "loss")})

@@ -2,8 +2,8 @@
 
     python -m nsa_flex.bench.quality.variants mean --size 30m
 
-prints the whole config, which `nsa-flex train` takes. What no config can say, `prepared` and
-`leave_out` do: windows by chunks instead of a mask over S × S, and branches that are absent.
+prints the whole config, which `nsa-flex train` takes. What no config can say, `windows_by_chunks`
+does: windows by chunks instead of a mask over S × S.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from torch import Tensor
 
 from nsa_flex.bench.command_line import parser_of
-from nsa_flex.config import CompressionKind
-from nsa_flex.gates import NUM_BRANCHES, Gates
+from nsa_flex.config import BRANCHES, BranchName, CompressionKind
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.flops import num_parameters
@@ -28,7 +26,6 @@ from nsa_flex.training.models import build_model
 from nsa_flex.training.packing import BYTES
 
 LayerKind = Literal["nsa", "dense", "window"]
-BRANCHES = ("compressed", "selected", "sliding")
 STEP = 8  # of the width that makes parameters equal
 
 
@@ -41,15 +38,14 @@ class Variant:
         compression: φ.
         layers: kinds of the layers, repeated; those that are not of NSA are the model's own. Empty
             for all of the one kind that `attention` says.
-        without: a branch whose gate is 0 from the start and stays so. The compressed branch still
-            chooses the blocks.
+        branches: of NSA. Without the compressed one its keys still choose the blocks.
         parameters_of: a variant; the MLP is widened until this one has as many parameters.
     """
 
     attention: Literal["nsa", "dense"] = "nsa"
     compression: CompressionKind = "mlp"
     layers: tuple[LayerKind, ...] = ()
-    without: Literal["compressed", "selected", "sliding"] | None = None
+    branches: tuple[BranchName, ...] = BRANCHES
     parameters_of: str | None = None
 
 
@@ -79,10 +75,11 @@ def config_of(name: str, size: str, overrides: tuple[str, ...] = ()) -> TrainCon
             raise ValueError(f"{what} is {value!r}; expected one of {', '.join(known)}")
     variant = variants()[name]
     config = read_config(str(_configs() / f"{size}.yaml"), overrides)
+    own = {"compression": variant.compression, "branches": variant.branches}
     model = dataclasses.replace(
         config.model,
         attention=variant.attention,
-        nsa=dataclasses.replace(config.model.nsa, compression=variant.compression),
+        nsa=dataclasses.replace(config.model.nsa, **own),
         config={**(config.model.config or {}), **_layer_types(variant, config)},
     )
     config = dataclasses.replace(config, model=model)
@@ -122,25 +119,6 @@ def _widened(config: TrainConfig, wanted: int) -> TrainConfig:
     more = round((wanted - parameters(config)) / each / STEP) * STEP
     wide = {**sizes, "intermediate_size": sizes["intermediate_size"] + more}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, config=wide))
-
-
-def leave_out(model: Any, branch: str) -> None:
-    """Bring the gates of one branch to 0, in place, and keep them there while the model trains.
-
-    A gate is sigmoid(x W + b) + offset with W and b of zeros: an offset of -½ makes it 0, and
-    it stays so while gradients of its W and b are 0.
-    """
-    number = BRANCHES.index(branch)
-
-    def keep(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.unflatten(0, (-1, NUM_BRANCHES))[:, number].zero_()
-
-    for module in model.modules():
-        if isinstance(module, Gates):
-            module.offset[number].fill_(-0.5)
-            for parameter in module.linear.parameters():
-                parameter.register_post_accumulate_grad_hook(keep)
 
 
 def _configs() -> Path:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.flops import CORE, attention_flops
+from nsa_flex.flops import attention_flops, core_parts
 from nsa_flex.patching import NSALayer
 
 # Dense bfloat16 tensor-core peaks of the makers' data sheets, by a word of torch's device name.
@@ -44,7 +44,7 @@ def _nsa_flops(layer: NSALayer, seq_len: int) -> float:
     value_dim = shape.head_dim if shape.value_head_dim is None else shape.value_head_dim
     return shape.num_query_heads * sum(
         attention_flops(part, which, seq_len, shape.head_dim, value_dim, layer.config)
-        for part in CORE
+        for part in core_parts(layer.config)
         for which in PASSES
     )
 

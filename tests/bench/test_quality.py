@@ -30,9 +30,10 @@ from nsa_flex.bench.quality.evaluation import BUCKETS, names_again, summary
 from nsa_flex.bench.quality.one_run import ROW, one_run
 from nsa_flex.bench.quality.report import draw, quality
 from nsa_flex.bench.quality.run import POLL_SECONDS, Piece, _environment, in_order, run_piece
-from nsa_flex.bench.quality.variants import BRANCHES, config_of, leave_out, parameters, variants
+from nsa_flex.bench.quality.variants import config_of, parameters, variants
 from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
 from nsa_flex.bench.report.rows import merged, read_rows
+from nsa_flex.config import BRANCHES
 from nsa_flex.training.models import build_model
 from nsa_flex.training.packing import BYTES
 
@@ -153,6 +154,22 @@ def test_variants_have_the_layers_that_they_name() -> None:
     assert windows["dense-nsa"] == [LENGTH + 1, None]
 
 
+@pytest.mark.parametrize(
+    ("name", "branches"),
+    [
+        ("window-compressed", ("compressed", "sliding")),
+        ("window-selected", ("selected", "sliding")),
+        ("mean", BRANCHES),
+    ],
+)
+def test_variants_have_the_branches_that_they_name(name: str, branches: tuple[str, ...]) -> None:
+    config = config_of(name, "tiny")
+    layer = build_model(config.model, config.data, BYTES).model.layers[1].self_attn.nsa
+    assert layer.config.branches == branches
+    gates = layer.gates(torch.randn(1, 5, 32))
+    assert gates.shape == (1, 4, 5, len(branches))
+
+
 def test_dense_attention_is_widened_to_the_parameters_of_another() -> None:
     for size in ("30m", "125m"):
         wanted = parameters(config_of("mlp", size))
@@ -165,25 +182,6 @@ def test_dense_attention_is_widened_to_the_parameters_of_another() -> None:
 def test_unknown_names_are_refused(name: str, size: str) -> None:
     with pytest.raises(ValueError, match="expected one of"):
         config_of(name, size)
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_a_branch_that_is_left_out_stays_out(branch: str) -> None:
-    torch.manual_seed(0)
-    config = config_of("mean", "tiny")
-    model = build_model(config.model, config.data, BYTES)
-    leave_out(model, branch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    ids = torch.randint(1, 256, (2, LENGTH))
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    layer = model.model.layers[0].self_attn.nsa
-    gates = layer.gates(torch.randn(1, 5, 32))
-    number = BRANCHES.index(branch)
-    assert (gates[..., number] == 0).all()
-    assert (gates[..., [i for i in range(3) if i != number]] != 0.5).all()
 
 
 @pytest.mark.parametrize("tokens", [5, 12, 40, 48])
@@ -281,9 +279,9 @@ def test_runs_become_a_table(
         losses = [loss for _, _, loss in row["curve"]]
         assert losses[-1] < losses[0] < 6.0
         assert np.mean(row["by_position"]) == pytest.approx(row["loss"], abs=0.05)
-        without = variants()[row["variant"]].without
-        if without is not None:
-            assert row["shares"][without] == 0.0
+        present = variants()[row["variant"]].branches
+        if row["shares"]:
+            assert [name for name in BRANCHES if row["shares"][name]] == list(present)
     table = quality(rows)
     assert list(table.variant) == list(TRAINED)
     assert list(table["seeds"])[:2] == ["2", "1"]

@@ -1,0 +1,328 @@
+"""A small model trained for recall on rows of growing length, and tested past the longest.
+
+    python -m nsa_flex.bench.quality.recall mean --out runs/recall/mean-0 --seconds 240
+
+Goes on with what the folder holds; stopped in time, it saves its state and is tested all the same.
+Its row, recall.json there, has the share of right answers by task, length and depth, and for the
+wrong ones whether the blocks that the answer stands in were selected and how the gates stood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nsa_flex import NSAConfig, patch
+from nsa_flex.bench.cases.models import best_dense
+from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.measure import machine
+from nsa_flex.bench.quality.recall_causes import causes_of
+from nsa_flex.bench.quality.recall_tasks import TASKS, VOCABULARY, Batch, Task, make_batch
+from nsa_flex.bench.quality.variants import variants
+from nsa_flex.bench.report.rows import Row, write_rows
+
+ROW = "recall.json"
+STATE = "state.pt"
+WORKERS = 2  # processes that make rows
+DEPTHS = 8
+CLOSING = 0.25  # of the seconds, for the tests
+TEST_TOKENS = 65536  # of a forward
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Rows of one length: `steps` of them with `rows` each."""
+
+    length: int
+    rows: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Model, curriculum and tests.
+
+    Args:
+        tests: (length, rows of each task).
+    """
+
+    stages: tuple[Stage, ...] = (
+        Stage(256, 128, 2500),
+        Stage(1024, 32, 700),
+        Stage(4096, 8, 600),
+        Stage(16384, 3, 400),
+        Stage(32768, 2, 200),
+    )
+    tests: tuple[tuple[int, int], ...] = ((8192, 64), (16384, 64), (32768, 48), (65536, 32))
+    hidden_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    learning_rate: float = 2e-3
+    warmup_steps: int = 100
+    nsa: NSAConfig = dataclasses.field(default_factory=NSAConfig)
+
+    @property
+    def steps(self) -> int:
+        """Of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    def stage_at(self, step: int) -> Stage:
+        """That of a step, counted from 0."""
+        for stage in self.stages:
+            if step < stage.steps:
+                return stage
+            step -= stage.steps
+        raise ValueError(f"step={step} is past the last stage")
+
+    def rate_at(self, step: int) -> float:
+        """Warm-up, then linear decay to a tenth."""
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        return self.learning_rate * warm * (1 - 0.9 * step / self.steps)
+
+
+def build(recipe: Recipe, variant: str, seed: int) -> Any:
+    """A fresh model of a variant of the study: one of its attentions."""
+    found = variants()[variant]
+    if found.layers:
+        raise ValueError(f"variant is {variant!r}; expected one whose layers are all of a kind")
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCABULARY,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=3 * recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        rope_theta=1e5,
+        max_position_embeddings=2 * max(length for length, _ in recipe.tests),
+        use_cache=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if found.attention == "nsa":
+        own = {"compression": found.compression, "branches": found.branches}
+        patch(model, dataclasses.replace(recipe.nsa, **own))
+    return model
+
+
+class Steps(Dataset):
+    """What the steps from `first` on are trained on; the same in every piece."""
+
+    def __init__(self, recipe: Recipe, seed: int, first: int = 0) -> None:
+        self.recipe, self.seed, self.first = recipe, seed, first
+
+    def __len__(self) -> int:
+        return self.recipe.steps - self.first
+
+    def __getitem__(self, index: int) -> Batch:
+        step = self.first + index
+        stage = self.recipe.stage_at(step)
+        rng = np.random.default_rng((self.seed, step))
+        tasks = [TASKS[i] for i in rng.integers(len(TASKS), size=stage.rows)]
+        return make_batch(rng, tasks, stage.length)
+
+
+class Run:
+    """Training of one model; `state` is what a later piece goes on with."""
+
+    def __init__(self, recipe: Recipe, variant: str, seed: int, device: torch.device) -> None:
+        self.recipe, self.seed, self.device = recipe, seed, device
+        self.model = build(recipe, variant, seed).to(device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=device.type == "cuda",
+        )
+        self.step = 0
+        self.losses: list[list[float]] = []
+
+    def train(self, until: float) -> None:
+        """To the end, or as long as `time.monotonic()` is before `until`."""
+        self.model.train()
+        steps = Steps(self.recipe, self.seed, self.step)
+        workers = WORKERS if self.device.type == "cuda" else 0
+        for batch in DataLoader(steps, batch_size=None, num_workers=workers):
+            if time.monotonic() > until:
+                return
+            loss = self._step(batch)
+            if self.step % 50 == 0:
+                self.losses.append([self.step, round(loss.item(), 4)])
+                print(*self.losses[-1], flush=True)
+
+    def _step(self, batch: Batch) -> Tensor:
+        rows, number = np.nonzero(batch.places >= 0)
+        logits = self.logits(batch, rows, number)
+        answers = torch.from_numpy(batch.answers[rows, number]).to(self.device)
+        loss = F.cross_entropy(logits, answers)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.rate_at(self.step)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        return loss.detach()
+
+    def logits(self, batch: Batch, rows: np.ndarray, number: np.ndarray) -> Tensor:
+        """Float32 (N, V) at questions `number` of `rows`, int (N,)."""
+        ids = torch.from_numpy(batch.ids).to(self.device)
+        places = torch.from_numpy(batch.places[rows, number]).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            hidden = self.model.model(input_ids=ids).last_hidden_state
+            found = hidden[torch.from_numpy(rows).to(self.device), places]
+            return self.model.lm_head(found).float()
+
+    def save(self, path: Path) -> None:
+        """At once or not at all."""
+        draft = path.with_suffix(".new")
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**state, "step": self.step, "losses": self.losses}, draft)
+        draft.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on with what `save` wrote."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.losses = state["step"], state["losses"]
+
+
+def test(run: Run, until: float) -> list[dict[str, Any]]:
+    """One entry a task and length, the shortest length first, as far as the time goes."""
+    run.model.eval()
+    found = []
+    for length, rows in run.recipe.tests:
+        for task in TASKS:
+            if time.monotonic() > until:
+                return found
+            found.append(_tested(run, task, length, rows))
+            print({name: found[-1][name] for name in ("task", "length", "right")}, flush=True)
+    return found
+
+
+def _tested(run: Run, task: Task, length: int, rows: int) -> dict[str, Any]:
+    rng = np.random.default_rng((1, length, TASKS.index(task)))
+    at_once = max(1, TEST_TOKENS // length)
+    right, depth, hops, causes = [], [], [], []
+    for first in range(0, rows, at_once):
+        batch = make_batch(rng, [task] * min(at_once, rows - first), length)
+        row, number = np.nonzero(batch.places >= 0)
+        predicted, cause = _predicted(run, batch, row, number)
+        right.append((predicted[:, None] == batch.right[row, number]).any(1))
+        depth.append(np.minimum(batch.needles[row, number, 0] * DEPTHS // length, DEPTHS - 1))
+        hops.append(batch.hops[row, number])
+        causes += cause
+    is_right = np.concatenate(right)
+    entry = {
+        "task": task,
+        "length": length,
+        "questions": len(is_right),
+        "right": _share(is_right),
+        "by_depth": _by(is_right, np.concatenate(depth), DEPTHS),
+        "by_hops": _by(is_right, np.concatenate(hops), 3),
+    }
+    if causes:
+        entry["causes"] = _told(causes, is_right)
+    return entry
+
+
+def _predicted(
+    run: Run, batch: Batch, row: np.ndarray, number: np.ndarray
+) -> tuple[np.ndarray, list[dict[str, float]]]:
+    """The model's answers, int (N,), and the causes of each; one forward gives both."""
+    found: list[Tensor] = []
+    causes = causes_of(
+        run.model, lambda: found.append(run.logits(batch, row, number).argmax(-1)), batch
+    )
+    return found[0].cpu().numpy(), causes
+
+
+def _told(causes: list[dict[str, float]], is_right: np.ndarray) -> dict[str, Any]:
+    """Means over the right answers and over the wrong ones."""
+    return {
+        name: {column: _share(np.array([each[column] for each in part])) for column in causes[0]}
+        for name, chosen in (("right", is_right), ("wrong", ~is_right))
+        if (part := [each for each, is_one in zip(causes, chosen, strict=True) if is_one])
+    }
+
+
+def _by(is_right: np.ndarray, kind: np.ndarray, count: int) -> list[float | None]:
+    """Share of the right ones of each kind; None where there is none."""
+    return [_share(is_right[kind == i]) if (kind == i).any() else None for i in range(count)]
+
+
+def _share(values: np.ndarray) -> float:
+    return round(float(np.mean(values)), 4)
+
+
+def recall(
+    variant: str, seed: int, folder: Path, seconds: float, recipe: Recipe | None = None
+) -> Row:
+    """Train and test within `seconds`; returns the row."""
+    begun = time.monotonic()
+    recipe = Recipe() if recipe is None else recipe
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _kernels(variant):
+        run = Run(recipe, variant, seed, device)
+        if (folder / STATE).exists():
+            run.load(folder / STATE)
+        run.train(begun + seconds * (1 - CLOSING))
+        run.save(folder / STATE)
+        tests = test(run, begun + seconds)
+    row = {
+        "case": f"recall/{variant} seed {seed}",
+        "target": "recall",
+        "variant": variant,
+        "seed": seed,
+        "recipe": dataclasses.asdict(recipe),
+        **machine.describe(device),
+        "status": "ok" if run.step == recipe.steps else "stopped",
+        "steps": run.step,
+        "trained_length": recipe.stage_at(run.step - 1).length,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "seconds": round(time.monotonic() - begun, 1),
+        "losses": run.losses,
+        "tests": tests,
+    }
+    write_rows(folder / ROW, [row])
+    return row
+
+
+@contextlib.contextmanager
+def _kernels(variant: str) -> Iterator[None]:
+    with best_dense() if variants()[variant].attention == "dense" else contextlib.nullcontext():
+        yield
+
+
+def main() -> None:
+    """Train, test."""
+    parser = parser_of(__doc__)
+    parser.add_argument("variant", choices=variants())
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--seconds", type=float, default=540.0)
+    given = parser.parse_args()
+    row = recall(given.variant, given.seed, given.out, given.seconds)
+    print({name: row[name] for name in ("case", "status", "steps", "seconds")})
+
+
+if __name__ == "__main__":
+    main()

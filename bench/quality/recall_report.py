@@ -1,0 +1,131 @@
+"""Rows of recall in one file, their table, and heat maps of depth and length beside it.
+
+python -m nsa_flex.bench.quality.recall_report runs/recall/*/recall.json --out recall.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.quality.recall_tasks import TASKS
+from nsa_flex.bench.report.cells import EMPTY, markdown
+from nsa_flex.bench.report.cells import tokens as length_cell
+from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
+
+MAPPED = ("single", "multi_key", "associative")
+
+
+def recall(rows: list[Row]) -> pd.DataFrame:
+    """One line a variant and task: percent of right answers by length, mean of the seeds.
+
+    Of wrong answers at the longest length: percent of needles whose block was selected, and mean
+    share of the selected branch in the gates of the heads that did.
+    """
+    lines = []
+    variants = _by_variant(rows)
+    lengths = _lengths([row for runs in variants.values() for row in runs])
+    for variant, runs in variants.items():
+        for task in TASKS:
+            found = {n: _tests(runs, task, n) for n in lengths}
+            wrong = [test["causes"]["wrong"] for test in found[lengths[-1]] if _has_wrong(test)]
+            lines.append(
+                {
+                    "variant": variant,
+                    "task": task.replace("_", " "),
+                    "seeds": str(len(runs)),
+                    **{length_cell(n): _percent(x["right"] for x in found[n]) for n in lengths},
+                    "missed: selected": _percent(each["selected"] for each in wrong),
+                    "missed: gate": _percent(each["gate"] for each in wrong),
+                    "commit": runs[0]["commit"],
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+def _by_variant(rows: list[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["target"] == "recall" and row["tests"]:
+            found.setdefault(row["variant"], []).append(row)
+    return found
+
+
+def _lengths(runs: list[Row]) -> list[int]:
+    return sorted({test["length"] for row in runs for test in row["tests"]})
+
+
+def _tests(runs: list[Row], task: str, length: int) -> list[dict[str, Any]]:
+    return [
+        test
+        for row in runs
+        for test in row["tests"]
+        if (test["task"], test["length"]) == (task, length)
+    ]
+
+
+def _has_wrong(test: dict[str, Any]) -> bool:
+    return "wrong" in test.get("causes", {})
+
+
+def _percent(shares: Any) -> str:
+    """Mean, in percent.
+
+    >>> _percent([0.5, 1.0]), _percent([])
+    ('75', '-')
+    """
+    shares = list(shares)
+    return f"{100 * np.mean(shares):.0f}" if shares else EMPTY
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """One PNG: for each variant and some tasks, right answers by the needle's depth and length."""
+    from matplotlib.figure import Figure
+
+    variants = _by_variant(rows)
+    figure = Figure(figsize=(3.4 * len(MAPPED), 2.2 * len(variants) + 0.6), layout="constrained")
+    axes = figure.subplots(len(variants), len(MAPPED), squeeze=False)
+    picture: Any = None
+    for places, (variant, runs) in zip(axes, variants.items(), strict=True):
+        lengths = _lengths(runs)
+        for place, task in zip(places, MAPPED, strict=True):
+            cells = [_mean_by_depth(_tests(runs, task, n)) for n in lengths]
+            picture = place.imshow(np.array(cells).T, vmin=0, vmax=1, aspect="auto")
+            place.set_xticks(range(len(lengths)), [length_cell(n) for n in lengths])
+            place.set_yticks([])
+            place.set_title(f"{variant}: {task.replace('_', ' ')}", fontsize=9)
+        places[0].set_ylabel("depth, start above")
+    figure.colorbar(picture, ax=axes, label="share of right answers")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _mean_by_depth(tests: list[dict[str, Any]]) -> np.ndarray:
+    """Of the seeds; NaN where nothing was asked."""
+    cells = np.array([test["by_depth"] for test in tests], float)
+    known = ~np.isnan(cells)
+    with np.errstate(invalid="ignore"):
+        return np.where(known, cells, 0.0).sum(0) / known.sum(0)
+
+
+def main() -> None:
+    """Merge, print, draw."""
+    parser = parser_of(__doc__)
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="rows that are there stay")
+    given = parser.parse_args()
+    rows = read_rows(given.out) if given.out.exists() else []
+    for path in given.rows:
+        rows = merged(rows, read_rows(path))
+    rows.sort(key=lambda row: row["case"])
+    write_rows(given.out, rows)
+    print(markdown(recall(rows)))
+    draw(rows, given.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

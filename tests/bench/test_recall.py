@@ -1,0 +1,181 @@
+"""The study of recall at a tiny size: rows, a run in two pieces, causes, table and heat map."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nsa_flex import NSAConfig
+from nsa_flex.bench.quality.recall import ROW, STATE, Recipe, Run, Stage, Steps, build, recall
+from nsa_flex.bench.quality.recall_causes import causes_of
+from nsa_flex.bench.quality.recall_report import draw
+from nsa_flex.bench.quality.recall_report import recall as table_of
+from nsa_flex.bench.quality.recall_tasks import (
+    ASK,
+    KEYS,
+    NUMBERS,
+    REFERENCES,
+    SET,
+    TASKS,
+    VALUES,
+    WORDS,
+    Batch,
+    Task,
+    make_batch,
+)
+from nsa_flex.bench.report.rows import read_rows
+
+TINY = Recipe(
+    stages=(Stage(240, 2, 2), Stage(256, 1, 2)),
+    tests=((240, 1), (320, 1)),
+    hidden_size=32,
+    num_layers=2,
+    head_dim=8,
+    warmup_steps=1,
+    nsa=NSAConfig(8, 4, 8, 4, window_size=16),
+)
+
+
+def rows_of(task: Task, count: int = 4, length: int = 1024) -> Batch:
+    return make_batch(np.random.default_rng(0), [task] * count, length)
+
+
+def facts_of(row: np.ndarray) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for place in np.flatnonzero(row == SET):
+        found.setdefault(int(row[place + 1]), []).append(int(row[place + 2]))
+    return found
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_answer_follows_its_question_and_needles_come_before(task: Task) -> None:
+    batch = rows_of(task)
+    for row in range(len(batch.ids)):
+        asked = batch.places[row] >= 0
+        places = batch.places[row][asked]
+        assert (batch.ids[row, places + 1] == batch.answers[row][asked]).all()
+        assert places[-1] == batch.ids.shape[1] - 2
+        assert (batch.right[row][asked] == batch.answers[row][asked][:, None]).any(1).all()
+        needles = batch.needles[row][asked]
+        assert (needles.max(1) < places[0]).all()
+        assert (needles.max(1) > 0).all()
+
+
+@pytest.mark.parametrize("task", ["associative", "single", "multi_key", "multi_value"])
+def test_answers_are_those_of_the_facts(task: Task) -> None:
+    batch = rows_of(task)
+    for row, number in np.argwhere(batch.places >= 0):
+        facts = facts_of(batch.ids[row])
+        values = facts[int(batch.ids[row, batch.places[row, number]])]
+        answer = int(batch.answers[row, number])
+        needle = batch.needles[row, number, 0]
+        assert batch.ids[row, needle] == answer
+        assert answer in VALUES
+        assert answer in values
+        if task != "multi_value":
+            assert values == [answer]
+    counts = {"associative": 32, "single": 1, "multi_key": 8, "multi_value": 4}
+    assert ((batch.places >= 0).sum(1) == counts[task]).all()
+
+
+def test_values_that_were_given_are_not_right_again() -> None:
+    batch = rows_of("multi_value", 1)
+    values = [int(batch.answers[0, i]) for i in range(4)]
+    assert [[x for x in right if x >= 0] for right in batch.right[0, :4].tolist()] == [
+        values[i:] for i in range(4)
+    ]
+
+
+def test_chains_of_names_end_in_their_value() -> None:
+    batch = rows_of("tracking")
+    for row, number in np.argwhere(batch.places >= 0):
+        facts = facts_of(batch.ids[row])
+        token, hops = int(batch.ids[row, batch.places[row, number]]), 0
+        while token not in VALUES:
+            token = facts[token][0]
+            if token in REFERENCES:
+                token, hops = token - REFERENCES.start + KEYS.start, hops + 1
+        assert (token, hops) == (batch.answers[row, number], batch.hops[row, number])
+        assert (batch.needles[row, number] >= 0).sum() == hops + 1
+
+
+def test_words_are_as_frequent_as_their_answers_say() -> None:
+    for task in ("common", "count"):
+        batch = rows_of(task)
+        for row, number in np.argwhere(batch.places >= 0):
+            body = batch.ids[row, : batch.places[row, 0]]
+            words, counts = np.unique(body[np.isin(body, np.array(WORDS))], return_counts=True)
+            asked, answer = batch.ids[row, batch.places[row, number]], batch.answers[row, number]
+            if task == "common":
+                assert asked == ASK
+                assert words[counts.argmax()] == answer
+                assert sorted(counts) == [3] * 11 + [6]
+            else:
+                assert counts[words == asked] == answer - NUMBERS.start
+
+
+def test_rows_too_short_for_the_facts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"length=64 must be at least 225"):
+        make_batch(np.random.default_rng(0), ["single"], 64)
+
+
+def test_variants_of_mixed_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="variant is 'dense-nsa'; expected one whose layers"):
+        build(TINY, "dense-nsa", 0)
+
+
+def test_a_cause_is_what_a_layer_selected_and_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rows_of("single", 2, 320)
+    model = build(TINY, "mean", 0)
+    for layer, bias in zip(model.model.layers, (20.0, -20.0), strict=True):
+        with torch.no_grad():
+            layer.self_attn.nsa.gates.linear.bias.view(-1, 3)[:, 1] = bias
+
+    def needle_at(place: int) -> list[dict[str, float]]:
+        batch.needles[:, 0, 0] = place
+        return causes_of(model, lambda: model(torch.from_numpy(batch.ids)), batch)
+
+    # The first block is always selected; the last one, which lies after the question, never.
+    seen, unseen = needle_at(3), needle_at(327)
+    for each in seen:
+        assert each["selected"] == 1.0
+        assert each["gate"] == pytest.approx(0.5, abs=1e-3)  # 1 of 1 + ½ + ½, in the open layer
+    for each in unseen:
+        assert (each["selected"], each["gate"]) == (0.0, 0.0)
+        assert each["gate_anywhere"] == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("variant", ["dense", "mean"])
+def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None:
+    whole = Run(TINY, variant, 0, torch.device("cpu"))
+    whole.train(float("inf"))
+    first = Run(TINY, variant, 0, torch.device("cpu"))
+    for i in range(3):
+        first._step(Steps(TINY, 0)[i])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first.save(folder / STATE)
+    row = recall(variant, 0, folder, 1e6, TINY)
+    assert read_rows(folder / ROW) == [json.loads(json.dumps(row))]
+    assert (row["status"], row["steps"], row["trained_length"]) == ("ok", 4, 256)
+    state = torch.load(folder / STATE, weights_only=True)["model"]
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+    tests = {(test["task"], test["length"]): test for test in row["tests"]}
+    assert len(tests) == 2 * len(TASKS)
+    assert tests["single", 240]["questions"] == 1
+    assert all(("causes" in test) == (variant == "mean") for test in row["tests"])
+    table = table_of([row])
+    assert list(table.task)[2] == "multi key"
+    assert list(table.columns)[3:5] == ["240", "320"]
+    draw([row], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5_000
+
+
+def test_a_run_without_time_is_stopped_and_says_so(tmp_path: Path) -> None:
+    row = recall("dense", 0, tmp_path, 0.0, TINY)
+    assert (row["status"], row["steps"], row["tests"]) == ("stopped", 0, [])
