@@ -56,6 +56,7 @@ TOLD = {
     "training.betas",
     "training.learning_rate",
     "training.max_grad_norm",
+    "training.ema",
     "training.schedule",
     "training.steps",
     "training.warmup_steps",

@@ -10,6 +10,7 @@ import random
 import shutil
 import socket
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.record import RECORD_FILE
@@ -236,6 +238,13 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        return {
+            "class": [type(value).__module__, type(value).__name__],
+            "inner": [[n, _take_tensors(getattr(value, n), f"{name}/{n}", tensors)] for n in names],
+            "context": [_DTYPES.get(x, x) for x in context],
+        }
     if isinstance(value, Tensor):
         tensors[name] = value.detach().contiguous()
         return {"tensor": name}
@@ -254,7 +263,23 @@ def _put_tensors(value: Any, get_tensor: Any) -> Any:
         return value
     if "tensor" in value:
         return get_tensor(value["tensor"])
+    if "class" in value:
+        return _put_subclass(value, get_tensor)
     return {key: _put_tensors(x, get_tensor) for key, x in value["dict"]}
+
+
+_DTYPES = {dtype: str(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+def _put_subclass(value: dict[str, Any], get_tensor: Any) -> Tensor:
+    """A tensor of torchao's, of quantized moments; no file names a class of another package."""
+    module, name = value["class"]
+    if not module.startswith("torchao."):
+        raise ValueError(f"a checkpoint has a tensor of {module}.{name}; expected one of torchao")
+    inner = {n: _put_tensors(x, get_tensor) for n, x in value["inner"]}
+    dtypes = {text: dtype for dtype, text in _DTYPES.items()}
+    context = [dtypes.get(x, x) if isinstance(x, str) else x for x in value["context"]]
+    return getattr(import_module(module), name).__tensor_unflatten__(inner, context)
 
 
 def _finish(folder: Path) -> None:

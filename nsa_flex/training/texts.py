@@ -73,7 +73,8 @@ class Texts:
 
     def tokens_per_byte(self, rows: list[Row]) -> float | None:
         """Of rows' text as UTF-8, ends of documents counted; None without text."""
-        size = sum(len(self.tokenizer.decode(row.ids[: row.real].tolist()).encode()) for row in rows)
+        texts = (self.tokenizer.decode(row.ids[: row.real].tolist()) for row in rows)
+        size = sum(len(text.encode()) for text in texts)
         return sum(row.real for row in rows) / size if size else None
 
     @property
