@@ -201,7 +201,7 @@ def folder_aside(folder: Path) -> Iterator[Path]:
 def save_state(path: Path, state: Any) -> None:
     """Write nested dicts and lists: tensors to safetensors, the rest to its header."""
     tensors: dict[str, Tensor] = {}
-    plain = _take_tensors(state, "", tensors)
+    plain = _take_tensors(state, "", tensors, {})
     save_file(tensors, path, metadata={"state": json.dumps(plain)})
 
 
@@ -237,22 +237,32 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor], names: dict) -> Any:
+    """The plain part of `value`; its tensors go to `tensors`.
+
+    Args:
+        names: of what is in `tensors`, by its memory: what several share is written once.
+    """
+
+    def taken(part: Any, key: Any) -> Any:
+        return _take_tensors(part, f"{name}/{key}", tensors, names)
+
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        names, context = value.__tensor_flatten__()
+        inner, context = value.__tensor_flatten__()
         return {
             "class": [type(value).__module__, type(value).__name__],
-            "inner": [[n, _take_tensors(getattr(value, n), f"{name}/{n}", tensors)] for n in names],
-            "context": [_DTYPES.get(x, x) for x in context],
+            "inner": [[key, taken(getattr(value, key), key)] for key in inner],
+            "context": [str(x) if isinstance(x, torch.dtype) else x for x in context],
         }
     if isinstance(value, Tensor):
-        tensors[name] = value.detach().contiguous()
-        return {"tensor": name}
+        memory = (value.data_ptr() or name, value.dtype, value.shape, value.stride())
+        if names.setdefault(memory, name) == name:
+            tensors[name] = value.detach().contiguous()
+        return {"tensor": names[memory]}
     if isinstance(value, dict):
-        items = [[key, _take_tensors(x, f"{name}/{key}", tensors)] for key, x in value.items()]
-        return {"dict": items}
+        return {"dict": [[key, taken(x, key)] for key, x in value.items()]}
     if isinstance(value, (list, tuple)):
-        return [_take_tensors(x, f"{name}/{i}", tensors) for i, x in enumerate(value)]
+        return [taken(x, i) for i, x in enumerate(value)]
     return value
 
 
@@ -268,18 +278,21 @@ def _put_tensors(value: Any, get_tensor: Any) -> Any:
     return {key: _put_tensors(x, get_tensor) for key, x in value["dict"]}
 
 
-_DTYPES = {dtype: str(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-
-
 def _put_subclass(value: dict[str, Any], get_tensor: Any) -> Tensor:
     """A tensor of torchao's, of quantized moments; no file names a class of another package."""
     module, name = value["class"]
     if not module.startswith("torchao."):
         raise ValueError(f"a checkpoint has a tensor of {module}.{name}; expected one of torchao")
     inner = {n: _put_tensors(x, get_tensor) for n, x in value["inner"]}
-    dtypes = {text: dtype for dtype, text in _DTYPES.items()}
-    context = [dtypes.get(x, x) if isinstance(x, str) else x for x in value["context"]]
+    context = [_context(x) for x in value["context"]]
     return getattr(import_module(module), name).__tensor_unflatten__(inner, context)
+
+
+def _context(value: Any) -> Any:
+    """A dtype by its name, a shape as a tuple; else as it is."""
+    if isinstance(value, str):
+        return getattr(torch, value.removeprefix("torch."))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _finish(folder: Path) -> None:

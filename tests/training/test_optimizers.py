@@ -203,3 +203,13 @@ def test_a_state_names_no_class_of_others(tmp_path: Path) -> None:
     save_state(tmp_path / "state.safetensors", {"x": Foreign(torch.ones(3))})
     with pytest.raises(ValueError, match=r"has a tensor of \S*test_optimizers\.Foreign"):
         load_state(tmp_path / "state.safetensors")
+
+
+def test_what_several_tensors_share_is_written_once(tmp_path: Path) -> None:
+    """bitsandbytes keeps one table for the moments of all parameters."""
+    table, other = torch.arange(5.0), torch.arange(5.0)
+    state = {"a": table, "b": [table, other], "empty": [torch.empty(0), torch.empty(0)]}
+    save_state(tmp_path / "state.safetensors", state)
+    read = load_state(tmp_path / "state.safetensors")
+    assert all(torch.equal(x, table) for x in (read["a"], *read["b"]))
+    assert len(load_file(tmp_path / "state.safetensors")) == 4
