@@ -7,8 +7,8 @@ from nsa_flex.patching.checkpoint import load, register_models
 from nsa_flex.patching.layer import AttentionShape, NSALayer
 from nsa_flex.patching.parallel import context_parallel
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
-from nsa_flex.patching.sharded_cache import ShardedNSACache
 from nsa_flex.patching.sequence_parallel import sequence_parallel
+from nsa_flex.patching.sharded_cache import ShardedNSACache
 from nsa_flex.patching.tensor_parallel import tensor_parallel
 
 __all__ = [

@@ -93,7 +93,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """The optimization: AdamW, warm-up, decay.
+    """The optimization: optimizer, warm-up, decay, average of the weights.
 
     Args:
         steps: optimizer steps.
@@ -101,9 +101,16 @@ class TrainingSection:
         accumulate: forwards of one step.
         learning_rate: peak.
         warmup_steps: of linear warm-up.
-        schedule: after it; cosine goes down to a tenth of the peak, linear to 0.
+        schedule: after it; cosine goes down to a tenth of the peak, linear to 0; or another of
+            transformers' by its name, such as warmup_stable_decay, which decays in the last fifth.
+        schedule_options: further arguments of the schedule.
+        optimizer: "auto" is AdamW, fused on CUDA; "muon" torch's Muon for the matrices of decoder
+            layers and AdamW for the rest; or another of transformers' by its name.
+        optimizer_options: further arguments of the optimizer.
         weight_decay, betas: of AdamW.
         max_grad_norm: gradients are clipped to; 0 leaves them.
+        ema: decay of an exponential moving average of the weights, saved beside the model; 0 keeps
+            none.
     """
 
     steps: int
@@ -111,10 +118,14 @@ class TrainingSection:
     accumulate: int = 1
     learning_rate: float = 1e-3
     warmup_steps: int = 100
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: str = "cosine"
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "auto"
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
+    ema: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "batch_size", "accumulate")
@@ -122,6 +133,8 @@ class TrainingSection:
         _finite(self, "weight_decay", "max_grad_norm")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate={self.learning_rate} must be more than 0, and finite")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema={self.ema} must be from 0 up to 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers from 0 up to 1")
 
@@ -164,6 +177,8 @@ class RunSection:
             but on Ctrl-C.
         heartbeat_seconds: between lines of heartbeat.jsonl.
         strict: stop where a branch would not run on the table's first backend.
+        report_to: tensorboard and wandb (offline), into the run's folder.
+        sample_tokens: that the model writes at evaluations, for samples.jsonl; 0 writes none.
     """
 
     log_every: int = 20
@@ -174,10 +189,12 @@ class RunSection:
     keep: int = 2
     heartbeat_seconds: float = 10.0
     strict: bool = False
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    sample_tokens: int = 64
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "log_every", "eval_rows", "keep")
-        _at_least(self, 0, "gates_every", "eval_every", "save_every")
+        _at_least(self, 0, "gates_every", "eval_every", "save_every", "sample_tokens")
         if not 0 < self.heartbeat_seconds <= LONGEST_WAIT:
             raise ValueError(
                 f"heartbeat_seconds={self.heartbeat_seconds} must be more than 0, and at most "

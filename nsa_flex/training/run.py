@@ -22,14 +22,17 @@ from transformers import PrinterCallback, TrainerCallback
 from nsa_flex.training.arguments import (
     check_device,
     check_launcher,
+    check_optimization,
     data_ranks,
     is_bf16,
     is_sharded,
+    optimizer_name,
     rank,
     rows_per_step,
     tokens_per_step,
     training_arguments,
 )
+from nsa_flex.training.averages import AVERAGES, AverageCallback, set_averages
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.errors import TrainingError, in_one_line
 from nsa_flex.training.mesh import (
@@ -41,8 +44,10 @@ from nsa_flex.training.mesh import (
 from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
 from nsa_flex.training.packing import Tokenizer, bytes_tokenizer
 from nsa_flex.training.record import Record
+from nsa_flex.training.reporting import check_reporters, reporting
 from nsa_flex.training.resuming import Resume, Start, check_sharding, find_start, open_run
-from nsa_flex.training.saving import folder_aside, last_checkpoint, locked
+from nsa_flex.training.samples import SampleCallback
+from nsa_flex.training.saving import folder_aside, last_checkpoint, load_state, locked
 from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
@@ -51,6 +56,7 @@ from nsa_flex.training.texts import Texts, find_texts, texts_as_before
 from nsa_flex.training.trainer import SHARDED_WEIGHTS, StopCallback, Trainer
 
 MODEL_FOLDER = "model"
+AVERAGE_FOLDER = "model-average"
 
 
 def train(
@@ -82,6 +88,8 @@ def train(
             whole.
     """
     check_launcher()
+    check_optimization(config)
+    check_reporters(config)
     run, asked = Path(config.out), Resume(resume, resume_from, changes)
     with _memory_told(run), contextlib.ExitStack() as stack:
         start = find_start(config, asked)
@@ -98,6 +106,9 @@ def train(
             if rank() == 0 and not (run / MODEL_FOLDER).exists():  # killed at the very end
                 stack.enter_context(locked(run))
                 _save_finished(model, texts.tokenizer, start.checkpoint, run / MODEL_FOLDER)
+                if config.training.ema:
+                    set_averages(model, load_state(start.checkpoint / AVERAGES))
+                    _save_whole(model, texts.tokenizer, run / AVERAGE_FOLDER)
             return summary(run, stopped=False, seconds=0.0)
         held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
         if rank() == 0:
@@ -105,7 +116,8 @@ def train(
             stack.enter_context(locked(run))
             open_run(config, asked, start)
             texts = texts.with_record(data_ranks(config))
-        return _train(config, texts, model, held_out, start, callbacks)
+        told = stack.enter_context(reporting(config))
+        return _train(config, texts, model, held_out, start, [*callbacks, *told])
 
 
 def _train(
@@ -124,6 +136,9 @@ def _train(
         trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
         if not stop.stopped:
             save_model(trainer, run / MODEL_FOLDER)
+            if trainer.average is not None:
+                set_averages(model, trainer.average.averages)
+                save_model(trainer, run / AVERAGE_FOLDER)
     return summary(run, stopped=stop.stopped, seconds=time.perf_counter() - begun)
 
 
@@ -166,9 +181,16 @@ def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: P
         model.load_state_dict(weights["model"])
     else:
         load_model(model, checkpoint / "model.safetensors", strict=False)
+    _save_whole(model, tokenizer, folder)
+
+
+def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
     with folder_aside(folder) as aside:
         model.save_pretrained(aside)
         (tokenizer.processing_class or bytes_tokenizer()).save_pretrained(aside)
+
+
+_HELD_OUT = ("held_out_loss", "perplexity", "bits_per_byte")
 
 
 def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
@@ -184,7 +206,7 @@ def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
         "tokens": trained[-1]["tokens"] if trained else 0,
         "loss": trained[-1]["loss"] if trained else None,
         "first_loss": trained[0]["loss"] if trained else None,
-        "held_out_loss": evaluated[-1]["held_out_loss"] if evaluated else None,
+        **{name: evaluated[-1][name] if evaluated else None for name in _HELD_OUT},
         "seconds": round(seconds, 2),
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "model": None if stopped else str(run / MODEL_FOLDER),
@@ -215,11 +237,16 @@ def _trainer(
         eval_dataset=held_out if config.run.eval_every else None,
         data_collator=collator,
         processing_class=texts.tokenizer.processing_class,
-        callbacks=[stop, *callbacks],
+        callbacks=[stop],
     )
     trainer.mesh = mesh
     if is_bf16(config) and not is_sharded(config):
         trainer.autocast_dtype = torch.bfloat16
+    if optimizer_name(config) == "muon":
+        trainer.use_muon(config.training.optimizer_options)
+    if config.training.ema and rank() == 0:
+        trainer.average = AverageCallback(model, config.training.ema, start.checkpoint)
+        trainer.add_callback(trainer.average)
     if texts.record is not None:  # on rank 0, which writes it
         trainer.record_at = functools.partial(_record_at, texts.record, config, start)
     telemetry = TelemetryCallback(
@@ -232,9 +259,17 @@ def _trainer(
         strict=config.run.strict,
         mesh={"data": data_ranks(config), "context": config.engine.context_parallel},
         sent_bytes=0 if mesh is None else sent_per_step(model, config, collator),
+        tokens_per_byte=texts.tokens_per_byte(held_out),
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(telemetry)
+    for each in (telemetry, *callbacks):  # telemetry adds to the logs that others show
+        trainer.add_callback(each)
+    if config.run.eval_every and config.run.sample_tokens:
+        trainer.add_callback(
+            SampleCallback(
+                trainer, telemetry, texts.tokenizer, held_out[0], config.run.sample_tokens
+            )
+        )
     return trainer, stop, telemetry
 
 

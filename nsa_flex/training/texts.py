@@ -71,6 +71,12 @@ class Texts:
         )
         return list(itertools.islice(rows, count))
 
+    def tokens_per_byte(self, rows: list[Row]) -> float | None:
+        """Of rows' text as UTF-8, ends of documents counted; None without text."""
+        texts = (self.tokenizer.decode(row.ids[: row.real].tolist()) for row in rows)
+        size = sum(len(text.encode()) for text in texts)
+        return sum(row.real for row in rows) / size if size else None
+
     @property
     def collator(self) -> Collator:
         """Rows to batches; the dense twin tells documents by their positions alone."""

@@ -7,7 +7,7 @@ import json
 from importlib import resources
 from typing import Any, Literal, get_args
 
-Artefact = Literal["training", "fallback_counters", "gates", "heartbeat", "changes"]
+Artefact = Literal["training", "fallback_counters", "gates", "heartbeat", "changes", "samples"]
 ARTEFACTS: tuple[Artefact, ...] = get_args(Artefact)
 
 
@@ -29,4 +29,4 @@ def columns(artefact: Artefact) -> list[str]:
 
 def file_name(artefact: Artefact) -> str:
     """Name of the artefact's file in a run's folder."""
-    return "heartbeat.jsonl" if artefact == "heartbeat" else f"{artefact}.csv"
+    return f"{artefact}.{'jsonl' if artefact in ('heartbeat', 'samples') else 'csv'}"
