@@ -73,7 +73,7 @@ class ProgressCallback(TrainerCallback):
             return
         if "eval_loss" in logs:
             self._last = (state.global_step, time.perf_counter())  # its time is no step's
-            self._say(state, f"held-out loss {logs['eval_loss']:.4f}")
+            self._say(state, f"held-out loss {logs['eval_loss']:.4f}{_held_out(logs)}")
         elif "loss" in logs:
             self._say(state, f"loss {logs['loss']:.4f}{self._speed(state.global_step)}")
 
@@ -102,3 +102,8 @@ class ProgressCallback(TrainerCallback):
         else:
             line = f"step {state.global_step}/{state.max_steps}: {text}"
             self.console.print(line, markup=False, soft_wrap=True)
+
+
+def _held_out(logs: dict[str, Any]) -> str:
+    names = {"eval_perplexity": "perplexity", "eval_bits_per_byte": "bits a byte"}
+    return "".join(f", {word} {logs[name]:.4g}" for name, word in names.items() if name in logs)

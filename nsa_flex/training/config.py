@@ -159,6 +159,8 @@ class RunSection:
             but on Ctrl-C.
         heartbeat_seconds: between lines of heartbeat.jsonl.
         strict: stop where a branch would not run on the table's first backend.
+        report_to: tensorboard and wandb (offline), into the run's folder.
+        sample_tokens: that the model writes at evaluations, for samples.jsonl; 0 writes none.
     """
 
     log_every: int = 20
@@ -169,10 +171,12 @@ class RunSection:
     keep: int = 2
     heartbeat_seconds: float = 10.0
     strict: bool = False
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    sample_tokens: int = 64
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "log_every", "eval_rows", "keep")
-        _at_least(self, 0, "gates_every", "eval_every", "save_every")
+        _at_least(self, 0, "gates_every", "eval_every", "save_every", "sample_tokens")
         if not 0 < self.heartbeat_seconds <= LONGEST_WAIT:
             raise ValueError(
                 f"heartbeat_seconds={self.heartbeat_seconds} must be more than 0, and at most "

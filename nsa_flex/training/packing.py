@@ -48,6 +48,12 @@ class Tokenizer:
             )
         return np.append(ids.astype(np.int64), self.end)
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without those that end documents."""
+        if self.processing_class is None:
+            return bytes(each for each in ids if each != self.end).decode(errors="replace")
+        return self.processing_class.decode(ids, skip_special_tokens=True)
+
 
 BYTES = Tokenizer(vocab_size=256, end=0)  # text holds no zero byte
 

@@ -76,7 +76,7 @@ def gathered(run: Path, name: str) -> dict[str, Any]:
         "fallbacks": sum(row["calls"] for row in counters if row["fallback"]),
         "changes": read_rows(run, "changes"),
         "sessions": read_rows(run, "sessions"),
-        "samples": _samples(run),
+        "samples": read_rows(run, "samples")[::-1],
         "config": _config(run),
         "data": _data(run),
     }
@@ -94,11 +94,14 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 def _facts(rows: list[Row], beats: list[Row]) -> dict[str, str]:
     trained = [row for row in rows if row["loss"] is not None]
-    held_out = [row["held_out_loss"] for row in rows if row["held_out_loss"] is not None]
+    held_out = [row for row in rows if row["held_out_loss"] is not None]
     facts = {"steps": f"{trained[-1]['step']:,}", "loss": f"{trained[-1]['loss']:.4f}"}
     if held_out:
-        facts["held-out loss"] = f"{held_out[-1]:.4f}"
-        facts["held-out perplexity"] = f"{math.exp(min(held_out[-1], 700.0)):,.4g}"
+        last = held_out[-1]
+        facts["held-out loss"] = f"{last['held_out_loss']:.4f}"
+        facts["perplexity"] = f"{last['perplexity']:,.4g}"
+        if last["bits_per_byte"] is not None:
+            facts["bits per byte"] = f"{last['bits_per_byte']:.4f}"
     if trained[-1]["tokens"]:
         facts["tokens"] = f"{trained[-1]['tokens']:,}"
     rates = [beat["tokens_per_second"] for beat in beats if beat["tokens_per_second"]]
@@ -195,15 +198,6 @@ def _captions() -> dict[str, str]:
         for name, about in found.items()
         if "description" in about and name not in _PLACES
     }
-
-
-def _samples(run: Path) -> list[Row]:
-    """The rows of samples.jsonl: a step and a text each, newest first."""
-    path = run / "samples.jsonl"
-    if not path.exists():
-        return []
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [row for row in map(json.loads, reversed(lines)) if {"step", "text"} <= row.keys()]
 
 
 def _config(run: Path) -> dict[str, str]:

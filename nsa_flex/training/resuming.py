@@ -38,6 +38,8 @@ FREE = {
     "run.keep",
     "run.heartbeat_seconds",
     "run.strict",
+    "run.report_to",
+    "run.sample_tokens",
 }
 # Hold from the checkpoint on, and are taken when they are told as changes. Of files the content
 # must be the same.

@@ -35,7 +35,9 @@ from nsa_flex.training.errors import TrainingError, in_one_line
 from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
 from nsa_flex.training.packing import Tokenizer, bytes_tokenizer
 from nsa_flex.training.record import Record
+from nsa_flex.training.reporting import check_reporters, reporting
 from nsa_flex.training.resuming import Resume, Start, check_sharding, find_start, open_run
+from nsa_flex.training.samples import SampleCallback
 from nsa_flex.training.saving import folder_aside, last_checkpoint, locked
 from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
@@ -76,6 +78,7 @@ def train(
             whole.
     """
     check_launcher()
+    check_reporters(config)
     run, asked = Path(config.out), Resume(resume, resume_from, changes)
     with _memory_told(run), contextlib.ExitStack() as stack:
         start = find_start(config, asked)
@@ -97,7 +100,8 @@ def train(
             stack.enter_context(locked(run))
             open_run(config, asked, start)
             texts = texts.with_record(world_size())
-        return _train(config, texts, model, held_out, start, callbacks)
+        told = stack.enter_context(reporting(config))
+        return _train(config, texts, model, held_out, start, [*callbacks, *told])
 
 
 def _train(
@@ -163,6 +167,9 @@ def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: P
         (tokenizer.processing_class or bytes_tokenizer()).save_pretrained(aside)
 
 
+_HELD_OUT = ("held_out_loss", "perplexity", "bits_per_byte")
+
+
 def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
     """How a run stands, by its artefacts; plain JSON types."""
     rows = last_of_each_step(read_rows(run, "training"))
@@ -176,7 +183,7 @@ def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
         "tokens": trained[-1]["tokens"] if trained else 0,
         "loss": trained[-1]["loss"] if trained else None,
         "first_loss": trained[0]["loss"] if trained else None,
-        "held_out_loss": evaluated[-1]["held_out_loss"] if evaluated else None,
+        **{name: evaluated[-1][name] if evaluated else None for name in _HELD_OUT},
         "seconds": round(seconds, 2),
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "model": None if stopped else str(run / MODEL_FOLDER),
@@ -205,7 +212,7 @@ def _trainer(
         eval_dataset=held_out if config.run.eval_every else None,
         data_collator=texts.collator,
         processing_class=texts.tokenizer.processing_class,
-        callbacks=[stop, *callbacks],
+        callbacks=[stop],
     )
     if is_bf16(config) and not is_sharded(config):
         trainer.autocast_dtype = torch.bfloat16
@@ -219,9 +226,17 @@ def _trainer(
         gates_every=config.run.gates_every or 1,
         heartbeat_seconds=config.run.heartbeat_seconds,
         strict=config.run.strict,
+        tokens_per_byte=texts.tokens_per_byte(held_out),
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(telemetry)
+    for each in (telemetry, *callbacks):  # telemetry adds to the logs that others show
+        trainer.add_callback(each)
+    if config.run.eval_every and config.run.sample_tokens:
+        trainer.add_callback(
+            SampleCallback(
+                trainer, telemetry, texts.tokenizer, held_out[0], config.run.sample_tokens
+            )
+        )
     return trainer, stop, telemetry
 
 

@@ -71,6 +71,11 @@ class Texts:
         )
         return list(itertools.islice(rows, count))
 
+    def tokens_per_byte(self, rows: list[Row]) -> float | None:
+        """Of rows' text as UTF-8, ends of documents counted; None without text."""
+        size = sum(len(self.tokenizer.decode(row.ids[: row.real].tolist()).encode()) for row in rows)
+        return sum(row.real for row in rows) / size if size else None
+
     @property
     def collator(self) -> Collator:
         """Rows to batches; the dense twin tells documents by their positions alone."""

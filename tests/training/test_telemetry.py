@@ -67,7 +67,7 @@ def test_every_artefact_is_written_and_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize("artefact", ARTEFACTS)
 def test_a_schema_refuses_another_row(artefact: str, tmp_path: Path) -> None:
     run(patched(), tmp_path, 1, probe=batch(1), every=1)
-    write_change(tmp_path)
+    write_others(tmp_path)
     (row, *_) = read_rows(tmp_path, artefact)
     jsonschema.validate(row, schema(artefact))
     for wrong in ({**row, "step": "two"}, {**row, "more": 1}, {"step": 1}):
@@ -75,10 +75,16 @@ def test_a_schema_refuses_another_row(artefact: str, tmp_path: Path) -> None:
             jsonschema.validate(wrong, schema(artefact))
 
 
-def write_change(folder: Path) -> None:
-    file = RowFile(folder, "changes")
-    file.append({"time": 1.5, "step": 2, "key": "ranks", "before": "1", "after": "2"})
-    file.close()
+def write_others(folder: Path) -> None:
+    """What a loop of one's own has none of."""
+    rows = {
+        "changes": {"time": 1.5, "step": 2, "key": "ranks", "before": "1", "after": "2"},
+        "samples": {"session": 1, "step": 2, "prompt": "a\n", "text": "b"},
+    }
+    for name, row in rows.items():
+        file = RowFile(folder, name)
+        file.append(row)
+        file.close()
 
 
 def test_gates_are_measured_from_their_multiples_on(tmp_path: Path) -> None:

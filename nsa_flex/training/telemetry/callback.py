@@ -26,7 +26,7 @@ class TelemetryCallback(TrainerCallback):
         measures: false leaves gates and backends out.
         tokens_per_step: of one optimizer step on all ranks, for the tokens column.
         first_tokens: trained on before; `tokens_per_step` for each step done, if None.
-        gates_every, heartbeat_seconds, strict: as of `Telemetry`.
+        gates_every, heartbeat_seconds, strict, tokens_per_byte: as of `Telemetry`.
     """
 
     def __init__(
@@ -40,11 +40,13 @@ class TelemetryCallback(TrainerCallback):
         gates_every: int = 100,
         heartbeat_seconds: float = 10.0,
         strict: bool = False,
+        tokens_per_byte: float | None = None,
     ) -> None:
         self.folder, self.probe = folder, probe
         self.tokens_per_step, self.first_tokens = tokens_per_step, first_tokens
         self.gates_every, self.heartbeat_seconds = gates_every, heartbeat_seconds
         self.strict, self.measures = strict, measures
+        self.tokens_per_byte = tokens_per_byte
         self.session: Telemetry | None = None
 
     def on_train_begin(
@@ -62,6 +64,7 @@ class TelemetryCallback(TrainerCallback):
             heartbeat_seconds=self.heartbeat_seconds,
             strict=self.strict,
             first_step=state.global_step,
+            tokens_per_byte=self.tokens_per_byte,
         )
         before = self.first_tokens
         if before is None:
@@ -90,10 +93,10 @@ class TelemetryCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """A row of the losses that the trainer logs."""
+        """A row of the losses that the trainer logs; callbacks after this one log more of it."""
         if self.session is None or logs is None or not {"loss", "eval_loss"} & logs.keys():
             return
-        self.session.record(
+        logs |= self.session.record(
             loss=logs.get("loss"),
             learning_rate=logs.get("learning_rate"),
             grad_norm=logs.get("grad_norm"),

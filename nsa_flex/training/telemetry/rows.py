@@ -35,7 +35,8 @@ class RowFile:
         self.columns = columns(artefact)
         _cut_torn_tail(self.path)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        if os.fstat(self._file).st_size == 0 and artefact != "heartbeat":
+        self._is_json = self.path.suffix == ".jsonl"
+        if os.fstat(self._file).st_size == 0 and not self._is_json:
             self._write(_csv_line(self.columns))
 
     def append(self, *rows: dict[str, Any]) -> None:
@@ -55,7 +56,7 @@ class RowFile:
     def _line(self, row: dict[str, Any]) -> str:
         if row.keys() != set(self.columns):
             raise ValueError(f"row of {self.path.name} has {list(row)}, not {self.columns}")
-        if self.artefact == "heartbeat":
+        if self._is_json:
             return json.dumps({name: row[name] for name in self.columns}) + "\n"
         return _csv_line([row[name] for name in self.columns])
 
@@ -71,7 +72,7 @@ def read_rows(folder: Path, artefact: Artefact) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    if artefact == "heartbeat":
+    if path.suffix == ".jsonl":
         return [json.loads(line) for line in lines]
     if lines and next(csv.reader(lines[:1])) != columns(artefact):
         raise ValueError(f"{path} has other columns than that file of a run")

@@ -31,6 +31,8 @@ from nsa_flex.training.telemetry.observe import (
 from nsa_flex.training.telemetry.rows import Heartbeat, RowFile, read_rows
 from nsa_flex.version import __version__
 
+LOG_2 = math.log(2)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -71,6 +73,7 @@ class Telemetry:
         heartbeat_seconds: between lines of heartbeat.jsonl.
         strict: raise where a branch would run on another backend than the table's first.
         first_step: steps done before.
+        tokens_per_byte: of the held-out text as UTF-8, for bits per byte.
 
     Raises:
         ValueError: a count is not positive; `strict` without a probe; a probe with padding; or, on
@@ -92,6 +95,7 @@ class Telemetry:
         heartbeat_seconds: float = 10.0,
         strict: bool = False,
         first_step: int = 0,
+        tokens_per_byte: float | None = None,
     ) -> None:
         counts = {
             "every": every,
@@ -106,6 +110,7 @@ class Telemetry:
         self.model, self.folder = model, Path(folder)
         self.every, self.gates_every, self.strict = every, gates_every, strict
         self.step_count, self.tokens = first_step, 0
+        self.tokens_per_byte = tokens_per_byte
         self._probe: Callable[[], Any] | None = None
         if probe is not None:
             self._probe = probe_call(model, probe)
@@ -190,16 +195,22 @@ class Telemetry:
         learning_rate: float | None = None,
         grad_norm: float | None = None,
         held_out_loss: float | None = None,
-    ) -> None:
+    ) -> dict[str, float]:
         """Write a row of training.csv, and what `measure` found, which it calls if nobody did.
+
+        Returns:
+            for dashboards: perplexity and bits per byte of a held-out loss, and the columns of
+            gates.csv if they were measured, of each layer ("nsa/layer_0/entropy") and their means.
 
         Raises:
             TrainingError: the loss or the norm of the gradients is not finite; the row is written.
         """
         self.measure()
-        self._write_measured()
+        told = self._write_measured()
+        held_out = _held_out(held_out_loss, self.tokens_per_byte)
+        told |= {f"eval_{name}": x for name, x in held_out.items() if x is not None}
         if self.heartbeat is not None:
-            self._write_row(loss, learning_rate, grad_norm, held_out_loss)
+            self._write_row(loss, learning_rate, grad_norm, held_out_loss, held_out)
         for name, value in (("loss", loss), ("norm of the gradients", grad_norm)):
             if value is not None and not math.isfinite(value):
                 raise TrainingError(
@@ -207,6 +218,15 @@ class Telemetry:
                     "checkpoint with a lower learning rate or a longer warm-up, or look for a bad "
                     "row in the data after it"
                 )
+        return told
+
+    def sample(self, prompt: str, text: str) -> None:
+        """Write a row of samples.jsonl: what the model writes after `prompt` at this step."""
+        if self.heartbeat is not None:
+            file = RowFile(self.folder, "samples")
+            place = {"session": self.session, "step": self.step_count}
+            file.append({**place, "prompt": prompt, "text": text})
+            file.close()
 
     def measure(self) -> None:
         """Run the probe if a multiple of `gates_every` went by; nothing is read.
@@ -259,6 +279,7 @@ class Telemetry:
         learning_rate: float | None,
         grad_norm: float | None,
         held_out_loss: float | None,
+        held_out: dict[str, float | None],
     ) -> None:
         assert self.heartbeat is not None
         now = time.perf_counter()
@@ -272,6 +293,7 @@ class Telemetry:
                 "tokens": self.tokens or None,
                 "seconds": round(now - self._started, 3),
                 "held_out_loss": held_out_loss,
+                **held_out,
             }
         )
         if loss is None:
@@ -292,21 +314,28 @@ class Telemetry:
             return False
         return self._probe is not None and (self._writes or _is_parallel(self.model))
 
-    def _write_measured(self) -> None:
+    def _write_measured(self) -> dict[str, float]:
+        """The numbers are also returned, by name, and their means over the layers."""
         found, self._measured = self._measured, None
         if self.heartbeat is None or found is None:
-            return
+            return {}
         place = {"session": self.session, "step": found.step}
         self._files["fallback_counters"].append(*(place | row for row in found.counters))
         self.heartbeat.backends = found.backends
+        told: dict[str, list[float]] = {}
         rows = []
-        for name, numbers in zip(found.layers, found.numbers.tolist(), strict=True):
+        for number, numbers in enumerate(found.numbers.tolist()):
             known = {
                 column: None if math.isnan(x) else x
                 for column, x in zip(STATISTICS, numbers, strict=True)
             }
-            rows.append(place | {"layer": name} | known)
+            rows.append(place | {"layer": found.layers[number]} | known)
+            for column, x in known.items():
+                if x is not None:
+                    told.setdefault(f"nsa/{column}", []).append(x)
+                    told[f"nsa/layer_{number}/{column}"] = [x]
         self._files["gates"].append(*rows)
+        return {name: sum(values) / len(values) for name, values in told.items()}
 
 
 telemetry = Telemetry
@@ -326,6 +355,15 @@ def _surroundings(model: nn.Module) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_cuda else platform.machine(),
         "ranks": torch.distributed.get_world_size() if grouped else 1,
         "parameters": sum(parameter.numel() for parameter in parameters),
+    }
+
+
+def _held_out(loss: float | None, tokens_per_byte: float | None) -> dict[str, float | None]:
+    """The columns that follow from a held-out loss in nats a token."""
+    known = loss is not None and tokens_per_byte is not None
+    return {
+        "perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # fits a float
+        "bits_per_byte": loss * tokens_per_byte / LOG_2 if known else None,
     }
 
 

@@ -7,7 +7,9 @@ import json
 from importlib import resources
 from typing import Any, Literal, get_args
 
-Artefact = Literal["training", "fallback_counters", "gates", "heartbeat", "changes", "sessions"]
+Artefact = Literal[
+    "training", "fallback_counters", "gates", "heartbeat", "changes", "samples", "sessions"
+]
 ARTEFACTS: tuple[Artefact, ...] = get_args(Artefact)
 
 
@@ -29,4 +31,4 @@ def columns(artefact: Artefact) -> list[str]:
 
 def file_name(artefact: Artefact) -> str:
     """Name of the artefact's file in a run's folder."""
-    return "heartbeat.jsonl" if artefact == "heartbeat" else f"{artefact}.csv"
+    return f"{artefact}.{'jsonl' if artefact in ('heartbeat', 'samples') else 'csv'}"
