@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import random
+import shutil
 import secrets
 import sys
 import zlib
@@ -116,6 +117,8 @@ def is_left_out(item: pytest.Item, expression: str) -> bool:
     """
     if item.get_closest_marker("gpu"):
         return not torch.cuda.is_available()
+    if item.get_closest_marker("browser"):
+        return shutil.which("chromium") is None
     return item.get_closest_marker("exhaustive") is not None and "exhaustive" not in expression
 
 
