@@ -1,12 +1,12 @@
 """Draws the pictures in docs/images: `python docs/make_images.py`.
 
-Needs matplotlib and Chromium.
+Needs matplotlib, playwright and Chromium.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import matplotlib
@@ -14,13 +14,17 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from PIL import Image
+from playwright.sync_api import sync_playwright
 
 from nsa_flex import NSAConfig
 from nsa_flex.masks import show
 
 matplotlib.use("Agg")
 
-IMAGES = Path(__file__).parent / "images"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
 
 # Small enough that blocks can be told apart.
 CONFIG = NSAConfig(num_selected_blocks=6, window_size=192)
@@ -33,7 +37,10 @@ def main() -> None:
     draw_fold(IMAGES / "fold.png")
     show(CONFIG, 1024, path=IMAGES / "masks.png")
     show(CONFIG, 1024, path=IMAGES / "documents.png", documents=[500, 100, 424])
-    photograph(IMAGES.parent / "audit_example.html", IMAGES / "audit.png")
+    draw_speed(IMAGES / "speed.png")
+    photograph(DOCS / "audit_example.html", IMAGES / "audit.png", (1080, 1480))
+    photograph(DOCS / "report_example.html", IMAGES / "report.png", (1400, 1300))
+    photograph(DOCS / "report_example.html", IMAGES / "report_phone.png", (360, 800), "dark")
 
 
 # The stages of the fused core: name, what runs it, and its place in the picture.
@@ -124,15 +131,50 @@ def _grid(axes: Axes, values: np.ndarray, title: str, rows: list[str]) -> None:
     axes.set_aspect("equal")
 
 
-def photograph(page: Path, picture: Path) -> None:
-    """The upper part of a page as Chromium renders it."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
+# What is compared on the first page, and how its line is drawn.
+LINES = {"sdpa-cudnn": ("dense attention (cuDNN)", "#8a8f98"), "nsa": ("NSA", "#3f51b5")}
+
+
+def draw_speed(path: Path) -> None:
+    """Forward and backward of the core over tokens, from the rows of the README's table."""
+    rows = json.loads((ROOT / "bench" / "results" / "headline_h200.json").read_text())
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")
+    for implementation, (label, color) in LINES.items():
+        points = sorted(
+            (row["seq_len"] / 1024, row["median_ms"])
+            for row in rows
+            if (row["implementation"], row["heads"], row["pass"])
+            == (implementation, "64/4", "forward_backward")
+        )
+        axes.plot(*zip(*points, strict=True), "o-", color=color, label=label, linewidth=2)
+    lengths = [length for length, _ in points]
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms, forward + backward")
+    axes.set_xticks(lengths, [f"{length:.0f}k" for length in lengths])
+    axes.minorticks_off()
+    axes.set_yticks([10, 100, 1000], ["10", "100", "1000"])
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def photograph(page: Path, picture: Path, size: tuple[int, int], scheme: str = "light") -> None:
+    """The upper part of a page as Chromium renders it, in 64 colours."""
+    browser = shutil.which("chromium")
     if browser is None:
         raise FileNotFoundError("install Chromium to photograph pages")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    size = "--window-size=1080,1480"
-    command = [browser, *options, size, f"--screenshot={picture}", page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True)
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        width, height = size
+        view = chromium.new_page(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        )
+        view.goto(page.as_uri())
+        view.wait_for_load_state("networkidle")
+        view.screenshot(path=picture)
+        chromium.close()
+    Image.open(picture).convert("RGB").quantize(64).save(picture, optimize=True)
 
 
 if __name__ == "__main__":

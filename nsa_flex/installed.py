@@ -33,6 +33,14 @@ def installed(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def version_of(distribution: str) -> str | None:
+    """Of what is installed; None if it is not."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def at_least(distribution: str, version: str) -> bool:
     """Whether `distribution` is installed in that version or a later one."""
     try:

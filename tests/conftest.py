@@ -7,6 +7,7 @@ import gc
 import inspect
 import random
 import secrets
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -116,6 +117,8 @@ def is_left_out(item: pytest.Item, expression: str) -> bool:
     """
     if item.get_closest_marker("gpu"):
         return not torch.cuda.is_available()
+    if item.get_closest_marker("browser"):
+        return shutil.which("chromium") is None
     return item.get_closest_marker("exhaustive") is not None and "exhaustive" not in expression
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ PAGES = sorted([README, *(ROOT / "docs").rglob("*.md")])
 
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+SHOWN = re.compile(r"\n\n```text\n(.*?)^```", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
@@ -79,7 +82,10 @@ def test_code_runs(page: Path, stand_ins: None) -> None:
     text = page.read_text()
     for match in PYTHON.finditer(text):
         line = text.count("\n", 0, match.start()) + 1  # tracebacks show the line of the page
-        exec(compile("\n" * line + match[1], str(page), "exec"), known)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile("\n" * line + match[1], str(page), "exec"), known)
+        if shown := SHOWN.match(text, match.end()):
+            assert printed.getvalue() == shown[1]
 
 
 @every_page

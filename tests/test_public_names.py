@@ -15,6 +15,7 @@ PUBLIC = {
         "DocumentLayout",
         "Explanation",
         "Gates",
+        "InfLLMV2Config",
         "LayerCache",
         "NSAAttention",
         "NSAAux",
@@ -28,6 +29,8 @@ PUBLIC = {
         "context_parallel",
         "context_parallel_attention",
         "explain",
+        "indexer_topk",
+        "infllm_v2_attention",
         "load",
         "nsa_attention",
         "patch",
@@ -39,6 +42,7 @@ PUBLIC = {
         "shard_sequence",
         "telemetry",
         "tensor_parallel",
+        "topk_blocks",
         "unpatch",
     ],
     "nsa_flex.parallel": [
@@ -57,7 +61,14 @@ PUBLIC = {
         "read_rows",
         "schema",
     ],
-    "nsa_flex.training.telemetry": ["ARTEFACTS", "Telemetry", "last_of_each_step", "telemetry"],
+    "nsa_flex.training.telemetry": [
+        "ARTEFACTS",
+        "Telemetry",
+        "last_of_each_step",
+        "read_rows",
+        "schema",
+        "telemetry",
+    ],
     "nsa_flex.testing": [
         "CHECKS",
         "Check",
@@ -81,6 +92,7 @@ PUBLIC = {
         "Finding",
         "FindingKind",
         "ForwardBackward",
+        "NoGradientError",
         "Report",
         "SyncDetector",
         "assert_clean",
@@ -108,6 +120,7 @@ PUBLIC = {
         "AttentionShape",
         "NSALayer",
         "Rows",
+        "context_parallel",
         "load",
         "packed_rows",
         "padded_rows",
@@ -120,9 +133,10 @@ PUBLIC = {
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_names_stay_where_they_were(module):
+    """A new name is listed here; one leaves by the rules of docs/guide/stability.md."""
     found = importlib.import_module(module)
     assert [name for name in PUBLIC[module] if not hasattr(found, name)] == []
-    assert set(PUBLIC[module]) <= set(found.__all__)
+    assert sorted(PUBLIC[module]) == sorted(found.__all__)
 
 
 def test_a_former_place_gives_the_same_object():

@@ -10,7 +10,7 @@ from typing import Any
 
 from nsa_flex.auditing.sources import excerpt, place_of, shortened
 
-_TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 _CAUSES = {  # text, and class of the style
     "code": ("caused by the code", "bad"),
     "length": ("first change of a size", "note"),
@@ -27,29 +27,35 @@ def page(*reports: Any) -> str:
     Raises:
         ModuleNotFoundError: jinja2 is missing; the message names the extra that brings it.
     """
-    return environment().get_template("page.html").render(reports=reports)
+    return environment(TEMPLATES).get_template("page.html").render(reports=reports)
 
 
 @functools.cache
-def environment() -> Any:
-    """The templates and what they call; raises as `page` does."""
+def environment(*folders: Path) -> Any:
+    """The templates of these folders and what they call; raises as `page` does."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the page of an audit needs jinja2, which is not installed; install it with: "
+            "the page needs jinja2, which is not installed; install it with: "
             "pip install 'nsa-flex[audit]'",
             name="jinja2",
         ) from error
     made = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(folders),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.globals.update(causes=_CAUSES, sync_kinds=_SYNCS)
+
+    def verbatim(name: str) -> Any:
+        """A file that is no template, as it is."""
+        return Markup(made.loader.get_source(made, name)[0])
+
+    made.globals.update(causes=_CAUSES, sync_kinds=_SYNCS, verbatim=verbatim)
     made.filters.update(
         alike=alike,
         code=_code,

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import sys
-from importlib import metadata
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +15,7 @@ from rich.table import Table
 
 import nsa_flex
 from nsa_flex.cli.outputs import print_json
-from nsa_flex.installed import HAS_FLASH_ATTN
+from nsa_flex.installed import HAS_FLASH_ATTN, version_of
 
 PACKAGES = ("torch", "numpy", "triton", "flash-attn", "transformers", "torchao")
 
@@ -43,7 +42,7 @@ def collect() -> dict[str, Any]:
         "nsa_flex": nsa_flex.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},
+        "packages": {name: version_of(name) for name in PACKAGES} | {"torch": torch.__version__},
         "fa2": "flash-attn" if HAS_FLASH_ATTN else "torch",
         "cpu": {
             "threads": torch.get_num_threads(),
@@ -55,13 +54,6 @@ def collect() -> dict[str, Any]:
             "devices": [_cuda_device(index) for index in range(torch.cuda.device_count())],
         },
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def cxx_compiler() -> str | None:

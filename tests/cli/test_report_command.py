@@ -1,10 +1,14 @@
-"""`nsa-flex report`: the page of a run, of one without gates, of none."""
+"""`nsa-flex report`: the page of a run, of one without gates, of several, of none."""
 
 from __future__ import annotations
 
+import json
 import re
+import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import nsa_flex
 from nsa_flex.cli.app import app
+from nsa_flex.training import report as pages
 from nsa_flex.training.telemetry.rows import RowFile
 
 
@@ -20,9 +25,14 @@ def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["report", *map(str, arguments)], prog_name="nsa-flex")
 
 
-def write_run(folder: Path, *, probe: bool) -> None:
+def write_run(folder: Path, *, probe: bool = False, first_step: int = 0) -> None:
     with nsa_flex.telemetry(
-        patched(), folder, probe=batch(1) if probe else None, every=1, gates_every=1
+        patched(),
+        folder,
+        probe=batch(1) if probe else None,
+        every=1,
+        gates_every=1,
+        first_step=first_step,
     ) as run:
         for step in range(3):
             run.step(torch.tensor(3.5 - step), tokens=100, learning_rate=0.1, grad_norm=2.0)
@@ -30,25 +40,41 @@ def write_run(folder: Path, *, probe: bool) -> None:
 
 
 class Page(HTMLParser):
-    """Headings, and whatever would be loaded from elsewhere."""
+    """Whatever would be loaded from elsewhere, and the numbers that are drawn."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
         super().__init__()
-        self.tags: list[str] = []
         self.loaded: list[str] = []
+        self.element = ""
+        self.text, self.data = "", ""
+        self.feed(file.read_text())
+        self.text = " ".join(self.text.split())
+        self.drawn: dict[str, Any] = json.loads(self.data)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
+        self.element = "data" if ("id", "data") in attributes else tag
         self.loaded += [
-            value or ""
-            for name, value in attributes
-            if name in ("src", "href")
-            or (name == "xlink:href" and not (value or "").startswith("#"))
+            value or "" for name, value in attributes if name in ("src", "href", "srcset")
         ]
+
+    def handle_data(self, data: str) -> None:
+        if self.element == "data":
+            self.data += data
+        elif self.element not in ("script", "style"):
+            self.text += data
+        self.element = "" if self.element == "data" and not data.strip() else self.element
+
+    def handle_endtag(self, tag: str) -> None:
+        self.element = ""
+
+
+def tiles(file: Path) -> dict[str, str]:
+    found = re.findall(r"<b>(.*?)</b><span>(.*?)</span>", file.read_text())
+    return {name: value for value, name in found}
 
 
 def test_the_page_tells_changes(tmp_path: Path) -> None:
-    write_run(tmp_path, probe=False)
+    write_run(tmp_path)
     file = RowFile(tmp_path, "changes")
     for step, before, after in ((1, "0.1", "0.2"), (2, "0.2", "0.3")):
         file.append(
@@ -57,30 +83,124 @@ def test_the_page_tells_changes(tmp_path: Path) -> None:
     file.close()
     assert invoke(tmp_path).exit_code == 0
     text = (tmp_path / "report.html").read_text()
-    assert "<b>0.1, 0.2 from 1, 0.3 from 2</b><span>training.x</span>" in text
+    row = "<td>{}</td><td><code>training.x</code></td><td>{}</td><td>{}</td>"
+    assert row.format(1, "0.1", "0.2") in text
+    assert row.format(2, "0.2", "0.3") in text
 
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, probe=True)
     result = invoke(tmp_path)
     assert result.exit_code == 0, result.output
-    text = (tmp_path / "report.html").read_text()
-    page = Page()
-    page.feed(text)
+    page = Page(tmp_path / "report.html")
     assert page.loaded == []
-    assert page.tags.count("svg") == 10
-    tiles = {name: value for value, name in re.findall(r"<b>(.*?)</b><span>(.*?)</span>", text)}
-    assert (tiles["steps"], tiles["loss"], tiles["held-out loss"]) == ("3", "1.5000", "1.2500")
-    assert (tiles["tokens"], tiles["now"]) == ("300", "done")
+    (run,) = page.drawn["runs"]
+    assert run["lines"]["loss"] == [3.5, 2.5, 1.5, None]
+    assert run["lines"]["held_out_loss"] == [None, None, None, 1.25]
+    assert run["lines"]["tokens"] == [100, 200, 300, 300]
+    assert run["layers"]["steps"] == [0, 1, 2, 3]
+    assert len(run["layers"]["layers"]) == 2
+    shares = run["layers"]["values"]["share_sliding"]
+    assert [len(of_step) for of_step in shares] == [2] * 4
+    assert page.drawn["captions"]["entropy"].startswith("of the shares, mean, nats")
+    facts = tiles(tmp_path / "report.html")
+    assert (facts["steps"], facts["loss"], facts["held-out loss"]) == ("3", "1.5000", "1.2500")
+    assert (facts["tokens"], facts["perplexity"], facts["now"]) == ("300", "3.49", "done")
+    text = (tmp_path / "report.html").read_text()
     assert "<td>on cpu: trains everywhere</td>" in text
     assert ">18 forward calls of layers" in text  # three branches of two layers, three steps
+    assert f"<td>{torch.__version__}</td>" in text
+    assert "http://" not in re.sub(r"<script.*?</script>", "", text, flags=re.S)
 
 
 def test_a_run_without_a_probe(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", probe=False)
+    write_run(tmp_path / "run")
     result = invoke(tmp_path / "run", "--out", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
-    assert "Backends" not in (tmp_path / "page.html").read_text()
+    page = Page(tmp_path / "page.html")
+    assert "Backends" not in page.text
+    assert page.drawn["runs"][0]["layers"] == {}
+
+
+def test_sessions_are_marked_and_time_goes_on(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_run(tmp_path, first_step=2)  # step 3 is repeated
+    assert invoke(tmp_path).exit_code == 0
+    (run,) = Page(tmp_path / "report.html").drawn["runs"]
+    assert run["lines"]["step"] == [1, 2, 3, 4, 5, 5]
+    assert run["lines"]["begins"] == [False, False, True, False, False, False]
+    hours = run["lines"]["hours"]
+    assert hours == sorted(hours)
+    assert len(run["beats"]["gaps"]) == 1
+    assert tiles(tmp_path / "report.html")["sessions"] == "2"
+
+
+def test_several_runs_stand_beside_one_another(tmp_path: Path) -> None:
+    for name, rate in (("a/out", 0.1), ("b/out", 0.2)):
+        write_run(tmp_path / name)
+        text = f"seed: 0\ntraining: {{learning_rate: {rate}}}\n"
+        (tmp_path / name / "config.yaml").write_text(text)
+    result = invoke(tmp_path / "a/out", tmp_path / "b/out")
+    assert result.exit_code == 0, result.output
+    file = tmp_path / "a/out/report.html"
+    page = Page(file)
+    assert [run["name"] for run in page.drawn["runs"]] == ["a/out", "b/out"]
+    text = file.read_text()
+    assert '<th scope="row">b/out</th><td>3</td><td>1.5000</td>' in text
+    assert "Settings that differ" in text
+    assert "<td><code>0.1</code></td><td><code>0.2</code></td>" in text
+    assert "<code>seed</code>" not in text
+
+
+def test_what_a_model_writes_cannot_end_the_script(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    folder = tmp_path / "<b>run"
+    write_run(folder, probe=False)
+    file = RowFile(folder, "samples")
+    file.append({"session": 1, "step": 2, "prompt": "<p>", "text": evil})
+    file.close()
+    assert invoke(folder).exit_code == 0
+    page = Page(folder / "report.html")
+    assert evil in page.text
+    assert page.drawn["runs"][0]["name"] == "<b>run"
+    assert "alert(1)</script>" not in (folder / "report.html").read_text()
+
+
+def test_many_rows_are_thinned_but_not_their_peaks() -> None:
+    rows = [
+        {"step": step, "session": 1, "seconds": 0.0, "loss": 1.0, "held_out_loss": None}
+        for step in range(10_000)
+    ]
+    rows[4321]["loss"], rows[777]["held_out_loss"] = 9.0, 1.5
+    lines = pages._lines(rows)
+    assert len(lines["step"]) <= pages.MOST_POINTS + 1
+    assert max(lines["loss"]) == 9.0
+    assert 1.5 in lines["held_out_loss"]
+    assert lines["step"][-1] == 9999
+
+
+def test_watch_writes_until_the_run_is_over(tmp_path: Path) -> None:
+    """The page reloads itself while the run goes on, and no more when it has ended."""
+    write_run(tmp_path)
+    heartbeat = tmp_path / "heartbeat.jsonl"
+    ended = heartbeat.read_text()
+    heartbeat.write_text(ended.replace('"done"', '"training"'))
+    file, seen = tmp_path / "report.html", []
+
+    def end_the_run() -> None:
+        while not file.exists():
+            time.sleep(0.01)
+        seen.append(Page(file).drawn["refresh"])
+        heartbeat.write_text(ended)
+
+    thread = threading.Thread(target=end_the_run)
+    thread.start()
+    result = invoke(tmp_path, "--watch", "1")
+    thread.join()
+    assert result.exit_code == 0, result.output
+    assert result.output.count("wrote") >= 2
+    assert seen == [1.0]
+    assert Page(file).drawn["refresh"] is None
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
@@ -89,12 +209,15 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
     assert "holds no row of training.csv yet: name the folder of a run" in result.stderr
 
 
-@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+@pytest.mark.parametrize("missing", ["jinja2", "yaml"])
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    write_run(tmp_path, probe=False)
+    write_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
     monkeypatch.setitem(__import__("sys").modules, missing, None)
+    pages.environment.cache_clear()
     result = invoke(tmp_path)
     assert result.exit_code == 2
-    assert f"needs {missing}, which is not installed" in result.stderr
+    name = {"yaml": "pyyaml"}.get(missing, missing)
+    assert f"needs {name}, which is not installed" in result.stderr

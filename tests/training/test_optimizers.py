@@ -1,4 +1,4 @@
-"""Optimizers, schedules and averages by name: what they are, and that killed runs go on with them."""
+"""Optimizers, schedules and averages by name, and that killed runs go on with them."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_what_shards_refuse(
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     config = quiet_config(tmp_path / "run", texts, training=training, engine={"parallel": "fsdp"})
-    with pytest.raises(ValueError, match="does not go with engine.parallel fsdp"):
+    with pytest.raises(ValueError, match=r"does not go with engine\.parallel fsdp"):
         train(config)
 
 

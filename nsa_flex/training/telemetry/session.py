@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nsa_flex.installed import version_of
 from nsa_flex.sharded import is_sharded
 from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.telemetry.observe import (
@@ -28,6 +30,7 @@ from nsa_flex.training.telemetry.observe import (
     statistics,
 )
 from nsa_flex.training.telemetry.rows import Heartbeat, RowFile, read_rows
+from nsa_flex.version import __version__
 
 LOG_2 = math.log(2)
 
@@ -50,7 +53,7 @@ class Measured:
 
 
 class Telemetry:
-    """Writes heartbeat.jsonl, training.csv, fallback_counters.csv and gates.csv of a run.
+    """Writes training.csv, gates.csv, fallback_counters.csv, heartbeat.jsonl and sessions.csv.
 
     Losses stay on the device until a logging step; gates and blocks are measured on the probe, in
     an extra forward outside the training step, at the first logging step from each multiple of
@@ -266,8 +269,12 @@ class Telemetry:
         self.session = 1 + (beats[-1]["session"] if beats else 0)
         self._files = {
             name: RowFile(self.folder, name)
-            for name in ("training", "fallback_counters", "gates", "heartbeat")
+            for name in ("training", "fallback_counters", "gates", "heartbeat", "sessions")
         }
+        self._files["sessions"].append(
+            {"time": time.time(), "session": self.session, "step": self.step_count}
+            | _surroundings(self.model)
+        )
         self.heartbeat = Heartbeat(
             self._files["heartbeat"],
             self.session,
@@ -344,6 +351,23 @@ class Telemetry:
 
 
 telemetry = Telemetry
+
+
+def _surroundings(model: nn.Module) -> dict[str, Any]:
+    """Versions, machine and model, as sessions.csv holds them."""
+    parameters = list(model.parameters())
+    on_cuda = any(parameter.is_cuda for parameter in parameters)
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return {
+        "nsa_flex": __version__,
+        "torch": torch.__version__,
+        "transformers": version_of("transformers") or "",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if on_cuda else platform.machine(),
+        "ranks": torch.distributed.get_world_size() if grouped else 1,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+    }
 
 
 def _held_out(loss: float | None, tokens_per_byte: float | None) -> dict[str, float | None]:

@@ -7,7 +7,9 @@ import json
 from importlib import resources
 from typing import Any, Literal, get_args
 
-Artefact = Literal["training", "fallback_counters", "gates", "heartbeat", "changes", "samples"]
+Artefact = Literal[
+    "training", "fallback_counters", "gates", "heartbeat", "changes", "samples", "sessions"
+]
 ARTEFACTS: tuple[Artefact, ...] = get_args(Artefact)
 
 
