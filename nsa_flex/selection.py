@@ -65,7 +65,9 @@ def choose_blocks(
                 config=config,
                 scale=scale,
                 num_blocks=num_blocks,
-                coarse_key=None if coarse == 1 else coarse_keys(compressed_key.detach(), config, coarse),
+                coarse_key=None
+                if coarse == 1
+                else coarse_keys(compressed_key.detach(), config, coarse),
                 coarse=coarse,
             )
     return _choose_blocks(

@@ -144,9 +144,7 @@ def max_pooled_scores(
     return out[:, :num_blocks]
 
 
-def largest_products(
-    query: Tensor, key: Tensor, positions: Tensor, block_size: int
-) -> Tensor:
+def largest_products(query: Tensor, key: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """An indexer's score of every block, (R, blocks): the largest q k of its keys up to a query.
 
     query (R, D); key (S, D).
@@ -178,7 +176,9 @@ def choice(scored: Tensor, positions: Tensor, config: NSAConfig) -> tuple[Tensor
     taken, margin = _highest(ranked, n)
     if config.selection == "tiled_top_k":  # a half before the own tile of n blocks, a half inside
         tile = own // n * n
-        parts = [_highest(ranked.masked_fill(x, -torch.inf), n // 2) for x in (j < tile, j >= tile)]
+        parts = [
+            _highest(ranked.masked_fill(x, -torch.inf), n // 2) for x in (j < tile, j >= tile)
+        ]
         inside, before = parts
         taken = torch.where(tile == 0, taken, inside[0] | before[0])
         margin = torch.where(tile[:, 0] == 0, margin, torch.minimum(inside[1], before[1]))

@@ -123,7 +123,9 @@ def check(case: Case) -> None:
 
 @kernels
 @pytest.mark.parametrize("coarse", [1, 4])
-@pytest.mark.parametrize("config", [SMALL, APART, WIDE, BARE], ids=["small", "apart", "wide", "bare"])
+@pytest.mark.parametrize(
+    "config", [SMALL, APART, WIDE, BARE], ids=["small", "apart", "wide", "bare"]
+)
 def test_sizes(config: NSAConfig, coarse: int) -> None:
     check(Case(config, coarse=min(coarse, config.num_selected_blocks - 1)))
 
@@ -167,7 +169,9 @@ def test_topk_blocks_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     run = topk.select_topk_blocks
     monkeypatch.setattr(
-        topk, "select_topk_blocks", lambda *args, **kw: calls.append(kw["coarse"]) or run(*args, **kw)
+        topk,
+        "select_topk_blocks",
+        lambda *args, **kw: calls.append(kw["coarse"]) or run(*args, **kw),
     )
     query, key = torch.randn(1, 4, 150, 16), torch.randn(1, 2, 150, 16)
     found = topk_blocks(query.to(DEVICE), key.to(DEVICE), config=SMALL, coarse=4)
