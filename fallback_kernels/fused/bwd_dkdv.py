@@ -90,10 +90,10 @@ def key_gradients(
         *((None, None) if selected_sums is None else selected_sums),
         grad_key,
         grad_value,
-        *strides(query),
-        *strides(key),
-        *strides(value),
-        *strides(grad),
+        strides(query),
+        strides(key),
+        strides(value),
+        strides(grad),
         stats.stride(1),
         plan.tokens,
         0 if selected_sums is None else selected_sums[0].shape[1],
@@ -166,10 +166,7 @@ def fused_bwd_dkdv_kernel(
     local_query_desc, local_grad_out_desc, local_stats_desc,
     document_start_ptr, kinds_ptr, last_query_ptr,
     sum_key_ptr, sum_value_ptr, grad_key_ptr, grad_value_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
+    query_strides, key_strides, value_strides, grad_out_strides,
     stats_stride_h, num_tokens, sum_tokens, window, kv_heads, scale, scale_log2,
     BLOCK_SIZE: tl.constexpr, LOCAL: tl.constexpr, LOCAL_BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -200,17 +197,10 @@ def fused_bwd_dkdv_kernel(
         kinds_ptr, b, key, num_tokens, SHORT_DOCUMENT, BLOCK_SIZE
     ):
         return
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
-    )
-    queries = HeadRows(
-        query_desc, query_ptr, b, h, query_stride_b, query_stride_h, query_stride_s, num_tokens
-    )
-    grad_outs = HeadRows(
-        grad_out_desc, grad_out_ptr, b, h,
-        grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, num_tokens,
-    )  # fmt: skip
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_tokens)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_tokens)
+    queries = HeadRows(query_desc, query_ptr, b, h, query_strides, num_tokens)
+    grad_outs = HeadRows(grad_out_desc, grad_out_ptr, b, h, grad_out_strides, num_tokens)
     k, v = load_key_value(
         keys, values, start, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
@@ -236,13 +226,10 @@ def fused_bwd_dkdv_kernel(
         local_stop = tl.maximum(local_stop, start + BLOCK_N - 1)
         local_tiles = tl.minimum((local_stop - start + BLOCK_M - 1) // BLOCK_M, tiles_per_head)
         per_head = local_tiles * (BLOCK_M // LOCAL_BLOCK_M)
-        local_queries = HeadRows(
-            local_query_desc, query_ptr, b, h,
-            query_stride_b, query_stride_h, query_stride_s, num_tokens,
-        )  # fmt: skip
+        local_queries = HeadRows(local_query_desc, query_ptr, b, h, query_strides, num_tokens)
         local_grad_outs = HeadRows(
             local_grad_out_desc, grad_out_ptr, b, h,
-            grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, num_tokens,
+            grad_out_strides, num_tokens,
         )  # fmt: skip
         local_stats = GatedStats(
             local_stats_desc, stats_ptr, b, query_heads, stats_stride_h, num_tokens

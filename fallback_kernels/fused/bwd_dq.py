@@ -142,9 +142,9 @@ def query_gradients(
         stats,
         first,
         second,
-        *strides(key),
-        *strides(value),
-        *gates.stride(),
+        strides(key),
+        strides(value),
+        gates.stride(),
         stats.stride(1),
         plan.tokens,
         *(0 if x is None else x[..., 0, 0].numel() for x in (first, second)),
@@ -261,9 +261,7 @@ def fused_bwd_dq_kernel(
     key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, kinds_ptr,
     part0, part1, part2, part3, grad_query_ptr, stats_ptr,
     first_zeros_ptr, second_zeros_ptr,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c, stats_stride_h,
+    key_strides, value_strides, gate_strides, stats_stride_h,
     num_tokens, first_zeros, second_zeros, zeros_rows, zeros_tokens, window, kv_heads,
     scale, scale_log2,
     rows, first1, first2, first3, reach,
@@ -309,16 +307,16 @@ def fused_bwd_dq_kernel(
     grad_out = load_rows_at(
         grad_out_ptr, row * VALUE_DIM, row_mask, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
-    gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
+    gate_ptr += batch * gate_strides[0] + head * gate_strides[1]
+    gate_ptr += row_offsets(token, head_in_group, gate_strides[1], gate_strides[2])
     compressed_gate = tl.load(gate_ptr, mask=row_mask, other=0.0)  # [BLOCK_M]
-    selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    selected_gate = tl.load(gate_ptr + gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     store_rows_at(
         signed_ptr, row * VALUE_DIM, row_mask & ((compressed_gate < 0.0) | (selected_gate < 0.0)),
         tl.where((selected_gate < 0.0)[:, None], -grad_out, grad_out), VALUE_DIM, BLOCK_DV,
     )  # fmt: skip
     # The window's gate: its size goes into the log-sum-exp, its sign into dO and the deltas.
-    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + 2 * gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     negative = gate < 0.0  # [BLOCK_M], as all stats below
     grad_out = tl.where(negative[:, None], -grad_out, grad_out)
     stats_ptr += batch * 4 * query_heads * stats_stride_h
@@ -343,10 +341,8 @@ def fused_bwd_dq_kernel(
         selected_delta = tl.where(negative, -selected_delta, selected_delta)
         selected_gate = tl.where(negative, -selected_gate, selected_gate)
 
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_tokens)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_tokens
-    )
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_tokens)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_tokens)
     DOCUMENTS: tl.constexpr = document_start_ptr is not None
     if not DOCUMENTS:
         first_key, lowest, highest = 0, 0, 0

@@ -123,9 +123,9 @@ def gated_sum_gradients(
         compressed_lse,
         *of_compressed,
         kinds,
-        *((0, 0, 0, 0) if contiguous else grad.stride()),
-        *gates.stride(),
-        *(compressed_lse.stride() if compressed_lse is not None else (0, 0, 0)),
+        (0, 0, 0, 0) if contiguous else grad.stride(),
+        gates.stride(),
+        (0, 0, 0) if compressed_lse is None else compressed_lse.stride(),
         num_rows,
         tokens,
         heads,
@@ -152,7 +152,7 @@ def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
     switch_gate_sign_kernel[(cdiv(num_rows, SIGN_ROWS),)](
         signed,
         gates,
-        *gates.stride(),
+        gates.stride(),
         num_rows,
         tokens,
         heads,
@@ -185,7 +185,7 @@ def fold_gated_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
         lse,
         gates,
         *outs,
-        *gates.stride()[:3],
+        gates.stride()[:3],
         heads,
         tokens,
         *bounds_of(fold.ranges),
@@ -217,8 +217,7 @@ def fused_bwd_gates_kernel(
     signed_ptr, grad_gate_ptr, selected_stats_ptr, delta_selected_ptr, delta_sliding_ptr,
     copy_ptr, compressed_lse_ptr, gated_compressed_lse_ptr, compressed_delta_ptr,
     kinds_ptr,
-    grad_stride_b, grad_stride_s, grad_stride_h, grad_stride_d,
-    stride_b, stride_h, stride_s, stride_c, lse_stride_b, lse_stride_h, lse_stride_s,
+    grad_strides, gate_strides, lse_strides,
     num_rows, num_tokens, heads,
     CONTIGUOUS: tl.constexpr, SELECT: tl.constexpr, AROUND: tl.constexpr, BLOCKS: tl.constexpr,
     TILES: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -246,9 +245,9 @@ def fused_bwd_gates_kernel(
         column = tl.arange(0, BLOCK_D)
         mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_M, BLOCK_D]
         offset = (row * DIM)[:, None] + column[None, :]  # [BLOCK_M, BLOCK_D]
-        gate = gate_ptr + b * stride_b + head * stride_h + token * stride_s
+        gate = gate_ptr + b * gate_strides[0] + head * gate_strides[1] + token * gate_strides[2]
         compressed_gate = tl.load(gate, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_M]
-        selected_gate = tl.load(gate + stride_c, mask=row_mask, other=0.0).to(tl.float32)
+        selected_gate = tl.load(gate + gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
         lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=0.0)  # [BLOCK_M]
 
         # All loads before the first store, which they might have to wait for;
@@ -256,8 +255,9 @@ def fused_bwd_gates_kernel(
         if CONTIGUOUS:
             grad = tl.load(grad_ptr + offset, mask=mask, other=0.0)
         else:
-            start = b * grad_stride_b + token * grad_stride_s + head * grad_stride_h  # [BLOCK_M]
-            where = start[:, None] + column.to(tl.int64)[None, :] * grad_stride_d
+            # [BLOCK_M]
+            start = b * grad_strides[0] + token * grad_strides[1] + head * grad_strides[2]
+            where = start[:, None] + column.to(tl.int64)[None, :] * grad_strides[3]
             grad = tl.load(grad_ptr + where, mask=mask, other=0.0)
         compressed = tl.load(compressed_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         selected = tl.load(selected_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -281,7 +281,7 @@ def fused_bwd_gates_kernel(
         tl.store(delta_selected_ptr + row, delta_selected, mask=row_mask)
         tl.store(delta_sliding_ptr + row, delta_sliding, mask=row_mask)
         if compressed_lse_ptr is not None:
-            lse_row = b * lse_stride_b + head * lse_stride_h + token * lse_stride_s
+            lse_row = b * lse_strides[0] + head * lse_strides[1] + token * lse_strides[2]
             lse = tl.load(compressed_lse_ptr + lse_row, mask=row_mask, other=0.0)
             # -inf less the logarithm of a gate of 0 would be NaN.
             gated_lse = tl.where(lse == float("-inf"), lse, lse - log_abs(compressed_gate))
@@ -293,21 +293,19 @@ def fused_bwd_gates_kernel(
 @recordable
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def switch_gate_sign_kernel(
-    signed_ptr, gate_ptr, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads,
+    signed_ptr, gate_ptr, gate_strides, num_rows, num_tokens, heads,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SIGN_ROWS: tl.constexpr,
 ):  # fmt: skip
     """CTA of SIGN_ROWS rows: negates those whose two gates differ in sign, in place."""
     first = tl.program_id(0).to(tl.int64) * SIGN_ROWS
     row = first + tl.arange(0, SIGN_ROWS)
-    differ = signs_differ(
-        gate_ptr, row, stride_b, stride_h, stride_s, stride_c, num_rows, num_tokens, heads
-    )  # [SIGN_ROWS]
+    differ = signs_differ(gate_ptr, row, *gate_strides, num_rows, num_tokens, heads)  # [SIGN_ROWS]
     if tl.max(differ.to(tl.int32), 0) > 0:
         column = tl.arange(0, BLOCK_D)
         for start in range(0, SIGN_ROWS, BLOCK_M):
             tile_row = first + start + tl.arange(0, BLOCK_M)
             row_mask = signs_differ(
-                gate_ptr, tile_row, stride_b, stride_h, stride_s, stride_c,
+                gate_ptr, tile_row, *gate_strides,
                 num_rows, num_tokens, heads,
             )  # fmt: skip  # [BLOCK_M]
             offset = (tile_row * DIM)[:, None] + column[None, :]
@@ -331,7 +329,7 @@ def signs_differ(
 @recordable
 @triton.jit(do_not_specialize=["num_tokens", "rows", "first1", "first2", "first3", "reach"])
 def fold_gated_lse_kernel(
-    lse_ptr, gate_ptr, out0, out1, out2, out3, stride_b, stride_h, stride_s,
+    lse_ptr, gate_ptr, out0, out1, out2, out3, gate_strides,
     heads, num_tokens, rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -344,7 +342,8 @@ def fold_gated_lse_kernel(
         token, rows, first1, first2, first3, reach, STRIDE
     )
     offset = ((b * width + residue) * heads + head) * part_rows + row
-    gate_ptr += b * stride_b + head.to(tl.int64) * stride_h + token.to(tl.int64) * stride_s
+    gate_row = b * gate_strides[0] + head.to(tl.int64) * gate_strides[1]
+    gate_ptr += gate_row + token.to(tl.int64) * gate_strides[2]
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     lse_ptr += tl.program_id(1).to(tl.int64) * num_tokens
     lse = tl.load(lse_ptr + token, mask=mask, other=0.0)

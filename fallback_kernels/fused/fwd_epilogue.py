@@ -12,7 +12,7 @@ have no rows to spare; the `_sm90` kernel has enough, and pads.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -168,7 +168,7 @@ def fwd_epilogue(
             selection.offsets, *compressed_parts, gates, out, selected_lse, sliding_lse,
         )  # fmt: skip
         scalars = (
-            *gates.stride(),
+            gates.stride(),
             chunk.first_head,
             chunk.start,
             plan.chunk_tokens,
@@ -192,7 +192,7 @@ def _launch(
     selection: Selection,
     partials: Tensor,
     tensors: tuple[Tensor | None, ...],
-    scalars: tuple[float, ...],
+    scalars: tuple[Any, ...],
     stride: int,
 ) -> None:
     """The Triton kernel; `tensors` and `scalars` are what the `_sm90` kernel takes as well."""
@@ -205,8 +205,8 @@ def _launch(
         descriptor(value, plan.block_size),
         partials,
         *tensors,
-        *strides(key),
-        *strides(value),
+        strides(key),
+        strides(value),
         *scalars,
         STRIDE=stride,
         GROUP=plan.group,
@@ -263,9 +263,7 @@ def fused_fwd_epilogue_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc,
     partial_ptr, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr, offsets_ptr,
     part0, part1, part2, part3, gate_ptr, out_ptr, selected_lse_ptr, sliding_lse_ptr,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    key_strides, value_strides, gate_strides,
     first_head, chunk_start, chunk_tokens, tiles_per_head,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr,
@@ -308,10 +306,8 @@ def fused_fwd_epilogue_kernel(
     row = row + batch * num_tokens * query_heads + head  # [BLOCK_M]
     q = load_rows_at(query_ptr, row * HEAD_DIM, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     num_keys = query_offset + num_tokens
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_keys)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_keys
-    )
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_keys)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_keys)
 
     # From the own block to the left: the local blocks, then on to the end of the window. Only the
     # own block and those at that end have keys that some row does not see.
@@ -352,9 +348,9 @@ def fused_fwd_epilogue_kernel(
         )  # fmt: skip
 
     tl.store(sliding_lse_ptr + row, (row_max + tl.log2(row_sum)) * LN2, mask=row_mask)
-    gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
-    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    gate_ptr += batch * gate_strides[0] + head * gate_strides[1]
+    gate_ptr += row_offsets(token, head_in_group, gate_strides[1], gate_strides[2])
+    gate = tl.load(gate_ptr + 2 * gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     acc *= (gate / row_sum)[:, None]
     branch = load_compressed(
         part0, part1, part2, part3, batch, token, head + head_in_group, row_mask, query_heads,
@@ -362,7 +358,7 @@ def fused_fwd_epilogue_kernel(
     )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
     gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)
     acc += branch.to(tl.float32) * gate[:, None]
-    gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
 
     if has_union:
         branch = load_rows_at(

@@ -13,6 +13,8 @@ copy engine reads zeros behind them, and writes nothing there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -291,7 +293,7 @@ def fused_fwd_epilogue_sm90_kernel(
     compressed_desc, selected_desc, sliding_desc, selected_ptr,
     partial_desc, partial_lse_ptr, bitmask_ptr, union_size_ptr, document_start_ptr, offsets_ptr,
     part0, part1, part2, part3, gate_ptr, selected_lse_ptr, sliding_lse_ptr,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    gate_strides,
     first_head, chunk_start, chunk_tokens, tiles_per_head,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_SLOTS: gl.constexpr,
@@ -394,11 +396,12 @@ def fused_fwd_epilogue_sm90_kernel(
     kept.store(scale_rows(acc, 1.0 / kept_sum).to(dtype))
     kept_lse = row_max + gl.log2(kept_sum)
     # Loaded here, used after the window. Of slots that no row has, anything may be loaded.
-    gate_ptr += b * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
+    gate_ptr += b * gate_strides[0] + head * gate_strides[1]
+    gate_ptr += row_offsets(token, head_in_group, gate_strides[1], gate_strides[2])
     gates = gl.tuple(())
     for c in gl.static_range(3):
-        gates += (gl.load(gate_ptr + c * gate_stride_c, mask=row_mask, other=0.0).to(gl.float32),)
+        gate = gl.load(gate_ptr + c * gate_strides[3], mask=row_mask, other=0.0)
+        gates += (gate.to(gl.float32),)
     bitmask_ptr += (b * kv_heads + h) * num_tokens
     bitmask = gl.load(bitmask_ptr + token, mask=token_mask, other=0)  # [BLOCK_M]
     first_row = head_in_chunk * chunk_tokens + first_position - chunk_start
@@ -586,7 +589,7 @@ def launch(
     selection: Selection,
     partials: Tensor,
     tensors: tuple[Tensor, ...],
-    scalars: tuple[float, ...],
+    scalars: tuple[Any, ...],
     stride: int,
 ) -> None:
     """One query chunk, as `fwd_epilogue._launch`, but for the first two arguments.

@@ -112,10 +112,10 @@ def sliding_epilogue(
         lse,
         sliding,
         compressed,
-        *strides(query),
-        *strides(key),
-        *strides(value),
-        *gates.stride(),
+        strides(query),
+        strides(key),
+        strides(value),
+        gates.stride(),
         plan.tokens,
         min(window_size, key.shape[2]),
         plan.kv_heads,
@@ -183,10 +183,7 @@ def fused_sliding_epilogue_kernel(
     query_ptr, key_ptr, value_ptr, key_desc, value_desc, document_start_ptr, offsets_ptr,
     part0, part1, part2, part3, selected_ptr, gate_ptr,
     out_ptr, lse_ptr, sliding_ptr, compressed_ptr,
-    query_stride_b, query_stride_h, query_stride_s,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
+    query_strides, key_strides, value_strides, gate_strides,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: tl.constexpr, SAVE: tl.constexpr, SAVE_COMPRESSED: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -201,9 +198,9 @@ def fused_sliding_epilogue_kernel(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M
     )  # [BLOCK_M] each
     batch, head = b.to(tl.int64), (h * GROUP).to(tl.int64)
-    query_ptr += batch * query_stride_b + head * query_stride_h
+    query_ptr += batch * query_strides[0] + head * query_strides[1]
     q = load_rows_at(
-        query_ptr, row_offsets(token, head_in_group, query_stride_h, query_stride_s),
+        query_ptr, row_offsets(token, head_in_group, query_strides[1], query_strides[2]),
         row_mask, HEAD_DIM, BLOCK_D,
     )  # fmt: skip  # [BLOCK_M, BLOCK_D]
     query_offset, end_key, num_keys = 0, None, num_tokens
@@ -211,10 +208,8 @@ def fused_sliding_epilogue_kernel(
         query_offset = tl.load(offsets_ptr + b * kv_heads + h)
         num_keys += query_offset
         end_key = num_keys
-    keys = HeadRows(key_desc, key_ptr, b, h, key_stride_b, key_stride_h, key_stride_s, num_keys)
-    values = HeadRows(
-        value_desc, value_ptr, b, h, value_stride_b, value_stride_h, value_stride_s, num_keys
-    )
+    keys = HeadRows(key_desc, key_ptr, b, h, key_strides, num_keys)
+    values = HeadRows(value_desc, value_ptr, b, h, value_strides, num_keys)
     acc, row_max, row_sum = attend_window(
         q, keys, values, document_start_ptr, first + query_offset, token + query_offset, window,
         scale_log2, BLOCK_TOKENS, BLOCK_M, BLOCK_N, EDGE_BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM,
@@ -229,11 +224,11 @@ def fused_sliding_epilogue_kernel(
     if SAVE:
         store_rows_at(sliding_ptr, row * VALUE_DIM, row_mask, acc, VALUE_DIM, BLOCK_DV)
 
-    gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    gate_ptr += row_offsets(token, head_in_group, gate_stride_h, gate_stride_s)
-    gate = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    gate_ptr += batch * gate_strides[0] + head * gate_strides[1]
+    gate_ptr += row_offsets(token, head_in_group, gate_strides[1], gate_strides[2])
+    gate = tl.load(gate_ptr + 2 * gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     acc *= gate[:, None]
-    gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
     branch = load_rows_at(
         selected_ptr, row * VALUE_DIM, row_mask, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]

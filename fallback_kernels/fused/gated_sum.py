@@ -94,11 +94,10 @@ _sum_gradients = directly(_backward)
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], shape: torch.Size) -> None:
     batch, heads, tokens, _ = shape
     dim = tensors[0].shape[3]
-    strides = [stride for x in tensors for stride in x.stride()]
     rows = batch * heads * tokens
     kernel[(cdiv(rows, BLOCK_ROWS),)](
         *tensors,
-        *strides,
+        *(x.stride() for x in tensors),
         rows,
         heads,
         tokens,
@@ -125,42 +124,36 @@ def rows_of_cta(
 
 
 @triton.jit
-def tile_pointers(ptr, b, h, s, d, stride_b, stride_h, stride_s, stride_d):
+def tile_pointers(ptr, b, h, s, d, strides):
     """Pointers [BLOCK_M, BLOCK_D] to rows of a (B, H, S, D) tensor."""
-    return ptr + (b * stride_b + h * stride_h + s * stride_s)[:, None] + (d * stride_d)[None, :]
+    row = b * strides[0] + h * strides[1] + s * strides[2]
+    return ptr + row[:, None] + (d * strides[3])[None, :]
 
 
 @triton.jit
-def load_gate(
-    gate_ptr, branch: tl.constexpr, b, h, s, stride_b, stride_h, stride_s, stride_c, row_mask
-):
+def load_gate(gate_ptr, branch: tl.constexpr, b, h, s, strides, row_mask):
     """A branch's gate of every row in float32, [BLOCK_M]."""
-    gate_ptr = gate_ptr + b * stride_b + h * stride_h + s * stride_s + branch * stride_c
+    gate_ptr = gate_ptr + b * strides[0] + h * strides[1] + s * strides[2] + branch * strides[3]
     return tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)
-
-
-# Strides of tensor x are xb, xh, xs and xd: batch, head, token and last dimension.
 
 
 @recordable
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def gated_sum_fwd_kernel(
-    x0, x1, x2, gates, out,
-    x0b, x0h, x0s, x0d, x1b, x1h, x1s, x1d, x2b, x2h, x2s, x2d,
-    gb, gh, gs, gc, ob, oh, os, od,
+    x0, x1, x2, gates, out, x0_strides, x1_strides, x2_strides, gate_strides, out_strides,
     num_rows, heads, num_tokens,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """out = sum_c gates[..., c] * x_c, in float32; CTA of (token, head) rows."""
     b, h, s, d, row_mask, mask = rows_of_cta(num_rows, heads, num_tokens, DIM, BLOCK_D, BLOCK_M)
     # [BLOCK_M, BLOCK_D] each
-    a0 = tl.load(tile_pointers(x0, b, h, s, d, x0b, x0h, x0s, x0d), mask=mask, other=0.0)
-    a1 = tl.load(tile_pointers(x1, b, h, s, d, x1b, x1h, x1s, x1d), mask=mask, other=0.0)
-    a2 = tl.load(tile_pointers(x2, b, h, s, d, x2b, x2h, x2s, x2d), mask=mask, other=0.0)
-    acc = a0.to(tl.float32) * load_gate(gates, 0, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
-    acc += a1.to(tl.float32) * load_gate(gates, 1, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
-    acc += a2.to(tl.float32) * load_gate(gates, 2, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
-    out = tile_pointers(out, b, h, s, d, ob, oh, os, od)
+    a0 = tl.load(tile_pointers(x0, b, h, s, d, x0_strides), mask=mask, other=0.0)
+    a1 = tl.load(tile_pointers(x1, b, h, s, d, x1_strides), mask=mask, other=0.0)
+    a2 = tl.load(tile_pointers(x2, b, h, s, d, x2_strides), mask=mask, other=0.0)
+    acc = a0.to(tl.float32) * load_gate(gates, 0, b, h, s, gate_strides, row_mask)[:, None]
+    acc += a1.to(tl.float32) * load_gate(gates, 1, b, h, s, gate_strides, row_mask)[:, None]
+    acc += a2.to(tl.float32) * load_gate(gates, 2, b, h, s, gate_strides, row_mask)[:, None]
+    out = tile_pointers(out, b, h, s, d, out_strides)
     tl.store(out, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -168,31 +161,32 @@ def gated_sum_fwd_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def gated_sum_bwd_kernel(
     grad, x0, x1, x2, gates, g0, g1, g2, grad_gates,
-    ob, oh, os, od, x0b, x0h, x0s, x0d, x1b, x1h, x1s, x1d, x2b, x2h, x2s, x2d, gb, gh, gs, gc,
-    y0b, y0h, y0s, y0d, y1b, y1h, y1s, y1d, y2b, y2h, y2s, y2d, zb, zh, zs, zc,
+    grad_strides, x0_strides, x1_strides, x2_strides, gate_strides,
+    g0_strides, g1_strides, g2_strides, grad_gate_strides,
     num_rows, heads, num_tokens,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """g_c = gates[..., c] * grad and grad_gates[..., c] = sum(grad * x_c); CTA of rows."""
     b, h, s, d, row_mask, mask = rows_of_cta(num_rows, heads, num_tokens, DIM, BLOCK_D, BLOCK_M)
     # [BLOCK_M, BLOCK_D] each
-    do = tl.load(tile_pointers(grad, b, h, s, d, ob, oh, os, od), mask=mask, other=0.0)
+    do = tl.load(tile_pointers(grad, b, h, s, d, grad_strides), mask=mask, other=0.0)
     do = do.to(tl.float32)
-    a0 = tl.load(tile_pointers(x0, b, h, s, d, x0b, x0h, x0s, x0d), mask=mask, other=0.0)
-    a1 = tl.load(tile_pointers(x1, b, h, s, d, x1b, x1h, x1s, x1d), mask=mask, other=0.0)
-    a2 = tl.load(tile_pointers(x2, b, h, s, d, x2b, x2h, x2s, x2d), mask=mask, other=0.0)
+    a0 = tl.load(tile_pointers(x0, b, h, s, d, x0_strides), mask=mask, other=0.0)
+    a1 = tl.load(tile_pointers(x1, b, h, s, d, x1_strides), mask=mask, other=0.0)
+    a2 = tl.load(tile_pointers(x2, b, h, s, d, x2_strides), mask=mask, other=0.0)
     # [BLOCK_M, 1] each
-    gate0 = load_gate(gates, 0, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
-    gate1 = load_gate(gates, 1, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
-    gate2 = load_gate(gates, 2, b, h, s, gb, gh, gs, gc, row_mask)[:, None]
+    gate0 = load_gate(gates, 0, b, h, s, gate_strides, row_mask)[:, None]
+    gate1 = load_gate(gates, 1, b, h, s, gate_strides, row_mask)[:, None]
+    gate2 = load_gate(gates, 2, b, h, s, gate_strides, row_mask)[:, None]
     element = g0.dtype.element_ty
-    g0 = tile_pointers(g0, b, h, s, d, y0b, y0h, y0s, y0d)
+    g0 = tile_pointers(g0, b, h, s, d, g0_strides)
     tl.store(g0, (do * gate0).to(element), mask=mask)
-    g1 = tile_pointers(g1, b, h, s, d, y1b, y1h, y1s, y1d)
+    g1 = tile_pointers(g1, b, h, s, d, g1_strides)
     tl.store(g1, (do * gate1).to(element), mask=mask)
-    g2 = tile_pointers(g2, b, h, s, d, y2b, y2h, y2s, y2d)
+    g2 = tile_pointers(g2, b, h, s, d, g2_strides)
     tl.store(g2, (do * gate2).to(element), mask=mask)
     gate_type = grad_gates.dtype.element_ty
+    zb, zh, zs, zc = grad_gate_strides
     grad_gates = grad_gates + b * zb + h * zh + s * zs  # [BLOCK_M]
     tl.store(grad_gates, tl.sum(do * a0.to(tl.float32), 1).to(gate_type), mask=row_mask)
     tl.store(grad_gates + zc, tl.sum(do * a1.to(tl.float32), 1).to(gate_type), mask=row_mask)

@@ -43,8 +43,7 @@ def tokens_read_around(stride: int) -> int:
 @triton.jit
 def ranges_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_q_ptr,
-    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-    v_stride_b, v_stride_h, v_stride_s, do_stride_b, do_stride_h, do_stride_s, range_stride_b,
+    q_strides, k_strides, v_strides, do_strides, range_stride_b,
     num_queries, num_keys, query_heads, group, scale, scale_log2,
     kinds_ptr, SELECT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -73,13 +72,13 @@ def ranges_bwd_dq_kernel(
 
     kv_head = (head // group).to(tl.int64)
     wide_head = head.to(tl.int64)
-    q_ptr += b * q_stride_b + wide_head * q_stride_h
-    grad_out_ptr += b * do_stride_b + wide_head * do_stride_h
-    k_ptr += b * k_stride_b + kv_head * k_stride_h
-    v_ptr += b * v_stride_b + kv_head * v_stride_h
-    q = load_tile(q_ptr, query, q_stride_s, num_queries, True, HEAD_DIM, BLOCK_D)
+    q_ptr += b * q_strides[0] + wide_head * q_strides[1]
+    grad_out_ptr += b * do_strides[0] + wide_head * do_strides[1]
+    k_ptr += b * k_strides[0] + kv_head * k_strides[1]
+    v_ptr += b * v_strides[0] + kv_head * v_strides[1]
+    q = load_tile(q_ptr, query, q_strides[2], num_queries, True, HEAD_DIM, BLOCK_D)
     grad_out = load_tile(
-        grad_out_ptr, query, do_stride_s, num_queries, True, VALUE_DIM, BLOCK_DV
+        grad_out_ptr, query, do_strides[2], num_queries, True, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
     stats = (b * num_queries + query) * query_heads + head
     lse_log2 = load_lse_log2(lse_ptr, stats, row_mask)  # [BLOCK_M]
@@ -88,11 +87,11 @@ def ranges_bwd_dq_kernel(
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         key = column.to(tl.int64)
-        k = load_tile(k_ptr, key, k_stride_s, num_keys, True, HEAD_DIM, BLOCK_D)
+        k = load_tile(k_ptr, key, k_strides[2], num_keys, True, HEAD_DIM, BLOCK_D)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(logits * scale_log2 - lse_log2[:, None])
         seen = (column[None, :] >= first_key[:, None]) & (column[None, :] < end_key[:, None])
-        v = load_tile(v_ptr, key, v_stride_s, num_keys, True, VALUE_DIM, BLOCK_DV)
+        v = load_tile(v_ptr, key, v_strides[2], num_keys, True, VALUE_DIM, BLOCK_DV)
         grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         grad_logits = tl.where(seen, p * (grad_p - delta[:, None]), 0.0).to(k.dtype)
         grad_q = tl.dot(grad_logits, k, grad_q, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
@@ -106,8 +105,7 @@ def ranges_bwd_dq_kernel(
 def ranges_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, first_key_ptr, end_key_ptr, grad_out_ptr, lse_ptr, delta_ptr,
     seeing_ptr, grad_k_ptr, grad_v_ptr,
-    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-    v_stride_b, v_stride_h, v_stride_s, do_stride_b, do_stride_h, do_stride_s,
+    q_strides, k_strides, v_strides, do_strides,
     range_stride_b, seeing_stride_b,
     num_queries, num_keys, query_heads, kv_heads, heads_per_cta, query_splits, scale, scale_log2,
     kinds_ptr, SELECT: tl.constexpr, STRIDE: tl.constexpr,
@@ -145,18 +143,18 @@ def ranges_bwd_dkdv_kernel(
     end = tl.minimum(end, begin + queries)
 
     wide_kv_head = kv_head.to(tl.int64)
-    k_ptr += b * k_stride_b + wide_kv_head * k_stride_h
-    v_ptr += b * v_stride_b + wide_kv_head * v_stride_h
-    k = load_tile(k_ptr, key, k_stride_s, num_keys, True, HEAD_DIM, BLOCK_D)
-    v = load_tile(v_ptr, key, v_stride_s, num_keys, True, VALUE_DIM, BLOCK_DV)
+    k_ptr += b * k_strides[0] + wide_kv_head * k_strides[1]
+    v_ptr += b * v_strides[0] + wide_kv_head * v_strides[1]
+    k = load_tile(k_ptr, key, k_strides[2], num_keys, True, HEAD_DIM, BLOCK_D)
+    v = load_tile(v_ptr, key, v_strides[2], num_keys, True, VALUE_DIM, BLOCK_DV)
     first_key_ptr += b * range_stride_b
     end_key_ptr += b * range_stride_b
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for turn in range(heads_per_cta):
         head = ((kv_head * head_splits + head_split) * heads_per_cta + turn).to(tl.int64)
-        head_q_ptr = q_ptr + b * q_stride_b + head * q_stride_h
-        head_do_ptr = grad_out_ptr + b * do_stride_b + head * do_stride_h
+        head_q_ptr = q_ptr + b * q_strides[0] + head * q_strides[1]
+        head_do_ptr = grad_out_ptr + b * do_strides[0] + head * do_strides[1]
         head_stats = b * num_queries * query_heads + head
         for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
             row = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
@@ -165,13 +163,13 @@ def ranges_bwd_dkdv_kernel(
             first_key, end_key = load_ranges(first_key_ptr, end_key_ptr, row, num_queries)
             lse_log2 = load_lse_log2(lse_ptr, stats, row < num_queries)  # [BLOCK_M]
             delta = tl.load(delta_ptr + stats, mask=row < num_queries, other=0.0)
-            q = load_tile(head_q_ptr, query, q_stride_s, num_queries, True, HEAD_DIM, BLOCK_D)
+            q = load_tile(head_q_ptr, query, q_strides[2], num_queries, True, HEAD_DIM, BLOCK_D)
             logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             p = tl.exp2(logits * scale_log2 - lse_log2[None, :])
             seen = (column[:, None] >= first_key[None, :]) & (column[:, None] < end_key[None, :])
             p = tl.where(seen, p, 0.0)
             grad_out = load_tile(
-                head_do_ptr, query, do_stride_s, num_queries, True, VALUE_DIM, BLOCK_DV
+                head_do_ptr, query, do_strides[2], num_queries, True, VALUE_DIM, BLOCK_DV
             )  # [BLOCK_M, BLOCK_DV]
             grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
             grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
@@ -225,7 +223,7 @@ def ranges_gradients(
     kv_heads, num_keys, value_dim = v.shape[1:]
     options: dict = {"dtype": q.dtype, "device": q.device}
     grad_q = torch.empty((batch, num_queries, heads, head_dim), **options)
-    sides = (*strides(q), *strides(k), *strides(v), *strides(grad))
+    sides = tuple(strides(x) for x in (q, k, v, grad))
     range_stride = first_key.stride(0)
     scales = (scale, base2_scale(scale))
     ranges_bwd_dq_kernel[(heads, cdiv(num_queries, plan.bwd_dq.block_m), batch)](

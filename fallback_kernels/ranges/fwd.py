@@ -77,8 +77,7 @@ def _attend_by_tma(
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def ranges_fwd_kernel(
     q_ptr, k_ptr, v_ptr, key_desc, value_desc, first_key_ptr, end_key_ptr, out_ptr, lse_ptr,
-    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-    v_stride_b, v_stride_h, v_stride_s, lse_stride_b, lse_stride_h, lse_stride_s,
+    q_strides, k_strides, v_strides, lse_strides,
     range_stride_b, num_queries, num_keys, query_heads, group, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -103,15 +102,15 @@ def ranges_fwd_kernel(
     num_keys = tl.minimum(num_keys, tl.max(end_key, 0))  # what follows may hold anything
 
     kv_head = (head // group).to(tl.int64)
-    q_ptr += b * q_stride_b + head.to(tl.int64) * q_stride_h
-    k_ptr += b * k_stride_b + kv_head * k_stride_h
-    v_ptr += b * v_stride_b + kv_head * v_stride_h
-    q = load_tile(q_ptr, query, q_stride_s, num_queries, True, HEAD_DIM, BLOCK_D)
+    q_ptr += b * q_strides[0] + head.to(tl.int64) * q_strides[1]
+    k_ptr += b * k_strides[0] + kv_head * k_strides[1]
+    v_ptr += b * v_strides[0] + kv_head * v_strides[1]
+    q = load_tile(q_ptr, query, q_strides[2], num_queries, True, HEAD_DIM, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, k_strides[2], v_strides[2],
         begin, full_begin, first_key, end_key, num_keys, scale_log2,
         True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
     )  # fmt: skip
@@ -122,12 +121,12 @@ def ranges_fwd_kernel(
         )  # fmt: skip
     else:
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
+            acc, row_max, row_sum, q, k_ptr, v_ptr, k_strides[2], v_strides[2],
             full_begin, full_end, first_key, end_key, num_keys, scale_log2,
             False, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, k_stride_s, v_stride_s,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, k_strides[2], v_strides[2],
         full_end, end, first_key, end_key, num_keys, scale_log2,
         True, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
     )  # fmt: skip
@@ -139,8 +138,8 @@ def ranges_fwd_kernel(
     row_stride = query_heads * VALUE_DIM
     out_ptr += b * num_queries * row_stride + head * VALUE_DIM
     store_tile(out_ptr, query, row_stride, num_queries, out, VALUE_DIM, BLOCK_DV)
-    lse_ptr += b * lse_stride_b + head.to(tl.int64) * lse_stride_h
-    tl.store(lse_ptr + query * lse_stride_s, lse, mask=row < num_queries)
+    lse_ptr += b * lse_strides[0] + head.to(tl.int64) * lse_strides[1]
+    tl.store(lse_ptr + query * lse_strides[2], lse, mask=row < num_queries)
 
 
 def ranges_forward(
@@ -175,7 +174,7 @@ def ranges_forward(
     grid = (heads, cdiv(num_queries, plan.fwd.block_m), batch)
     ranges_fwd_kernel[grid](
         q, k, v, *descs, first_key, end_key, out, lse,
-        *strides(q), *strides(k), *strides(v), *lse.stride(), first_key.stride(0),
+        strides(q), strides(k), strides(v), lse.stride(), first_key.stride(0),
         num_queries, num_keys, heads, heads // k.shape[1], base2_scale(scale),
         **plan.constants(), **plan.fwd.constants(), LEAVE=leave,
     )  # fmt: skip

@@ -61,12 +61,8 @@ def selected_bwd_dkdv_kernel(
     entries_ptr,
     work_tiles_ptr,
     offsets_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
+    key_strides,
+    value_strides,
     first_work_tile,
     first_head,
     first_csr_row,
@@ -112,13 +108,13 @@ def selected_bwd_dkdv_kernel(
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
     grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
     stats_ptr = group_rows(stats_ptr, b, h, num_queries, kv_heads, GROUP, 2)
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     k = load_block(
-        key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
+        key_ptr, key_strides[2], block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
     )  # [BLOCK_SIZE, BLOCK_D]
     v = load_block(
-        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
+        value_ptr, value_strides[2], block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_SIZE, BLOCK_DV]
     chunk_shift = row_shift(offsets_ptr, batch * kv_heads + head, chunk_shift, BLOCK_SIZE)
     first = first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS)
@@ -181,12 +177,8 @@ def selected_bwd_dkdv_initial_local_kernel(
     offsets_ptr,
     grad_key_ptr,
     grad_value_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
+    key_strides,
+    value_strides,
     query_offset,
     num_queries,
     num_keys,
@@ -246,13 +238,13 @@ def selected_bwd_dkdv_initial_local_kernel(
     grad_out_ptr = group_rows(grad_out_ptr, b, h, num_queries, kv_heads, GROUP, VALUE_DIM)
     stats_ptr = group_rows(stats_ptr, b, h, num_queries, kv_heads, GROUP, 2)
     bitmask_ptr += (b * kv_heads + h) * num_queries
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     k = load_block(
-        key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
+        key_ptr, key_strides[2], block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
     )  # [BLOCK_SIZE, BLOCK_D]
     v = load_block(
-        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
+        value_ptr, value_strides[2], block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_SIZE, BLOCK_DV]
     key_index = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) - query_offset
 

@@ -152,8 +152,7 @@ def add_partials(
 def selected_fwd_combine_kernel(
     query_ptr, key_ptr, value_ptr, partial_ptr, partial_lse_ptr, bitmask_ptr, union_sizes_ptr,
     offsets_ptr, out_ptr, lse_ptr,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
+    key_strides, value_strides,
     first_head, first_tile, tiles_per_row, chunk_start, chunk_tokens, query_offset, num_queries,
     num_keys, kv_heads, scale_log2,
     GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -183,8 +182,8 @@ def selected_fwd_combine_kernel(
     lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
     query_row = query * query_heads + head_in_group
     bitmask_ptr += (b * kv_heads + h) * num_queries
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     q = load_masked_rows(
         query_ptr, query_row, row_mask, INT64_OFFSETS, HEAD_DIM, BLOCK_D
     )  # [BLOCK_M, BLOCK_D]
@@ -192,7 +191,7 @@ def selected_fwd_combine_kernel(
     own = (chunk_start + tl.program_id(0) * BLOCK_TOKENS) // BLOCK_SIZE
 
     row_max, row_sum, out = attend_initial_local(
-        q, bitmask, position, own, key_ptr, value_ptr, key_stride_s, value_stride_s, num_keys,
+        q, bitmask, position, own, key_ptr, value_ptr, key_strides[2], value_strides[2], num_keys,
         scale_log2, BLOCK_SIZE, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, PRECISION,
         INITIAL, LOCAL, BLOCK_M,
     )  # fmt: skip

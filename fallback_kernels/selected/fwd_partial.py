@@ -56,12 +56,8 @@ def selected_fwd_partial_kernel(
     entries_ptr,
     work_tiles_ptr,
     offsets_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
+    key_strides,
+    value_strides,
     first_work_tile,
     first_head,
     first_csr_row,
@@ -98,8 +94,8 @@ def selected_fwd_partial_kernel(
     b, h = batch.to(tl.int64), head.to(tl.int64)
     query_heads = kv_heads * GROUP
     query_ptr = group_rows(query_ptr, b, h, num_queries, kv_heads, GROUP, HEAD_DIM)
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     # Partial row of an entry: (first + entry) * GROUP + query head within the group.
     chunk_shift = row_shift(offsets_ptr, batch * kv_heads + head, chunk_shift, BLOCK_SIZE)
     first = first_partial(head_in_chunk, chunk_tokens, chunk_shift, NUM_SLOTS)
@@ -114,10 +110,10 @@ def selected_fwd_partial_kernel(
     entry = tl.load(entries_ptr + tl.minimum(start + token, last))  # [BLOCK_M]
     next_entry = tl.load(entries_ptr + tl.minimum(start + BLOCK_TOKENS + token, last))  # [BLOCK_M]
     k = load_block(
-        key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
+        key_ptr, key_strides[2], block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D
     )  # [BLOCK_SIZE, BLOCK_D]
     v = load_block(
-        value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
+        value_ptr, value_strides[2], block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_SIZE, BLOCK_DV]
     query_row = (entry // NUM_SLOTS) * query_heads + head_in_group
     q = load_rows(
@@ -208,8 +204,8 @@ def _arguments(
         csr.entries,
         csr.work_tiles,
         offsets,
-        *strides(key),
-        *strides(value),
+        strides(key),
+        strides(value),
         chunk.number * csr.work_tiles.shape[1],
         chunk.first_head,
         chunk.first_csr_row,
@@ -255,8 +251,8 @@ def _launch_combine(
         offsets,
         out,
         lse,
-        *strides(key),
-        *strides(value),
+        strides(key),
+        strides(value),
         chunk.first_head,
         (chunk.start - plan.base) // plan.combine_tokens,
         plan.span // plan.combine_tokens,

@@ -141,7 +141,7 @@ def unpacked(pairs, dtype: gl.constexpr):
 def selected_fwd_partial_sm90_kernel(
     query_ptr, key_ptr, value_ptr, partial_ptr, partial_lse_ptr, entries_ptr, work_tiles_ptr,
     offsets_ptr,
-    key_stride_b, key_stride_h, key_stride_s, value_stride_b, value_stride_h, value_stride_s,
+    key_strides, value_strides,
     first_work_tile, first_head, first_csr_row, chunk_shift, chunk_tokens,
     num_queries, num_keys, num_blocks, kv_heads, scale_log2,
     GROUP: gl.constexpr, NUM_SLOTS: gl.constexpr, INT64_OFFSETS: gl.constexpr,
@@ -175,10 +175,10 @@ def selected_fwd_partial_sm90_kernel(
     last = stop - 1
     entry = gl.load(entries_ptr + gl.minimum(start + token, last))
     next_entry = gl.load(entries_ptr + gl.minimum(start + BLOCK_TOKENS + token, last))
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
-    keys = load_block(key_ptr, key_stride_s, block, num_keys, QUERY_PAIRS).permute((1, 0))
-    values = load_block(value_ptr, value_stride_s, block, num_keys, RESULT_PAIRS)  # [BLOCK, DIM]
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
+    keys = load_block(key_ptr, key_strides[2], block, num_keys, QUERY_PAIRS).permute((1, 0))
+    values = load_block(value_ptr, value_strides[2], block, num_keys, RESULT_PAIRS)  # [BLOCK, DIM]
     fence_async_shared()
     thread_barrier()
     q = load_queries(query_ptr, entry, head_in_group, query_heads, NUM_SLOTS, INT64_OFFSETS)

@@ -29,8 +29,7 @@ from nsa_flex.reasons import explained
 def selected_fwd_union_kernel(
     key_tiles, value_tiles, query_ptr, key_ptr, value_ptr, bitmask_ptr, offsets_ptr, sizes_ptr,
     union_ptr, masks_ptr, out_ptr, lse_ptr,
-    key_stride_b, key_stride_h, key_stride_s,
-    value_stride_b, value_stride_h, value_stride_s,
+    key_strides, value_strides,
     base, span, query_offset, num_queries, num_keys, kv_heads, scale_log2,
     GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -58,15 +57,15 @@ def selected_fwd_union_kernel(
     lse_ptr = group_rows(lse_ptr, b, h, num_queries, kv_heads, GROUP, 1)
     query_row = query * (kv_heads * GROUP) + head_in_group
     bitmask_ptr += (b * kv_heads + h) * num_queries
-    key_ptr += b * key_stride_b + h * key_stride_h
-    value_ptr += b * value_stride_b + h * value_stride_h
+    key_ptr += b * key_strides[0] + h * key_strides[1]
+    value_ptr += b * value_strides[0] + h * value_strides[1]
     q = load_masked_rows(
         query_ptr, query_row, row_mask, INT64_OFFSETS, HEAD_DIM, BLOCK_D
     )  # [BLOCK_M, BLOCK_D]
     bitmask = tl.load(bitmask_ptr + query, mask=row_mask, other=0)  # [BLOCK_M]
     row_max, row_sum, out = attend_initial_local(
         q, bitmask & 1, position, (base + tl.program_id(0) * BLOCK_TOKENS) // BLOCK_SIZE, key_ptr,
-        value_ptr, key_stride_s, value_stride_s, num_keys, scale_log2, BLOCK_SIZE, HEAD_DIM,
+        value_ptr, key_strides[2], value_strides[2], num_keys, scale_log2, BLOCK_SIZE, HEAD_DIM,
         BLOCK_D, VALUE_DIM, BLOCK_DV, PRECISION, 0, 1, BLOCK_M,
     )  # fmt: skip
 
@@ -88,10 +87,10 @@ def selected_fwd_union_kernel(
             v = v.reshape(BLOCK_SIZE, BLOCK_DV)  # [BLOCK_SIZE, BLOCK_DV]
         else:
             k = load_block(
-                key_ptr, key_stride_s, block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
+                key_ptr, key_strides[2], block, num_keys, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
             )  # [BLOCK_SIZE, BLOCK_D]
             v = load_block(
-                value_ptr, value_stride_s, block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV,
+                value_ptr, value_strides[2], block, num_keys, BLOCK_SIZE, VALUE_DIM, BLOCK_DV,
                 True,
             )  # fmt: skip
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_SIZE]
@@ -131,8 +130,8 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         *unions,
         out,
         lse,
-        *strides(key),
-        *strides(value),
+        strides(key),
+        strides(value),
         plan.base,
         plan.span,
         plan.query_offset,

@@ -36,16 +36,13 @@ class ShortStats(NamedTuple):
     desc: Any  # a tensor descriptor for TMA, or None to load by `ptr`
     ptr: Any
     query_heads: Any
-    stride_b: Any
-    stride_h: Any
+    strides: Any  # of batch and head
 
 
 @triton.jit
 def load_short_stats(stats, b, row, first, num_tokens, BLOCK_M: tl.constexpr):
     """One of a span's three numbers [BLOCK_M] for the tokens from `first` on; 0 past the last."""
-    return load_stats(
-        stats.desc, stats.ptr, b, row, stats.stride_b, stats.stride_h, first, num_tokens, BLOCK_M
-    )
+    return load_stats(stats.desc, stats.ptr, b, row, *stats.strides, first, num_tokens, BLOCK_M)
 
 
 @triton.jit
@@ -193,10 +190,7 @@ def short_bwd_dkdv_kernel(
     grad_out_ptr, stats_ptr,
     query_desc, grad_out_desc, stats_desc,
     grad_k_ptr, grad_v_ptr, grad_ck_ptr, grad_cv_ptr,
-    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-    v_stride_b, v_stride_h, v_stride_s, ck_stride_b, ck_stride_h, ck_stride_s,
-    cv_stride_b, cv_stride_h, cv_stride_s, do_stride_b, do_stride_h, do_stride_s,
-    stats_stride_b, stats_stride_h,
+    q_strides, k_strides, v_strides, ck_strides, cv_strides, do_strides, stats_strides,
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
     longest, window, selected_tokens, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
@@ -221,13 +215,13 @@ def short_bwd_dkdv_kernel(
     row_of_batch = tl.program_id(2)
     b = row_of_batch.to(tl.int64)
     wide_kv_head = kv_head.to(tl.int64)
-    k_base = k_ptr + b * k_stride_b + wide_kv_head * k_stride_h
-    v_base = v_ptr + b * v_stride_b + wide_kv_head * v_stride_h
+    k_base = k_ptr + b * k_strides[0] + wide_kv_head * k_strides[1]
+    v_base = v_ptr + b * v_strides[0] + wide_kv_head * v_strides[1]
     if is_compressed:
-        k_base = ck_ptr + b * ck_stride_b + wide_kv_head * ck_stride_h
-        v_base = cv_ptr + b * cv_stride_b + wide_kv_head * cv_stride_h
-    k_stride = tl.where(is_compressed, ck_stride_s, k_stride_s)
-    v_stride = tl.where(is_compressed, cv_stride_s, v_stride_s)
+        k_base = ck_ptr + b * ck_strides[0] + wide_kv_head * ck_strides[1]
+        v_base = cv_ptr + b * cv_strides[0] + wide_kv_head * cv_strides[1]
+    k_stride = tl.where(is_compressed, ck_strides[2], k_strides[2])
+    v_stride = tl.where(is_compressed, cv_strides[2], v_strides[2])
     num_keys = tl.where(is_compressed, num_blocks, num_tokens)
     tokens_per_key = tl.where(is_compressed, STRIDE, 1)
     tile = tl.program_id(0) - tl.where(is_compressed, 0, compressed_tiles)
@@ -250,13 +244,8 @@ def short_bwd_dkdv_kernel(
     key = column.to(tl.int64)
     k = load_tile(k_base, key, k_stride, num_keys, True, HEAD_DIM, BLOCK_D)
     v = load_tile(v_base, key, v_stride, num_keys, True, VALUE_DIM, BLOCK_DV)
-    queries = HeadRows(
-        query_desc, q_ptr, row_of_batch, 0, q_stride_b, q_stride_h, q_stride_s, num_tokens
-    )
-    grad_outs = HeadRows(
-        grad_out_desc, grad_out_ptr, row_of_batch, 0, do_stride_b, do_stride_h, do_stride_s,
-        num_tokens,
-    )  # fmt: skip
+    queries = HeadRows(query_desc, q_ptr, row_of_batch, 0, q_strides, num_tokens)
+    grad_outs = HeadRows(grad_out_desc, grad_out_ptr, row_of_batch, 0, do_strides, num_tokens)
 
     # The queries that may see these keys: of documents that have begun where the last key is.
     first_token = tile * BLOCK_N * tokens_per_key
@@ -274,7 +263,7 @@ def short_bwd_dkdv_kernel(
     if HAS_FAR:
         far_tiles = tl.maximum(end - far_begin + BLOCK_M - 1, 0) // BLOCK_M
 
-    stats = ShortStats(stats_desc, stats_ptr, query_heads, stats_stride_b, stats_stride_h)
+    stats = ShortStats(stats_desc, stats_ptr, query_heads, stats_strides)
     first_head = (kv_head * splits + split) * heads_per_cta
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -366,7 +355,7 @@ def key_gradients(
         q, k, v, ck, cv, document_start,
         None if document_start is None else ends_of_documents(document_start), kinds, do, stats,
         *descs, *sums, *(() if compressed else sums),
-        *(stride for x in (q, k, v, ck, cv, do) for stride in strides(x)), *stats.stride()[:2],
+        *(strides(x) for x in (q, k, v, ck, cv, do)), stats.stride()[:2],
         tokens, num_blocks, compressed_tiles, heads, kv_heads, heads // kv_heads // splits,
         longest, min(config.window_size, tokens), config.num_selected_tokens,
         scale, base2_scale(scale),

@@ -109,14 +109,8 @@ def short_bwd_dq_kernel(
     document_start_ptr, kinds_ptr, grad_out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
     compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr, blocks_ptr,
     grad_q_ptr, grad_gate_ptr, stats_ptr,
-    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-    v_stride_b, v_stride_h, v_stride_s,
-    window_k_stride_b, window_k_stride_h, window_k_stride_s,
-    window_v_stride_b, window_v_stride_h, window_v_stride_s,
-    ck_stride_b, ck_stride_h, ck_stride_s, cv_stride_b, cv_stride_h, cv_stride_s,
-    do_stride_b, do_stride_h, do_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
-    lse_stride_b, lse_stride_h, lse_stride_s, stats_stride_b, stats_stride_h, stats_step,
+    q_strides, k_strides, v_strides, window_k_strides, window_v_strides, ck_strides, cv_strides,
+    do_strides, gate_strides, lse_strides, stats_strides, stats_step,
     num_tokens, num_blocks, query_heads, group, longest, window, selected_tokens,
     scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
@@ -154,35 +148,27 @@ def short_bwd_dq_kernel(
 
     kv_head = head // group
     wide_head = head.to(tl.int64)
-    q_ptr += b * q_stride_b + wide_head * q_stride_h
-    grad_out_ptr += b * do_stride_b + wide_head * do_stride_h
-    keys = HeadRows(
-        key_desc, k_ptr, row_of_batch, kv_head, k_stride_b, k_stride_h, k_stride_s, num_tokens
-    )
-    values = HeadRows(
-        value_desc, v_ptr, row_of_batch, kv_head, v_stride_b, v_stride_h, v_stride_s, num_tokens
-    )
+    q_ptr += b * q_strides[0] + wide_head * q_strides[1]
+    grad_out_ptr += b * do_strides[0] + wide_head * do_strides[1]
+    keys = HeadRows(key_desc, k_ptr, row_of_batch, kv_head, k_strides, num_tokens)
+    values = HeadRows(value_desc, v_ptr, row_of_batch, kv_head, v_strides, num_tokens)
     window_keys = HeadRows(
         window_key_desc, window_k_ptr, row_of_batch, kv_head,
-        window_k_stride_b, window_k_stride_h, window_k_stride_s, num_tokens,
+        window_k_strides, num_tokens,
     )  # fmt: skip
     window_values = HeadRows(
         window_value_desc, window_v_ptr, row_of_batch, kv_head,
-        window_v_stride_b, window_v_stride_h, window_v_stride_s, num_tokens,
+        window_v_strides, num_tokens,
     )  # fmt: skip
-    blocks = HeadRows(
-        None, ck_ptr, row_of_batch, kv_head, ck_stride_b, ck_stride_h, ck_stride_s, num_blocks
-    )
-    block_values = HeadRows(
-        None, cv_ptr, row_of_batch, kv_head, cv_stride_b, cv_stride_h, cv_stride_s, num_blocks
-    )
+    blocks = HeadRows(None, ck_ptr, row_of_batch, kv_head, ck_strides, num_blocks)
+    block_values = HeadRows(None, cv_ptr, row_of_batch, kv_head, cv_strides, num_blocks)
     first_row = b * num_tokens * query_heads + head
     row_stride = query_heads * VALUE_DIM
     stats = first_row + query * query_heads  # [BLOCK_M]
     grad_out = load_tile(
-        grad_out_ptr, query, do_stride_s, num_tokens, True, VALUE_DIM, BLOCK_DV
+        grad_out_ptr, query, do_strides[2], num_tokens, True, VALUE_DIM, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
-    gate_ptr += b * gate_stride_b + wide_head * gate_stride_h + query * gate_stride_s
+    gate_ptr += b * gate_strides[0] + wide_head * gate_strides[1] + query * gate_strides[2]
     gate = tl.load(gate_ptr, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_M]
     delta_compressed = _delta(
         compressed_ptr + first_row * VALUE_DIM, grad_out, query, row_stride, num_tokens,
@@ -202,9 +188,9 @@ def short_bwd_dq_kernel(
     tl.store(grad_gate_ptr + 1, delta_selected.to(element), mask=row_mask)
     tl.store(grad_gate_ptr + 2, delta_sliding.to(element), mask=row_mask)
 
-    selected_gate = tl.load(gate_ptr + gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
-    near_a = tl.load(gate_ptr + 2 * gate_stride_c, mask=row_mask, other=0.0).to(tl.float32)
-    lse_row = b * lse_stride_b + wide_head * lse_stride_h + query * lse_stride_s
+    selected_gate = tl.load(gate_ptr + gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
+    near_a = tl.load(gate_ptr + 2 * gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
+    lse_row = b * lse_strides[0] + wide_head * lse_strides[1] + query * lse_strides[2]
     compressed_lse = load_lse_log2(compressed_lse_ptr, lse_row, row_mask)
     selected_lse = load_lse_log2(selected_lse_ptr, stats, row_mask)
     sliding_lse = load_lse_log2(sliding_lse_ptr, stats, row_mask)
@@ -224,7 +210,7 @@ def short_bwd_dq_kernel(
         factor = _factor(near_lse, selected_lse)
         near_a += factor * selected_gate
         near_b += factor * far_b
-    stats_ptr += b * stats_stride_b + wide_head * stats_stride_h + query
+    stats_ptr += b * stats_strides[0] + wide_head * stats_strides[1] + query
     step = stats_step.to(tl.int64)
     _store_stats(stats_ptr, NEAR, step, near_lse, near_a, near_b, row_mask)
     _store_stats(stats_ptr, FAR, step, selected_lse, selected_gate, far_b, row_mask)
@@ -246,7 +232,7 @@ def short_bwd_dq_kernel(
             near_low = low
             _store_stats(stats_ptr, UNSELECTED, step, sliding_lse, window_a, window_b, row_mask)
 
-    q = load_tile(q_ptr, query, q_stride_s, num_tokens, True, HEAD_DIM, BLOCK_D)
+    q = load_tile(q_ptr, query, q_strides[2], num_tokens, True, HEAD_DIM, BLOCK_D)
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first_block, end_block = block_span(
         first_key, row, num_tokens, num_blocks, COMPRESS, STRIDE
@@ -373,9 +359,9 @@ def query_gradients(
         results.compressed, results.selected, results.sliding,
         results.compressed_lse, results.selected_lse, results.sliding_lse, blocks,
         grad_q, grad_gates, stats,
-        *(stride for x in (q, k, v, wk, wv, ck, cv, do) for stride in strides(x)),
-        *gates.stride(), *results.compressed_lse.stride(),
-        *stats.stride()[:2], heads * stats.stride(1),
+        *(strides(x) for x in (q, k, v, wk, wv, ck, cv, do)),
+        gates.stride(), results.compressed_lse.stride(),
+        stats.stride()[:2], heads * stats.stride(1),
         tokens, ck.shape[2], heads, heads // k.shape[1], longest, min(config.window_size, tokens),
         config.num_selected_tokens, scale, base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride, SHARED=own is None,

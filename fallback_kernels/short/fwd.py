@@ -166,13 +166,8 @@ def short_fwd_kernel(
     key_desc, value_desc, window_key_desc, window_value_desc, gate_ptr,
     document_start_ptr, kinds_ptr, blocks_ptr, out_ptr, compressed_ptr, selected_ptr, sliding_ptr,
     compressed_lse_ptr, selected_lse_ptr, sliding_lse_ptr,
-    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-    v_stride_b, v_stride_h, v_stride_s,
-    window_k_stride_b, window_k_stride_h, window_k_stride_s,
-    window_v_stride_b, window_v_stride_h, window_v_stride_s,
-    ck_stride_b, ck_stride_h, ck_stride_s, cv_stride_b, cv_stride_h, cv_stride_s,
-    gate_stride_b, gate_stride_h, gate_stride_s, gate_stride_c,
-    lse_stride_b, lse_stride_h, lse_stride_s,
+    q_strides, k_strides, v_strides, window_k_strides, window_v_strides, ck_strides, cv_strides,
+    gate_strides, lse_strides,
     num_tokens, num_blocks, query_heads, group, longest, window, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SAVE: tl.constexpr,
     SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
@@ -207,33 +202,25 @@ def short_fwd_kernel(
     )
 
     kv_head = head // group
-    keys = HeadRows(
-        key_desc, k_ptr, row_of_batch, kv_head, k_stride_b, k_stride_h, k_stride_s, num_tokens
-    )
-    values = HeadRows(
-        value_desc, v_ptr, row_of_batch, kv_head, v_stride_b, v_stride_h, v_stride_s, num_tokens
-    )
+    keys = HeadRows(key_desc, k_ptr, row_of_batch, kv_head, k_strides, num_tokens)
+    values = HeadRows(value_desc, v_ptr, row_of_batch, kv_head, v_strides, num_tokens)
     window_keys = HeadRows(
         window_key_desc, window_k_ptr, row_of_batch, kv_head,
-        window_k_stride_b, window_k_stride_h, window_k_stride_s, num_tokens,
+        window_k_strides, num_tokens,
     )  # fmt: skip
     window_values = HeadRows(
         window_value_desc, window_v_ptr, row_of_batch, kv_head,
-        window_v_stride_b, window_v_stride_h, window_v_stride_s, num_tokens,
+        window_v_strides, num_tokens,
     )  # fmt: skip
-    blocks = HeadRows(
-        None, ck_ptr, row_of_batch, kv_head, ck_stride_b, ck_stride_h, ck_stride_s, num_blocks
-    )
-    block_values = HeadRows(
-        None, cv_ptr, row_of_batch, kv_head, cv_stride_b, cv_stride_h, cv_stride_s, num_blocks
-    )
+    blocks = HeadRows(None, ck_ptr, row_of_batch, kv_head, ck_strides, num_blocks)
+    block_values = HeadRows(None, cv_ptr, row_of_batch, kv_head, cv_strides, num_blocks)
     wide_head = head.to(tl.int64)
-    q_ptr += b * q_stride_b + wide_head * q_stride_h
-    gate_ptr += b * gate_stride_b + wide_head * gate_stride_h + query * gate_stride_s
+    q_ptr += b * q_strides[0] + wide_head * q_strides[1]
+    gate_ptr += b * gate_strides[0] + wide_head * gate_strides[1] + query * gate_strides[2]
     first_row = b * num_tokens * query_heads + head
     row_stride = query_heads * VALUE_DIM
     stats = first_row + query * query_heads  # [BLOCK_M]
-    q = load_tile(q_ptr, query, q_stride_s, num_tokens, True, HEAD_DIM, BLOCK_D)
+    q = load_tile(q_ptr, query, q_strides[2], num_tokens, True, HEAD_DIM, BLOCK_D)
 
     out_ptr += first_row * VALUE_DIM
     low, high, own_first = None, None, None
@@ -262,8 +249,8 @@ def short_fwd_kernel(
             HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PRECISION,
         )  # fmt: skip
         branch, lse = _normalise(acc, row_max, row_sum)  # [BLOCK_M, BLOCK_DV], [BLOCK_M]
-        compressed_lse_ptr += b * lse_stride_b + wide_head * lse_stride_h + query * lse_stride_s
-        tl.store(compressed_lse_ptr, lse, mask=row_mask)
+        lse_row = b * lse_strides[0] + wide_head * lse_strides[1] + query * lse_strides[2]
+        tl.store(compressed_lse_ptr + lse_row, lse, mask=row_mask)
         if SAVE:
             store_tile(
                 compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
@@ -299,7 +286,7 @@ def short_fwd_kernel(
         )  # fmt: skip
     else:
         _add_gated(
-            out_ptr, branch, gate_ptr + 2 * gate_stride_c, query, row_stride, num_tokens,
+            out_ptr, branch, gate_ptr + 2 * gate_strides[3], query, row_stride, num_tokens,
             False, VALUE_DIM, BLOCK_DV,
         )  # fmt: skip
 
@@ -318,7 +305,7 @@ def short_fwd_kernel(
             selected_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, branch,
             VALUE_DIM, BLOCK_DV,
         )  # fmt: skip
-        total = branch * _gates(gate_ptr + gate_stride_c, query, num_tokens)
+        total = branch * _gates(gate_ptr + gate_strides[3], query, num_tokens)
         tl.debug_barrier()  # other threads of the CTA may have stored what this one loads
         branch = load_tile(
             compressed_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, True,
@@ -329,11 +316,11 @@ def short_fwd_kernel(
             sliding_ptr + first_row * VALUE_DIM, query, row_stride, num_tokens, True,
             VALUE_DIM, BLOCK_DV,
         )  # fmt: skip  # [BLOCK_M, BLOCK_DV]
-        total += branch.to(tl.float32) * _gates(gate_ptr + 2 * gate_stride_c, query, num_tokens)
+        total += branch.to(tl.float32) * _gates(gate_ptr + 2 * gate_strides[3], query, num_tokens)
         store_tile(out_ptr, query, row_stride, num_tokens, total, VALUE_DIM, BLOCK_DV)
     else:
         _add_gated(
-            out_ptr, branch, gate_ptr + gate_stride_c, query, row_stride, num_tokens,
+            out_ptr, branch, gate_ptr + gate_strides[3], query, row_stride, num_tokens,
             False, VALUE_DIM, BLOCK_DV,
         )  # fmt: skip
 
@@ -404,8 +391,8 @@ def short_forward(
         None if selection is None else selection.blocks,
         results.out, results.compressed, results.selected, results.sliding,
         results.compressed_lse, results.selected_lse, results.sliding_lse,
-        *(stride for x in (q, k, v, wk, wv, ck, cv) for stride in strides(x)), *gates.stride(),
-        *results.compressed_lse.stride(),
+        *(strides(x) for x in (q, k, v, wk, wv, ck, cv)), gates.stride(),
+        results.compressed_lse.stride(),
         tokens, ck.shape[2], heads, heads // k.shape[1], longest, min(config.window_size, tokens),
         base2_scale(scale),
         COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,

@@ -20,9 +20,7 @@ class HeadRows(NamedTuple):
     ptr: Any
     b: Any
     h: Any
-    stride_b: Any
-    stride_h: Any
-    stride_s: Any
+    strides: Any  # of batch, head and token
     num_tokens: Any
 
 
@@ -107,12 +105,12 @@ def load_head_tile(
     else:
         token = tl.arange(0, BLOCK_N)
         column = tl.arange(0, BLOCK_D)
-        start = rows.b.to(tl.int64) * rows.stride_b + head.to(tl.int64) * rows.stride_h
-        start += first.to(tl.int64) * rows.stride_s
+        start = rows.b.to(tl.int64) * rows.strides[0] + head.to(tl.int64) * rows.strides[1]
+        start += first.to(tl.int64) * rows.strides[2]
         mask = ((first + token >= 0) & (first + token < rows.num_tokens))[:, None]
         if DIM != BLOCK_D:
             mask = mask & (column < DIM)[None, :]
-        offset = (token * rows.stride_s)[:, None] + column[None, :]  # [BLOCK_N, BLOCK_D]
+        offset = (token * rows.strides[2])[:, None] + column[None, :]  # [BLOCK_N, BLOCK_D]
         tile = tl.load(rows.ptr + start + offset, mask=mask, other=0.0)
     return tile
 
