@@ -31,6 +31,18 @@ def tile_width(size: int) -> int:
     return max(MIN_DOT, next_power_of_2(size))
 
 
+@triton.constexpr_function
+def width_of(size):
+    """`tile_width`, inside a kernel."""
+    return max(MIN_DOT, 1 << (size - 1).bit_length())
+
+
+@triton.constexpr_function
+def precision_of(dtype):
+    """`input_precision` of a product, inside a kernel: float32 is multiplied as such."""
+    return "ieee" if dtype.primitive_bitwidth == 32 else "tf32"
+
+
 @triton.jit
 def store_zeros(ptr, size, BLOCK: tl.constexpr):
     """Sets a share of `size` numbers to 0, of which CTAs along the first axis have one each."""

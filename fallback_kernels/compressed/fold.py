@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.launches import recordable
-from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.common.tiles import cdiv
 
-ADD_ROWS = 16  # rows that one CTA adds
+ADD_ROWS = tl.constexpr(16)  # rows that one CTA adds
 SHORT = 1 << 14  # tokens up to which memory matters less than launches: two ranges do
 
 
@@ -79,7 +79,7 @@ def sum_residues(partials: list[Tensor], total: Tensor) -> None:
         total: receives the sum, (B, H, N, D), any strides but the last.
     """
     batch, heads, rows, dim = total.shape
-    sum_residues_kernel[cdiv(rows, ADD_ROWS), batch * heads](
+    sum_residues_kernel[cdiv(rows, ADD_ROWS.value), batch * heads](
         *partials,
         total,
         *(partial.shape[1] for partial in partials),
@@ -89,8 +89,6 @@ def sum_residues(partials: list[Tensor], total: Tensor) -> None:
         heads,
         rows,
         DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        BLOCK_M=ADD_ROWS,
     )
 
 
@@ -116,13 +114,14 @@ def sum_residues_kernel(
     partial0, partial1, partial2, partial3, total_ptr,
     width0, width1, width2, width3, rows0, rows1, rows2, rows3,
     strides0, strides1, strides2, strides3, total_strides, heads, rows,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of rows, KV head of a batch row): their gradients, summed over residues."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) * ADD_ROWS + tl.arange(0, ADD_ROWS)
     column = tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([ADD_ROWS, BLOCK_D], tl.float32)
     sources = (
         (partial0, width0, rows0, strides0),
         (partial1, width1, rows1, strides1),

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
+from nsa_flex.fallback_kernels.common.tiles import width_of
 
 
 @triton.jit
@@ -127,9 +128,7 @@ def decode_append_kernel(
     new_key_strides, new_value_strides, key_strides, value_strides, compressed_key_strides,
     compressed_value_strides,
     capacity, num_compressed, kv_heads, compressed_heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, PADDED_COMPRESS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
     WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """CTA (token, KV head of a batch row): stores the token and the block that it completes.
@@ -137,6 +136,9 @@ def decode_append_kernel(
     Heads from `compressed_heads` on, those of other branches, have no compressed blocks; without
     WRITE_COMPRESSED none is written.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PADDED_COMPRESS: tl.constexpr = triton.next_power_of_2(COMPRESS)
     token, batch_head = tl.program_id(0), tl.program_id(1)
     batch, head = (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64)
     length = tl.load(lengths_ptr + batch)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
+from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
 from nsa_flex.fallback_kernels.decode.tiles import (
     completes_any,
     pdl_launch_dependents,
@@ -180,11 +181,9 @@ def decode_project_kernel(
     key_position_ptr, value_position_ptr, partial_key_ptr, partial_value_ptr, lengths_ptr,
     key_strides, value_strides, new_key_strides, new_value_strides,
     num_new, capacity, num_compressed, batch_size, kv_heads, tokens_per_split, tiles,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COUNT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, MLP: tl.constexpr, READ_NEW: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, PADDED_BATCH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MLP: tl.constexpr,
+    READ_NEW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PADDED_BATCH: tl.constexpr,
 ):  # fmt: skip
     """CTA (split of a block's tokens and tile of columns, rows, key or value): its product.
 
@@ -194,6 +193,9 @@ def decode_project_kernel(
     (Hkv, l, D, D), so that a row is a (batch row, block) and each head has tiles of its own;
     (splits, B, Hkv, COUNT, 1, D).
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     # In this order: no kernel of the step finds work from before it unfinished.
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
@@ -310,16 +312,17 @@ def decode_write_blocks_kernel(
     compressed_key_ptr, compressed_value_ptr, lengths_ptr,
     compressed_key_strides, compressed_value_strides,
     num_new, capacity, num_compressed, batch_size, kv_heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, COUNT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MLP: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr, PADDED_BATCH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    MLP: tl.constexpr, PDL: tl.constexpr, PADDED_BATCH: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of columns, rows, key or value): compressed rows from the partial outputs.
 
     mlp: mean + (gelu(h1) - gelu(h2)) C1 + gelu(h2) (C1 - C2), with output weights (2, D, D).
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(compressed_key_ptr.dtype.element_ty)
     pdl_launch_dependents(PDL)
     if PADDED_BATCH:  # noqa: SIM102  # known to the compiler, what follows is not
         if not completes_any(

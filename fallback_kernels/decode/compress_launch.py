@@ -111,14 +111,11 @@ def launch_compress(
     partial = in_one_allocation(source.key.device, (*shape, head_dim), (*shape, value_dim))
     constants: dict[str, Any] = {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": tile_width(head_dim),
         "VALUE_DIM": value_dim,
-        "BLOCK_DV": tile_width(value_dim),
         "COMPRESS": config.compress_block_size,
         "STRIDE": config.compress_stride,
         "COUNT": plan.blocks,
         "MLP": phi.kind == "mlp",
-        "PRECISION": "ieee" if source.key.element_size() == 4 else "tf32",
         "PDL": pdl,
         "PADDED_BATCH": padded_batch(batch),
     }

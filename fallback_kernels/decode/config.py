@@ -341,19 +341,10 @@ class DecodePlan:
         return {
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
-            "BLOCK_D": self.block_d,
             "VALUE_DIM": self.value_dim,
-            "BLOCK_DV": self.block_dv,
-            "BLOCK_M": self.block_m,
             "COMPRESS": config.compress_block_size,
             "STRIDE": config.compress_stride,
             "SELECT": config.select_block_size,
             "PADDED_BLOCKS": self.padded_blocks,
-            "PRECISION": self.precision,
             "PDL": self.pdl,
         }
-
-    @cached_property
-    def precision(self) -> str:
-        """Of tl.dot: float32 is multiplied as such."""
-        return "ieee" if self.element_size == 4 else "tf32"

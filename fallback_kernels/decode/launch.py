@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import PRODUCTS, NSAConfig
-from nsa_flex.fallback_kernels.common.arch import INTERPRETED
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
 from nsa_flex.fallback_kernels.common.tiles import next_power_of_2, tile_width
 from nsa_flex.fallback_kernels.decode.append_kv import decode_append_kernel
 from nsa_flex.fallback_kernels.decode.combine import decode_combine_kernel
-from nsa_flex.fallback_kernels.decode.config import MAX_COUNTED, DecodePlan, Workspace
+from nsa_flex.fallback_kernels.decode.config import DecodePlan, Workspace
 from nsa_flex.fallback_kernels.decode.split_kv_compressed import decode_compressed_kernel
 from nsa_flex.fallback_kernels.decode.split_kv_selected import decode_selected_sliding_kernel
 from nsa_flex.fallback_kernels.decode.topk import decode_topk_kernel
@@ -159,12 +158,9 @@ def launch_append(
             kv_heads,
             compressed_heads,
             HEAD_DIM=head_dim,
-            BLOCK_D=tile_width(head_dim),
             VALUE_DIM=value_dim,
-            BLOCK_DV=tile_width(value_dim),
             COMPRESS=config.compress_block_size,
             STRIDE=config.compress_stride,
-            PADDED_COMPRESS=next_power_of_2(config.compress_block_size),
             WRITE_COMPRESSED=phi is not None,
             WEIGHTED=bool(weights),
             num_warps=4,
@@ -217,12 +213,10 @@ def launch_compressed(
         **plan.attention_constants(),
         BLOCK_N=plan.compressed_block_n,
         BLOCK_POOL=tile_width(plan.tile_blocks + 1),
-        PADDED_COMPRESS=next_power_of_2(plan.config.compress_block_size),
         STAGES=plan.stages,
         HAS_NEW_TOKEN=new is not None,
         WRITE_COMPRESSED=phi is not None,
         WEIGHTED=bool(weights),
-        COMPILED=not INTERPRETED,
         COUNT_ROWS=rows_read is not None,
         PADDED_BATCH=padded_batch(plan.batch) if behind_phi else 0,
         num_warps=plan.warps,
@@ -251,14 +245,11 @@ def launch_topk(plan: DecodePlan, cache: Cache, workspace: Workspace) -> None:
         STRIDE=config.compress_stride,
         SELECT=config.select_block_size,
         NUM_SLOTS=config.num_selected_blocks,
-        PADDED_GROUP=plan.padded_group,
         HEADS=plan.topk_heads,
         PADDED_COMPRESSED_SPLITS=plan.padded_compressed_splits,
         PADDED_BLOCKS=plan.padded_blocks,
         CHUNK=plan.chunk,
-        MAX_COUNTED=MAX_COUNTED,
         BLOCK_N=plan.compressed_block_n,
-        PADDED_SLOTS=plan.padded_slots,
         INITIAL=config.num_initial_blocks,
         LOCAL=config.num_local_blocks,
         TILED=config.selection == "tiled_top_k",
@@ -325,7 +316,6 @@ def launch_selected_sliding(
         LOCAL=plan.config.num_local_blocks,
         TILED=plan.config.selection == "tiled_top_k",
         CHUNKS=plan.chunks,
-        PADDED_SLOTS=plan.padded_slots,
         WINDOW=plan.config.window_size,
         BLOCK_N=plan.block_n,
         STAGES=plan.selected_stages,

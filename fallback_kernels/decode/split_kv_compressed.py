@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.arch import INTERPRETED
 from nsa_flex.fallback_kernels.common.launches import recordable
+from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
 from nsa_flex.fallback_kernels.decode.append_kv import append_token, store_completed_block
 from nsa_flex.fallback_kernels.decode.tiles import (
     completes_any,
@@ -25,6 +27,8 @@ from nsa_flex.fallback_kernels.decode.tiles import (
     tile_pointers,
     tiles_of_split,
 )
+
+COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
@@ -43,7 +47,7 @@ def pooling_matrix(
 
 
 @triton.jit
-def pool(p, pooling, COMPILED: tl.constexpr):
+def pool(p, pooling):
     """p [BLOCK_M, BLOCK_N] times the pooling matrix [BLOCK_N, BLOCK_POOL], to float32 accuracy.
 
     Three bfloat16 pieces hold all of a float32, range included, and the matrix' small integers
@@ -71,13 +75,13 @@ def decode_compressed_kernel(
     cache_key_strides, cache_value_strides,
     capacity, num_compressed, kv_heads, num_compressed_splits, num_splits, scale_log2,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
     BLOCK_N: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK_POOL: tl.constexpr,
-    PADDED_COMPRESS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_NEW_TOKEN: tl.constexpr, WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
-    COMPILED: tl.constexpr, COUNT_ROWS: tl.constexpr, PADDED_BATCH: tl.constexpr,
+    COUNT_ROWS: tl.constexpr, PADDED_BATCH: tl.constexpr,
     PDL: tl.constexpr,
     PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
 ):  # fmt: skip
@@ -92,6 +96,11 @@ def decode_compressed_kernel(
     HAS_NEW_TOKEN also stores the one new token of each row, and with WRITE_COMPRESSED the block
     that it completes.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    BLOCK_M: tl.constexpr = width_of(GROUP)
+    PADDED_COMPRESS: tl.constexpr = triton.next_power_of_2(COMPRESS)
+    PRECISION: tl.constexpr = precision_of(query_ptr.dtype.element_ty)
     PER_BLOCK: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     TILE_BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
@@ -178,7 +187,7 @@ def decode_compressed_kernel(
             pointers = tile_pointers(key_ptr, key_strides[2], tile * BLOCK_N, BLOCK_N, BLOCK_D)
         k = load_tile(pointers, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         p, row_max, alpha = softmax_step(q, k, key_mask, row_max, scale_log2, PRECISION)
-        pooled = tl.log2(pool(p, pooling, COMPILED)) + row_max[:, None]  # [BLOCK_M, BLOCK_POOL]
+        pooled = tl.log2(pool(p, pooling)) + row_max[:, None]  # [BLOCK_M, BLOCK_POOL]
         slot = tl.where(column < TILE_BLOCKS, tile * TILE_BLOCKS + column, PADDED_BLOCKS + tile)
         tl.store(
             score_ptr + head_in_group[:, None] * SCORE_STRIDE + slot[None, :],

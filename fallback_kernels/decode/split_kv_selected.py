@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
+from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_slots,
     load_query_group,
@@ -45,13 +46,12 @@ def decode_selected_sliding_kernel(
     capacity, kv_heads, num_compressed_splits, num_splits, window_splits, initial_local_splits,
     first_dependent_split, initial_local_per_split, topk_per_split, tiles_per_split, scale_log2,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, TILED: tl.constexpr, CHUNKS: tl.constexpr,
-    PADDED_SLOTS: tl.constexpr,
-    PADDED_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     HAS_NEW_TOKEN: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
     PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
 ):  # fmt: skip
@@ -64,6 +64,11 @@ def decode_selected_sliding_kernel(
     one or two slots. With PAGE, tokens are in pages of so many: a row of the table, int (B,
     pages), lists those of a request, and strides of batch rows lead from page to page.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    BLOCK_M: tl.constexpr = width_of(GROUP)
+    PADDED_SLOTS: tl.constexpr = triton.next_power_of_2(NUM_SLOTS)
+    PRECISION: tl.constexpr = precision_of(query_ptr.dtype.element_ty)
     TILES_PER_BLOCK: tl.constexpr = (SELECT + BLOCK_N - 1) // BLOCK_N
     TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
     pdl_launch_dependents(PDL)

@@ -19,14 +19,14 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width, width_of
 from nsa_flex.fallback_kernels.decode import checks
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
 
 CACHE = ("key", "value", "compressed_key", "compressed_value")
 TILE_ELEMENTS = 1024  # a load of 16 bytes a thread in half precision
-IN_FLIGHT = 8  # such loads, before the first store
+IN_FLIGHT = tl.constexpr(8)  # such loads, before the first store
 WARPS = 4
 
 
@@ -116,14 +116,10 @@ def store_tokens(
             heads,
             compressed_key.shape[1],
             HEAD_DIM=head_dim,
-            BLOCK_D=tile_width(head_dim),
             VALUE_DIM=value_dim,
-            BLOCK_DV=tile_width(value_dim),
             COMPRESS=block,
             STRIDE=stride,
-            PADDED_COMPRESS=next_power_of_2(block),
             SEGMENTS=segments,
-            IN_FLIGHT=IN_FLIGHT,
             WRITE_COMPRESSED=compresses,
             WEIGHTED=bool(logits),
             num_warps=WARPS,
@@ -255,11 +251,9 @@ def store_tokens_kernel(
     new_key_strides, new_value_strides, key_strides, value_strides, compressed_key_strides,
     compressed_value_strides,
     num_new, capacity, num_compressed, rows, kv_heads, compressed_heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, PADDED_COMPRESS: tl.constexpr,
-    SEGMENTS: tl.constexpr, IN_FLIGHT: tl.constexpr,
-    WRITE_COMPRESSED: tl.constexpr, WEIGHTED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr,
+    SEGMENTS: tl.constexpr, WRITE_COMPRESSED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """CTA (segments of d tokens of a KV head of a batch row, key or value): stores their new
     tokens, and the blocks that begin with them and that the new tokens complete.
@@ -270,6 +264,9 @@ def store_tokens_kernel(
     on, those of other branches, have no compressed blocks; without WRITE_COMPRESSED none is
     written.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PADDED_COMPRESS: tl.constexpr = triton.next_power_of_2(COMPRESS)
     tile, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     batch, head = row // kv_heads, row % kv_heads
     length = tl.load(lengths_ptr + batch)

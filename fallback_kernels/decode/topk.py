@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
+from nsa_flex.fallback_kernels.decode.config import MAX_COUNTED
 from nsa_flex.fallback_kernels.decode.tiles import (
     count_slots,
     count_visible_blocks,
@@ -17,6 +18,8 @@ from nsa_flex.fallback_kernels.decode.tiles import (
     pdl_wait,
     tiles_of_split,
 )
+
+COUNTED = tl.constexpr(MAX_COUNTED)
 
 
 @triton.jit
@@ -147,10 +150,9 @@ def decode_topk_kernel(
     lengths_ptr, score_ptr, row_max_ptr, row_sum_ptr, candidate_ptr, block_ptr, capacity,
     num_compressed, kv_heads, num_compressed_splits, num_splits,
     GROUP: tl.constexpr, COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, PADDED_GROUP: tl.constexpr, HEADS: tl.constexpr,
-    PADDED_COMPRESSED_SPLITS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-    MAX_COUNTED: tl.constexpr, BLOCK_N: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, TILED: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, HEADS: tl.constexpr, PADDED_COMPRESSED_SPLITS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, TILED: tl.constexpr,
     PDL: tl.constexpr, LAUNCH_AFTER_WAIT: tl.constexpr,
 ):  # fmt: skip
     """CTA (chunk, new token, KV head of a batch row): the top-k blocks of its chunk.
@@ -159,6 +161,8 @@ def decode_topk_kernel(
     behind, so that ties go to the lower block; negative where there is none. Where every block
     fits into the slots, no CTA reads the candidates.
     """
+    PADDED_GROUP: tl.constexpr = triton.next_power_of_2(GROUP)
+    PADDED_SLOTS: tl.constexpr = triton.next_power_of_2(NUM_SLOTS)
     TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     TILE_BLOCKS: tl.constexpr = BLOCK_N // (SELECT // STRIDE)
@@ -202,7 +206,7 @@ def decode_topk_kernel(
             empty = (slot >= num_topk) & (slot < TOPK)
             tl.store(block_ptr + unit * NUM_SLOTS + slot, -1, mask=empty)
     candidate_ptr += (unit * tl.num_programs(0) + chunk) * PADDED_SLOTS
-    if CHUNK <= MAX_COUNTED:
+    if CHUNK <= COUNTED:
         slot = count_greater(rank, CHUNK)
         tl.store(candidate_ptr + slot, rank, mask=slot < PADDED_SLOTS)
     else:

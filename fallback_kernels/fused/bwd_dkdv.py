@@ -20,6 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, all_hav
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.fused.bwd_dq import InitialLocal, QueryRows, first_local_key
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, last_queries, stats_descriptor
@@ -169,10 +170,8 @@ def fused_bwd_dkdv_kernel(
     query_strides, key_strides, value_strides, grad_out_strides,
     stats_stride_h, num_tokens, sum_tokens, window, kv_heads, scale, scale_log2,
     BLOCK_SIZE: tl.constexpr, LOCAL: tl.constexpr, LOCAL_BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """dV_j = sum_c gate_c p_cj dO and dK_j = scale * sum_c gate_c p_cj (dO v_j - delta_c) q.
 
@@ -185,6 +184,9 @@ def fused_bwd_dkdv_kernel(
 
     The SPLITS CTAs of a key tile share the query heads; gradients are (SPLITS, B, S, Hkv, ·).
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     HEADS: tl.constexpr = GROUP // SPLITS
     tiles = (num_tokens + BLOCK_N - 1) // BLOCK_N
     cta = tl.program_id(0) // SPLITS

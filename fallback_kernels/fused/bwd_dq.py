@@ -20,6 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kin
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.bwd_gates import log_abs
@@ -27,6 +28,8 @@ from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan, empty_stats
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
+    edge_block_n,
+    heads_of_tile,
     load_document_start,
     load_key_value,
     load_rows_at,
@@ -36,7 +39,7 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     store_rows_at,
 )
 
-ZEROS = 1024  # numbers that one CTA sets to zero at a time
+ZEROS = tl.constexpr(1024)  # numbers that one CTA sets to zero at a time
 ZEROS_BLOCKS = tl.constexpr(4)  # blocks of the tokens whose vectors a CTA sets to zero, at most
 
 
@@ -156,11 +159,10 @@ def query_gradients(
         *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
-        ZEROS=ZEROS,
         BLOCK_SIZE=initial_local.block_size,
         INITIAL=initial_local.num_initial,
         LOCAL=initial_local.num_local,
-        **plan.query_tile_constants(tiles),
+        **plan.constants(tiles),
     )
     return QueryGradients(grad_query, stats)
 
@@ -265,13 +267,9 @@ def fused_bwd_dq_kernel(
     num_tokens, first_zeros, second_zeros, zeros_rows, zeros_tokens, window, kv_heads,
     scale, scale_log2,
     rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, ZEROS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches.
 
@@ -281,6 +279,12 @@ def fused_bwd_dq_kernel(
 
     With `kinds_ptr`, none of it is written for short documents.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
+    HEADS: tl.constexpr = heads_of_tile(GROUP, BLOCK_M)
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // HEADS
+    EDGE_BLOCK_N: tl.constexpr = edge_block_n(BLOCK_TOKENS, BLOCK_N)
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M

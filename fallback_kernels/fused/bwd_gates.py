@@ -22,10 +22,10 @@ from nsa_flex.fallback_kernels.common.softmax import lse_in_base2
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
 
-BLOCK_ROWS = 16  # (token, head) rows of a tile
+BLOCK_ROWS = tl.constexpr(16)  # (token, head) rows of a tile
 LEAVING_TILES = 4  # of a CTA, where it may leave
-SIGN_ROWS = 256  # of `switch_gate_sign`, which mostly reads gates alone
-LSE_TOKENS = 256
+SIGN_ROWS = tl.constexpr(256)  # of `switch_gate_sign`, which mostly reads gates alone
+LSE_TOKENS = tl.constexpr(256)
 
 
 class SumGradients(NamedTuple):
@@ -106,8 +106,8 @@ def gated_sum_gradients(
     contiguous = grad.is_contiguous()
     # More rows a CTA where many leave: a CTA costs more than its look at the documents.
     tiles = 1 if kinds is None else LEAVING_TILES
-    span = BLOCK_ROWS * tiles + 2 * around  # tokens, at most
-    fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS * tiles),)](
+    span = BLOCK_ROWS.value * tiles + 2 * around  # tokens, at most
+    fused_bwd_gates_kernel[(cdiv(num_rows, BLOCK_ROWS.value * tiles),)](
         grad,
         compressed,
         selected,
@@ -135,8 +135,6 @@ def gated_sum_gradients(
         BLOCKS=1 if kinds is None else next_power_of_2(cdiv(span, block_size) + 1),
         TILES=tiles,
         DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        BLOCK_M=BLOCK_ROWS,
     )
     return grad_gates, SumGradients(signed, stats)
 
@@ -149,7 +147,7 @@ def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
     """
     batch, tokens, heads, dim = signed.shape
     num_rows = batch * tokens * heads
-    switch_gate_sign_kernel[(cdiv(num_rows, SIGN_ROWS),)](
+    switch_gate_sign_kernel[(cdiv(num_rows, SIGN_ROWS.value),)](
         signed,
         gates,
         gates.stride(),
@@ -157,9 +155,6 @@ def switch_gate_sign(signed: Tensor, gates: Tensor) -> None:
         tokens,
         heads,
         DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        BLOCK_M=BLOCK_ROWS,
-        SIGN_ROWS=SIGN_ROWS,
     )
 
 
@@ -181,7 +176,7 @@ def fold_gated_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
         torch.empty((batch, part.width * heads, part.rows), dtype=lse.dtype, device=lse.device)
         for part in fold.ranges
     ]
-    fold_gated_lse_kernel[(cdiv(tokens, LSE_TOKENS), batch * heads)](
+    fold_gated_lse_kernel[(cdiv(tokens, LSE_TOKENS.value), batch * heads)](
         lse,
         gates,
         *outs,
@@ -191,7 +186,6 @@ def fold_gated_lse(lse: Tensor, gates: Tensor, fold: Fold) -> list[Tensor]:
         *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
-        BLOCK_TOKENS=LSE_TOKENS,
     )
     return outs
 
@@ -220,18 +214,19 @@ def fused_bwd_gates_kernel(
     grad_strides, gate_strides, lse_strides,
     num_rows, num_tokens, heads,
     CONTIGUOUS: tl.constexpr, SELECT: tl.constexpr, AROUND: tl.constexpr, BLOCKS: tl.constexpr,
-    TILES: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """CTA of (token, head) rows, TILES tiles of BLOCK_M: what `SumGradients` holds.
+    """CTA of (token, head) rows, TILES tiles of BLOCK_ROWS: what `SumGradients` holds.
 
     CONTIGUOUS: whether the gradient is, and its strides are not read. With `kinds_ptr`, of blocks
     of SELECT tokens, CTAs leave whose tokens are all short documents', AROUND tokens before and
     behind them too.
     """
-    first_row = tl.program_id(0).to(tl.int64) * (BLOCK_M * TILES)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
+    first_row = tl.program_id(0).to(tl.int64) * (BLOCK_ROWS * TILES)
     if kinds_ptr is not None:
         first = first_row // heads
-        last = (tl.minimum(first_row + BLOCK_M * TILES, num_rows) - 1) // heads
+        last = (tl.minimum(first_row + BLOCK_ROWS * TILES, num_rows) - 1) // heads
         of_first = first // num_tokens
         first, last = first - of_first * num_tokens, last - of_first * num_tokens
         if (last < num_tokens) & span_has_kind(
@@ -240,22 +235,22 @@ def fused_bwd_gates_kernel(
         ):  # fmt: skip
             return
     for tile in range(TILES):
-        row = first_row + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        b, token, head, row_mask = split_row(row, num_rows, num_tokens, heads)  # [BLOCK_M] each
+        row = first_row + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        b, token, head, row_mask = split_row(row, num_rows, num_tokens, heads)  # [BLOCK_ROWS] each
         column = tl.arange(0, BLOCK_D)
-        mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_M, BLOCK_D]
-        offset = (row * DIM)[:, None] + column[None, :]  # [BLOCK_M, BLOCK_D]
+        mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_ROWS, BLOCK_D]
+        offset = (row * DIM)[:, None] + column[None, :]  # [BLOCK_ROWS, BLOCK_D]
         gate = gate_ptr + b * gate_strides[0] + head * gate_strides[1] + token * gate_strides[2]
-        compressed_gate = tl.load(gate, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_M]
+        compressed_gate = tl.load(gate, mask=row_mask, other=0.0).to(tl.float32)  # [BLOCK_ROWS]
         selected_gate = tl.load(gate + gate_strides[3], mask=row_mask, other=0.0).to(tl.float32)
-        lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=0.0)  # [BLOCK_M]
+        lse = tl.load(selected_lse_ptr + row, mask=row_mask, other=0.0)  # [BLOCK_ROWS]
 
         # All loads before the first store, which they might have to wait for;
-        # [BLOCK_M, BLOCK_D] each.
+        # [BLOCK_ROWS, BLOCK_D] each.
         if CONTIGUOUS:
             grad = tl.load(grad_ptr + offset, mask=mask, other=0.0)
         else:
-            # [BLOCK_M]
+            # [BLOCK_ROWS]
             start = b * grad_strides[0] + token * grad_strides[1] + head * grad_strides[2]
             where = start[:, None] + column.to(tl.int64)[None, :] * grad_strides[3]
             grad = tl.load(grad_ptr + where, mask=mask, other=0.0)
@@ -263,7 +258,7 @@ def fused_bwd_gates_kernel(
         selected = tl.load(selected_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         sliding = tl.load(sliding_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         do = grad.to(tl.float32)
-        delta_compressed = tl.sum(do * compressed, 1)  # [BLOCK_M], as the next two
+        delta_compressed = tl.sum(do * compressed, 1)  # [BLOCK_ROWS], as the next two
         delta_selected = tl.sum(do * selected, 1)
         delta_sliding = tl.sum(do * sliding, 1)
         if copy_ptr is not None:
@@ -294,23 +289,24 @@ def fused_bwd_gates_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def switch_gate_sign_kernel(
     signed_ptr, gate_ptr, gate_strides, num_rows, num_tokens, heads,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SIGN_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     """CTA of SIGN_ROWS rows: negates those whose two gates differ in sign, in place."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     first = tl.program_id(0).to(tl.int64) * SIGN_ROWS
     row = first + tl.arange(0, SIGN_ROWS)
     differ = signs_differ(gate_ptr, row, *gate_strides, num_rows, num_tokens, heads)  # [SIGN_ROWS]
     if tl.max(differ.to(tl.int32), 0) > 0:
         column = tl.arange(0, BLOCK_D)
-        for start in range(0, SIGN_ROWS, BLOCK_M):
-            tile_row = first + start + tl.arange(0, BLOCK_M)
+        for start in range(0, SIGN_ROWS, BLOCK_ROWS):
+            tile_row = first + start + tl.arange(0, BLOCK_ROWS)
             row_mask = signs_differ(
                 gate_ptr, tile_row, *gate_strides,
                 num_rows, num_tokens, heads,
-            )  # fmt: skip  # [BLOCK_M]
+            )  # fmt: skip  # [BLOCK_ROWS]
             offset = (tile_row * DIM)[:, None] + column[None, :]
-            mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_M, BLOCK_D]
-            x = tl.load(signed_ptr + offset, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+            mask = row_mask[:, None] & (column < DIM)[None, :]  # [BLOCK_ROWS, BLOCK_D]
+            x = tl.load(signed_ptr + offset, mask=mask, other=0.0)  # [BLOCK_ROWS, BLOCK_D]
             tl.store(signed_ptr + offset, -x, mask=mask)
 
 
@@ -331,13 +327,13 @@ def signs_differ(
 def fold_gated_lse_kernel(
     lse_ptr, gate_ptr, out0, out1, out2, out3, gate_strides,
     heads, num_tokens, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of tokens, head of a batch row)."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
-    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    mask = (token < num_tokens) & (token >= reach)  # [BLOCK_TOKENS], as all below
+    token = tl.program_id(0) * LSE_TOKENS + tl.arange(0, LSE_TOKENS)
+    mask = (token < num_tokens) & (token >= reach)  # [LSE_TOKENS], as all below
     part, residue, width, part_rows, row = fold_position(
         token, rows, first1, first2, first3, reach, STRIDE
     )

@@ -28,7 +28,7 @@ from nsa_flex.fallback_kernels.common.softmax import (
     online_softmax_update,
 )
 from nsa_flex.fallback_kernels.common.strides import strides
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import precision_of, tile_width, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import load_compressed
@@ -52,7 +52,7 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
 from nsa_flex.reasons import explained
 
 BLOCK_SIZES = (64,)  # blocks are the key tiles: smaller ones leave the tensor cores half empty
-STAGES = 3  # blocks in shared memory at once
+STAGES = tl.constexpr(3)  # blocks in shared memory at once
 
 
 class Epilogue(NamedTuple):
@@ -211,19 +211,14 @@ def _launch(
         STRIDE=stride,
         GROUP=plan.group,
         NUM_SLOTS=plan.num_slots,
-        PADDED_SLOTS=tile_width(plan.num_slots),
         BLOCK_SIZE=plan.block_size,
         HEAD_DIM=plan.head_dim,
-        BLOCK_D=tile_width(plan.head_dim),
         VALUE_DIM=plan.value_dim,
-        BLOCK_DV=tile_width(plan.value_dim),
-        PRECISION="ieee" if plan.element_size == 4 else "tf32",
         INT64_OFFSETS=plan.int64_offsets,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
         BLOCK_TOKENS=plan.combine_tokens,
         BLOCK_M=plan.combine_rows,
-        STAGES=STAGES,
         PARTIAL_STAGES=plan.combine_stages(plan.value_dim),
         num_warps=plan.num_warps,
     )
@@ -266,20 +261,20 @@ def fused_fwd_epilogue_kernel(
     key_strides, value_strides, gate_strides,
     first_head, chunk_start, chunk_tokens, tiles_per_head,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr,
-    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, INT64_OFFSETS: tl.constexpr,
+    STRIDE: tl.constexpr, GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """CTA (query tile of the chunk, KV head of the chunk); all of a tile lies in one block.
 
     offsets_ptr: as `row_offset` takes it; None where query 0 is key 0. Keys after the last query
     may hold anything: the own block's tile then ends with the last query.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PADDED_SLOTS: tl.constexpr = width_of(NUM_SLOTS)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     head_in_chunk = tl.program_id(1)
     b = (first_head + head_in_chunk) // kv_heads
     h = (first_head + head_in_chunk) % kv_heads

@@ -37,7 +37,7 @@ from nsa_flex.fallback_kernels.common.gluon import (
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, MIN_LOGIT
 from nsa_flex.fallback_kernels.common.strides import has_tma_strides
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import tile_width, width_of
 from nsa_flex.fallback_kernels.compressed import fold as fold_parts
 from nsa_flex.fallback_kernels.selected.block_union import OTHERS
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
@@ -297,7 +297,7 @@ def fused_fwd_epilogue_sm90_kernel(
     first_head, chunk_start, chunk_tokens, tiles_per_head,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
     STRIDE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_SLOTS: gl.constexpr,
-    INITIAL: gl.constexpr, LOCAL: gl.constexpr, PADDED_SLOTS: gl.constexpr,
+    INITIAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """`fused_fwd_epilogue_kernel`, with one initial block at most.
 
@@ -306,6 +306,7 @@ def fused_fwd_epilogue_sm90_kernel(
     read from `selected_ptr`, which at an offset is the result's memory. Tiles are counted in
     positions, rows and tokens by query.
     """
+    PADDED_SLOTS: gl.constexpr = width_of(NUM_SLOTS)
     SAVE: gl.constexpr = sliding_desc is not None
     FIRST: gl.constexpr = 1 if SAVE else 0
     TOPK: gl.constexpr = NUM_SLOTS - INITIAL - LOCAL
@@ -612,7 +613,6 @@ def launch(
         NUM_SLOTS=plan.num_slots,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
-        PADDED_SLOTS=tile_width(plan.num_slots),
         num_warps=4,
         maxnreg=REGISTERS,
     )

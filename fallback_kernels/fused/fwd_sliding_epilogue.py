@@ -16,13 +16,15 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.compressed.fold import Fold, bounds_of, fold_position, of_range
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan
 from nsa_flex.fallback_kernels.sliding.fwd import attend_window
 from nsa_flex.fallback_kernels.sliding.tiles import (
     HeadRows,
+    edge_block_n,
+    heads_of_tile,
     load_rows_at,
     query_rows,
     query_tile_of_cta,
@@ -30,14 +32,14 @@ from nsa_flex.fallback_kernels.sliding.tiles import (
     store_rows_at,
 )
 
-LSE_TOKENS = 256
+LSE_TOKENS = tl.constexpr(256)
 
 
 def unfold_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int) -> Tensor:
     """Log-sum-exps by the parts of the fold as float32 (B, H, S), -inf for the first l - 1."""
     batch = lse[0].shape[0]
     out = torch.empty((batch, heads, num_tokens), dtype=torch.float32, device=lse[0].device)
-    unfold_lse_kernel[(cdiv(num_tokens, LSE_TOKENS), batch * heads)](
+    unfold_lse_kernel[(cdiv(num_tokens, LSE_TOKENS.value), batch * heads)](
         *lse,
         out,
         heads,
@@ -45,7 +47,6 @@ def unfold_lse(lse: tuple[Tensor, ...], fold: Fold, heads: int, num_tokens: int)
         *bounds_of(fold.ranges),
         fold.reach,
         STRIDE=fold.stride,
-        BLOCK_TOKENS=LSE_TOKENS,
     )
     return out
 
@@ -125,7 +126,7 @@ def sliding_epilogue(
         STRIDE=fold.stride,
         SAVE=save,
         SAVE_COMPRESSED=save_compressed,
-        **plan.query_tile_constants(tiles),
+        **plan.constants(tiles),
     )
     return SlidingEpilogue(out, lse, sliding, compressed)
 
@@ -135,13 +136,13 @@ def sliding_epilogue(
 def unfold_lse_kernel(
     lse0, lse1, lse2, lse3, out_ptr,
     heads, num_tokens, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of tokens, head of a batch row)."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
-    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    mask = token < num_tokens  # [BLOCK_TOKENS], as all below
+    token = tl.program_id(0) * LSE_TOKENS + tl.arange(0, LSE_TOKENS)
+    mask = token < num_tokens  # [LSE_TOKENS], as all below
     part, residue, width, part_rows, row = fold_position(
         token, rows, first1, first2, first3, reach, STRIDE
     )
@@ -185,14 +186,17 @@ def fused_sliding_epilogue_kernel(
     out_ptr, lse_ptr, sliding_ptr, compressed_ptr,
     query_strides, key_strides, value_strides, gate_strides,
     num_tokens, window, kv_heads, scale_log2, rows, first1, first2, first3, reach,
-    STRIDE: tl.constexpr, SAVE: tl.constexpr, SAVE_COMPRESSED: tl.constexpr,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, EDGE_BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STRIDE: tl.constexpr, SAVE: tl.constexpr, SAVE_COMPRESSED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query tile, and the gated sum of its branches."""
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
+    HEADS: tl.constexpr = heads_of_tile(GROUP, BLOCK_M)
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // HEADS
+    EDGE_BLOCK_N: tl.constexpr = edge_block_n(BLOCK_TOKENS, BLOCK_N)
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(
         first, first_head, num_tokens, GROUP, HEADS, BLOCK_TOKENS, BLOCK_M

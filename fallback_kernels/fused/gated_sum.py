@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.launches import recordable
-from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
 
-BLOCK_ROWS = 16  # (token, head) rows of a CTA
+BLOCK_ROWS = tl.constexpr(16)  # (token, head) rows of a CTA
 
 
 def gated_sum(compressed: Tensor, selected: Tensor, sliding: Tensor, gates: Tensor) -> Tensor:
@@ -95,15 +95,13 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], shape: torch.Size) -> None
     batch, heads, tokens, _ = shape
     dim = tensors[0].shape[3]
     rows = batch * heads * tokens
-    kernel[(cdiv(rows, BLOCK_ROWS),)](
+    kernel[(cdiv(rows, BLOCK_ROWS.value),)](
         *tensors,
         *(x.stride() for x in tensors),
         rows,
         heads,
         tokens,
         DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        BLOCK_M=BLOCK_ROWS,
     )
 
 
@@ -142,11 +140,12 @@ def load_gate(gate_ptr, branch: tl.constexpr, b, h, s, strides, row_mask):
 def gated_sum_fwd_kernel(
     x0, x1, x2, gates, out, x0_strides, x1_strides, x2_strides, gate_strides, out_strides,
     num_rows, heads, num_tokens,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     """out = sum_c gates[..., c] * x_c, in float32; CTA of (token, head) rows."""
-    b, h, s, d, row_mask, mask = rows_of_cta(num_rows, heads, num_tokens, DIM, BLOCK_D, BLOCK_M)
-    # [BLOCK_M, BLOCK_D] each
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
+    b, h, s, d, row_mask, mask = rows_of_cta(num_rows, heads, num_tokens, DIM, BLOCK_D, BLOCK_ROWS)
+    # [BLOCK_ROWS, BLOCK_D] each
     a0 = tl.load(tile_pointers(x0, b, h, s, d, x0_strides), mask=mask, other=0.0)
     a1 = tl.load(tile_pointers(x1, b, h, s, d, x1_strides), mask=mask, other=0.0)
     a2 = tl.load(tile_pointers(x2, b, h, s, d, x2_strides), mask=mask, other=0.0)
@@ -164,17 +163,18 @@ def gated_sum_bwd_kernel(
     grad_strides, x0_strides, x1_strides, x2_strides, gate_strides,
     g0_strides, g1_strides, g2_strides, grad_gate_strides,
     num_rows, heads, num_tokens,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     """g_c = gates[..., c] * grad and grad_gates[..., c] = sum(grad * x_c); CTA of rows."""
-    b, h, s, d, row_mask, mask = rows_of_cta(num_rows, heads, num_tokens, DIM, BLOCK_D, BLOCK_M)
-    # [BLOCK_M, BLOCK_D] each
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
+    b, h, s, d, row_mask, mask = rows_of_cta(num_rows, heads, num_tokens, DIM, BLOCK_D, BLOCK_ROWS)
+    # [BLOCK_ROWS, BLOCK_D] each
     do = tl.load(tile_pointers(grad, b, h, s, d, grad_strides), mask=mask, other=0.0)
     do = do.to(tl.float32)
     a0 = tl.load(tile_pointers(x0, b, h, s, d, x0_strides), mask=mask, other=0.0)
     a1 = tl.load(tile_pointers(x1, b, h, s, d, x1_strides), mask=mask, other=0.0)
     a2 = tl.load(tile_pointers(x2, b, h, s, d, x2_strides), mask=mask, other=0.0)
-    # [BLOCK_M, 1] each
+    # [BLOCK_ROWS, 1] each
     gate0 = load_gate(gates, 0, b, h, s, gate_strides, row_mask)[:, None]
     gate1 = load_gate(gates, 1, b, h, s, gate_strides, row_mask)[:, None]
     gate2 = load_gate(gates, 2, b, h, s, gate_strides, row_mask)[:, None]
@@ -187,7 +187,7 @@ def gated_sum_bwd_kernel(
     tl.store(g2, (do * gate2).to(element), mask=mask)
     gate_type = grad_gates.dtype.element_ty
     zb, zh, zs, zc = grad_gate_strides
-    grad_gates = grad_gates + b * zb + h * zh + s * zs  # [BLOCK_M]
+    grad_gates = grad_gates + b * zb + h * zh + s * zs  # [BLOCK_ROWS]
     tl.store(grad_gates, tl.sum(do * a0.to(tl.float32), 1).to(gate_type), mask=row_mask)
     tl.store(grad_gates + zc, tl.sum(do * a1.to(tl.float32), 1).to(gate_type), mask=row_mask)
     tl.store(grad_gates + 2 * zc, tl.sum(do * a2.to(tl.float32), 1).to(gate_type), mask=row_mask)

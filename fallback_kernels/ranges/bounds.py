@@ -15,7 +15,7 @@ from nsa_flex.fallback_kernels.common.tiles import cdiv
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
 
-QUERIES = 1024  # of one CTA
+QUERIES = tl.constexpr(1024)  # of one CTA
 
 
 @torch.library.custom_op("nsa_flex::range_bounds", mutates_args=())
@@ -76,7 +76,7 @@ def launch(
     """
     first, end = _empty(num_queries, offsets, document_start, device)
     num_keys, block, stride = sizes if len(sizes) == 3 else (sizes[0], 0, 1)
-    range_bounds_kernel[(cdiv(num_queries, QUERIES), first.shape[0])](
+    range_bounds_kernel[(cdiv(num_queries, QUERIES.value), first.shape[0])](
         offsets,
         document_start,
         kinds,
@@ -87,7 +87,6 @@ def launch(
         num_keys,
         BLOCK_SIZE=block,
         STRIDE=stride,
-        QUERIES=QUERIES,
         KIND=kind,
         SELECT=block_size,
     )
@@ -109,8 +108,8 @@ def _empty(
 @triton.jit(do_not_specialize=["num_queries", "offset", "num_keys"])
 def range_bounds_kernel(
     offsets_ptr, document_start_ptr, kinds_ptr, first_ptr, end_ptr, num_queries, offset, num_keys,
-    BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, QUERIES: tl.constexpr,
-    KIND: tl.constexpr, SELECT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, KIND: tl.constexpr,
+    SELECT: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of queries, batch row). BLOCK_SIZE of compressed keys, 0 for a window of num_keys.
 

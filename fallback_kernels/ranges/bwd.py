@@ -21,7 +21,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, all_hav
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.fallback_kernels.ranges.config import MOST_KEYS, MOST_QUERIES, RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import (
     key_bounds,
@@ -46,14 +46,16 @@ def ranges_bwd_dq_kernel(
     q_strides, k_strides, v_strides, do_strides, range_stride_b,
     num_queries, num_keys, query_heads, group, scale, scale_log2,
     kinds_ptr, SELECT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ (B, Sq, Hq, D) of one tile of queries and one head.
 
     With `kinds_ptr`, of blocks of SELECT tokens, tiles of short documents are not written.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(k_ptr.dtype.element_ty)
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -109,9 +111,8 @@ def ranges_bwd_dkdv_kernel(
     range_stride_b, seeing_stride_b,
     num_queries, num_keys, query_heads, kv_heads, heads_per_cta, query_splits, scale, scale_log2,
     kinds_ptr, SELECT: tl.constexpr, STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK (splits, B, Sk, Hkv, D) and dV of one tile of keys, from `heads_per_cta` query heads.
 
@@ -122,6 +123,9 @@ def ranges_bwd_dkdv_kernel(
     With `kinds_ptr`, of blocks of SELECT tokens, STRIDE of them a key, tiles of short documents
     are not written.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(k_ptr.dtype.element_ty)
     tile = tl.program_id(0)  # early keys are seen by more queries: they start first
     head_splits = query_heads // kv_heads // heads_per_cta
     splits = head_splits * query_splits

@@ -74,7 +74,6 @@ class RangesPlan:
     query_splits: int
     head_dim: int
     value_dim: int
-    precision: str
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor) -> RangesPlan:
@@ -90,10 +89,7 @@ class RangesPlan:
         """What every kernel takes."""
         return {
             "HEAD_DIM": self.head_dim,
-            "BLOCK_D": tile_width(self.head_dim),
             "VALUE_DIM": self.value_dim,
-            "BLOCK_DV": tile_width(self.value_dim),
-            "PRECISION": self.precision,
         }
 
 
@@ -137,7 +133,6 @@ def _plan(
         query_splits=query_splits,
         head_dim=head_dim,
         value_dim=value_dim,
-        precision="ieee" if dtype.itemsize == 4 else "tf32",
     )
 
 

@@ -20,7 +20,7 @@ from nsa_flex.fallback_kernels.common.softmax import (
     online_softmax_update,
 )
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.config import RangesPlan
 from nsa_flex.fallback_kernels.ranges.tiles import (
@@ -79,15 +79,17 @@ def ranges_fwd_kernel(
     q_ptr, k_ptr, v_ptr, key_desc, value_desc, first_key_ptr, end_key_ptr, out_ptr, lse_ptr,
     q_strides, k_strides, v_strides, lse_strides,
     range_stride_b, num_queries, num_keys, query_heads, group, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, LEAVE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, LEAVE: tl.constexpr,
 ):  # fmt: skip
     """out (B, Sq, Hq, Dv) and natural lse (B, Hq, Sq) of one tile of queries and one head.
 
     key_desc, value_desc: of tiles of BLOCK_N keys and values, or None: all loads are by pointers.
     LEAVE: tiles of queries that see nothing are left as they are.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(k_ptr.dtype.element_ty)
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
     b = tl.program_id(2).to(tl.int64)

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_QUERIES, all_have_kind
 from nsa_flex.fallback_kernels.common.launches import recordable
-from nsa_flex.fallback_kernels.common.tiles import cdiv, store_zeros, tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, store_zeros, tile_width, width_of
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 
 # Tiles of so few queries at most sort their blocks. Longer ones search one block after the other,
 # which takes no longer than the union is, if a first test finds their queries alike.
 SORTED_TOKENS = 4
-ZEROS = 128  # numbers that one CTA sets to zero at a time
+ZEROS = tl.constexpr(128)  # numbers that one CTA sets to zero at a time
 OTHERS = tl.constexpr(-2)  # size of the union of a tile of short queries: `short/` has them
 
 
@@ -126,9 +126,9 @@ def searched_union(
 def block_union_kernel(
     blocks_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr, counts_ptr,
     num_queries, query_offset, base, num_counters, kinds_ptr, kv_heads,
-    NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPACITY: tl.constexpr,
-    WORDS: tl.constexpr, LIMIT: tl.constexpr, SORTED: tl.constexpr, ZEROS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, CAPACITY: tl.constexpr, WORDS: tl.constexpr, LIMIT: tl.constexpr,
+    SORTED: tl.constexpr,
 ):  # fmt: skip
     """The union of a tile's blocks, if attending it is worth it.
 
@@ -136,6 +136,7 @@ def block_union_kernel(
     block of a query; with LIMIT 0 it never is. Besides, the zeros that the inverted index counts
     from. With `kinds_ptr`, tiles of short queries alone have none.
     """
+    PADDED_SLOTS: tl.constexpr = width_of(NUM_SLOTS)
     batch_head = tl.program_id(1)
     if counts_ptr is not None:
         store_zeros(counts_ptr, tl.where(batch_head == 0, num_counters, 0), ZEROS)
@@ -236,7 +237,6 @@ def build_block_unions(
         WORDS=words,
         LIMIT=plan.union_limit,
         SORTED=by_sort,
-        ZEROS=ZEROS,
         num_warps=max(1, min(4, plan.combine_tokens * tile_width(plan.num_slots) // 1024)),
     )
     return unions

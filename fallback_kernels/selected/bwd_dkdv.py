@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
-from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows
+from nsa_flex.fallback_kernels.common.tiles import (
+    group_rows,
+    load_rows,
+    precision_of,
+    store_rows,
+    width_of,
+)
 from nsa_flex.fallback_kernels.selected.tiles import (
     first_partial,
     last_key,
@@ -79,10 +85,7 @@ def selected_bwd_dkdv_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
@@ -92,6 +95,9 @@ def selected_bwd_dkdv_kernel(
 
     `stats_ptr`: base-2 log-sum-exp and delta of every row, as `softmax_stats_kernel` writes them.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     start, stop, batch, head, head_in_chunk, block = load_work_tile(
         work_tiles_ptr,
         first_work_tile + tl.program_id(0),
@@ -190,10 +196,7 @@ def selected_bwd_dkdv_initial_local_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -214,6 +217,9 @@ def selected_bwd_dkdv_initial_local_kernel(
     A block of keys that is local has one CTA, which stores its sum: 0 where no query is near. The
     gradients of initial blocks start at 0; their CTAs add by atomics.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     segment = tl.program_id(0) // (LOCAL_PER_SEGMENT + INITIAL)
     number = tl.program_id(0) % (LOCAL_PER_SEGMENT + INITIAL)
     batch_head = tl.program_id(1)

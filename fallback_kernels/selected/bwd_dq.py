@@ -7,7 +7,13 @@ import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
 from nsa_flex.fallback_kernels.common.launches import recordable
-from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
+from nsa_flex.fallback_kernels.common.tiles import (
+    group_rows,
+    load_masked_rows,
+    precision_of,
+    store_rows,
+    width_of,
+)
 from nsa_flex.fallback_kernels.selected.fwd_combine import combine_tile_rows, load_initial_or_local
 from nsa_flex.fallback_kernels.selected.tiles import last_key, row_offset
 
@@ -58,13 +64,10 @@ def selected_bwd_dq_kernel(
     key_strides, value_strides,
     first_head, chunk_start, chunk_tokens, query_offset, num_queries, num_keys,
     kv_heads, scale, scale_log2, kinds_ptr,
-    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, INT64_OFFSETS: tl.constexpr,
-    INITIAL_LOCAL: tl.constexpr, ADDED: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, INT64_OFFSETS: tl.constexpr, INITIAL_LOCAL: tl.constexpr,
+    ADDED: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ: initial and local blocks recomputed, partial results of the top-k blocks added.
 
@@ -72,6 +75,9 @@ def selected_bwd_dq_kernel(
     INITIAL_LOCAL: with the initial and local blocks. ADDED: to what is in `grad_query_ptr`.
     With `kinds_ptr`, results of short documents stay as they are; without an offset.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     query_offset, chunk_start = row_offset(
         offsets_ptr, first_head + tl.program_id(1), query_offset, chunk_start, BLOCK_SIZE
     )

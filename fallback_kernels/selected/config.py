@@ -414,7 +414,6 @@ class SelectedPlan:
         """Compile-time arguments that every kernel over the blocks takes."""
         return {
             "NUM_SLOTS": self.num_slots,
-            "PADDED_SLOTS": tile_width(self.num_slots),
             "BLOCK_SIZE": self.block_size,
             "INITIAL": self.num_initial,
             "LOCAL": self.num_local,
@@ -427,10 +426,7 @@ class SelectedPlan:
             "NUM_SLOTS": self.num_slots,
             "BLOCK_SIZE": self.block_size,
             "HEAD_DIM": self.head_dim,
-            "BLOCK_D": tile_width(self.head_dim),
             "VALUE_DIM": self.value_dim,
-            "BLOCK_DV": tile_width(self.value_dim),
-            "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "INT64_OFFSETS": self.int64_offsets,
         }
 

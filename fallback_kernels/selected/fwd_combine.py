@@ -12,7 +12,13 @@ import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, finite, online_softmax_update
-from nsa_flex.fallback_kernels.common.tiles import group_rows, load_masked_rows, store_rows
+from nsa_flex.fallback_kernels.common.tiles import (
+    group_rows,
+    load_masked_rows,
+    precision_of,
+    store_rows,
+    width_of,
+)
 from nsa_flex.fallback_kernels.selected.tiles import last_key, load_block, row_offset
 
 
@@ -155,14 +161,15 @@ def selected_fwd_combine_kernel(
     key_strides, value_strides,
     first_head, first_tile, tiles_per_row, chunk_start, chunk_tokens, query_offset, num_queries,
     num_keys, kv_heads, scale_log2,
-    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, INT64_OFFSETS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, INT64_OFFSETS: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of the tiles that have no union."""
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PADDED_SLOTS: tl.constexpr = width_of(NUM_SLOTS)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     batch_head = first_head + tl.program_id(1)
     tile = batch_head * tiles_per_row + first_tile + tl.program_id(0)
     if tl.load(union_sizes_ptr + tile) != -1:

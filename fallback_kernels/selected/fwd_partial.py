@@ -20,7 +20,13 @@ from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import empty_bshd, strides
-from nsa_flex.fallback_kernels.common.tiles import group_rows, load_rows, store_rows, tile_width
+from nsa_flex.fallback_kernels.common.tiles import (
+    group_rows,
+    load_rows,
+    precision_of,
+    store_rows,
+    width_of,
+)
 from nsa_flex.fallback_kernels.launch.streams import round_robin
 from nsa_flex.fallback_kernels.selected.config import QueryChunk, SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import selected_fwd_combine_kernel
@@ -72,14 +78,14 @@ def selected_fwd_partial_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """CTA (work tile): partial outputs of one block, for the queries that selected it."""
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     start, stop, batch, head, head_in_chunk, block = load_work_tile(
         work_tiles_ptr,
         first_work_tile + tl.program_id(0),
@@ -264,7 +270,6 @@ def _launch_combine(
         plan.kv_heads,
         base2_scale(scale),
         **plan.constants(),
-        PADDED_SLOTS=tile_width(plan.num_slots),
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
         BLOCK_TOKENS=plan.combine_tokens,

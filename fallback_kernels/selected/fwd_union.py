@@ -14,8 +14,10 @@ from nsa_flex.fallback_kernels.common.strides import has_tma_strides, strides
 from nsa_flex.fallback_kernels.common.tiles import (
     group_rows,
     load_masked_rows,
+    precision_of,
     store_rows,
     tile_width,
+    width_of,
 )
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.fwd_combine import attend_initial_local, combine_tile_rows
@@ -31,17 +33,17 @@ def selected_fwd_union_kernel(
     union_ptr, masks_ptr, out_ptr, lse_ptr,
     key_strides, value_strides,
     base, span, query_offset, num_queries, num_keys, kv_heads, scale_log2,
-    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, INT64_OFFSETS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    CAPACITY: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr,
+    GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, CAPACITY: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of the tiles that have a union.
 
-    USE_TMA: `key_tiles` and `value_tiles` are descriptors of (B, Hkv, Sk, D), tiles of one block.
+    key_tiles, value_tiles: descriptors of (B, Hkv, Sk, D), tiles of one block; None without TMA.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     size = tl.load(sizes_ptr + tile)
     if size < 0:
@@ -80,7 +82,7 @@ def selected_fwd_union_kernel(
         if WORDS == 2:
             bits = tl.where(token < 32, bits, tl.load(masks_ptr + i * WORDS + 1) >> (token % 32))
         selected = row_mask & ((bits & 1) != 0)
-        if USE_TMA:
+        if key_tiles is not None:
             k = key_tiles.load([batch, head, block * BLOCK_SIZE, 0])
             k = k.reshape(BLOCK_SIZE, BLOCK_D)  # [BLOCK_SIZE, BLOCK_D]
             v = value_tiles.load([batch, head, block * BLOCK_SIZE, 0])
@@ -145,7 +147,6 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         CAPACITY=plan.union_capacity,
         WORDS=unions.masks.shape[2],
         STAGES=plan.union_stages,
-        USE_TMA=use_tma,
         num_warps=plan.num_warps,
         maxnreg=plan.union_registers,
     )
@@ -160,7 +161,7 @@ def sm90_unsupported_reason(
     if reason is not None:
         return reason
     if not (has_tma_strides(key) and has_tma_strides(value)):
-        return "USE_TMA cannot copy keys or values: their strides are not multiples of 16 bytes"
+        return "TMA cannot copy keys or values: their strides are not multiples of 16 bytes"
     if plan.num_warps != 4 or plan.combine_rows != 64:
         return (
             f"tiles have {plan.combine_rows} rows and {plan.num_warps} warps; 64 and 4 are needed"

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from nsa_flex.fallback_kernels.common.gluon import thread_barrier, tma_load
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LN2, base2_scale
-from nsa_flex.fallback_kernels.common.tiles import tile_width
+from nsa_flex.fallback_kernels.common.tiles import tile_width, width_of
 from nsa_flex.fallback_kernels.selected import tiles as selected_tiles
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.selected.prepare import Selection
@@ -203,13 +203,13 @@ def attend_union(
 def selected_fwd_union_sm90_kernel(
     key_tiles, value_tiles, query_ptr, bitmask_ptr, offsets_ptr, sizes_ptr, union_ptr, masks_ptr,
     out_ptr, lse_ptr, base, query_offset, num_queries, kv_heads, scale_log2,
-    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-    VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     INT64_OFFSETS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr,
     CAPACITY: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
     """`fwd_union.selected_fwd_union_kernel`: output and log-sum-exp of tiles that have a union."""
+    BLOCK_D: gl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: gl.constexpr = width_of(VALUE_DIM)
     tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     size = gl.load(sizes_ptr + tile)
     if size < 0:
@@ -301,7 +301,7 @@ def launch(selection: Selection, out: Tensor, lse: Tensor) -> None:
     """`attend_unions` where tiles are of 64 rows and 16 bits."""
     plan, csr, unions, query, key, value, scale, offsets = selection
     constants = plan.constants()
-    del constants["NUM_SLOTS"], constants["PRECISION"]
+    del constants["NUM_SLOTS"]
     selected_fwd_union_sm90_kernel[(plan.span // plan.combine_tokens, plan.batch * plan.kv_heads)](
         kv_descriptor(plan, key),
         kv_descriptor(plan, value),

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kind
 from nsa_flex.fallback_kernels.common.launches import recordable
-from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, width_of
 from nsa_flex.fallback_kernels.selected.block_union import BlockUnions
 from nsa_flex.fallback_kernels.selected.config import WORK_TILE_WORDS, SelectedPlan
 from nsa_flex.fallback_kernels.selected.tiles import row_offset, split_blocks
 
-INDEX_TOKENS = 32  # queries of one CTA of the index kernels
-TILES_PER_CTA = 128  # work tiles whose records one CTA writes
+INDEX_TOKENS = tl.constexpr(32)  # queries of one CTA of the index kernels
+TILES_PER_CTA = tl.constexpr(128)  # work tiles whose records one CTA writes
 STARTS_TILE = 2048  # counters that a CTA of `index_starts_kernel` adds at a time
 TOTALS_TILE = 256  # totals of earlier CTAs that it adds at a time
 ONE_CTA_COUNTERS = 1 << 14  # up to so many, one CTA takes less than two launches
@@ -123,11 +123,9 @@ def index_count_kernel(
     kinds_ptr,
     kv_heads,
     NUM_SLOTS: tl.constexpr,
-    PADDED_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     ALL_ENTRIES: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -138,11 +136,12 @@ def index_count_kernel(
     counter, in no fixed order. ORDERED leaves the ranking to a stable sort: it writes the counter
     of every entry into `ranks_ptr` and no counts.
     """
+    PADDED_SLOTS: tl.constexpr = width_of(NUM_SLOTS)
     # Neighbouring CTAs work for different heads: fewer of them contend for one counter.
     batch_head = tl.program_id(0) % batch_heads
     query_offset, base = row_offset(offsets_ptr, batch_head, query_offset, base, BLOCK_SIZE)
-    index = tl.program_id(0) // batch_heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    row_mask = index < num_queries  # [BLOCK_TOKENS]
+    index = tl.program_id(0) // batch_heads * INDEX_TOKENS + tl.arange(0, INDEX_TOKENS)
+    row_mask = index < num_queries  # [INDEX_TOKENS]
     row = batch_head * num_queries + index
     position = index + query_offset
     block, is_topk, slot, bitmask = split_blocks(
@@ -155,7 +154,7 @@ def index_count_kernel(
             sizes_ptr, batch_head, row_mask, position, base, span, TILE_TOKENS
         )
     if ALL_ENTRIES or tl.min(has_union.to(tl.int32), 0) == 0:
-        counter = counter_of(  # [BLOCK_TOKENS, PADDED_SLOTS]
+        counter = counter_of(  # [INDEX_TOKENS, PADDED_SLOTS]
             block, batch_head, position, has_union.to(tl.int32), base, chunk_tokens, chunk_heads,
             chunks_per_head, phases, phase_tokens, num_blocks,
         )  # fmt: skip
@@ -172,14 +171,14 @@ def index_count_kernel(
                 is_topk = is_topk & ~has_union[:, None]
             rank = tl.atomic_add(
                 counts_ptr + counter, 1, mask=is_topk, sem="relaxed"
-            )  # [BLOCK_TOKENS, PADDED_SLOTS]
+            )  # [INDEX_TOKENS, PADDED_SLOTS]
             tl.store(ranks_ptr + offset, rank, mask=is_topk)
 
 
 @triton.jit
 def write_work_tiles(
     starts_ptr, work_tile_starts_ptr, work_tiles_ptr, cta, chunk, bound, csr_rows_per_chunk,
-    work_tile_tokens, steps, phases, TILES_PER_CTA: tl.constexpr,
+    work_tile_tokens, steps, phases,
 ):  # fmt: skip
     """Cut the CSR rows of a query chunk into work tiles; records after the last one are empty."""
     index = cta * TILES_PER_CTA + tl.arange(0, TILES_PER_CTA)
@@ -238,34 +237,32 @@ def index_scatter_kernel(
     kinds_ptr,
     kv_heads,
     NUM_SLOTS: tl.constexpr,
-    PADDED_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     ALL_ENTRIES: tl.constexpr,
-    TILES_PER_CTA: tl.constexpr,
 ):
     """Write each entry at the start of its counter's entries plus its rank.
 
     The first CTAs, `work_tile_ctas` for each query chunk, cut its CSR rows into work tiles.
     """
+    PADDED_SLOTS: tl.constexpr = width_of(NUM_SLOTS)
     cta = tl.program_id(0)
-    scatter_ctas = tl.cdiv(num_queries, BLOCK_TOKENS) * batch_heads
+    scatter_ctas = tl.cdiv(num_queries, INDEX_TOKENS) * batch_heads
     cut_ctas = tl.num_programs(0) - scatter_ctas
     if cta < cut_ctas:
         write_work_tiles(
             starts_ptr, work_tile_starts_ptr, work_tiles_ptr,
             cta % work_tile_ctas, cta // work_tile_ctas, bound, csr_rows_per_chunk,
-            work_tile_tokens, steps, phases, TILES_PER_CTA,
+            work_tile_tokens, steps, phases,
         )  # fmt: skip
         return
     cta -= cut_ctas
     batch_head = cta % batch_heads
     query_offset, base = row_offset(offsets_ptr, batch_head, query_offset, base, BLOCK_SIZE)
-    index = cta // batch_heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    row_mask = index < num_queries  # [BLOCK_TOKENS]
+    index = cta // batch_heads * INDEX_TOKENS + tl.arange(0, INDEX_TOKENS)
+    row_mask = index < num_queries  # [INDEX_TOKENS]
     row = batch_head * num_queries + index
     position = index + query_offset
     has_union = tiles_have_union(
@@ -283,7 +280,7 @@ def index_scatter_kernel(
             INITIAL,
             LOCAL,
         )
-        counter = counter_of(  # [BLOCK_TOKENS, PADDED_SLOTS]
+        counter = counter_of(  # [INDEX_TOKENS, PADDED_SLOTS]
             block, batch_head, position, has_union.to(tl.int32), base, chunk_tokens, chunk_heads,
             chunks_per_head, phases, phase_tokens, num_blocks,
         )  # fmt: skip
@@ -296,7 +293,7 @@ def index_scatter_kernel(
             )  # fmt: skip
         rank = tl.load(
             ranks_ptr + row[:, None] * NUM_SLOTS + slot, mask=is_topk, other=0
-        )  # [BLOCK_TOKENS, PADDED_SLOTS]
+        )  # [INDEX_TOKENS, PADDED_SLOTS]
         start = tl.load(starts_ptr + counter, mask=is_topk, other=0)
         tl.store(entries_ptr + start + rank, index[:, None] * NUM_SLOTS + slot, mask=is_topk)
 
@@ -312,12 +309,11 @@ def index_work_tiles_kernel(
     work_tile_tokens,
     steps,
     phases,
-    TILES_PER_CTA: tl.constexpr,
 ):
     """Cut the CSR rows of a query chunk into work tiles; records after the last one are empty."""
     write_work_tiles(
         starts_ptr, work_tile_starts_ptr, work_tiles_ptr, tl.program_id(0), tl.program_id(1),
-        bound, csr_rows_per_chunk, work_tile_tokens, steps, phases, TILES_PER_CTA,
+        bound, csr_rows_per_chunk, work_tile_tokens, steps, phases,
     )  # fmt: skip
 
 
@@ -500,7 +496,7 @@ def build_index(
     """
     index = index_views(plan, work_tile_tokens, storage, blocks)
     batch_heads = plan.batch * plan.kv_heads
-    grid = (cdiv(plan.num_queries, INDEX_TOKENS) * batch_heads,)
+    grid = (cdiv(plan.num_queries, INDEX_TOKENS.value) * batch_heads,)
     sizes = (
         batch_heads,
         plan.num_queries,
@@ -518,7 +514,6 @@ def build_index(
     )
     constants = {
         **plan.index_constants(),
-        "BLOCK_TOKENS": INDEX_TOKENS,
         "TILE_TOKENS": plan.combine_tokens,
         "ALL_ENTRIES": all_entries,
     }
@@ -541,7 +536,7 @@ def build_index(
             starts = _starts(counts)
             work_tile_starts = _work_tile_starts(plan, starts, work_tile_tokens)
         scattered = (blocks, offsets, starts, ranks, index.entries, unions.sizes)
-        work_tile_ctas = cdiv(index.work_tiles.shape[1], TILES_PER_CTA)
+        work_tile_ctas = cdiv(index.work_tiles.shape[1], TILES_PER_CTA.value)
         index_scatter_kernel[(grid[0] + work_tile_ctas * plan.num_chunks,)](
             *scattered,
             work_tile_starts,
@@ -549,7 +544,6 @@ def build_index(
             work_tile_ctas,
             *sizes,
             **constants,
-            TILES_PER_CTA=TILES_PER_CTA,
         )
     return index
 
@@ -571,12 +565,11 @@ def _cut_csr_rows(
 ) -> None:
     """Records of all work tiles of the CSR rows whose counters' entries begin at `starts`."""
     bound = work_tiles.shape[1]
-    index_work_tiles_kernel[(cdiv(bound, TILES_PER_CTA), plan.num_chunks)](
+    index_work_tiles_kernel[(cdiv(bound, TILES_PER_CTA.value), plan.num_chunks)](
         starts,
         work_tile_starts,
         *_work_tile_sizes(plan, work_tiles, work_tile_tokens),
         plan.phases,
-        TILES_PER_CTA=TILES_PER_CTA,
     )
 
 

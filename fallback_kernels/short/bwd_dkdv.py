@@ -20,7 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kin
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import load_tile, store_tile
 from nsa_flex.fallback_kernels.short.bwd_dq import COMPRESSED, FAR, NEAR, UNSELECTED, WORDS
@@ -194,11 +194,9 @@ def short_bwd_dkdv_kernel(
     num_tokens, num_blocks, compressed_tiles, query_heads, kv_heads, heads_per_cta,
     longest, window, selected_tokens, scale, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr,
-    MASKED: tl.constexpr, SELECT: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, KIND: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, SELECT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    KIND: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK (splits, B, S, Hkv, D), dV, and those of compressed keys (splits, B, N, Hkv, D).
 
@@ -208,6 +206,9 @@ def short_bwd_dkdv_kernel(
     documents that are no longer than that they selected all, and their bits are not read. With
     `kinds_ptr`, only keys of documents of a KIND are written.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PRECISION: tl.constexpr = precision_of(k_ptr.dtype.element_ty)
     is_compressed = tl.program_id(0) < compressed_tiles
     splits = query_heads // kv_heads // heads_per_cta
     kv_head = tl.program_id(1) // splits

@@ -20,7 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kin
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
 from nsa_flex.fallback_kernels.short.config import plan_of
@@ -113,11 +113,9 @@ def short_bwd_dq_kernel(
     do_strides, gate_strides, lse_strides, stats_strides, stats_step,
     num_tokens, num_blocks, query_heads, group, longest, window, selected_tokens,
     scale, scale_log2,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
-    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SELECT: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ (B, S, Hq, D), gradients of the gates and softmax stats of a tile of one head's queries.
 
@@ -128,6 +126,10 @@ def short_bwd_dq_kernel(
 
     With `kinds_ptr`, only rows of short documents are written.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PADDED_SLOTS: tl.constexpr = triton.next_power_of_2(NUM_SLOTS)
+    PRECISION: tl.constexpr = precision_of(k_ptr.dtype.element_ty)
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
     row_of_batch = tl.program_id(2)

@@ -24,7 +24,7 @@ from nsa_flex.fallback_kernels.common.softmax import (
     online_softmax_update,
 )
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
 from nsa_flex.fallback_kernels.short.config import masked_tiles, plan_of
@@ -170,10 +170,8 @@ def short_fwd_kernel(
     gate_strides, lse_strides,
     num_tokens, num_blocks, query_heads, group, longest, window, scale_log2,
     COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, SAVE: tl.constexpr,
-    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gated sum and log-sum-exps of one tile of queries and one head; SAVE: the branches too.
 
@@ -182,6 +180,10 @@ def short_fwd_kernel(
     which they were selected, is read. With `kinds_ptr`, only rows of short queries are written, or
     with both, only the other rows.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    PADDED_SLOTS: tl.constexpr = triton.next_power_of_2(NUM_SLOTS)
+    PRECISION: tl.constexpr = precision_of(k_ptr.dtype.element_ty)
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries see more: they start first
     row_of_batch = tl.program_id(2)

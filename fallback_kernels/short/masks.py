@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.tiles import next_power_of_2
 
 MAX_BLOCKS = 64  # of a document: the bits of two words
 
@@ -48,5 +47,4 @@ def slots(config: NSAConfig) -> dict[str, int]:
     return {
         "SELECT": config.select_block_size,
         "NUM_SLOTS": count,
-        "PADDED_SLOTS": next_power_of_2(count),
     }

@@ -154,10 +154,6 @@ class SlidingPlan:
         divisors = (x for x in range(1, self.group + 1) if self.group % x == 0)
         return max(x for x in divisors if x <= max(1, affordable))
 
-    def edge_block_n(self, tiles: Tiles) -> int:
-        """Keys of the masked tiles at the left end of a window."""
-        return min(tiles.block_n, 64, tile_width(self.tokens_per_tile(tiles)))
-
     def constants(self, tiles: Tiles) -> dict[str, Any]:
         """Compile-time arguments that all kernels take."""
         return {
@@ -165,22 +161,10 @@ class SlidingPlan:
             "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n,
             "HEAD_DIM": self.head_dim,
-            "BLOCK_D": self.block_d,
             "VALUE_DIM": self.value_dim,
-            "BLOCK_DV": self.block_dv,
-            "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "STAGES": tiles.stages,
             "num_warps": tiles.warps,
             "maxnreg": tiles.registers,
-        }
-
-    def query_tile_constants(self, tiles: Tiles) -> dict[str, Any]:
-        """Compile-time arguments of the kernels with one CTA per query tile."""
-        return {
-            **self.constants(tiles),
-            "HEADS": self.heads_per_tile(tiles),
-            "BLOCK_TOKENS": self.tokens_per_tile(tiles),
-            "EDGE_BLOCK_N": self.edge_block_n(tiles),
         }
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.tiles import width_of
+
 
 class HeadRows(NamedTuple):
     """The tokens of one head of a (B, H, S, D) tensor, inside a kernel: what `load_tile` reads."""
@@ -22,6 +24,18 @@ class HeadRows(NamedTuple):
     h: Any
     strides: Any  # of batch, head and token
     num_tokens: Any
+
+
+@triton.constexpr_function
+def heads_of_tile(group, block_m):
+    """HEADS: query heads of a KV head in one tile, all of them if there are rows enough."""
+    return min(group, block_m)
+
+
+@triton.constexpr_function
+def edge_block_n(block_tokens, block_n):
+    """Keys of the masked tiles at the left end of a window."""
+    return min(block_n, 64, width_of(block_tokens))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.checks import DTYPES, MAX_HEAD_DIM
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
-from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
 from nsa_flex.reasons import explained
 
 MAX_BLOCK_SIZE = 128
@@ -72,8 +72,8 @@ def block_max(
             query, key, position, start, best,
             query.stride()[:3], key.stride()[:3],
             num_queries, num_keys, blocks, heads, heads // key.shape[1],
-            BLOCK_SIZE=block_size, HEAD_DIM=dim, BLOCK_D=tile_width(dim),
-            BLOCK_M=block_m, BLOCK_N=block_n, PRECISION="ieee" if is_float32 else "tf32",
+            BLOCK_SIZE=block_size, HEAD_DIM=dim,
+            BLOCK_M=block_m, BLOCK_N=block_n,
             num_warps=4, num_stages=2,
         )  # fmt: skip
     return best
@@ -84,10 +84,11 @@ def block_max(
 def block_max_kernel(
     query_ptr, key_ptr, position_ptr, start_ptr, best_ptr, query_strides, key_strides,
     num_queries, num_keys, num_blocks, heads, group,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of queries, batch row and head). Strides are of (B, H, S)."""
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see more: they start first
     b, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]

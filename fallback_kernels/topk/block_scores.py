@@ -19,7 +19,12 @@ from nsa_flex.fallback_kernels.common.checks import DTYPES, MAX_HEAD_DIM
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E, base2_scale
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
-from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
+from nsa_flex.fallback_kernels.common.tiles import (
+    cdiv,
+    next_power_of_2,
+    precision_of,
+    width_of,
+)
 from nsa_flex.fallback_kernels.topk.interface import MAX_GROUP, MAX_HEADS
 from nsa_flex.reasons import explained
 
@@ -81,11 +86,10 @@ def block_scores(
             query, key, lse, positions, document_start, scores,
             query.stride()[:3], key.stride()[:3], lse.stride(),
             num_queries, num_keys, num_blocks, kv_heads, base2_scale(scale),
-            GROUP=group, PADDED_GROUP=padded_group, BLOCK_TOKENS=tokens,
-            BLOCK_N=block_n, HEAD_DIM=dim, BLOCK_D=tile_width(dim),
+            GROUP=group, BLOCK_TOKENS=tokens,
+            BLOCK_N=block_n, HEAD_DIM=dim,
             COMPRESS=config.compress_block_size, STRIDE=config.compress_stride,
             SELECT=config.select_block_size, MAXIMUM=config.selection == "max_pool",
-            PRECISION="ieee" if is_float32 else "tf32",
             num_warps=4,
         )  # fmt: skip
     return scores
@@ -97,12 +101,13 @@ def block_scores_kernel(
     query_ptr, key_ptr, lse_ptr, position_ptr, start_ptr, scores_ptr,
     query_strides, key_strides, lse_strides,
     num_queries, num_keys, num_blocks, kv_heads, scale_log2,
-    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
-    MAXIMUM: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    COMPRESS: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, MAXIMUM: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile of queries, batch row and KV head). Strides are of (B, H, S)."""
+    PADDED_GROUP: tl.constexpr = triton.next_power_of_2(GROUP)
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     PER: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1  # compressed blocks before a block that overlap it
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see more: they start first

@@ -245,15 +245,10 @@ class TopkPlan:
 
     def tile_constants(self) -> dict[str, Any]:
         """Compile-time arguments that kernels over queries and keys take."""
-        block_d, tail_columns = self.block_d
         return {
             "GROUP": self.group,
-            "PADDED_GROUP": self.padded_group,
             "BLOCK_TOKENS": self.tile_tokens,
             "BLOCK_N": self.block_n,
             "HEAD_DIM": self.head_dim,
-            "BLOCK_D": block_d,
-            "BLOCK_D_TAIL": tail_columns,
-            "PRECISION": "ieee" if self.element_size == 4 else "tf32",
             "STAGES": self.stages,
         }

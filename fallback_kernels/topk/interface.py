@@ -14,7 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import (
-    INTERPRETED,
     gluon_unsupported_reason,
     shared_memory_bytes,
     supports_tma,
@@ -396,7 +395,7 @@ def _launch_span(
     scale: float,
     **constants: int,
 ) -> None:
-    tokens, (block_d, tail_columns) = plan.span_tokens, plan.block_d
+    tokens = plan.span_tokens
     topk_span_kernel[(cdiv(plan.num_queries, tokens), plan.batch * plan.kv_heads)](
         query,
         key,
@@ -416,12 +415,7 @@ def _launch_span(
         GROUP=plan.group,
         TOKENS=tokens,
         HEAD_DIM=plan.head_dim,
-        BLOCK_D=block_d,
-        BLOCK_D_TAIL=tail_columns,
-        SPAN=SPAN,
-        STAGES=SPAN_STAGES,
         NUM_SLOTS=plan.num_slots,
-        PADDED_SLOTS=next_power_of_2(plan.num_slots),
         ALL=not plan.has_scores,
         DOCUMENTS=query_positions.documents,
         **constants,
@@ -481,8 +475,6 @@ def _launch_scores(
         base2_scale(scale),
         SCORED=plan.scored,
         DOCUMENTS=query_positions.documents,
-        USE_TMA=key_tiles is not None,
-        COMPILED=not INTERPRETED,
         **plan.tile_constants(),
         **constants,
         num_warps=4,
@@ -517,7 +509,6 @@ def _launch_select(
             *arguments,
             SELECT=constants["SELECT"],
             NUM_SLOTS=plan.num_slots,
-            PADDED_SLOTS=next_power_of_2(plan.num_slots),
             CANDIDATES=chunk.candidates,
             THREADS=threads,
             DEPTH=chunk.width // threads,
@@ -526,7 +517,6 @@ def _launch_select(
         )
         return
     constants |= {
-        "PADDED_SLOTS": next_power_of_2(plan.num_slots),
         "CANDIDATES": chunk.candidates,
         "THREADS": chunk.threads,
         "DEPTH": chunk.depth,

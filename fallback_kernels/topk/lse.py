@@ -11,7 +11,13 @@ import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.topk.scores import load_keys, load_queries
+from nsa_flex.fallback_kernels.common.tiles import precision_of
+from nsa_flex.fallback_kernels.topk.scores import (
+    first_columns,
+    load_keys,
+    load_queries,
+    other_columns,
+)
 
 
 @recordable
@@ -31,19 +37,19 @@ def compressed_lse_kernel(
     kv_heads,
     scale_log2,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_D_TAIL: tl.constexpr,
     COMPRESS: tl.constexpr,
     STRIDE: tl.constexpr,
     DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Natural log-sum-exp (splits, B, Hq, Sq) of every num_splits-th tile of keys."""
+    PADDED_GROUP: tl.constexpr = triton.next_power_of_2(GROUP)
+    BLOCK_D: tl.constexpr = first_columns(HEAD_DIM)
+    BLOCK_D_TAIL: tl.constexpr = other_columns(HEAD_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     head = (tl.program_id(1) % kv_heads).to(tl.int64)

@@ -16,9 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_flex.fallback_kernels.common.arch import INTERPRETED
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
+from nsa_flex.fallback_kernels.common.tiles import precision_of, width_of
 from nsa_flex.fallback_kernels.topk.select import VECTOR
+
+COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
@@ -87,8 +91,21 @@ def load_keys(
     return load_rows(base + row * key_stride_s, FIRST_DIM, HEAD_DIM, BLOCK_D)
 
 
+@triton.constexpr_function
+def first_columns(dim):
+    """BLOCK_D of the first tile of a head dim, a power of two: it may take a second."""
+    return max(16, 1 << (dim.bit_length() - 1))
+
+
+@triton.constexpr_function
+def other_columns(dim):
+    """BLOCK_D_TAIL, of the second tile; 0 without one."""
+    first = max(16, 1 << (dim.bit_length() - 1))
+    return width_of(dim - first) if dim > first else 0
+
+
 @triton.jit
-def pin_layout(x, COMPILED: tl.constexpr):
+def pin_layout(x):
     """x itself. Triton may not move the conversion of what follows to before this point."""
     if COMPILED:
         x = tl.inline_asm_elementwise(
@@ -116,13 +133,12 @@ def multiply(
     BLOCK_D: tl.constexpr,
     BLOCK_D_TAIL: tl.constexpr,
     PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
 ):
     """Key . query [BLOCK_N, columns of q]; row j is key RESIDUES (first_block + j) + residue.
 
-    `key_tiles` is a descriptor of (B, Hkv, RESIDUES, N // RESIDUES, D) if USE_TMA, else unused.
+    key_tiles: a descriptor of (B, Hkv, RESIDUES, N // RESIDUES, D), or None to use `key_ptr`.
     """
-    if USE_TMA:
+    if key_tiles is not None:
         k = key_tiles.load([batch, head, residue, first_block, 0])
         k = tl.reshape(k, (BLOCK_N, BLOCK_D))  # [BLOCK_N, BLOCK_D]
         return tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -202,12 +218,9 @@ def topk_scores_kernel(
     pitch,
     scale_log2,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_D_TAIL: tl.constexpr,
     COMPRESS: tl.constexpr,
     STRIDE: tl.constexpr,
     SELECT: tl.constexpr,
@@ -215,16 +228,17 @@ def topk_scores_kernel(
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Scores of a tile of queries: rows of `width` in natural order, `pitch` apart.
 
     Stored are the vectors with a block that top-k may select for some query of the tile, -1 for
     other blocks in them.
     """
+    PADDED_GROUP: tl.constexpr = triton.next_power_of_2(GROUP)
+    BLOCK_D: tl.constexpr = first_columns(HEAD_DIM)
+    BLOCK_D_TAIL: tl.constexpr = other_columns(HEAD_DIM)
+    PRECISION: tl.constexpr = precision_of(key_ptr.dtype.element_ty)
     RESIDUES: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     LENT: tl.constexpr = 1 if LEFT > 0 else 0
@@ -298,7 +312,7 @@ def topk_scores_kernel(
         logits = multiply(  # [BLOCK_N, BLOCK_M]
             key_tiles, key_ptr, key_strides[2], first_block, residue, batch, head, num_keys,
             q, q_tail, BLOCK_N, RESIDUES, AFTER_ZERO, HEAD_DIM, BLOCK_D, BLOCK_D_TAIL,
-            PRECISION, USE_TMA,
+            PRECISION,
         )  # fmt: skip
         p = tl.exp2(logits * scale_log2 - lse[None, :])  # [BLOCK_N, BLOCK_M]
         p = tl.sum(
@@ -315,14 +329,14 @@ def topk_scores_kernel(
             lent_weight = tl.maximum(residue - (RESIDUES - 1 - LEFT), 0).to(tl.float32)
             lent_sum += lent_weight * p
         if residue == RESIDUES - 1:
-            scores = pin_layout(own_sum, COMPILED)
+            scores = pin_layout(own_sum)
             # The row above; said by way of `residue`, it takes no registers while others come.
             above = tl.maximum(row + residue - RESIDUES, 0)[:, None]
             above = tl.broadcast_to(above, (BLOCK_N, BLOCK_TOKENS))
             if LEFT == 1:
                 scores += tl.gather(p, above, 0)
             if LEFT > 1:
-                scores += tl.gather(pin_layout(lent_sum, COMPILED), above, 0)
+                scores += tl.gather(pin_layout(lent_sum), above, 0)
             scores = tl.where(scores > 0.0, scores, 0.0)  # NaN counts as 0
             block = first_block + row
             is_topk = (block[:, None] >= first_topk[None, :]) & (

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -247,7 +248,6 @@ def topk_scores_sm90_kernel(
     maxima_offset,
     scale_log2,
     GROUP: gl.constexpr,
-    PADDED_GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     COMPRESS: gl.constexpr,
     STRIDE: gl.constexpr,
@@ -262,6 +262,7 @@ def topk_scores_sm90_kernel(
 
     Needs initial and local blocks at both ends of a row, so that nothing is masked, and l <= 2 d.
     """
+    PADDED_GROUP: gl.constexpr = triton.next_power_of_2(GROUP)
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_M: gl.constexpr = 16 * WARPS
     BLOCK_TOKENS: gl.constexpr = 2 * BLOCK_M // PADDED_GROUP
@@ -512,7 +513,6 @@ def launch_scores(
         chunk.width + chunk.candidates,
         scale_log2,
         GROUP=plan.group,
-        PADDED_GROUP=plan.padded_group,
         HEAD_DIM=plan.head_dim,
         BANDED=chunk.banded or plan.padded_group > 1,  # without, ptxas serialises those products
         **constants,

@@ -358,7 +358,6 @@ def topk_select_kernel(
     QUERIES: tl.constexpr,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
-    PADDED_SLOTS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -374,6 +373,7 @@ def topk_select_kernel(
     Queries with less than SCORED blocks before their own, as most in packed rows may be, have no
     scores; SCORED above NUM_SLOTS says that `topk_span_kernel` writes their blocks.
     """
+    PADDED_SLOTS: tl.constexpr = triton.next_power_of_2(NUM_SLOTS)
     first_of_tile = tl.program_id(0).to(tl.int64) * QUERIES
     batch = tl.program_id(2).to(tl.int64)
     batch_head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)

@@ -13,9 +13,12 @@ import triton.language as tl
 
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import LOG2E
-from nsa_flex.fallback_kernels.topk.scores import load_rows
+from nsa_flex.fallback_kernels.topk import config
+from nsa_flex.fallback_kernels.topk.scores import first_columns, load_rows, other_columns
 
 FAR = tl.constexpr(1 << 30)  # past any block
+SPAN = tl.constexpr(config.SPAN)
+STAGES = tl.constexpr(config.SPAN_STAGES)
 
 
 @triton.jit
@@ -52,15 +55,10 @@ def topk_span_kernel(
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_D_TAIL: tl.constexpr,
-    SPAN: tl.constexpr,
-    STAGES: tl.constexpr,
     COMPRESS: tl.constexpr,
     STRIDE: tl.constexpr,
     SELECT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
-    PADDED_SLOTS: tl.constexpr,
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     ALL: tl.constexpr,
@@ -71,6 +69,9 @@ def topk_span_kernel(
     Queries that see more than they choose are then of one document: another begins with a block.
     ALL: of others, too, which what follows the last document may hold, the first blocks they see.
     """
+    BLOCK_D: tl.constexpr = first_columns(HEAD_DIM)
+    BLOCK_D_TAIL: tl.constexpr = other_columns(HEAD_DIM)
+    PADDED_SLOTS: tl.constexpr = triton.next_power_of_2(NUM_SLOTS)
     RESIDUES: tl.constexpr = SELECT // STRIDE
     LEFT: tl.constexpr = COMPRESS // STRIDE - 1
     LENT: tl.constexpr = 1 if LEFT > 0 else 0

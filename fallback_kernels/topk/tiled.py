@@ -19,13 +19,13 @@ from nsa_flex.fallback_kernels.topk.select import block_of, load_bits, store_bes
 def topk_select_tiled_kernel(
     score_ptr, block_ptr, position_ptr, start_ptr, position_stride_b, start_stride_b,
     first_query, chunk_queries, num_queries, pitch,
-    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    CANDIDATES: tl.constexpr, THREADS: tl.constexpr, DEPTH: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+    SELECT: tl.constexpr, NUM_SLOTS: tl.constexpr, CANDIDATES: tl.constexpr, THREADS: tl.constexpr,
+    DEPTH: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """One query of a KV head, whose own block is the one that is forced; pointers and rows as of
     `topk_select_kernel`.
     """
+    PADDED_SLOTS: tl.constexpr = triton.next_power_of_2(NUM_SLOTS)
     HALF: tl.constexpr = NUM_SLOTS // 2
     query, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     batch_head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
