@@ -170,11 +170,15 @@ def forget_plans() -> Iterator[Callable[[], None]]:
 
     No plan comes from another test or goes to the next; the call forgets those made since.
     """
-    from nsa_flex.fallback_kernels.selected.config import forget_kept
+    from nsa_flex.fallback_kernels.selected import config
 
-    forget_kept()
-    yield forget_kept
-    forget_kept()
+    def forget() -> None:
+        config._kept.cache_clear()
+        config._chunks.cache_clear()
+
+    forget()
+    yield forget
+    forget()
 
 
 @pytest.fixture(params=["filled", "as it is"])

@@ -457,9 +457,3 @@ def _chunks(plan: SelectedPlan, work_tile_tokens: int) -> tuple[QueryChunk, ...]
         )
         chunks.append(chunk)
     return tuple(chunks)
-
-
-def forget_kept() -> None:
-    """Forget what is kept of sizes: for those who change a limit that no key has."""
-    _kept.cache_clear()
-    _chunks.cache_clear()
