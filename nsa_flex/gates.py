@@ -167,13 +167,6 @@ class Gates(nn.Module):
         found = self._per_head(logits, x.dtype)
         return found if as_logits else found.gates()
 
-    def of_product(self, product: Float[Tensor, "B S N"], dtype: torch.dtype) -> Tensor:
-        """What `forward` gives for x of that dtype, of x W, which lacks the bias."""
-        return self._per_head(self._biased(product), dtype).gates()
-
-    def _biased(self, product: Tensor) -> Tensor:
-        return product if self.linear.bias is None else product + self.linear.bias
-
     def _per_head(self, logits: Tensor, dtype: torch.dtype) -> GateLogits:
         """(B, S, rows·Hq) -> (B, Hq, S, C)."""
         if logits.dtype != dtype:
@@ -220,7 +213,8 @@ class Gates(nn.Module):
         columns, weight = len(self.rows) * self.num_query_heads, self.linear.weight
         if columns % ALIGNED_COLUMNS:
             weight = F.pad(weight, (0, 0, 0, -columns % ALIGNED_COLUMNS))
-        return self._biased(F.linear(x, weight)[..., :columns])
+        logits = F.linear(x, weight)[..., :columns]
+        return logits if self.linear.bias is None else logits + self.linear.bias
 
 
 def gates_of_step(gates: Any, x: Tensor) -> Tensor | GateLogits:

@@ -16,7 +16,6 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, real_positions
 from nsa_flex.gates import GateInit, Gates, gates_of_step
-from nsa_flex.joined import JoinedInput, joined_input
 from nsa_flex.parallel import SequenceShards, context_parallel_attention
 from nsa_flex.rotary import apply_rotary, rotary_cos_sin
 
@@ -255,9 +254,7 @@ class NSAAttention(nn.Module):
             place = real_positions(attention_mask)
         return place + cache.lengths[:, None] if cache.is_initialized else place
 
-    def _project(
-        self, x: Tensor | JoinedInput, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, H, S, D), the first two rotated."""
         query = self._heads(self.q_proj(x), self.head_dim)
         keys = self._heads(self.k_proj(x), self.head_dim)
@@ -266,14 +263,6 @@ class NSAAttention(nn.Module):
             cos, sin = rotary_cos_sin(positions, self.head_dim, self.rope_theta)
             query, keys = apply_rotary(query, cos, sin), apply_rotary(keys, cos, sin)
         return query, keys, values
-
-    def _project_with_gates(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys, values and gates, where x is all there is."""
-        joined = joined_input(x, (self.k_proj, self.v_proj), self.gates)
-        projected = self._project(x if joined is None else joined, positions)
-        if joined is None:
-            return *projected, self.gates(x)
-        return *projected, self.gates.of_product(joined.gate_logits, x.dtype)
 
     def _attend_shards(
         self,
@@ -294,7 +283,7 @@ class NSAAttention(nn.Module):
             start = first[torch.searchsorted(first, places, right=True) - 1][None]
         if positions is None:
             positions = places if start is None else places - start[0]
-        query, keys, values, gates = self._project_with_gates(x, positions)
+        (query, keys, values), gates = self._project(x, positions), self.gates(x)
         compressed_key, key, sliding_key = self._branches(keys)
         compressed_value, value, sliding_value = self._branches(values)
         own_window = self.separate_branch_kv
@@ -321,7 +310,7 @@ class NSAAttention(nn.Module):
         if positions is None:
             plain = torch.arange(x.shape[1], device=x.device)
             positions = plain if layout is None else layout.positions
-        query, keys, values, gates = self._project_with_gates(x, positions)
+        (query, keys, values), gates = self._project(x, positions), self.gates(x)
         if layout is not None:
             # Behind the projections, which then see no unused slots. The rotation before it and
             # this move are one pass over memory when compiled.

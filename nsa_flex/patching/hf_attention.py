@@ -100,10 +100,7 @@ def attention_forward(
     elif nsa_call.cache is None:
         check_tokens(name, query, key, nsa_call.rows)
         output = layer(
-            *(nsa_input.hidden_states, query, key, value),
-            scale=scaling,
-            rows=nsa_call.rows,
-            joined=nsa_input.joined,
+            nsa_input.hidden_states, query, key, value, scale=scaling, rows=nsa_call.rows
         )
     else:
         cache = nsa_call.cache.layers[module.layer_idx]

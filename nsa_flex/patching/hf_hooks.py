@@ -14,16 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nsa_flex.joined import joined_input, reads_linearly
 from nsa_flex.patching.hf_families import family_of
 from nsa_flex.patching.hf_layers import Attention, Decoder, parameter_names
 from nsa_flex.patching.hf_refusals import check_mask_kept
 from nsa_flex.patching.hf_versions import cache_of
-from nsa_flex.patching.layer import NSALayer
 from nsa_flex.patching.rows import CallContext, LayerInput
-
-_JOINED = ("k_proj", "v_proj")  # with the gates, in one product
-_PROJECTIONS = ("q_proj", *_JOINED)
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -79,11 +74,9 @@ class InputHook:
 
     Args:
         arguments: names of the module's parameters in order.
-        joins: whether the module may be given a `JoinedInput` for its input.
     """
 
     arguments: tuple[str, ...]
-    joins: bool = False
 
     def __call__(self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         call = kwargs
@@ -91,29 +84,13 @@ class InputHook:
             call = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         check_mask_kept(type(module).__name__, call)
         name = "hidden_states" if "hidden_states" in call else self.arguments[0]
-        hidden_states, joined = call[name], None
-        if self.joins and _is_without_cache(call) and type(module.nsa) is NSALayer:
-            maps = [getattr(module, each) for each in _JOINED]
-            joined = joined_input(hidden_states, maps, module.nsa.gates)
-        got = LayerInput(hidden_states, call.get("attention_mask"), joined)
-        if joined is not None and args:
-            args = (joined, *args[1:])
-        elif joined is not None:
-            kwargs = {**kwargs, name: joined}
+        got = LayerInput(call[name], call.get("attention_mask"))
         return args, {**kwargs, "nsa_input": got}
-
-
-def _is_without_cache(call: dict[str, Any]) -> bool:
-    context = call.get("nsa_call")
-    return context is not None and context.cache is None and context.paged is None
 
 
 def hook_attention(module: Attention) -> LastHook:
     """Hand on what `module` is called with."""
-    arguments = parameter_names(module)
-    separate = all(hasattr(module, name) for name in _PROJECTIONS)
-    joins = separate and reads_linearly(module, arguments[0], _PROJECTIONS)
-    return register_last(module, InputHook(arguments, joins))
+    return register_last(module, InputHook(parameter_names(module)))
 
 
 class Carried(NamedTuple):

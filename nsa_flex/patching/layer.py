@@ -14,7 +14,6 @@ from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateInit, Gates, gates_of_step
-from nsa_flex.joined import JoinedInput
 from nsa_flex.paging import LayerPages, NewTokens, PagedBatch, PagedLayer, attend
 from nsa_flex.parallel import SequenceShards, context_parallel_attention
 from nsa_flex.patching.rows import Rows
@@ -111,7 +110,6 @@ class NSALayer(nn.Module):
         rows: Rows | None = None,
         cache: LayerCache | None = None,
         stored: bool = False,
-        joined: JoinedInput | None = None,
         paged: tuple[LayerPages, PagedBatch] | None = None,
     ) -> Tensor:
         """NSA of queries against keys and values.
@@ -129,7 +127,6 @@ class NSALayer(nn.Module):
                 `cache.expect`, not by `rows`.
             stored: whether the caller called `cache.update`, gives what it returned as `key` and
                 `value`, and counts the tokens afterwards (`advance`).
-            joined: of `joined_input`, if keys and values come from it; without a cache.
             paged: pages of this layer, which keys and values are added to, and whose the tokens
                 are: those of several requests in one row.
 
@@ -159,10 +156,7 @@ class NSALayer(nn.Module):
             advance([cache], cache.incoming)
             return output
         rows = Rows() if rows is None else rows
-        if joined is None:
-            gates = self.gates(hidden_states)
-        else:
-            gates = self.gates.of_product(joined.gate_logits, hidden_states.dtype)
+        gates = self.gates(hidden_states)
         # Under autocast rotary embeddings leave queries and keys in float32, values in half.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if self.shards is not None:

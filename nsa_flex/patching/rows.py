@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nsa_flex.documents import DocumentLayout, gather_real
-from nsa_flex.joined import JoinedInput
 
 
 class Rows(NamedTuple):
@@ -87,10 +86,7 @@ class LayerInput(NamedTuple):
 
     hidden_states: (B, S, E), from which the gates come.
     attention_mask: as the module got it.
-    joined: what stands for the input in the module's own projections, with the logits of the
-        gates; or None.
     """
 
     hidden_states: Tensor
     attention_mask: Any
-    joined: JoinedInput | None = None
