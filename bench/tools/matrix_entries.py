@@ -22,7 +22,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from nsa_flex.bench.tools.matrix_calls import calls
 from nsa_flex.explaining.rehearsal import pretending
@@ -152,7 +152,7 @@ def source_of(kernel: JITFunction) -> str:
 
 
 def _read(value: Any, parts: dict[Any, str]) -> None:
-    if not isinstance(value, JITFunction) or value in parts:
+    if not isinstance(value, JITCallable) or value in parts:
         return
     tree = ast.parse(textwrap.dedent(value.src))
     body: list[ast.stmt] = tree.body[0].body  # type: ignore[attr-defined]

@@ -342,8 +342,6 @@ class DecodePlan:
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
             "VALUE_DIM": self.value_dim,
-            "COMPRESS": config.compress_block_size,
-            "STRIDE": config.compress_stride,
             "SELECT": config.select_block_size,
             "PADDED_BLOCKS": self.padded_blocks,
             "PDL": self.pdl,

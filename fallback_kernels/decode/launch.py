@@ -211,6 +211,8 @@ def launch_compressed(
         plan.num_splits,
         base2_scale(scale),
         **plan.attention_constants(),
+        COMPRESS=plan.config.compress_block_size,
+        STRIDE=plan.config.compress_stride,
         BLOCK_N=plan.compressed_block_n,
         BLOCK_POOL=tile_width(plan.tile_blocks + 1),
         STAGES=plan.stages,

@@ -193,7 +193,6 @@ def selected_bwd_dkdv_initial_local_kernel(
     scale,
     scale_log2,
     GROUP: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,

@@ -423,7 +423,6 @@ class SelectedPlan:
         """Compile-time arguments that every kernel over query, key and value takes."""
         return {
             "GROUP": self.group,
-            "NUM_SLOTS": self.num_slots,
             "BLOCK_SIZE": self.block_size,
             "HEAD_DIM": self.head_dim,
             "VALUE_DIM": self.value_dim,

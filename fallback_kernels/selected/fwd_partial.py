@@ -230,6 +230,7 @@ def _launch(plan: SelectedPlan, num_ctas: int, arguments: tuple[Any, ...]) -> No
     selected_fwd_partial_kernel[(num_ctas,)](
         *arguments,
         **plan.constants(),
+        NUM_SLOTS=plan.num_slots,
         BLOCK_M=plan.tile_rows,
         num_warps=plan.num_warps,
         maxnreg=plan.stream_registers,
@@ -270,6 +271,7 @@ def _launch_combine(
         plan.kv_heads,
         base2_scale(scale),
         **plan.constants(),
+        NUM_SLOTS=plan.num_slots,
         INITIAL=plan.num_initial,
         LOCAL=plan.num_local,
         BLOCK_TOKENS=plan.combine_tokens,

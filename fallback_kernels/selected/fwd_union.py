@@ -142,6 +142,7 @@ def attend_unions(selection: Selection, out: Tensor, lse: Tensor) -> None:
         plan.kv_heads,
         base2_scale(scale),
         **plan.constants(),
+        NUM_SLOTS=plan.num_slots,
         BLOCK_TOKENS=plan.combine_tokens,
         BLOCK_M=plan.combine_rows,
         CAPACITY=plan.union_capacity,

@@ -300,8 +300,6 @@ def selected_fwd_union_sm90_kernel(
 def launch(selection: Selection, out: Tensor, lse: Tensor) -> None:
     """`attend_unions` where tiles are of 64 rows and 16 bits."""
     plan, csr, unions, query, key, value, scale, offsets = selection
-    constants = plan.constants()
-    del constants["NUM_SLOTS"]
     selected_fwd_union_sm90_kernel[(plan.span // plan.combine_tokens, plan.batch * plan.kv_heads)](
         kv_descriptor(plan, key),
         kv_descriptor(plan, value),
@@ -316,7 +314,7 @@ def launch(selection: Selection, out: Tensor, lse: Tensor) -> None:
         plan.num_queries,
         plan.kv_heads,
         base2_scale(scale),
-        **constants,
+        **plan.constants(),
         BLOCK_TOKENS=plan.combine_tokens,
         BLOCK_M=plan.combine_rows,
         CAPACITY=plan.union_capacity,
