@@ -270,8 +270,8 @@ def fused_bwd_dq_kernel(
     num_tokens, first_zeros, second_zeros, zeros_rows, zeros_tokens, num_keys, window, kv_heads,
     scale, scale_log2,
     rows, first1, first2, first3, reach,
-    OFFSET: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OFFSET: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * sum_c gate_c sum_j p_cj (dO v_j - delta_c) k_j, all three branches.

@@ -1,13 +1,13 @@
 """Kernel launches of a launch plan: compiled kernels, and those of Triton's interpreter.
 
-A step keeps the arguments; a replay fills in the stream and the addresses. Triton's launcher
-parses every argument in Python and C, and encodes the tensor map of each descriptor, at every
-launch. A `PackedLaunch` did that once: it keeps the kernel's parameters packed in memory.
+Triton's launcher parses every argument in Python and C, and encodes the tensor map of each
+descriptor, at every launch. A `PackedLaunch` did that once: it keeps the kernel's parameters
+packed in memory, and a replay fills in the stream and the addresses. An operator with a kernel of
+unknown layout has no plan: its body runs, and Triton launches.
 """
 
 from __future__ import annotations
 
-import copy
 import struct
 import sys
 from typing import Any
@@ -21,6 +21,7 @@ from nsa_flex.fallback_kernels.launch.steps import (
     OnStream,
     Registers,
     Step,
+    Unrecordable,
     operands,
     resolved,
 )
@@ -34,73 +35,6 @@ FORMATS = {
 }  # fmt: skip
 
 Address = tuple[int, int, int]  # argument, register, offset in bytes
-
-
-def compiled_launch(
-    compiled: Any,
-    grid: tuple[int, ...],
-    args: list[Any],
-    pointers: list[Address],
-    descriptors: list[Address],
-) -> Step:
-    """The launch of a compiled kernel, packed if the layout of its parameters is known.
-
-    Args:
-        args: of the kernel; tensor descriptors as they were when the plan was made.
-        pointers: arguments that are tensors. descriptors: those that are tensor descriptors.
-    """
-    call = (compiled, (*grid, 1, 1)[:3], args, pointers, descriptors)
-    try:
-        return PackedLaunch(*call)
-    except Unpacked:
-        return CompiledLaunch(*call)
-
-
-class CompiledLaunch(Step):
-    """Launches a compiled kernel by Triton's launcher, with addresses in place of tensors.
-
-    The last descriptor is kept for as long as its memory is the same.
-    """
-
-    __slots__ = ("args", "descriptors", "kept", "pointers", "registers", "run")
-
-    def __init__(
-        self,
-        compiled: Any,
-        grid: tuple[int, ...],
-        args: list[Any],
-        pointers: list[Address],
-        descriptors: list[Address],
-    ) -> None:
-        # Grid, stream, function, metadata and three for hooks; then the arguments.
-        head = [*grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
-        self.run = compiled.run
-        self.args = head + args
-        first = len(head)
-        self.pointers = [(first + i, register, offset) for i, register, offset in pointers]
-        self.descriptors = [(first + i, register, offset) for i, register, offset in descriptors]
-        self.kept = [(-1, _at(args[i], -1)) for i, _, _ in descriptors]
-        self.registers = {register for _, register, _ in (*pointers, *descriptors)}
-        for i, _, _ in self.descriptors:
-            self.args[i] = None  # the tensor that it names is not to live on
-
-    def __call__(self, registers: Registers) -> None:
-        args = self.args.copy()
-        args[3] = registers.stream
-        addresses = registers.pointers
-        for i, register, offset in self.pointers:
-            args[i] = addresses[register] + offset
-        for number, (i, register, offset) in enumerate(self.descriptors):
-            address = addresses[register] + offset
-            kept = self.kept[number]
-            if kept[0] != address:  # one assignment: threads may replay the plan side by side
-                self.kept[number] = kept = (address, _at(kept[1], address))
-            args[i] = kept[1]
-        self.run(*args)
-
-
-class Unpacked(Exception):
-    """Raised where a kernel cannot be packed: parameters or launch options of unknown layout."""
 
 
 class PackedLaunch(Step):
@@ -119,22 +53,30 @@ class PackedLaunch(Step):
         pointers: list[Address],
         descriptors: list[Address],
     ) -> None:
-        """Raises `Unpacked`."""
+        """The launch with such arguments.
+
+        Args:
+            args: of the kernel; tensor descriptors as they were when the plan was made.
+            pointers: arguments that are tensors. descriptors: those that are tensor descriptors.
+
+        Raises:
+            Unrecordable: parameters or launch options of unknown layout.
+        """
         launcher = compiled.run
         device = triton.runtime.driver.active.get_current_device()
         reason = version_unsupported_reason(torch.device("cuda", device))
         if reason is not None:
-            raise Unpacked(reason)
+            raise Unrecordable(reason)
         if type(launcher).__name__ != "CudaLauncher":
-            raise Unpacked(f"a launcher {type(launcher).__name__}")
+            raise Unrecordable(f"a launcher {type(launcher).__name__}")
         if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise Unpacked("a kernel with scratch memory")
+            raise Unrecordable("a kernel with scratch memory")
         num_warps, num_ctas, shared = compiled.packed_metadata
         if num_ctas != 1:
-            raise Unpacked("a kernel with clusters")
+            raise Unrecordable("a kernel with clusters")
         module = native()
         if module is None:
-            raise Unpacked("packed_launch.c could not be compiled")
+            raise Unrecordable("packed_launch.c could not be compiled")
         try:
             packed = _Parameters(compiled, args, pointers, descriptors)
             handle = module.prepare(
@@ -143,7 +85,7 @@ class PackedLaunch(Step):
                 *packed.tables(),
             )
         except PROBLEMS as problem:
-            raise Unpacked(str(problem)) from problem
+            raise Unrecordable(str(problem)) from problem
         self.launch = module.launch
         self.handles: tuple[Any, ...] = (handle,)
         self.compiled = [compiled]  # which the functions that `handles` launch belong to
@@ -248,25 +190,6 @@ def _expanded(launcher: Any, descriptor: Any, meta: Any) -> list[Any]:
     # From 3.8 on it takes the launcher's other arguments, which CUDA has no use for.
     others = (None,) * (make.__code__.co_argcount - 2)
     return list(make(descriptor, meta, *others))
-
-
-class _Pointer:
-    """Stands for the base of a tensor descriptor: a launch asks it for `data_ptr` alone."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _at(descriptor: Any, address: int) -> Any:
-    """A copy of the tensor descriptor, of memory at `address`."""
-    descriptor = copy.copy(descriptor)
-    descriptor.base = _Pointer(address)
-    return descriptor
 
 
 class InterpretedLaunch(Step):

@@ -28,8 +28,8 @@ from torch.nn import Parameter
 from triton import knobs
 
 from nsa_flex.fallback_kernels.launch.packing import join_launches
-from nsa_flex.fallback_kernels.launch.recorder import Recorder, Unrecordable
-from nsa_flex.fallback_kernels.launch.steps import Registers, memory, resolved
+from nsa_flex.fallback_kernels.launch.recorder import Recorder
+from nsa_flex.fallback_kernels.launch.steps import Registers, Unrecordable, memory, resolved
 from nsa_flex.fallback_kernels.launch.workspace import Workspace, insert_releases
 
 Body = TypeVar("Body", bound=Callable[..., Any])

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nsa_flex.fallback_kernels.common.launches import intercepting_launches
-from nsa_flex.fallback_kernels.launch.packing import InterpretedLaunch, compiled_launch
+from nsa_flex.fallback_kernels.launch.packing import InterpretedLaunch, PackedLaunch
 from nsa_flex.fallback_kernels.launch.steps import (
     Allocation,
     Copy,
@@ -28,6 +28,7 @@ from nsa_flex.fallback_kernels.launch.steps import (
     OnStream,
     Operation,
     Step,
+    Unrecordable,
     View,
     Whole,
     operands,
@@ -41,10 +42,6 @@ _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 MAX_CONSTANT_BYTES = 4 << 20  # of one result that depends on no argument; the plan keeps it
 
 _current = threading.local()
-
-
-class Unrecordable(Exception):
-    """Raised with the reason why a body has no launch plan."""
 
 
 def current_recorder() -> Recorder | None:
@@ -274,7 +271,8 @@ class Recorder(TorchDispatchMode):
                 descriptors.append((i, *self._address(x.base)))
             elif isinstance(x, tuple) and any(isinstance(y, Tensor) for y in _flat(x)):
                 raise Unrecordable(f"{kernel.__name__} takes tensors in a tuple")
-        self.steps.append(compiled_launch(compiled, tuple(grid), bound, pointers, descriptors))
+        launch_grid = (*grid, 1, 1)[:3]
+        self.steps.append(PackedLaunch(compiled, launch_grid, bound, pointers, descriptors))
 
     # Registers.
 

@@ -22,6 +22,10 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.launch.native import native
 
 
+class Unrecordable(Exception):
+    """Raised with the reason why a body has no launch plan."""
+
+
 class Registers:
     """The tensors of one replay.
 
@@ -222,14 +226,8 @@ class Fork(Step):
     others: list[torch.cuda.Stream]
 
     def __call__(self, registers: Registers) -> None:
-        module = native()
-        if module is None:
-            current = torch.cuda.current_stream(self.device)
-            for other in self.others:
-                other.wait_stream(current)
-            return
         for other in self.others:
-            module.wait(other.cuda_stream, registers.main, self.device.index)
+            native().wait(other.cuda_stream, registers.main, self.device.index)
 
 
 @dataclass(slots=True)
@@ -240,14 +238,8 @@ class Join(Step):
     others: list[torch.cuda.Stream]
 
     def __call__(self, registers: Registers) -> None:
-        module = native()
-        if module is None:
-            current = torch.cuda.current_stream(self.device)
-            for other in self.others:
-                current.wait_stream(other)
-            return
         for other in self.others:
-            module.wait(registers.main, other.cuda_stream, self.device.index)
+            native().wait(registers.main, other.cuda_stream, self.device.index)
 
 
 class OnStream(Step):
