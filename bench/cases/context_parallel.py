@@ -127,8 +127,10 @@ def one_gpu(heads: str, tokens: int, device: torch.device, options: Any) -> tupl
         tensors = tensors_of(heads, range(options.chunks), tokens // options.chunks, device)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
-            compressed = (phi(x) for phi, x in zip(phis, (key, value), strict=True))
-            return nsa_attention(query, key, value, *compressed, gates, config=CONFIG)
+            compressed_key, compressed_value = phis[0](key), phis[1](value)
+            return nsa_attention(
+                query, key, value, compressed_key, compressed_value, gates, config=CONFIG
+            )
 
         step = step_of(attend, tensors, lambda: None)
         out, row = measure(step, options.repeats, tensors[:-1])
@@ -155,7 +157,8 @@ def shared(
 
     def attend(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
         return context_parallel_attention(
-            *(query, key, value, gates, *phis),
+            *(query, key, value, gates),
+            *(phis[0], phis[1]),
             mesh=shards,
             config=CONFIG,
             kv_heads_at_once=options.kv_heads_at_once,
@@ -184,11 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="measured steps of each case")
     parser.add_argument("--kv-heads-at-once", type=int, help="gathered together; all by default")
     parser.add_argument("--most-alone", type=int, default=1 << 19, help="tokens on one GPU")
-    parser.add_argument("--most-a-rank", type=int, default=1 << 18, help="tokens of a rank's shard")
+    parser.add_argument("--most-a-rank", type=int, default=1 << 18, help="tokens of a shard")
     options = parser.parse_args(argv)
     options.chunks = 2 * max(options.ranks)
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    device = torch.device(options.device, local if options.device == "cuda" else None)
+    device = torch.device(options.device, local if options.device == "cuda" else 0)
     if options.device == "cuda":
         torch.cuda.set_device(device)
     begun = not dist.is_initialized()

@@ -283,8 +283,8 @@ def fused_bwd_dq_kernel(
     of the selected gate where that may not be the sign it has; and a share of zeros for the sums
     that start there.
 
-    With `kinds_ptr`, none of it is written for short documents. OFFSET: whether there are more keys
-    than tokens, of which the queries are the last.
+    With `kinds_ptr`, none of it is written for short documents. OFFSET: whether there are more
+    keys than tokens, of which the queries are the last.
     """
     b, h, first, first_head = query_tile_of_cta(num_tokens, kv_heads, GROUP, HEADS, BLOCK_TOKENS)
     token, head_in_group, row_mask = query_rows(

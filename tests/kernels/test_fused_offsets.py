@@ -20,8 +20,8 @@ from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
 from nsa_flex.fallback_kernels.compressed import cudnn, cudnn_op
-from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.compressed.fold import range_rows_view
+from nsa_flex.fallback_kernels.fused import fwd_epilogue as epilogue
 from nsa_flex.fallback_kernels.fused import operators as core
 from nsa_flex.fallback_kernels.fused import route
 from nsa_flex.fallback_kernels.fused.compressed_past import PastKeys
@@ -284,9 +284,9 @@ def test_queries_see_the_keys_before_them_and_a_fold(block: int, stride: int) ->
             for part in keys.fold.ranges:
                 if part.is_empty:
                     continue
-                rows = range_rows_view(
-                    sees[None, :, None, None], part, keys.fold.reach, stride
-                )[0, :, :, 0]
+                rows = range_rows_view(sees[None, :, None, None], part, keys.fold.reach, stride)[
+                    0, :, :, 0
+                ]
                 later = torch.arange(1, part.rows + 1)[:, None].expand_as(rows)
                 assert torch.equal(rows - keys.seen, later)
             assert (sees[: keys.fold.reach] == keys.seen).all()
