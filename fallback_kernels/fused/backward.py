@@ -10,8 +10,10 @@ those rows; `short_bwd_dkdv` runs last and overwrites dK and dV.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
@@ -24,6 +26,8 @@ from nsa_flex.fallback_kernels.fused.bwd_gates import (
     SumGradients,
     after_zero,
     gated_sum_gradients,
+    num_stats,
+    stats_in,
     switch_gate_sign,
 )
 from nsa_flex.fallback_kernels.fused.compressed_branch import compressed_gradients
@@ -37,7 +41,12 @@ from nsa_flex.fallback_kernels.ranges.bwd import tokens_read_around
 from nsa_flex.fallback_kernels.selected import bwd as selected_backward
 from nsa_flex.fallback_kernels.selected.config import SelectedPlan
 from nsa_flex.fallback_kernels.short.bwd_dq import query_gradients as short_query_gradients
-from nsa_flex.fallback_kernels.short.core import overwrite_key_gradients, short_backward
+from nsa_flex.fallback_kernels.short.bwd_dq import stats_shape, with_padding
+from nsa_flex.fallback_kernels.short.core import (
+    all_key_gradients,
+    overwrite_key_gradients,
+    short_backward,
+)
 from nsa_flex.fallback_kernels.short.fwd import ShortResults
 
 BranchGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -108,8 +117,9 @@ def run_gates_backward(
     config: NSAConfig,
     route: BackwardRoute,
     rows: Tensor | None = None,
+    memory: Tensor | None = None,
 ) -> GateGradients:
-    """The first stage. Arguments as of `core_backward`; rows: as of `gated_sum_gradients`.
+    """The first stage. Arguments as of `core_backward`; rows, memory: of `gated_sum_gradients`.
 
     Queries of short documents get all their gradients here, in one pass over the outputs.
     """
@@ -123,6 +133,7 @@ def run_gates_backward(
         kinds=kinds,
         block_size=config.select_block_size,
         around=tokens_read_around(config.compress_stride),
+        memory=memory,
     )
     if kinds is None:
         return GateGradients(grad_gates, sums, None)
@@ -284,6 +295,80 @@ def _taken_over(plan: SelectedPlan, config: NSAConfig, deterministic: bool) -> I
     return InitialLocal(plan.block_size, num_initial, plan.num_local)
 
 
+def any_stats(query: Tensor) -> Tensor:
+    """Flat memory of the first stage's statistics, whatever the route."""
+    size = math.prod(stats_shape(*query.shape[:3], masked=True))
+    return torch.empty(size, dtype=torch.float32, device=query.device)
+
+
+def run_first_of_any_length(
+    grad: Tensor,
+    inputs: list[Tensor],
+    results: list[Tensor],
+    scale: float,
+    config: NSAConfig,
+    route: BackwardRoute,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates' gradients, `any_stats` with statistics, and what the second stage takes beside.
+
+    That is `SumGradients.signed`, or dQ, (B, S, H, D), where the kernels are not "lists".
+    """
+    memory = any_stats(inputs[0])
+    if route.kernels == "lists":
+        call = (grad, inputs, results, None, scale, config, route)
+        first = run_gates_backward(*call, memory=memory)
+        return first.gates, first.sums.signed, memory
+    found = short_query_gradients(
+        grad.transpose(1, 2),
+        tuple(inputs[:6]),
+        (inputs[6], inputs[7]) if len(inputs) > 6 else None,
+        ShortResults(grad, *results[1:-1]),  # the output itself is not needed
+        *(None, config, scale, _longest_of_short(config, route)),
+        results[0] if route.kernels == "masked" else None,
+    )
+    stats = with_padding(found.stats)
+    stats_in(memory, tuple(stats.shape)).copy_(stats)
+    return found.gates, found.query, memory
+
+
+def run_second_of_any_length(
+    grad: Tensor,
+    first: Tensor,
+    memory: Tensor,
+    inputs: list[Tensor],
+    kept: Kept,
+    scale: float,
+    config: NSAConfig,
+    deterministic: bool,
+    route: BackwardRoute,
+) -> BranchGradients:
+    """`run_branches_backward` with what `run_first_of_any_length` returned."""
+    batch, heads, tokens, _ = inputs[0].shape
+    if route.kernels == "lists":
+        number = num_stats(kept.compressed if route.compressed == "ranges" else None)
+        sums = SumGradients(first, stats_in(memory, (number, batch, tokens, heads)))
+        call = (inputs, kept, None, scale, config, deterministic, route)
+        return run_branches_backward(grad, sums, *call)
+    is_masked = route.kernels == "masked"
+    shape = stats_shape(batch, heads, tokens, masked=is_masked)
+    own = (inputs[6], inputs[7]) if len(inputs) > 6 else None
+    of_keys, of_window = all_key_gradients(
+        grad.transpose(1, 2),
+        tuple(inputs[:6]),
+        own,
+        stats_in(memory, shape)[..., :tokens],
+        *(None, config, scale, _longest_of_short(config, route)),
+        masked=is_masked,
+    )
+    window_key, window_value = of_window or (grad.new_empty(0), grad.new_empty(0))
+    # An operator returns no memory that it was given.
+    return first.clone(), *of_keys, window_key, window_value  # type: ignore[return-value]
+
+
+def _longest_of_short(config: NSAConfig, route: BackwardRoute) -> int:
+    return route.longest if route.kernels == "masked" else config.num_selected_tokens
+
+
 def run_short_backward(
     grad: Tensor,
     inputs: list[Tensor],
@@ -305,7 +390,7 @@ def run_short_backward(
         document_start,
         config,
         scale,
-        route.longest if is_masked else config.num_selected_tokens,
+        _longest_of_short(config, route),
         results[0] if is_masked else None,
     )
     dq, dk, dv, dck, dcv, gates, *of_window = grads

@@ -280,8 +280,8 @@ def fused_bwd_dq_kernel(
     of the selected gate where that may not be the sign it has; and a share of zeros for the sums
     that start there.
 
-    With `kinds_ptr`, none of it is written for short documents. OFFSET: whether there are more keys
-    than tokens, of which the queries are the last.
+    With `kinds_ptr`, none of it is written for short documents. OFFSET: whether there are more
+    keys than tokens, of which the queries are the last.
     """
     BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
     BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)

@@ -8,6 +8,7 @@ nothing as large as the queries is multiplied by a gate. What remains is the sig
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,11 @@ def num_stats(compressed_lse: Tensor | None) -> int:
     return 4 if compressed_lse is None else 6
 
 
+def stats_in(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The first of `memory`, flat, in a shape."""
+    return memory[: math.prod(shape)].view(shape)
+
+
 def gated_sum_gradients(
     grad: Tensor,
     compressed: Tensor,
@@ -80,6 +86,7 @@ def gated_sum_gradients(
     kinds: Tensor | None = None,
     block_size: int = 1,
     around: int = 0,
+    memory: Tensor | None = None,
 ) -> tuple[Tensor, SumGradients]:
     """Gradients of the gates (B, S, H, 3), and what the branches' backward takes for its own.
 
@@ -94,12 +101,16 @@ def gated_sum_gradients(
         kinds: of `block_kinds` for blocks of `block_size` tokens. Rows of short documents are left
             to other kernels, but for those up to `around` tokens from longer ones, which are read
             there and multiplied by 0.
+        memory: of the statistics, float32, at least as many; None for new memory.
     """
     assert rows is None or kinds is None
     batch, tokens, heads, dim = selected.shape
     grad_gates = gates.new_empty((batch, tokens, heads, 3))
     shape = (num_stats(compressed_lse), batch, tokens, heads)
-    stats = torch.empty(shape, dtype=torch.float32, device=grad.device)
+    if memory is None:
+        stats = torch.empty(shape, dtype=torch.float32, device=grad.device)
+    else:
+        stats = stats_in(memory, shape)
     of_compressed = (None, None) if compressed_lse is None else (stats[4], stats[5])
     signed = grad.new_empty(grad.shape)
     num_rows = batch * tokens * heads

@@ -57,13 +57,12 @@ def attend(
     """
     batch, tokens, heads, _ = rows.shape
     fold = keys.fold
-    seen = [x[:, :, : keys.seen] for x in (key, value)]
-    later = [x[:, :, keys.seen :] for x in (key, value)]
-    out, seen_lse = cudnn_op.whole(rows.transpose(1, 2), *seen, scale)
+    seen_key, seen_value, later_key, later_value = _cut(key, value, keys)
+    out, seen_lse = cudnn_op.whole(rows.transpose(1, 2), seen_key, seen_value, scale)
     out, seen_lse = out.transpose(1, 2).contiguous(), seen_lse.contiguous()
     parts, lses = zip(
         *(
-            cudnn.attend_range(rows, *later, part, scale, fold.reach, fold.stride)
+            cudnn.attend_range(rows, later_key, later_value, part, scale, fold.reach, fold.stride)
             for part in fold.ranges
         ),
         strict=True,
@@ -106,17 +105,23 @@ def differentiate(
     batch, tokens, heads, _ = rows.shape
     fold = keys.fold
     (seen_lse, *_), lses = (fold_gated_lse(lse, gates, x) for x in (fold_of(tokens, 1, 1), fold))
+    seen_key, seen_value, later_key, later_value = _cut(key, value, keys)
     of_seen = cudnn_op.whole_gradients(
-        *(x.transpose(1, 2) for x in (grad, rows)),
-        *(x[:, :, : keys.seen] for x in (key, value)),
-        *(out.transpose(1, 2), seen_lse, scale),
+        grad.transpose(1, 2),
+        rows.transpose(1, 2),
+        seen_key,
+        seen_value,
+        out.transpose(1, 2),
+        seen_lse,
+        scale,
     )
     of_query, *of_seen_keys = of_seen
     grad_query = of_query.transpose(1, 2).contiguous()
-    later = [x[:, :, keys.seen :] for x in (key, value)]
     of_parts = [
         cudnn.range_gradients(
-            grad, rows, *later, out, part_lse, part, scale, fold.reach, fold.stride
+            *(grad, rows, later_key, later_value, out, part_lse, part, scale),
+            fold.reach,
+            fold.stride,
         )
         for part, part_lse in zip(fold.ranges, lses, strict=True)
     ]
@@ -135,6 +140,12 @@ def differentiate(
     return Gradients(grad_query, *of_keys)
 
 
+def _cut(key: Tensor, value: Tensor, keys: PastKeys) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values that all queries see, and the others."""
+    n = keys.seen
+    return key[:, :, :n], value[:, :, :n], key[:, :, n:], value[:, :, n:]
+
+
 def _constants(fold: Fold, rows: Tensor) -> dict[str, int]:
     dim = rows.shape[3]
     return {
@@ -146,7 +157,7 @@ def _constants(fold: Fold, rows: Tensor) -> dict[str, int]:
 
 
 def _both(seen: Tensor, later: list[Tensor], like: Tensor) -> Tensor:
-    """Gradients (B, N, Hkv, D) of keys `like`, of those all queries see and by parts of the fold."""
+    """Gradients (B, N, Hkv, D) of keys `like`: of `seen` ones, then by parts of the fold."""
     _, heads, num_blocks, dim = like.shape
     total = empty_bshd(like, heads, num_blocks, dim, like.dtype)
     first = seen.shape[2]

@@ -5,7 +5,9 @@ no gradient is multiplied by a gate, and the branches add their shares of dQ int
 
 An operator's tensors live until it returns. Outputs of branches are as large as the queries, and
 a long backward needs two of the three for its gates alone. In two steps these are an operator by
-themselves, and the memory is free before the next one, in eager and in compiled code.
+themselves, and the memory is free before the next one, in eager and in compiled code. In graphs of
+`any_length` the two operators return tensors of the same shapes whatever the route, and the second
+one gets the gradient.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.fused.backward import (
     Kept,
     Short,
+    any_stats,
     backward_kinds,
     run_backward,
     run_branches_backward,
+    run_first_of_any_length,
     run_gates_backward,
+    run_second_of_any_length,
     run_short_backward,
 )
 from nsa_flex.fallback_kernels.fused.bwd_gates import SumGradients, num_stats
@@ -35,6 +40,7 @@ from nsa_flex.fallback_kernels.fused.route import (
     BackwardRoute,
     backward_route_of,
     compressed_kernels,
+    is_of_any_length,
     is_one_operator,
     offsets_of,
     past_keys,
@@ -297,17 +303,25 @@ def core_backward_gates(
     counts: list[int],
     document_start: Tensor | None,
     max_document_length: int | None = None,
+    any_length: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the gates, `SumGradients.signed` and its `stats`, and both of `Short`.
 
-    The latter are empty where no document can be short. Arguments as of `core_backward`.
+    The latter are empty where no document can be short. Arguments as of `core_backward`. With
+    `any_length`, without documents and where D is Dv, what `run_first_of_any_length` returns.
     """
     config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
         route = _backward_route(inputs, counts, document_start, max_document_length)
+        empty = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
+        if any_length:
+            of_gates, signed, stats = run_first_of_any_length(
+                grad, inputs, results, scale, config, route
+            )
+            return of_gates, signed, stats, *empty
         first = run_gates_backward(grad, inputs, results, document_start, scale, config, route)
         if first.short is None:
-            grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
+            grad_query, short_stats = empty
         else:
             grad_query, short_stats = first.short.query, with_padding(first.short.stats)
     return first.gates, first.sums.signed, first.sums.stats, grad_query, short_stats
@@ -322,9 +336,13 @@ def _(
     counts: list[int],
     document_start: Tensor | None,
     max_document_length: int | None = None,
+    any_length: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, *_, gates = inputs[:6]
     batch, heads, tokens, _ = query.shape
+    if any_length:
+        empty = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
+        return _empty_bshd(gates), grad.new_empty(grad.shape), any_stats(query), *empty
     route = _backward_route(inputs, counts, document_start, max_document_length)
     stats = (num_stats(results[2] if route.compressed == "ranges" else None), *grad.shape[:3])
     grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
@@ -360,6 +378,7 @@ def core_backward_branches(
     deterministic: bool,
     document_start: Tensor | None,
     max_document_length: int | None = None,
+    any_length: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the tensors that `core_forward` takes, but for the gates; else `core_backward`.
 
@@ -370,12 +389,18 @@ def core_backward_branches(
         grad: as there, if its memory is there anyway; None if `signed` is all there is of it,
             which it may not be where documents may be short.
         compressed: of `core_forward`, as the next; None where range attention runs.
+        any_length: as there; with the gradient, and `signed` may be dQ.
     """
     grad = None if grad is None else grad.contiguous()
     config = NSAConfig.of_counts(counts)
     kept = Kept(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index)
     route = _backward_route(inputs, counts, document_start, max_document_length)
     with torch.cuda.device_of(signed):
+        if any_length:
+            assert grad is not None
+            return run_second_of_any_length(
+                grad, signed, stats, inputs, kept, scale, config, deterministic, route
+            )
         short = None
         kinds = backward_kinds(document_start, config, route)
         if grad_query is not None and short_stats is not None and kinds is not None:
@@ -430,27 +455,31 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
     config = NSAConfig.of_counts(ctx.counts)
     documents = document_start is not None
     query, key, value = inputs[:3]
-    if is_one_operator(query, key, value, config, documents, ctx.longest):
+    any_length = is_of_any_length(query, value, config, documents)
+    if not any_length and is_one_operator(query, key, value, config, documents, ctx.longest):
         grads = _core_gradients(grad, inputs, results, *of_call, ctx.longest)
     else:
         # From here on, what is deleted is freed, unless the graph is retained.
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
         grad_gates, signed, stats, *short = _gate_gradients(
-            grad, inputs, results, ctx.scale, ctx.counts, document_start, ctx.longest
+            *(grad, inputs, results, ctx.scale, ctx.counts, document_start, ctx.longest),
+            any_length,
         )
         blocks, compressed, *others, index = results
         compressed_lse, selected_lse, sliding_lse = others[::2]
-        del results, others, query, key, value
-        if compressed_kernels(*inputs[:3], config, documents) == "ranges":
+        tensors = query, key, value
+        del results, others
+        if not any_length and compressed_kernels(*tensors, config, documents) == "ranges":
             compressed = None
         # Kernels of two kinds read the gradient where documents may be short.
-        is_read_twice = short[0].numel() > 0
+        is_read_twice = not any_length and short[0].numel() > 0
         of_branches = _branch_gradients(
             *(signed, stats, *(short if is_read_twice else (None, None))),
-            *(grad if is_read_twice or _is_held(grad) else None, inputs),
+            *(grad if any_length or is_read_twice or _is_held(grad) else None, inputs),
             *(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index, *of_call),
             ctx.longest,
+            any_length,
         )
         of_query = short[0] if is_read_twice else of_branches[0]
         grads = of_query, *of_branches[1:5], grad_gates, *of_branches[5:]

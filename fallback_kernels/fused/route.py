@@ -8,7 +8,7 @@ implementations all ask `route_of`; nothing else decides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -134,8 +134,7 @@ def route_of(
         has_offset: whether queries begin at a position that the device alone knows.
         own_window_keys: whether the sliding branch has keys and values of its own.
     """
-    batch, _, tokens, _ = query.shape
-    longest = longest_document(tokens, documents, max_document_length)
+    longest = longest_document(query.shape[2], documents, max_document_length)
     call = (query, key, value, config)
     backward = None
     if differentiable:
@@ -256,16 +255,34 @@ def is_one_operator(
     documents: bool,
     max_document_length: int | None,
 ) -> bool:
-    """Whether the backward is one operator: of short calls, and in graphs of any length.
+    """Whether the backward is one operator: of short calls, and in most graphs of any length.
 
-    Two of them free the outputs of branches in between. Kernels of short and of masked rows need
-    these to the end, and each operator takes the host's time.
+    `is_of_any_length` goes first. Two of them free the outputs of branches in between. Kernels of
+    short and of masked rows need these to the end, and each operator takes the host's time.
     """
     batch, _, tokens, _ = query.shape
     if not isinstance(batch, int) or not isinstance(tokens, int) or is_host_bound(batch * tokens):
         return True
     longest = longest_document(tokens, documents, max_document_length)
     return is_short(longest, config) or masks_backward(query, key, value, config, longest)
+
+
+def is_of_any_length(query: Tensor, value: Tensor, config: NSAConfig, documents: bool) -> bool:
+    """Whether two operators run the backward that take any length, short ones with copies.
+
+    In graphs of any length that were traced at one where memory counts. Nothing here is a guard.
+    """
+    batch, _, tokens, dim = query.shape
+    rows, length = _length_traced(batch), _length_traced(tokens)
+    is_known = rows is batch and length is tokens
+    is_long = length > MASKED_TIMES * config.num_selected_tokens
+    is_taken = not documents and dim == value.shape[3]
+    return not is_known and is_taken and is_long and not is_host_bound(rows * length)
+
+
+def _length_traced(length: Any) -> int:
+    """What a length was when its graph was traced; 0 where that is not known."""
+    return length if isinstance(length, int) else getattr(length.node, "hint", None) or 0
 
 
 def masks_forward(

@@ -20,7 +20,7 @@ from nsa_flex.fallback_kernels.common.block_kinds import SHORT_DOCUMENT, has_kin
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale, load_lse_log2
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, width_of
+from nsa_flex.fallback_kernels.common.tiles import cdiv, precision_of, round_up, width_of
 from nsa_flex.fallback_kernels.common.tma import descriptor
 from nsa_flex.fallback_kernels.ranges.tiles import key_bounds, load_tile, store_tile
 from nsa_flex.fallback_kernels.short.config import plan_of
@@ -301,6 +301,11 @@ class QueryGradients(NamedTuple):
     query: Tensor  # (B, S, Hq, D)
     gates: Tensor  # (B, S, Hq, 3)
     stats: Tensor  # float32 (B, 9 or 14 * Hq, S), for the gradients of keys and values
+
+
+def stats_shape(batch: int, heads: int, tokens: int, *, masked: bool) -> tuple[int, int, int]:
+    """Of `QueryGradients.stats`, with what follows the last token; masked: blocks were given."""
+    return batch, (NUM_STATS_MASKED if masked else NUM_STATS) * heads, round_up(tokens, 4)
 
 
 def empty_masked_stats(batch: int, heads: int, tokens: int, device: torch.device) -> Tensor:

@@ -38,19 +38,40 @@ def short_backward(
     of `short_forward`; grad (B, Hq, S, Dv). With `blocks`, int32 (B, Hkv, S, n), contiguous,
     queries selected these, where the backward route is "masked".
     """
-    query, key, value, compressed_key, compressed_value, _ = tensors
     of_call = (document_start, config, scale, longest)
     of_queries = query_gradients(grad, tensors, own, results, *of_call, blocks)
-    shared = (of_queries.stats, *of_call)
-    compressed = (compressed_key, compressed_value)
+    of_keys, of_window = all_key_gradients(
+        grad, tensors, own, of_queries.stats, *of_call, masked=blocks is not None
+    )
+    return (of_queries.query, *of_keys, of_queries.gates, *of_window)
+
+
+def all_key_gradients(
+    grad: Tensor,
+    tensors: tuple[Tensor, ...],
+    own: tuple[Tensor, Tensor] | None,
+    stats: Tensor,
+    document_start: Tensor | None,
+    config: NSAConfig,
+    scale: float,
+    longest: int,
+    *,
+    masked: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of `short_backward` those of keys and values, compressed ones too, and those of `own`.
+
+    stats: of `query_gradients`. masked: whether that was given blocks that queries selected.
+    """
+    query, key, value, *compressed, _ = tensors
+    shared = (stats, document_start, config, scale, longest)
     of_keys = key_gradients(
-        grad, query, (key, value), compressed, *shared,
-        near=own is None, far=True, masked=blocks is not None,
+        grad, query, (key, value), (compressed[0], compressed[1]), *shared,
+        near=own is None, far=True, masked=masked,
     )  # fmt: skip
     of_window: list[Tensor] = []
     if own is not None:
         of_window = key_gradients(grad, query, own, None, *shared, near=True, far=False)
-    return (of_queries.query, *of_keys, of_queries.gates, *of_window)
+    return of_keys, of_window
 
 
 def overwrite_key_gradients(

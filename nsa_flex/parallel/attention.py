@@ -149,8 +149,9 @@ def _arrived_compressed(
         return [[(None, None)] * len(ends)] * num_parts
     found: list[list[tuple[Tensor | None, Tensor | None]]] = [[] for _ in range(num_parts)]
     for tensors in coming.arrived_until(*(max(2, config.num_compressed_blocks(x)) for x in ends)):
-        for part, x in zip(found, zip(*(x.chunk(num_parts, 1) for x in tensors)), strict=True):
-            part.append((x[0], x[1] if len(x) == 2 else None))
+        of_parts = zip(*(x.chunk(num_parts, 1) for x in tensors), strict=True)
+        for part, own in zip(found, of_parts, strict=True):
+            part.append((own[0], own[1] if len(own) == 2 else None))
     return found
 
 
@@ -202,8 +203,8 @@ def _compress(
             pairs = zip(own, shards.chunks, strict=True)
             rows.append(torch.cat([torch.cat((x, first[c]), 2) for x, c in pairs]))
     blocks = compress_what_is_read(compress_key, compress_value, *[*rows, sources[1]][:2])
-    own = [x[:, :, :own_blocks] for x in blocks if x is not None]  # [2B, Hkv, C/d, D]
-    return [torch.cat(x.chunk(2), 2) for x in own]
+    kept = [x[:, :, :own_blocks] for x in blocks if x is not None]  # [2B, Hkv, C/d, D]
+    return [torch.cat(x.chunk(2), 2) for x in kept]
 
 
 def check_shard(num_tokens: int, shards: SequenceShards, config: NSAConfig) -> None:

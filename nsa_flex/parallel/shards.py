@@ -89,7 +89,8 @@ class SequenceShards:
         chunks = [x.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4) for x in shards]
         own = torch.cat([x.flatten(1) for x in chunks], 1)  # [2, elements of a chunk of all]
         sizes = tuple(tuple(x.shape[1:]) for x in chunks)
-        return Sent(*_Gather.apply(own, self.group, self.size), sizes, self)
+        whole, ticket = _Gather.apply(own, self.group, self.size)
+        return Sent(whole, ticket, sizes, self)
 
     def gather(self, *shards: Tensor) -> list[Tensor]:
         """The whole (B, H, P * T, D) of each shard (B, H, T, D)."""

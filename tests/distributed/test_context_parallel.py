@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.ranks import on_ranks
+from distributed.ranks import TWO_GPUS, on_ranks
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex import Compression, NSAConfig, nsa_attention
@@ -259,6 +260,63 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 def test_one_rank_alone(alone: dist.ProcessGroup) -> None:
     Problem(documents=True).check("one rank", alone)
+
+
+def test_gradients_of_gathered_tensors_add_up_in_float32(alone: dist.ProcessGroup) -> None:
+    """Each of the small ones is lost beside 1 in bfloat16; together they are not."""
+    x = torch.randn(1, 2, 6, 4).bfloat16().requires_grad_()
+    shards = SequenceShards.of(alone)
+    ends = (6, 5, 6, 6)
+    found = shards.send(x, x * 2).arrived_until(*ends)
+    for (first, second), end in zip(found, ends, strict=True):
+        assert torch.equal(first, x[:, :, :end])
+        assert torch.equal(second, 2 * x[:, :, :end])
+    weights = (1, 2**-9, 2**-9, 2**-9)
+    total = sum(float(w) * y[0].sum() for w, y in zip(weights, found, strict=True))
+    (grad,) = torch.autograd.grad(total, x, retain_graph=True)
+    assert (grad[:, :, :5] == 1 + 2**-7).all()
+    assert (grad[:, :, 5] == 1).all()  # 1 + 2 ** -8 is rounded to the even one
+    (unused,) = torch.autograd.grad(found[1][1].sum(), x)
+    assert (unused[:, :, :5] == 2).all()
+    assert (unused[:, :, 5] == 0).all()
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+@pytest.mark.parametrize("group", [4, 16])
+def test_the_fused_core_runs_each_chunk(group: int, tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, long_rows, group)
+
+
+def long_rows(device: torch.device, group: int) -> None:
+    """Long enough for cuDNN; against one GPU, whose sums have another order."""
+    config, tokens = NSAConfig(compression="mean"), 4 * 9216
+    shards = SequenceShards.of(dist.group.WORLD)
+    torch.manual_seed(3)
+    sizes = [(2 * group, 128), (2, 128), (2, 128), (2 * group, 3), (2 * group, 128)]
+    whole = [
+        torch.randn(1, tokens, *size, device=device, dtype=torch.bfloat16).transpose(1, 2)
+        for size in sizes
+    ]
+    for x in whole:  # the same on both
+        dist.broadcast(x.transpose(1, 2), 0)
+    *inputs, grad = whole
+    phis = [Compression(config, 2, 128, device=device) for _ in range(2)]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    compressed = [phi(x) for phi, x in zip(phis, leaves[1:3], strict=True)]
+    out = nsa_attention(*leaves[:3], *compressed, leaves[3], config=config)
+    wanted = [out, *torch.autograd.grad(out, leaves, grad)]
+    own = [shards.shard(x.detach(), 2).requires_grad_() for x in inputs]
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        out = context_parallel_attention(*own, *phis, mesh=shards, config=config)
+        found = [out, *torch.autograd.grad(out, own, shards.shard(grad, 2))]
+    names = [event.name for event in trace.events()]
+    assert names.count("nsa_flex::core_forward") == 2
+    assert "compressed_past_bwd_kernel" in names
+    assert "gated_sum_fwd_kernel" not in names
+    for got, want in zip(found, wanted, strict=True):
+        want = shards.shard(want.detach(), 2).double()
+        assert (got.double() - want).norm() <= 2**-6 * want.norm()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.profiler import ProfilerActivity, profile
@@ -37,6 +38,8 @@ HEADS, KV_HEADS, TOKENS, DIM = 64, 4, 2048, 128
 QUERY_BYTES = 2 * HEADS * TOKENS * DIM
 # Numbers by row, keys and values, their gradients, the index: less than this of a query.
 SMALL_PART = 0.35
+# Of any route, by query and head, in units of the query.
+STATS = 14 * 4 / (2 * DIM)
 # While cuDNN is at the last third of the fold: dQ of all of it, and a workspace of four times a
 # third's, with float32 dQ, and dK and dV of every query head.
 CUDNN = 15 / 16 + 4 * 5 / 16
@@ -120,14 +123,19 @@ def inputs_of(*, tokens_first: bool) -> list[Tensor]:
     return [x.detach().contiguous().requires_grad_() for x in found]
 
 
-def peak(call: Callable[[], Any]) -> float:
-    """Bytes alive at the peak of a call above those before it, in units of the query."""
+def allocated(call: Callable[[], Any]) -> list[int]:
+    """Bytes alive above those before a call, at each allocation; at the end with its results."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        call()
+        _results = call()
     assert found.profiler is not None
     assert found.profiler.kineto_results is not None
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    return list(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def peak(call: Callable[[], Any]) -> float:
+    """Bytes alive at the peak of a call above those before it."""
+    return max(allocated(call))
 
 
 def peaks(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[float]:
@@ -170,18 +178,71 @@ def test_peak_of_a_training_step(tokens_first: bool, grad_first: bool, compiled:
 @kernels
 @in_the_interpreter
 @pytest.mark.usefixtures("_allocations_alone")
-def test_peak_in_a_compiled_model() -> None:
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "any length"])
+def test_peak_in_a_compiled_model(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that the model makes is free once it has its sign: cuDNN's stage has one less.
 
     Then the peak is where the gates' gradients are computed: three branches, and the gradient
-    without and with its sign.
+    without and with its sign. Graphs of any length keep it through cuDNN's stage, as eager code
+    does, without the output. They save what others do.
     """
+    monkeypatch.setattr(route, "MASKED_TIMES", 0)
     weight = torch.zeros(HEADS * DIM, 16, dtype=torch.bfloat16, requires_grad=True)
     inputs, grad = [weight, *inputs_of(tokens_first=True)], torch.zeros(1, TOKENS, 16).bfloat16()
     torch._dynamo.reset()
-    function = torch.compile(attend_and_project, fullgraph=True, dynamic=False)
+    if dynamic:
+        for x in inputs[1:]:
+            torch._dynamo.mark_dynamic(x, 2)
+    function = torch.compile(attend_and_project, fullgraph=True, dynamic=dynamic)
+    most = 3 + CUDNN + STATS if dynamic else 5
     for found in peaks(function, inputs, grad):
-        assert 5 <= found <= 5 + SMALL_PART
+        assert 5 <= found <= most + SMALL_PART
+    held = allocated(lambda: function(*inputs))[-1] / QUERY_BYTES
+    assert 4 <= held <= 4 + SMALL_PART  # output and branches
+
+
+@kernels
+@in_the_interpreter
+@pytest.mark.usefixtures("_long")
+@pytest.mark.kept(lambda own: not own)
+@pytest.mark.parametrize("own", [False, True], ids=["shared keys", "own keys"])
+def test_a_graph_of_any_length_takes_every_route(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced at a long one: its operators run lists, masked rows and short ones."""
+    monkeypatch.undo()
+    monkeypatch.setattr(cudnn, "causal", causal)
+    monkeypatch.setattr(cudnn, "causal_gradients", causal_gradients)
+    for name in ("RANGES_TOKENS", "RANGES_ROW"):
+        monkeypatch.setattr(route, name, 0)
+    seen: list[str] = []
+    first = core.run_first_of_any_length
+
+    def note(*call: Any) -> Any:
+        seen.append(call[-1].kernels)
+        return first(*call)
+
+    monkeypatch.setattr(core, "run_first_of_any_length", note)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    config = NSAConfig(8, 4, 32, 2, 0, 1, window_size=20)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return attend_small(None, *inputs, config=config)
+
+    compiled = torch.compile(attend, backend=graphs, fullgraph=True, dynamic=True)
+    for length in (130, 68, 20):
+        inputs, grad = small_inputs(length, own=own), torch.randn(1, 4, length, 16)
+        torch.use_deterministic_algorithms(True)
+        try:
+            wanted = torch.autograd.grad(attend(*inputs), inputs, grad)
+            found = torch.autograd.grad(compiled(*inputs), inputs, grad)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for got, want in zip(found, wanted, strict=True):
+            assert torch.equal(got, want)
+    assert seen == ["lists", "masked", "short"]
+    assert graphs.frame_count == 1
 
 
 def small_inputs(length: int, *, own: bool) -> list[Tensor]:
@@ -195,9 +256,10 @@ def small_inputs(length: int, *, own: bool) -> list[Tensor]:
     return [*found, gates.requires_grad_(), *window]
 
 
-def attend_small(start: Tensor | None, *inputs: Tensor) -> Tensor:
+def attend_small(start: Tensor | None, *inputs: Tensor, config: NSAConfig = SMALL) -> Tensor:
     q, k, v, ck, cv, gates, *own = inputs
-    options: dict[str, Any] = {"config": SMALL, "scale": 0.3, "document_start": start}
+    config.specialize()
+    options: dict[str, Any] = {"config": config, "scale": 0.3, "document_start": start}
     return core.core_attention(q, k, v, ck, cv, *(own or (k, v)), gates, **options).out
 
 
