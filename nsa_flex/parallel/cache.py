@@ -37,6 +37,8 @@ class ShardedCache:
         mesh: the P ranks, a mesh of one dimension or a process group.
         max_length: tokens that a row may have, rounded up to C, a multiple of P · l'.
         num_sets: as of `LayerCache`.
+        prompt: tokens of each row that `fill_from_shards` brings, padding behind them left out;
+            all if None.
 
     Raises:
         ValueError: φ do not fit one another, or max_length is less than 1.
@@ -50,6 +52,7 @@ class ShardedCache:
         *,
         max_length: int,
         num_sets: int = 1,
+        prompt: Sequence[int] | None = None,
     ) -> None:
         max_length = checked_int("max_length", max_length)
         if max_length < 1:
@@ -61,7 +64,7 @@ class ShardedCache:
         self.shards = SequenceShards.of(mesh)
         size = self.config.select_block_size
         self.part = Part.of(self.shards, -(-max_length // (self.shards.size * size)) * size)
-        self.num_sets = num_sets
+        self.num_sets, self.prompt = num_sets, prompt
         self._stored: Stored | None = None
         self._longest = 0  # of what the host knows of: replayed graphs count on the device alone
 
@@ -74,6 +77,11 @@ class ShardedCache:
     def lengths(self) -> Tensor:
         """int32 (B,), tokens of each row, on the device."""
         return self.stored.lengths
+
+    def positions(self, num_tokens: int) -> Tensor:
+        """Of so many new tokens in each row, int64 (B, num_tokens)."""
+        lengths = self.lengths.long()
+        return lengths[:, None] + torch.arange(num_tokens, device=lengths.device)
 
     @property
     def stored(self) -> Stored:
@@ -130,9 +138,7 @@ class ShardedCache:
             for rows, whole in zip(stored[2:4], compress_both(*self.phi, *first), strict=True):
                 rows[:, :, :blocks] = whole[:, :, :blocks]
 
-    def fill_from_shards(
-        self, key: Tensor, value: Tensor, lengths: Sequence[int] | None = None
-    ) -> None:
+    def fill_from_shards(self, key: Tensor, value: Tensor) -> None:
         """`fill` from this rank's shards (B, H, T, D) of a prompt, as `shard_sequence` makes them.
 
         One KV head at a time.
@@ -142,7 +148,7 @@ class ShardedCache:
             for pair in zip(key.split(1, 1), value.split(1, 1), strict=True)
         ]
         whole_key, whole_value = (torch.cat(x, 1) for x in zip(*heads, strict=True))
-        self.fill(whole_key, whole_value, lengths)
+        self.fill(whole_key, whole_value, self.prompt)
 
     @torch.no_grad()
     def step(

@@ -104,9 +104,7 @@ def attention_forward(
             scale=scaling,
             rows=nsa_call.rows,
             joined=nsa_input.joined,
-            sharded=None
-            if nsa_call.sharded is None
-            else (nsa_call.sharded.layers[module.layer_idx], nsa_call.sharded.prompt),
+            sharded=nsa_call.sharded and nsa_call.sharded.layers[module.layer_idx],
         )
     else:
         cache = nsa_call.cache.layers[module.layer_idx]
