@@ -101,7 +101,7 @@ class ShardedCache:
         value: Float[Tensor, "B H S Dv"],
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Store the tokens of whole rows in the place of all that there were.
+        """Store the tokens of whole rows in the place of all that there were, in the same memory.
 
         Args:
             key, value: (B, sets · Hkv, S, D or Dv), of all ranks' tokens, each row's from its
@@ -124,7 +124,11 @@ class ShardedCache:
                 f"a prompt of {max(lengths)} tokens does not fit the {self.part.total} of the "
                 "cache: raise max_length"
             )
-        stored = self._stored = self._allocate(key, value)
+        if self._stored is None:
+            self._stored = self._allocate(key, value)
+        stored = self._stored
+        for x in stored[:4]:
+            x.zero_()
         stored.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         self._longest = max(lengths)
         begin = self.part.base
@@ -224,7 +228,9 @@ class ShardedCache:
         compress_completed(*own.branch(0), *compressed, own.lengths, num_new, *self.phi)
 
     def _allocate(self, key: Tensor, value: Tensor) -> Stored:
-        """Zeros: what no query sees must be finite. l' > l - d: there is a slot for the others."""
+        """`fill` zeroes them: what no query sees must be finite. l' > l - d: there is a slot for
+        the others.
+        """
         batch, heads = key.shape[:2]
         slots = self.part.tokens + self.config.select_block_size
         rows = self.part.tokens // self.config.compress_stride
@@ -233,7 +239,7 @@ class ShardedCache:
             for number, length in ((heads, slots), (heads // self.num_sets, rows))
             for x in (key, value)
         ]
-        raw_key, raw_value, *compressed = (value.new_zeros(shape) for shape in shapes)
+        raw_key, raw_value, *compressed = (value.new_empty(shape) for shape in shapes)
         lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)
         return Stored(raw_key, raw_value, compressed[0], compressed[1], lengths)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.problem import new_model
-from distributed.ranks import on_ranks
+from distributed.ranks import TWO_GPUS, on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -150,7 +150,10 @@ def from_shards(device: torch.device) -> None:
         ShardedCache(*case.phis, dist.group.WORLD, max_length=96, prompt=case.lengths)
         for _ in range(2)
     )
+    whole.fill(*(torch.randn_like(x) for x in (key, value)))  # what was there before goes
+    memory = [x.data_ptr() for x in whole.stored]
     whole.fill(key, value, case.lengths)
+    assert memory == [x.data_ptr() for x in whole.stored]
     pieces.fill_from_shards(*(shard_sequence(x, dist.group.WORLD, 2) for x in (key, value)))
     for got, want in zip(pieces.stored, whole.stored, strict=True):
         assert torch.equal(got, want)
@@ -343,3 +346,44 @@ def modules(device: torch.device) -> None:
             place = cache.lengths[0].item()
             out = layer(step, cache=cache)
             torch.testing.assert_close(out, expected[:, place : place + step.shape[1]])
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+def test_a_step_in_a_cuda_graph(tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, captured)
+
+
+@torch.no_grad()
+def captured(device: torch.device) -> None:
+    """Replays find what steps find that Python launches, on both sides of the edge of a part."""
+    config, tokens_before, steps = NSAConfig(), 2040, 24
+    torch.manual_seed(8)
+
+    def tensor(heads: int, tokens: int, width: int = 64) -> Tensor:
+        return torch.randn(2, heads, tokens, width, device=device).bfloat16()
+
+    phis = [Compression(config, 2, 64, device=device) for _ in range(2)]
+    prompt = tensor(2, tokens_before), tensor(2, tokens_before)
+    new = [
+        (tensor(8, 1), tensor(2, 1), tensor(2, 1), tensor(8, 1, 3).sigmoid()) for _ in range(steps)
+    ]
+    caches = [ShardedCache(*phis, dist.group.WORLD, max_length=4096) for _ in range(2)]
+    for cache in caches:
+        cache.fill(*prompt)
+    expected = [caches[0].step(*inputs) for inputs in new]
+
+    cache, inputs = caches[1], [x.clone() for x in new[0]]
+    for _ in range(2):  # compiles and connects
+        cache.step(*inputs)
+    cache.fill(*prompt)
+    lengths = cache.lengths.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = cache.step(*inputs)
+    cache.lengths.copy_(lengths)
+    for each, want in zip(new, expected, strict=True):
+        for x, y in zip(inputs, each, strict=True):
+            x.copy_(y)
+        graph.replay()
+        torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
