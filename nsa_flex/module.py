@@ -16,7 +16,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout, align_packed, align_padded, real_positions
 from nsa_flex.gates import GateInit, Gates, gates_of_step
-from nsa_flex.parallel import SequenceShards, context_parallel_attention
+from nsa_flex.parallel import SequenceShards, ShardedCache, context_parallel_attention
 from nsa_flex.rotary import apply_rotary, rotary_cos_sin
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class NSAAttention(nn.Module):
         cu_seqlens: Int[Tensor, " bounds"] | None = None,
         max_document_length: int | None = None,
         attention_mask: Shaped[Tensor, "B S"] | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | ShardedCache | None = None,
         return_aux: bool = False,
     ) -> Tensor | tuple[Tensor, NSAAux]:
         """Attend causally within each row, or within each document.
@@ -157,7 +157,9 @@ class NSAAttention(nn.Module):
             attention_mask: (B, S), nonzero at real tokens, which are adjacent; padding on the
                 left or right. Each row is computed as its real tokens alone.
             cache: of `new_cache`: the tokens of x follow those it holds, and are added to it.
-                Positions then go on from the tokens of each row.
+                Positions then go on from the tokens of each row. In `context_parallel` a
+                `ShardedCache`: x is a shard of the prompt if it is empty, else new tokens, the
+                same on every rank.
             return_aux: also return the chosen blocks and the log-sum-exps.
 
         Returns:
@@ -173,7 +175,7 @@ class NSAAttention(nn.Module):
         if self.shards is not None:
             refused = {
                 "attention_mask": attention_mask is not None,
-                "cache": cache is not None,
+                "cache": cache is not None and not isinstance(cache, ShardedCache),
                 "return_aux": return_aux,
             }
             for name in (name for name, given in refused.items() if given):
@@ -181,7 +183,12 @@ class NSAAttention(nn.Module):
                     f"{name} in nsa_flex.context_parallel is not supported: each rank has a shard "
                     "of the tokens"
                 )
-            return self._attend_shards(x, positions, cu_seqlens, self.shards)
+            sharded = cache if isinstance(cache, ShardedCache) else None
+            if sharded is not None and not sharded.is_empty:
+                return self._step_over_ranks(x, positions, sharded)
+            return self._attend_shards(x, positions, cu_seqlens, self.shards, sharded)
+        if isinstance(cache, ShardedCache):
+            raise ValueError("a ShardedCache needs nsa_flex.context_parallel(layer, mesh) first")
         if max_document_length is not None and cu_seqlens is None:
             raise ValueError(
                 f"max_document_length={max_document_length} was given without cu_seqlens: pass "
@@ -264,12 +271,20 @@ class NSAAttention(nn.Module):
             query, keys = apply_rotary(query, cos, sin), apply_rotary(keys, cos, sin)
         return query, keys, values
 
+    def _step_over_ranks(self, x: Tensor, positions: Tensor | None, cache: ShardedCache) -> Tensor:
+        """`x` (B, T, E) are new tokens, the same on every rank."""
+        positions = cache.positions(x.shape[1]) if positions is None else positions
+        (query, keys, values), gates = self._project(x, positions), self.gates(x)
+        out = cache.step(query, keys, values, gates)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
     def _attend_shards(
         self,
         x: Tensor,
         positions: Tensor | None,
         cu_seqlens: Tensor | None,
         shards: SequenceShards,
+        cache: ShardedCache | None,
     ) -> Tensor:
         """`x` (B, T, E) is this rank's shard; `cu_seqlens` are places in the whole row."""
         places, start = shards.positions(x.shape[1], x.device), None
@@ -284,6 +299,8 @@ class NSAAttention(nn.Module):
         if positions is None:
             positions = places if start is None else places - start[0]
         (query, keys, values), gates = self._project(x, positions), self.gates(x)
+        if cache is not None:
+            cache.fill_from_shards(keys, values)
         compressed_key, key, sliding_key = self._branches(keys)
         compressed_value, value, sliding_value = self._branches(values)
         own_window = self.separate_branch_kv

@@ -37,6 +37,8 @@ class ShardedCache:
         mesh: the P ranks, a mesh of one dimension or a process group.
         max_length: tokens that a row may have, rounded up to C, a multiple of P · l'.
         num_sets: as of `LayerCache`.
+        prompt: tokens of each row that `fill_from_shards` brings, padding behind them left out;
+            all if None.
 
     Raises:
         ValueError: φ do not fit one another, or max_length is less than 1.
@@ -50,6 +52,7 @@ class ShardedCache:
         *,
         max_length: int,
         num_sets: int = 1,
+        prompt: Sequence[int] | None = None,
     ) -> None:
         max_length = checked_int("max_length", max_length)
         if max_length < 1:
@@ -61,7 +64,7 @@ class ShardedCache:
         self.shards = SequenceShards.of(mesh)
         size = self.config.select_block_size
         self.part = Part.of(self.shards, -(-max_length // (self.shards.size * size)) * size)
-        self.num_sets = num_sets
+        self.num_sets, self.prompt = num_sets, prompt
         self._stored: Stored | None = None
         self._longest = 0  # of what the host knows of: replayed graphs count on the device alone
 
@@ -74,6 +77,11 @@ class ShardedCache:
     def lengths(self) -> Tensor:
         """int32 (B,), tokens of each row, on the device."""
         return self.stored.lengths
+
+    def positions(self, num_tokens: int) -> Tensor:
+        """Of so many new tokens in each row, int64 (B, num_tokens)."""
+        lengths = self.lengths.long()
+        return lengths[:, None] + torch.arange(num_tokens, device=lengths.device)
 
     @property
     def stored(self) -> Stored:
@@ -93,7 +101,7 @@ class ShardedCache:
         value: Float[Tensor, "B H S Dv"],
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Store the tokens of whole rows in the place of all that there were.
+        """Store the tokens of whole rows in the place of all that there were, in the same memory.
 
         Args:
             key, value: (B, sets · Hkv, S, D or Dv), of all ranks' tokens, each row's from its
@@ -116,7 +124,11 @@ class ShardedCache:
                 f"a prompt of {max(lengths)} tokens does not fit the {self.part.total} of the "
                 "cache: raise max_length"
             )
-        stored = self._stored = self._allocate(key, value)
+        if self._stored is None:
+            self._stored = self._allocate(key, value)
+        stored = self._stored
+        for x in stored[:4]:
+            x.zero_()
         stored.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         self._longest = max(lengths)
         begin = self.part.base
@@ -130,9 +142,7 @@ class ShardedCache:
             for rows, whole in zip(stored[2:4], compress_both(*self.phi, *first), strict=True):
                 rows[:, :, :blocks] = whole[:, :, :blocks]
 
-    def fill_from_shards(
-        self, key: Tensor, value: Tensor, lengths: Sequence[int] | None = None
-    ) -> None:
+    def fill_from_shards(self, key: Tensor, value: Tensor) -> None:
         """`fill` from this rank's shards (B, H, T, D) of a prompt, as `shard_sequence` makes them.
 
         One KV head at a time.
@@ -142,7 +152,7 @@ class ShardedCache:
             for pair in zip(key.split(1, 1), value.split(1, 1), strict=True)
         ]
         whole_key, whole_value = (torch.cat(x, 1) for x in zip(*heads, strict=True))
-        self.fill(whole_key, whole_value, lengths)
+        self.fill(whole_key, whole_value, self.prompt)
 
     @torch.no_grad()
     def step(
@@ -218,7 +228,9 @@ class ShardedCache:
         compress_completed(*own.branch(0), *compressed, own.lengths, num_new, *self.phi)
 
     def _allocate(self, key: Tensor, value: Tensor) -> Stored:
-        """Zeros: what no query sees must be finite. l' > l - d: there is a slot for the others."""
+        """`fill` zeroes them: what no query sees must be finite. l' > l - d: there is a slot for
+        the others.
+        """
         batch, heads = key.shape[:2]
         slots = self.part.tokens + self.config.select_block_size
         rows = self.part.tokens // self.config.compress_stride
@@ -227,7 +239,7 @@ class ShardedCache:
             for number, length in ((heads, slots), (heads // self.num_sets, rows))
             for x in (key, value)
         ]
-        raw_key, raw_value, *compressed = (value.new_zeros(shape) for shape in shapes)
+        raw_key, raw_value, *compressed = (value.new_empty(shape) for shape in shapes)
         lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)
         return Stored(raw_key, raw_value, compressed[0], compressed[1], lengths)
 

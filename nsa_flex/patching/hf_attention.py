@@ -105,9 +105,7 @@ def attention_forward(
             *(nsa_input.hidden_states, query, key, value),
             scale=scaling,
             rows=nsa_call.rows,
-            sharded=None
-            if nsa_call.sharded is None
-            else (nsa_call.sharded.layers[module.layer_idx], nsa_call.sharded.prompt),
+            sharded=nsa_call.sharded and nsa_call.sharded.layers[module.layer_idx],
         )
     else:
         cache = nsa_call.cache.layers[module.layer_idx]

@@ -39,8 +39,8 @@ def take_sharded_cache(call: dict[str, Any], tokens: Tensor) -> ShardedNSACache 
         raise ValueError(
             "position_ids with a ShardedNSACache: leave them out, it counts the tokens of each row"
         )
-    if not cache.is_empty:
-        call["position_ids"] = cache.positions(tokens.shape[1])
+    if not cache.first.is_empty:
+        call["position_ids"] = cache.first.positions(tokens.shape[1])
     for name in [name for name, x in call.items() if x is cache]:
         del call[name]
     call["use_cache"] = False
@@ -76,7 +76,7 @@ def shard_rows(
                 "lays padding and documents out before sequences are shared out, and not to the "
                 "model"
             )
-    if cache is not None and not cache.is_empty:
+    if cache is not None and not cache.first.is_empty:
         return Rows()
     batch, length = tokens.shape[:2]
     check_shard(length, shards, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +114,7 @@ class NSALayer(nn.Module):
         cache: LayerCache | None = None,
         stored: bool = False,
         paged: tuple[LayerPages, PagedBatch] | None = None,
-        sharded: tuple[ShardedCache, Sequence[int]] | None = None,
+        sharded: ShardedCache | None = None,
     ) -> Tensor:
         """NSA of queries against keys and values.
 
@@ -134,8 +133,8 @@ class NSALayer(nn.Module):
                 `value`, and counts the tokens afterwards (`advance`).
             paged: pages of this layer, which keys and values are added to, and whose the tokens
                 are: those of several requests in one row.
-            sharded: in `context_parallel`, the ranks' cache and the tokens of each row of its
-                prompt, which this call brings if it is empty; else new tokens, those of all ranks.
+            sharded: in `context_parallel`, the ranks' cache: this call brings the prompt if it
+                is empty, else new tokens, the same on all ranks.
 
         Returns:
             (B, Hq, Sq, Dv) in the dtype of `value`.
@@ -166,11 +165,11 @@ class NSALayer(nn.Module):
         gates = self.gates(hidden_states)
         # Under autocast rotary embeddings leave queries and keys in float32, values in half.
         query, key = query.to(value.dtype), key.to(value.dtype)
-        if sharded is not None and not sharded[0].is_empty:
-            return sharded[0].step(query, key, value, gates, scale=scale)
+        if sharded is not None and not sharded.is_empty:
+            return sharded.step(query, key, value, gates, scale=scale)
         if self.shards is not None:
             if sharded is not None:
-                sharded[0].fill_from_shards(key, value, sharded[1])
+                sharded.fill_from_shards(key, value)
             return context_parallel_attention(
                 *(query, key, value, gates, self.compress_key, self.compress_value),
                 mesh=self.shards,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nsa_flex.parallel import ShardedCache
 from nsa_flex.patching.layer import layer_of
@@ -32,7 +31,6 @@ class ShardedNSACache:
     """
 
     def __init__(self, model: nn.Module, *, lengths: Sequence[int], max_length: int) -> None:
-        self.prompt = tuple(lengths)
         self.layers: dict[int, ShardedCache] = {}
         for module in model.modules():
             layer = layer_of(module)
@@ -45,7 +43,11 @@ class ShardedNSACache:
                 )
             place: Any = module.layer_idx
             self.layers[place] = ShardedCache(
-                layer.compress_key, layer.compress_value, layer.shards, max_length=max_length
+                layer.compress_key,
+                layer.compress_value,
+                layer.shards,
+                max_length=max_length,
+                prompt=tuple(lengths),
             )
         if not self.layers:
             raise ValueError(f"{type(model).__name__} has no NSA layers: call nsa_flex.patch")
@@ -54,13 +56,3 @@ class ShardedNSACache:
     def first(self) -> ShardedCache:
         """That of one layer; all hold as many tokens."""
         return next(iter(self.layers.values()))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the prompt is yet to come."""
-        return self.first.is_empty
-
-    def positions(self, num_tokens: int) -> Tensor:
-        """Of so many new tokens in each row, int64 (B, num_tokens)."""
-        lengths = self.first.lengths.long()
-        return lengths[:, None] + torch.arange(num_tokens, device=lengths.device)

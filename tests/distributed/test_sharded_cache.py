@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.problem import new_model
-from distributed.ranks import on_ranks
+from distributed.ranks import TWO_GPUS, on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,12 +146,15 @@ def test_shards_of_a_prompt_and_bfloat16(tmp_path: Path) -> None:
 def from_shards(device: torch.device) -> None:
     case = Case(lengths=(64, 50))
     _, key, value, _ = next(case.parts())
-    whole, pieces = (ShardedCache(*case.phis, dist.group.WORLD, max_length=96) for _ in range(2))
-    lengths = case.lengths
-    whole.fill(key, value, lengths)
-    pieces.fill_from_shards(
-        *(shard_sequence(x, dist.group.WORLD, 2) for x in (key, value)), lengths
+    whole, pieces = (
+        ShardedCache(*case.phis, dist.group.WORLD, max_length=96, prompt=case.lengths)
+        for _ in range(2)
     )
+    whole.fill(*(torch.randn_like(x) for x in (key, value)))  # what was there before goes
+    memory = [x.data_ptr() for x in whole.stored]
+    whole.fill(key, value, case.lengths)
+    assert memory == [x.data_ptr() for x in whole.stored]
+    pieces.fill_from_shards(*(shard_sequence(x, dist.group.WORLD, 2) for x in (key, value)))
     for got, want in zip(pieces.stored, whole.stored, strict=True):
         assert torch.equal(got, want)
     # A rank holds half of the tokens, and a block more.
@@ -313,3 +316,74 @@ def prompt_and_steps(device: torch.device) -> None:
         ShardedNSACache(model, lengths=lengths, max_length=80)
     with pytest.raises(ValueError, match="Linear has no NSA layers: call"):
         ShardedNSACache(torch.nn.Linear(2, 2), lengths=lengths, max_length=80)
+
+
+def test_modules(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, modules)
+
+
+@torch.no_grad()
+def modules(device: torch.device) -> None:
+    """`NSAAttention`: a prompt of 64 tokens in shards, then some of all ranks."""
+    mesh: Any = dist.group.WORLD
+    for separate in (False, True):
+        torch.manual_seed(4)
+        layer = nsa_flex.NSAAttention(
+            32, 4, 2, config=NSA, separate_branch_kv=separate, dtype=torch.float64
+        )
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        x = torch.randn(2, 70, 32, dtype=torch.float64)
+        expected = layer(x)
+        phis = (layer.compress_key, layer.compress_value)
+        cache = ShardedCache(*phis, mesh, max_length=80, num_sets=3 if separate else 1)
+        with pytest.raises(ValueError, match="a ShardedCache needs nsa_flex"):
+            layer(x, cache=cache)
+        nsa_flex.context_parallel(layer, mesh)
+        prompt = layer(shard_sequence(x[:, :64], mesh), cache=cache)
+        torch.testing.assert_close(prompt, shard_sequence(expected[:, :64], mesh))
+        for step in x[:, 64:].split((1, 4, 1), 1):
+            place = cache.lengths[0].item()
+            out = layer(step, cache=cache)
+            torch.testing.assert_close(out, expected[:, place : place + step.shape[1]])
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+def test_a_step_in_a_cuda_graph(tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, captured)
+
+
+@torch.no_grad()
+def captured(device: torch.device) -> None:
+    """Replays find what steps find that Python launches, on both sides of the edge of a part."""
+    config, tokens_before, steps = NSAConfig(), 2040, 24
+    torch.manual_seed(8)
+
+    def tensor(heads: int, tokens: int, width: int = 64) -> Tensor:
+        return torch.randn(2, heads, tokens, width, device=device).bfloat16()
+
+    phis = [Compression(config, 2, 64, device=device) for _ in range(2)]
+    prompt = tensor(2, tokens_before), tensor(2, tokens_before)
+    new = [
+        (tensor(8, 1), tensor(2, 1), tensor(2, 1), tensor(8, 1, 3).sigmoid()) for _ in range(steps)
+    ]
+    caches = [ShardedCache(*phis, dist.group.WORLD, max_length=4096) for _ in range(2)]
+    for cache in caches:
+        cache.fill(*prompt)
+    expected = [caches[0].step(*inputs) for inputs in new]
+
+    cache, inputs = caches[1], [x.clone() for x in new[0]]
+    for _ in range(2):  # compiles and connects
+        cache.step(*inputs)
+    cache.fill(*prompt)
+    lengths = cache.lengths.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = cache.step(*inputs)
+    cache.lengths.copy_(lengths)
+    for each, want in zip(new, expected, strict=True):
+        for x, y in zip(inputs, each, strict=True):
+            x.copy_(y)
+        graph.replay()
+        torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)

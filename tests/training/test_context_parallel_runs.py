@@ -21,6 +21,7 @@ from training.tiny_run import rows_of
 from nsa_flex import NSAConfig
 from nsa_flex.parallel import sent_bytes
 from nsa_flex.training.dry_run import dry_run
+from nsa_flex.training.report import report
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows
 
@@ -75,6 +76,8 @@ def test_two_ranks_share_rows(tmp_path: Path, parallel: str) -> None:
     assert_same_curve(tmp_path / "packed", tmp_path / "one-separate")
     check_same_model(whole, one)
     assert_artefacts(rows_of(whole), rows_of(one))
+    assert "1 data, 2 context" in report(whole)
+    assert "2 context" not in report(one)
 
     # The other mesh's checkpoints: one rank goes on with two's, and two with one's.
     in_processes(run_alone, tmp_path / "stopped", texts, parallel, ranks=1)
