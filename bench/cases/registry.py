@@ -232,9 +232,7 @@ def checkpoints() -> list[Case]:
     names = ("nsa", "sdpa-cudnn")
     narrow, long = ((64, 64),), (128 * KI,)
     cases = grid("core", names, ((32, 2),), (64 * KI,), dims=narrow, config=NSA_1B)
-    cases += grid(
-        "infllm-v2", names, ((32, 2), (32, 8)), (64 * KI, *long), config=INFLLM_V2
-    )
+    cases += grid("infllm-v2", names, ((32, 2), (32, 8)), (64 * KI, *long), config=INFLLM_V2)
     return cases + grid("minimax-m3", names, ((64, 4),), long, config=MINIMAX_M3)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from nsa_flex.bench.cases.case import Case
 from nsa_flex.flops import CORE, attention_flops
 
-
 # What a layer's attention consists of where it is sparse. Without an indexer's own scores, or the
 # log-sum-exp that scores are taken by.
 LAYERS = {"core": CORE, "infllm-v2": ("choice", "selected"), "minimax-m3": ("selected",)}
