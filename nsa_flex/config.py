@@ -97,6 +97,10 @@ class NSAConfig:
             )
         if self.selection == "tiled_top_k":
             self._check_tiles()
+        if self.branches != BRANCHES:  # made once, and no field: compiled code reads it
+            window = self.window_size if self.has("sliding") else 1
+            every = dataclasses.replace(self, branches=BRANCHES, window_size=window)
+            object.__setattr__(self, "_with_every_branch", every)
 
     def _check_branches(self) -> None:
         given = tuple(self.branches)
@@ -168,6 +172,12 @@ class NSAConfig:
     def has(self, branch: BranchName) -> bool:
         """Whether there is this branch."""
         return branch in self.branches
+
+    @property
+    def with_every_branch(self) -> NSAConfig:
+        """The same with all branches, for kernels that run them together; gates of 0 undo it."""
+        every: NSAConfig = getattr(self, "_with_every_branch", self)
+        return every
 
     @property
     def num_forced_blocks(self) -> int:

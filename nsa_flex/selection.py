@@ -56,6 +56,7 @@ def choose_blocks(
         from nsa_flex.fallback_kernels.topk import interface as topk
 
         if topk.unsupported_reason(query, compressed_key, config, num_blocks, coarse) is None:
+            windows = compressed_key.detach()
             return topk.select_topk_blocks(
                 query,
                 compressed_key,
@@ -65,9 +66,7 @@ def choose_blocks(
                 config=config,
                 scale=scale,
                 num_blocks=num_blocks,
-                coarse_key=None
-                if coarse == 1
-                else coarse_keys(compressed_key.detach(), config, coarse),
+                coarse_key=None if coarse == 1 else coarse_keys(windows, config, coarse),
                 coarse=coarse,
             )
     return _choose_blocks(

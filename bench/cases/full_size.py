@@ -199,10 +199,9 @@ def minimax_m3_layer(sizes: Sizes) -> Callable[[], int]:
     grad = torch.randn_like(hidden)
 
     def step() -> int:
-        out = layer(
-            hidden, position_embeddings=angles, attention_mask=None, position_ids=positions
-        )
-        out[0].backward(grad)
+        options = {"position_embeddings": angles, "position_ids": positions}
+        out, *_ = layer(hidden, attention_mask=None, **options)
+        out.backward(grad)
         assert hidden.grad is not None
         hidden.grad = None
         layer.zero_grad()

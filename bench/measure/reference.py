@@ -176,19 +176,19 @@ def choice(scored: Tensor, positions: Tensor, config: NSAConfig) -> tuple[Tensor
     taken, margin = _highest(ranked, n)
     if config.selection == "tiled_top_k":  # a half before the own tile of n blocks, a half inside
         tile = own // n * n
-        parts = [
-            _highest(ranked.masked_fill(x, -torch.inf), n // 2) for x in (j < tile, j >= tile)
-        ]
-        inside, before = parts
-        taken = torch.where(tile == 0, taken, inside[0] | before[0])
-        margin = torch.where(tile[:, 0] == 0, margin, torch.minimum(inside[1], before[1]))
+        before, inside = (
+            _highest(ranked.masked_fill(others, -torch.inf), n // 2)
+            for others in (j >= tile, j < tile)
+        )
+        taken = torch.where(tile == 0, taken, before[0] | inside[0])
+        margin = torch.where(tile[:, 0] == 0, margin, torch.minimum(before[1], inside[1]))
     blocks = torch.where(taken, j, scored.shape[1]).sort(-1).values[:, :n]
     blocks = blocks.masked_fill(blocks == scored.shape[1], -1)
     return torch.nn.functional.pad(blocks, (0, n - blocks.shape[1]), value=-1), margin
 
 
 def _highest(ranked: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Which n blocks rank highest, bool (R, blocks), none of -inf, and by which share they lead."""
+    """Which n blocks rank highest, bool (R, blocks), none of -inf, and the share they lead by."""
     order = ranked.sort(dim=-1, descending=True, stable=True)  # stable: ties take the lower index
     taken = torch.zeros_like(ranked, dtype=torch.bool)
     taken.scatter_(1, order.indices[:, :n], order.values[:, :n] > -torch.inf)

@@ -162,6 +162,32 @@ def packed(rows: list[Row]) -> pd.DataFrame:
     return found.fillna(EMPTY)
 
 
+_CHECKPOINTS = {"core": "NSA-1B", "infllm-v2": "InfLLM-V2", "minimax-m3": "MiniMax-M3"}
+
+
+def checkpoints(rows: list[Row]) -> pd.DataFrame:
+    """Attention of public checkpoints against cuDNN, its choice of blocks included."""
+    table = frame(rows)
+    names = ["target", "heads", "D", "seq_len"]
+    index = pd.MultiIndex.from_frame(table[names].drop_duplicates())
+    found = index.to_frame(index=False).set_axis(["attention of", "heads", "D", "tokens"], axis=1)
+    found.index = index
+    found["attention of"] = found["attention of"].map(_CHECKPOINTS)
+    found["tokens"] = found.tokens.map(tokens)
+    ours = dense = pd.DataFrame()
+    for which, title in PASSES.items():
+        of_pass = table[table["pass"] == which]
+        ours, dense = (
+            of_pass[of_pass.implementation == name].set_index(names).reindex(index)
+            for name in ("nsa", RIVAL)
+        )
+        found[f"{title}, sparse / dense ms"] = _pair(medians(ours), medians(dense))
+        found["dense ÷ sparse" + " " * len(found.columns)] = _ratio(dense, ours)
+    found["peak GiB"] = _pair(gib(ours), gib(dense))
+    found["commit"] = ours.commit
+    return found.fillna(EMPTY).rename(columns=str.strip)
+
+
 def layers(rows: list[Row]) -> pd.DataFrame:
     """A layer on packed documents against the same as batch rows, forward + backward."""
     table = frame(rows)
@@ -327,6 +353,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "summary": summary,
     "packed": packed,
     "layers": layers,
+    "checkpoints": checkpoints,
     "repeats": repeats,
     "parts": parts,
     "models": models,

@@ -3,8 +3,9 @@
 A tile is the transposed product keys x (head in group, token): the sum over the heads of a group
 then runs over columns that one thread holds. The keys of a tile are taken one residue at a time:
 row j of residue m is compressed block `(l'/d) j + m`, so that Eq. 9 adds tiles, without shuffles,
-and max-pooling takes the larger of tiles. What block j - 1 lends to block j (compressed blocks that straddle both) is one shift of the
-finished, group-summed tile; a tile's first row exists for that alone.
+and max-pooling takes the larger of tiles. What block j - 1 lends to block j (compressed blocks
+that straddle both) is one shift of the finished, group-summed tile; a tile's first row exists for
+that alone.
 
 Where a row has initial and local blocks, a block between them and its left neighbour hold no
 compressed block that the query does not see: nothing is masked, and keys past the end may read as

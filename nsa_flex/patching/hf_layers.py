@@ -118,3 +118,17 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
 def _takes_any_argument(module: Attention) -> bool:
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def refuse_continuous_batching(model: Any) -> None:
+    """That pages have all which the attention of such an unpatched model reads.
+
+    Raises:
+        ValueError: its sparse attention runs on nsa_flex.
+    """
+    if model.config.get_text_config()._attn_implementation in IMPLEMENTATIONS:
+        raise ValueError(
+            f"continuous batching of {type(model).__name__} is not supported with the attention "
+            "nsa_flex: the engine's pages keep neither keys of an indexer nor the means that "
+            "blocks are selected by; use generate()"
+        )

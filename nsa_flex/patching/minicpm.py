@@ -26,6 +26,7 @@ from transformers.models.minicpm3.modeling_minicpm3 import (
     MiniCPM3ScaledWordEmbedding,
 )
 
+from nsa_flex.patching.hf_layers import refuse_continuous_batching
 from nsa_flex.patching.minicpm_config import MiniCPM4Config, MiniCPMConfig, is_own
 
 
@@ -98,6 +99,12 @@ class MiniCPMForCausalLM(MiniCPMPreTrainedModel, MiniCPM3ForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As of GenerationMixin; ValueError with sparse attention."""
+        if is_own(self.config):
+            refuse_continuous_batching(self)
+        return super().init_continuous_batching(*args, **kwargs)
 
     @classmethod
     def from_pretrained(

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nsa_flex.backends.gathered import gathered_attention
 from nsa_flex.config import NSAConfig
 from nsa_flex.indexer import indexer_topk
+from nsa_flex.patching.hf_layers import refuse_continuous_batching
 from nsa_flex.patching.rows import Rows
 from nsa_flex.patching.slot_masks import dense_mask, rows_of_call
 from nsa_flex.selected import selected_attention
@@ -45,7 +46,10 @@ def is_own(config: Any) -> bool:
 
 
 def use_indexer_input(implementations: tuple[str, ...]) -> None:
-    """Has indexers hand over `IndexerInput` where the attention is one of `implementations`."""
+    """Has indexers hand over `IndexerInput` where the attention is one of `implementations`.
+
+    And has such models refuse continuous batching.
+    """
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
     select_blocks = modeling.MiniMaxM3VLIndexer.forward
@@ -57,6 +61,23 @@ def use_indexer_input(implementations: tuple[str, ...]) -> None:
         return select_blocks(self, *args, **kwargs)
 
     modeling.MiniMaxM3VLIndexer.forward = forward
+    for model_class in (
+        modeling.MiniMaxM3VLForCausalLM,
+        modeling.MiniMaxM3SparseForConditionalGeneration,
+    ):
+        model_class.init_continuous_batching = _refusing(model_class.init_continuous_batching)
+
+
+def _refusing(init: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's `init_continuous_batching`, but not of one whose attention runs here."""
+
+    @functools.wraps(init)
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_own(self.config):
+            refuse_continuous_batching(self)
+        return init(self, *args, **kwargs)
+
+    return init_continuous_batching
 
 
 def _indexer_input(

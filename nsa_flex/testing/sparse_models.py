@@ -1,4 +1,4 @@
-"""Models whose own sparse attention nsa_flex computes, MiniCPM4 and MiniMax-M3: checked unpatched."""
+"""Models whose own sparse attention nsa_flex computes, checked unpatched: MiniCPM4, MiniMax-M3."""
 
 from __future__ import annotations
 

@@ -653,6 +653,48 @@ def test_steps_by_recent_plans(
 
 
 @kernels
+@pytest.mark.parametrize(
+    "branches", [("selected",), ("selected", "sliding"), ("compressed", "selected")]
+)
+def test_absent_branches_have_gates_of_0(branches: Any) -> None:
+    """The kernels run all three; the log-sum-exps of the absent ones are dropped."""
+    config = replace(NSAConfig(4, 2, 4, 3, window_size=6), branches=branches)
+    problem = Problem(Case(config.with_every_branch, past=(45, 6)))
+    problem.store()
+    for x in problem.cache:
+        x.nan_to_num_()  # PyTorch's operations want what is not seen to be finite
+    gates = problem.gates[..., : len(branches)]
+    stored = decoding.Stored(*problem.cache, problem.lengths)
+    every, padded = decoding.with_every_branch(config, gates)
+    found = decode.decode_attention(
+        problem.query, *problem.cache, padded, problem.lengths, config=every, scale=0.25
+    )
+    expected, _ = decoding.step_by_operations(problem.query, stored, gates, config, 0.25)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_the_kernels_run_a_step_of_the_selected_branch_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = replace(NSAConfig(4, 2, 4, 3), branches=("selected",))
+    problem = Problem(Case(config.with_every_branch, past=(45, 6)))
+    problem.store()
+    for x in problem.cache:
+        x.nan_to_num_()
+    gates = problem.gates[..., :1]
+    stored = decoding.Stored(*problem.cache, problem.lengths)
+    expected, _ = decoding.step_by_operations(problem.query, stored, gates, config, 0.25)
+    monkeypatch.setattr(decoding, "step_by_operations", None)
+    options = {"config": config, "scale": 0.25, "return_aux": True}
+    found, aux = decoding.decode_step(problem.query, None, stored, gates, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert aux.lse.compressed is None
+    assert aux.lse.sliding is None
+    assert aux.lse.selected.isfinite().all()
+
+
+@kernels
 def test_steps_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies give the bits that replays give."""
     monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,11 +169,12 @@ def test_sums_by_the_coarse_log_sum_exp() -> None:
 def test_topk_blocks_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     run = topk.select_topk_blocks
-    monkeypatch.setattr(
-        topk,
-        "select_topk_blocks",
-        lambda *args, **kw: calls.append(kw["coarse"]) or run(*args, **kw),
-    )
+
+    def note(*args: Any, **options: Any) -> Tensor:
+        calls.append(options["coarse"])
+        return run(*args, **options)
+
+    monkeypatch.setattr(topk, "select_topk_blocks", note)
     query, key = torch.randn(1, 4, 150, 16), torch.randn(1, 2, 150, 16)
     found = topk_blocks(query.to(DEVICE), key.to(DEVICE), config=SMALL, coarse=4)
     assert calls == [4]

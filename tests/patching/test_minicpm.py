@@ -311,6 +311,11 @@ def test_the_conformance_harness_runs():
     assert vars(model.config) == before
 
 
+def test_continuous_batching_is_refused():
+    with pytest.raises(ValueError, match="continuous batching of MiniCPMForCausalLM is not"):
+        built().generate_batch([[5, 6, 7]])
+
+
 def test_patch_puts_nsa_in_its_place():
     model, ids = built(), ids_of(1, 60)
     sparse = logits(model, ids)

@@ -256,6 +256,12 @@ def test_the_conformance_harness_runs(models, tmp_path):
     assert read.layers == report.layers
 
 
+def test_continuous_batching_is_refused(models):
+    _, ours = models
+    with pytest.raises(ValueError, match="continuous batching of MiniMaxM3VLForCausalLM is not"):
+        ours.generate_batch([[5, 6, 7]])
+
+
 def test_dropout_is_refused(models):
     _, ours = models
     layers = [layer.self_attn for layer in ours.model.layers if layer.self_attn.indexer]

@@ -119,9 +119,8 @@ def test_a_family_is_refused_for_what_it_computes(make: Any, message: str) -> No
 def test_sparse_attention_that_is_left_out(model_type: str, reason: str) -> None:
     if model_type not in model_types():
         pytest.skip(f"this transformers has no {model_type}")
-    with pytest.raises(
-        ValueError, match=rf"does not compute: of {model_type}.*, {reason}.*; leave"
-    ):
+    message = rf"does not compute: of {model_type}.*, {reason}.*; leave"
+    with pytest.raises(ValueError, match=message):
         nsa_flex.patch(tiny_decoder(model_type), NSA)
 
 
