@@ -114,7 +114,9 @@ def check_optimization(config: TrainConfig) -> None:
         )
     if is_sharded(config) and (training.ema or training.optimizer == "muon"):
         what = "training.ema" if training.ema else "training.optimizer muon"
-        raise ValueError(f"{what} does not go with engine.parallel fsdp: leave it out, or take ddp")
+        raise ValueError(
+            f"{what} does not go with engine.parallel fsdp: leave it out, or take ddp"
+        )
 
 
 def optimizer_name(config: TrainConfig) -> str:

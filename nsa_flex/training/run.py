@@ -34,6 +34,7 @@ from nsa_flex.training.arguments import (
 )
 from nsa_flex.training.averages import AVERAGES, AverageCallback, set_averages
 from nsa_flex.training.config import TrainConfig
+from nsa_flex.training.data_report import data_report, write_report
 from nsa_flex.training.errors import TrainingError, in_one_line
 from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
 from nsa_flex.training.packing import Tokenizer, bytes_tokenizer
@@ -46,7 +47,7 @@ from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import without_logits
-from nsa_flex.training.texts import Texts, find_texts, texts_as_before
+from nsa_flex.training.texts import Texts, find_texts, texts_as_before, with_cache
 from nsa_flex.training.trainer import SHARDED_WEIGHTS, StopCallback, Trainer
 
 MODEL_FOLDER = "model"
@@ -102,11 +103,14 @@ def train(
                     set_averages(model, load_state(start.checkpoint / AVERAGES))
                     _save_whole(model, texts.tokenizer, run / AVERAGE_FOLDER)
             return summary(run, stopped=False, seconds=0.0)
+        texts = with_cache(texts)
         held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
         if rank() == 0:
             run.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(run))
             open_run(config, asked, start)
+            if texts.cache is not None:
+                write_report(run, data_report(texts))
             texts = texts.with_record(world_size())
         told = stack.enter_context(reporting(config))
         return _train(config, texts, model, held_out, start, [*callbacks, *told])
@@ -138,7 +142,8 @@ def _texts(config: TrainConfig, start: Start) -> Texts:
     if start.checkpoint is None or start.record is None:
         return find_texts(config)
     check_sharding(config, start.checkpoint)
-    return texts_as_before(config, start.record, str(start.checkpoint), reads=rank() == 0)
+    where = str(start.checkpoint)
+    return texts_as_before(config, start.record, where, reads=rank() == 0, step=start.step)
 
 
 def leave_process_group() -> None:
