@@ -43,7 +43,7 @@ class AverageCallback(TrainerCallback):
     ) -> None:
         """Nothing is read on the host."""
         weights = [p.detach() for p in self.model.parameters()]
-        self.update(list(self.averages.values()), weights, 0)  # type: ignore[arg-type]
+        self.update(list(self.averages.values()), weights, 0)
 
     def save(self, checkpoint: Path) -> None:
         """Into a checkpoint."""

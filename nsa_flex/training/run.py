@@ -34,6 +34,7 @@ from nsa_flex.training.arguments import (
 )
 from nsa_flex.training.averages import AVERAGES, AverageCallback, set_averages
 from nsa_flex.training.config import TrainConfig
+from nsa_flex.training.data_report import data_report, write_report
 from nsa_flex.training.errors import TrainingError, in_one_line
 from nsa_flex.training.mesh import (
     check_mesh,
@@ -52,7 +53,7 @@ from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import without_logits
-from nsa_flex.training.texts import Texts, find_texts, texts_as_before
+from nsa_flex.training.texts import Texts, find_texts, texts_as_before, with_cache
 from nsa_flex.training.trainer import SHARDED_WEIGHTS, StopCallback, Trainer
 
 MODEL_FOLDER = "model"
@@ -110,11 +111,14 @@ def train(
                     set_averages(model, load_state(start.checkpoint / AVERAGES))
                     _save_whole(model, texts.tokenizer, run / AVERAGE_FOLDER)
             return summary(run, stopped=False, seconds=0.0)
+        texts = with_cache(texts)
         held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
         if rank() == 0:
             run.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(run))
             open_run(config, asked, start)
+            if texts.cache is not None:
+                write_report(run, data_report(texts))
             texts = texts.with_record(data_ranks(config))
         told = stack.enter_context(reporting(config))
         return _train(config, texts, model, held_out, start, [*callbacks, *told])
@@ -146,7 +150,8 @@ def _texts(config: TrainConfig, start: Start) -> Texts:
     if start.checkpoint is None or start.record is None:
         return find_texts(config)
     check_sharding(config, start.checkpoint)
-    return texts_as_before(config, start.record, str(start.checkpoint), reads=rank() == 0)
+    where = str(start.checkpoint)
+    return texts_as_before(config, start.record, where, reads=rank() == 0, step=start.step)
 
 
 def leave_process_group() -> None:
@@ -264,7 +269,9 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     for each in (telemetry, *callbacks):  # telemetry adds to the logs that others show
         trainer.add_callback(each)
-    if config.run.eval_every and config.run.sample_tokens:
+    # Ranks that share the tokens of rows would have to write together.
+    alone = getattr(config.engine, "context_parallel", 1) == 1
+    if config.run.eval_every and config.run.sample_tokens and alone:
         trainer.add_callback(
             SampleCallback(
                 trainer, telemetry, texts.tokenizer, held_out[0], config.run.sample_tokens

@@ -247,7 +247,8 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor], names: dict
     def taken(part: Any, key: Any) -> Any:
         return _take_tensors(part, f"{name}/{key}", tensors, names)
 
-    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+    wraps: bool = is_traceable_wrapper_subclass(value)
+    if wraps:
         inner, context = value.__tensor_flatten__()
         return {
             "class": [type(value).__module__, type(value).__name__],

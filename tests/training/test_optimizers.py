@@ -1,4 +1,4 @@
-"""Optimizers, schedules and averages by name, and that killed runs go on with them."""
+"""Optimizers, schedules and averages: what they are, and that stopped runs go on with them."""
 
 from __future__ import annotations
 
@@ -114,6 +114,20 @@ def test_a_stable_rate_decays_at_the_end(tmp_path: Path, texts: Path) -> None:
     training |= {"schedule_options": {"num_decay_steps": 4, "decay_type": "linear"}}
     train(quiet_config(tmp_path / "other", texts, training=training, run=run))
     assert rates(tmp_path / "other")[6:] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+
+
+def test_a_resumed_run_begins_to_decay(tmp_path: Path, texts: Path) -> None:
+    """An option of the schedule is a change that must be told, and is named by its key."""
+    stable = {"schedule": "warmup_stable_decay", "schedule_options": {"num_decay_steps": 1}}
+    begin(tmp_path / "run", texts, training={**stable, "steps": 12})
+    stable["schedule_options"] = {"num_decay_steps": 4, "decay_type": "linear"}
+    config = quiet_config(tmp_path / "run", texts, training=stable, run={"log_every": 1})
+    with pytest.raises(
+        ValueError, match=r"change it with --change training\.schedule_options\.nu"
+    ):
+        train(config, resume=True)
+    train(config, resume=True, changes={"training.schedule_options"})
+    assert rates(tmp_path / "run")[-4:] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
 
 
 def test_the_average_is_that_of_the_weights(tmp_path: Path, texts: Path) -> None:
