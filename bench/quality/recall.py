@@ -115,8 +115,10 @@ def build(recipe: Recipe, variant: str, seed: int) -> Any:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if found.attention == "nsa":
-        own = {"compression": found.compression, "branches": found.branches}
-        patch(model, dataclasses.replace(recipe.nsa, **own))
+        sizes = dataclasses.replace(
+            recipe.nsa, compression=found.compression, branches=found.branches
+        )
+        patch(model, sizes)
     return model
 
 
@@ -207,7 +209,7 @@ class Run:
 def test(run: Run, until: float) -> list[dict[str, Any]]:
     """One entry a task and length, the shortest length first, as far as the time goes."""
     run.model.eval()
-    found = []
+    found: list[dict[str, Any]] = []
     for length, rows in run.recipe.tests:
         for task in TASKS:
             if time.monotonic() > until:
@@ -230,7 +232,7 @@ def _tested(run: Run, task: Task, length: int, rows: int) -> dict[str, Any]:
         hops.append(batch.hops[row, number])
         causes += cause
     is_right = np.concatenate(right)
-    entry = {
+    entry: dict[str, Any] = {
         "task": task,
         "length": length,
         "questions": len(is_right),

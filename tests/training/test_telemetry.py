@@ -68,11 +68,18 @@ def test_every_artefact_is_written_and_valid(tmp_path: Path) -> None:
 def test_a_schema_refuses_another_row(artefact: str, tmp_path: Path) -> None:
     run(patched(), tmp_path, 1, probe=batch(1), every=1)
     write_change(tmp_path)
+    write_recall(tmp_path)
     (row, *_) = read_rows(tmp_path, artefact)
     jsonschema.validate(row, schema(artefact))
     for wrong in ({**row, "step": "two"}, {**row, "more": 1}, {"step": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema(artefact))
+
+
+def write_recall(folder: Path) -> None:
+    file = RowFile(folder, "recall")
+    file.append({"step": 2, "layer": "a", "block_recall": None, "score_recall": 0.5})
+    file.close()
 
 
 def write_change(folder: Path) -> None:

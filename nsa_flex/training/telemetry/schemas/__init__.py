@@ -7,7 +7,7 @@ import json
 from importlib import resources
 from typing import Any, Literal, get_args
 
-Artefact = Literal["training", "fallback_counters", "gates", "heartbeat", "changes"]
+Artefact = Literal["training", "fallback_counters", "gates", "heartbeat", "changes", "recall"]
 ARTEFACTS: tuple[Artefact, ...] = get_args(Artefact)
 
 
