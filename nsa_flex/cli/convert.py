@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -15,6 +16,9 @@ from nsa_flex.cli.train import INTERRUPTED, result_table
 from nsa_flex.training.errors import TrainingError, in_one_line
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from nsa_flex.training.config import TrainConfig
     from nsa_flex.training.convert import Stage
 
 
@@ -59,9 +63,16 @@ def convert(
 
         be_quiet()
         stages = _stages(steps, lengths, rates, alignment)
-        result = run(
-            checkpoint, out, text, tokenizer=tokenizer, stages=stages, overrides=overrides or ()
-        )
+        with contextlib.ExitStack() as bars:
+            result = run(
+                checkpoint,
+                out,
+                text,
+                tokenizer=tokenizer,
+                stages=stages,
+                overrides=overrides or (),
+                callbacks=lambda config: [_progress(config, console, bars)],
+            )
     except (ValueError, OSError, ModuleNotFoundError) as error:
         fail("convert", in_one_line(error), error)
     except (TrainingError, MemoryError) as error:
@@ -72,6 +83,18 @@ def convert(
         console.print(result_table(result))
     if result["stopped"]:
         raise typer.Exit(INTERRUPTED)
+
+
+def _progress(
+    config: TrainConfig, console: Console, bars: contextlib.ExitStack
+) -> TrainerCallback:
+    from nsa_flex.cli.train_progress import ProgressCallback
+    from nsa_flex.training.arguments import tokens_per_step
+
+    console.print(f"stage {Path(config.out).name}", markup=False)
+    progress = ProgressCallback(console, tokens_per_step(config), config.data.seq_len)
+    bars.callback(progress.close)
+    return progress
 
 
 def _stages(steps: str, lengths: str, rates: str, alignment: float) -> list[Stage]:

@@ -75,7 +75,8 @@ def divergence(dense: Tensor, compressed: Tensor, free: Tensor) -> Tensor:
 class Recall(NamedTuple):
     """Of blocks, the share of the dense attention's best that were selected; of scores, its mass.
 
-    blocks: () of the queries with more free blocks than places for them, NaN if there are none.
+    blocks: () of the queries with more free blocks than places for them, NaN if there are none, or
+        no places beside the forced blocks'.
     scores: (), forced blocks included.
     """
 
@@ -96,7 +97,7 @@ def recall_of(dense: Tensor, selected: Tensor, free: Tensor, config: NSAConfig) 
         -1, selected.clamp(min=0).long(), (selected >= 0).to(dense.dtype)
     )
     is_selected = is_selected > 0
-    asked = (free.sum(-1) > places).to(dense.dtype)  # [Q]
+    asked = ((free.sum(-1) > places) & (places > 0)).to(dense.dtype)  # [Q]
     count = min(max(places, 1), dense.shape[-1])
     best = torch.where(free, dense, -1.0).topk(count, -1).indices
     hits = is_selected.gather(-1, best).float().mean(-1)  # [B, Hkv, Q]

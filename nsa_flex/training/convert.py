@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def convert(
     tokenizer: str | None = None,
     stages: Sequence[Stage] = STAGES,
     overrides: Collection[str] = (),
-    callbacks: Sequence[TrainerCallback] = (),
+    callbacks: Callable[[TrainConfig], Sequence[TrainerCallback]] = lambda config: (),
 ) -> dict[str, Any]:
     """Patch a dense checkpoint and train it stage by stage; goes on with what `out` holds.
 
@@ -68,7 +68,7 @@ def convert(
         files: text, as `data.files` of a training config.
         tokenizer: "bytes" or a directory; the checkpoint's if None.
         overrides: "section.key=value" for all stages.
-        callbacks: further ones for the Trainer.
+        callbacks: gives further ones for the Trainer of a stage.
 
     Returns:
         The last stage's summary (`nsa_flex.training.train`), and for each stage that ran to its
@@ -91,7 +91,7 @@ def convert(
     recall: dict[str, Any] = {}
     for stage, config in zip(stages, configs, strict=True):
         run = Path(config.out)
-        result = _run(stage, config, callbacks)
+        result = _run(stage, config, callbacks(config))
         if result["stopped"]:
             break
         recall[stage.name] = recall_of(run)

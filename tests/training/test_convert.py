@@ -93,6 +93,8 @@ def test_recall_of_all_blocks_and_of_none() -> None:
     assert 0 < some < 1
     nothing_to_choose = recall_of(dense[:, :, :8], own[:, :, :8], free[:8], SMALL)
     assert nothing_to_choose.blocks.isnan()
+    forced = NSAConfig(8, 4, 8, 3, window_size=12)
+    assert recall_of(dense, own, free, forced).blocks.isnan()
 
 
 @pytest.fixture(scope="module")
