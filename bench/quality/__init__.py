@@ -5,5 +5,6 @@
     python -m nsa_flex.bench.quality.report rows.json --out bench/results/quality.json
 
 `build` makes the corpus of packages, `run` trains and evaluates with `nsa-flex train`, two runs
-side by side, and `report` makes a table and a plot of the rows.
+side by side, and `report` makes a table and a plot of the rows. `recall` and `recall_report` do
+the same for generated rows that ask for what stands far back.
 """

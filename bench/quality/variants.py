@@ -75,11 +75,13 @@ def config_of(name: str, size: str, overrides: tuple[str, ...] = ()) -> TrainCon
             raise ValueError(f"{what} is {value!r}; expected one of {', '.join(known)}")
     variant = variants()[name]
     config = read_config(str(_configs() / f"{size}.yaml"), overrides)
-    own = {"compression": variant.compression, "branches": variant.branches}
+    nsa = dataclasses.replace(
+        config.model.nsa, compression=variant.compression, branches=variant.branches
+    )
     model = dataclasses.replace(
         config.model,
         attention=variant.attention,
-        nsa=dataclasses.replace(config.model.nsa, **own),
+        nsa=nsa,
         config={**(config.model.config or {}), **_layer_types(variant, config)},
     )
     config = dataclasses.replace(config, model=model)

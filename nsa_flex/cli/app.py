@@ -10,6 +10,7 @@ import nsa_flex
 from nsa_flex.cli.audit import audit
 from nsa_flex.cli.bench import bench
 from nsa_flex.cli.check import check
+from nsa_flex.cli.convert import convert
 from nsa_flex.cli.demo import demo
 from nsa_flex.cli.explain import explain
 from nsa_flex.cli.export import export
@@ -56,6 +57,7 @@ app.command()(audit)
 app.command()(check)
 app.command()(bench)
 app.command()(train)
+app.command()(convert)
 app.command()(report)
 app.command()(export)
 app.command()(tune)

@@ -25,7 +25,7 @@ _NO_GROUP = (dist.DistError,) if dist.is_available() else ()
 def train(
     config: Annotated[
         str | None,
-        typer.Argument(help="A YAML file, or tiny, 125m, 350m, llama-8b-layers or convert."),
+        typer.Argument(help="A YAML file, or tiny, 125m, 350m or llama-8b-layers."),
     ] = None,
     named: Annotated[str | None, typer.Option("--config", help="The same, as an option.")] = None,
     overrides: Annotated[
@@ -109,7 +109,7 @@ def _print(result: dict[str, Any], console: Console, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:
-        console.print(_table(result))
+        console.print(result_table(result))
     if result.get("stopped"):
         typer.echo(
             f"nsa-flex train: stopped; {result['checkpoint']} goes on with --resume", err=True
@@ -153,7 +153,8 @@ def _run(chosen: TrainConfig, console: Console, **options: Any) -> dict[str, Any
     return result
 
 
-def _table(result: dict[str, Any]) -> Table:
+def result_table(result: dict[str, Any]) -> Table:
+    """Two columns: name and value of what is known."""
     table = Table(show_header=False, box=None)
     for name, value in _flat(result):
         if value is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -307,8 +308,13 @@ def read_config(name: str, overrides: tuple[str, ...] = ()) -> TrainConfig:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no mapping of sections; nsa-flex train needs one")
+    return config_of(values, overrides)
+
+
+def config_of(values: dict[str, Any], overrides: Collection[str] = ()) -> TrainConfig:
+    """A config from what a YAML file would hold; `overrides`, as of `read_config`, change it."""
     for each in overrides:
-        _override(values, each, yaml)
+        _override(values, each, _yaml())
     return from_mapping(TrainConfig, values)
 
 

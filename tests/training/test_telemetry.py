@@ -80,6 +80,7 @@ def write_others(folder: Path) -> None:
     rows = {
         "changes": {"time": 1.5, "step": 2, "key": "ranks", "before": "1", "after": "2"},
         "samples": {"session": 1, "step": 2, "prompt": "a\n", "text": "b"},
+        "recall": {"step": 2, "layer": "a", "block_recall": None, "score_recall": 0.5},
     }
     for name, row in rows.items():
         file = RowFile(folder, name)

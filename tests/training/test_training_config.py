@@ -140,7 +140,7 @@ def test_shipped_configs_are_valid(name: str) -> None:
 
 
 def test_what_is_shipped() -> None:
-    assert set(shipped_configs()) == {"tiny", "125m", "350m", "llama-8b-layers", "convert"}
+    assert set(shipped_configs()) == {"tiny", "125m", "350m", "llama-8b-layers"}
     small = read_config("125m")
     sizes = PRESETS["125m"]
     assert (sizes["hidden_size"], sizes["num_hidden_layers"]) == (768, 12)
@@ -148,4 +148,3 @@ def test_what_is_shipped() -> None:
     assert small.model.nsa.counts == [32, 16, 64, 16, 1, 2, 512]
     assert small.training.batch_size >= 16
     assert small.data.seq_len == 2048
-    assert read_config("convert").model.init == "dense"

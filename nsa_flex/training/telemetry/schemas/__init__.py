@@ -8,7 +8,14 @@ from importlib import resources
 from typing import Any, Literal, get_args
 
 Artefact = Literal[
-    "training", "fallback_counters", "gates", "heartbeat", "changes", "samples", "sessions"
+    "training",
+    "fallback_counters",
+    "gates",
+    "heartbeat",
+    "changes",
+    "samples",
+    "sessions",
+    "recall",
 ]
 ARTEFACTS: tuple[Artefact, ...] = get_args(Artefact)
 

@@ -1,0 +1,177 @@
+"""A dense checkpoint to NSA, in stages, each of which is a training run of its own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from nsa_flex.training.alignment import AlignmentCallback
+from nsa_flex.training.arguments import world_size
+from nsa_flex.training.config import TrainConfig, config_of
+from nsa_flex.training.run import MODEL_FOLDER, summary, train
+from nsa_flex.training.telemetry import read_rows
+from nsa_flex.training.texts import find_texts
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of a conversion.
+
+    Args:
+        name: of its folder.
+        frozen: train φ and gates alone, towards dense attention.
+        alignment: weight of the distance from dense attention, beside the loss on the text.
+    """
+
+    name: str
+    steps: int
+    seq_len: int
+    learning_rate: float
+    frozen: bool = False
+    alignment: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.alignment < 0:
+            raise ValueError(f"alignment={self.alignment} must be at least 0")
+
+
+STAGES = (
+    Stage("1-align", 300, 4096, 1e-3, frozen=True, alignment=1.0),
+    Stage("2-sparse", 1500, 4096, 3e-5),
+    Stage("3-long", 300, 32768, 3e-5),
+)
+
+
+def convert(
+    checkpoint: str,
+    out: Path,
+    files: Sequence[str],
+    *,
+    tokenizer: str | None = None,
+    stages: Sequence[Stage] = STAGES,
+    overrides: Collection[str] = (),
+    callbacks: Callable[[TrainConfig], Sequence[TrainerCallback]] = lambda config: (),
+) -> dict[str, Any]:
+    """Patch a dense checkpoint and train it stage by stage; goes on with what `out` holds.
+
+    The first stage starts from the checkpoint with the selected branch alone (gates "dense"), so
+    that rows up to n * l' tokens begin with the checkpoint's own logits.
+
+    Args:
+        checkpoint: directory that transformers' `save_pretrained` wrote.
+        out: folder; each stage has its own in it.
+        files: text, as `data.files` of a training config.
+        tokenizer: "bytes" or a directory; the checkpoint's if None.
+        overrides: "section.key=value" for all stages.
+        callbacks: gives further ones for the Trainer of a stage.
+
+    Returns:
+        The last stage's summary (`nsa_flex.training.train`), and for each stage that ran to its
+        end the block and score recall at its first and last step, means of the layers.
+
+    Raises:
+        ValueError: what `train` raises; or there are several processes, or rows of a frozen stage
+            that are too short for scores to select anything.
+    """
+    if world_size() > 1:
+        raise ValueError("a conversion runs in one process for now: start it without torchrun")
+    configs: list[TrainConfig] = []
+    source = checkpoint
+    for stage in stages:
+        configs.append(_config(stage, source, out, files, tokenizer or checkpoint, overrides))
+        source = str(out / stage.name / MODEL_FOLDER)
+    for stage, config in zip(stages, configs, strict=True):  # before any of them takes hours
+        _check(stage, config)
+    result: dict[str, Any] = {}
+    recall: dict[str, Any] = {}
+    for stage, config in zip(stages, configs, strict=True):
+        run = Path(config.out)
+        result = _run(stage, config, callbacks(config))
+        if result["stopped"]:
+            break
+        recall[stage.name] = recall_of(run)
+    return {**result, "recall": recall}
+
+
+def _config(
+    stage: Stage,
+    checkpoint: str,
+    out: Path,
+    files: Sequence[str],
+    tokenizer: str,
+    overrides: Collection[str],
+) -> TrainConfig:
+    """One document a row or many joined; eager where hooks look on."""
+    aligned = stage.alignment > 0
+    values: dict[str, Any] = {
+        "out": str(out / stage.name),
+        "model": {"checkpoint": checkpoint, "init": "dense"},
+        "data": {
+            "files": list(files),
+            "tokenizer": tokenizer,
+            "seq_len": stage.seq_len,
+            "documents": "joined",
+        },
+        "training": {
+            "steps": stage.steps,
+            "batch_size": 1,
+            "accumulate": 8,
+            "learning_rate": stage.learning_rate,
+            "warmup_steps": min(100, stage.steps // 10),
+        },
+        "engine": {"checkpointing": "none" if aligned else "selective"},
+        "run": {"log_every": 10, "gates_every": 100, "eval_every": 200, "save_every": 200},
+    }
+    own = ["engine.compile=false", "engine.checkpointing=none"] if aligned else []
+    return config_of(values, [*overrides, *own])
+
+
+def _check(stage: Stage, config: TrainConfig) -> None:
+    sizes = config.model.nsa
+    if stage.frozen and config.data.seq_len <= sizes.num_selected_tokens:
+        raise ValueError(
+            f"rows of stage {stage.name} have {config.data.seq_len} tokens, all of which are "
+            f"selected: take more than n * l' = {sizes.num_selected_tokens}"
+        )
+    if stage.alignment > 0 and config.data.documents != "joined":
+        raise ValueError(
+            f'data.documents is "{config.data.documents}"; expected "joined" for stage '
+            f"{stage.name}, which compares rows with dense attention"
+        )
+
+
+def _run(
+    stage: Stage, config: TrainConfig, callbacks: Sequence[TrainerCallback]
+) -> dict[str, Any]:
+    run = Path(config.out)
+    if (run / MODEL_FOLDER).exists():
+        return summary(run, stopped=False, seconds=0.0)
+    row = find_texts(config).held_out_rows(1)[0]
+    alignment = AlignmentCallback(
+        run,
+        weight=stage.alignment,
+        frozen=stage.frozen,
+        probe=torch.from_numpy(row.ids)[None],
+        every=config.run.gates_every or config.training.steps,
+    )
+    return train(config, resume=run.exists(), callbacks=[alignment, *callbacks])
+
+
+def recall_of(run: Path) -> dict[str, list[float | None]]:
+    """Block and score recall at the first and at the last measurement, means of the layers."""
+    rows = read_rows(run, "recall")
+    ends = [[row for row in rows if row["step"] == rows[i]["step"]] for i in (0, -1)]
+    return {
+        column: [_mean([row[column] for row in part]) for part in ends]
+        for column in ("block_recall", "score_recall")
+    }
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known), 4) if known else None

@@ -1,0 +1,221 @@
+"""A dense checkpoint trained on the spot becomes NSA: masses of blocks, stages, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from training.small_config import NSA, small_config, write_texts
+
+import nsa_flex
+from nsa_flex import NSAConfig
+from nsa_flex.patching import NSALayer
+from nsa_flex.selection import choose_blocks
+from nsa_flex.training.alignment import base_frozen
+from nsa_flex.training.block_mass import (
+    compressed_block_mass,
+    dense_block_mass,
+    divergence,
+    free_blocks,
+    recall_of,
+)
+from nsa_flex.training.convert import Stage, convert
+from nsa_flex.training.run import train
+from nsa_flex.training.telemetry import read_rows, schema
+
+SMALL = NSAConfig(8, 4, 8, 4, window_size=12, compression="mean")
+TOKENS = 100
+POSITIONS = torch.arange(0, TOKENS, 3)
+
+
+def heads() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, TOKENS, 16), torch.randn(2, 2, TOKENS, 16)
+    return query[:, :, POSITIONS], key, key.unfold(2, 8, 4).mean(-1)
+
+
+def test_dense_mass_is_the_softmax_summed_over_blocks() -> None:
+    query, key, _ = heads()
+    mass = dense_block_mass(query, key, POSITIONS, SMALL, 0.5)
+    assert mass.shape == (2, 2, len(POSITIONS), 13)
+    for row, position in enumerate(POSITIONS.tolist()):
+        for head in range(2):
+            seen = key[1, head, : position + 1]
+            p = sum((query[1, 2 * head + g, row] @ seen.T * 0.5).softmax(-1) for g in (0, 1)) / 2
+            for block in range(13):
+                wanted = p[8 * block : 8 * block + 8].sum()
+                torch.testing.assert_close(mass[1, head, row, block], wanted)
+
+
+def test_compressed_mass_is_what_blocks_are_selected_by() -> None:
+    query, _, compressed = heads()
+    mass = compressed_block_mass(query, compressed, POSITIONS, SMALL, 0.5, 13)
+    free = free_blocks(POSITIONS, 13, SMALL)
+    selected = choose_blocks(
+        query, compressed, config=SMALL, scale=0.5, num_blocks=13, positions=POSITIONS[None]
+    )
+    best = torch.where(free, mass, -1.0).argmax(-1)
+    asked = free.any(-1)
+    assert asked.sum() > 20
+    assert (selected == best[..., None]).any(-1)[:, :, asked].all()
+
+
+def test_what_differs_less_has_a_smaller_divergence() -> None:
+    query, key, compressed = heads()
+    dense = dense_block_mass(query, key, POSITIONS, SMALL, 0.5)
+    free = free_blocks(POSITIONS, 13, SMALL)
+    compressed = compressed.requires_grad_()
+    ours = compressed_block_mass(query, compressed, POSITIONS, SMALL, 0.5, 13)
+    loss = divergence(dense, ours, free)
+    assert divergence(dense, dense, free).abs() < 1e-6
+    (grad,) = torch.autograd.grad(loss, compressed)
+    nearer = compressed_block_mass(query, compressed - grad, POSITIONS, SMALL, 0.5, 13)
+    assert 0 < divergence(dense, nearer, free) < loss
+
+
+def test_recall_of_all_blocks_and_of_none() -> None:
+    query, key, _ = heads()
+    dense = dense_block_mass(query, key, POSITIONS, SMALL, 0.5)
+    free = free_blocks(POSITIONS, 13, SMALL)
+    best = torch.where(free, dense, -1.0).argmax(-1, keepdim=True)  # one place beside the forced
+    own = (POSITIONS // 8)[:, None].expand(best.shape)
+    everything = torch.arange(13).expand(*best.shape[:3], 13)
+    assert recall_of(dense, best, free, SMALL).blocks == 1.0
+    assert recall_of(dense, own, free, SMALL).blocks == 0.0
+    found = recall_of(dense, everything, free, SMALL)
+    torch.testing.assert_close(torch.stack(found), torch.ones(2))
+    some = recall_of(dense, best, free, SMALL).scores
+    assert 0 < some < 1
+    nothing_to_choose = recall_of(dense[:, :, :8], own[:, :, :8], free[:8], SMALL)
+    assert nothing_to_choose.blocks.isnan()
+    forced = NSAConfig(8, 4, 8, 3, window_size=12)
+    assert recall_of(dense, own, free, forced).blocks.isnan()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts")
+
+
+@pytest.fixture(scope="module")
+def dense(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dense checkpoint."""
+    out = tmp_path_factory.mktemp("dense") / "run"
+    run = {"log_every": 40, "gates_every": 0, "eval_every": 0, "save_every": 0}
+    config = small_config(
+        out,
+        texts,
+        model={"attention": "dense"},
+        data={"documents": "joined", "seq_len": 128},
+        training={"steps": 40},
+        run=run,
+    )
+    return train(config)["model"]
+
+
+STAGES = (
+    Stage("1-align", 30, 128, 1e-2, frozen=True, alignment=1.0),
+    Stage("2-sparse", 2, 128, 1e-3, alignment=0.5),
+    Stage("3-long", 2, 160, 1e-3),
+)
+
+
+def settings(**changes: Any) -> tuple[str, ...]:
+    values = {
+        "training.batch_size": 2,
+        "training.accumulate": 1,
+        "engine.compile": "false",
+        "engine.device": "cpu",
+        "run.log_every": 1,
+        "run.gates_every": 30,
+        "run.eval_every": 0,
+        "run.save_every": 0,
+        "data.held_out_share": 0.2,
+        **{f"model.nsa.{name}": value for name, value in NSA.items()},
+        **changes,
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def test_a_dense_checkpoint_is_converted_in_stages(
+    dense: str, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "converted"
+    result = convert(
+        dense, out, [str(texts)], tokenizer="bytes", stages=STAGES, overrides=settings()
+    )
+    assert result["model"] == str(out / "3-long" / "model")
+    before, after = result["recall"]["1-align"]["block_recall"]
+    assert after > before + 0.05
+    for stage in STAGES:
+        rows = read_rows(out / stage.name, "recall")
+        assert {row["step"] for row in rows} >= {0, stage.steps}
+        for row in rows:
+            jsonschema.validate(row, schema("recall"))
+    losses = [row["loss"] for row in read_rows(out / "1-align", "training") if row["loss"]]
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+    aligned = nsa_flex.load(out / "1-align" / "model").state_dict()
+    base = nsa_flex.load(result["model"])
+    from transformers import AutoModelForCausalLM
+
+    for name, value in AutoModelForCausalLM.from_pretrained(dense).state_dict().items():
+        assert torch.equal(aligned[name], value), name  # the first stage leaves it alone
+    assert any(isinstance(module, NSALayer) for module in base.modules())
+    ids = torch.randint(1, 256, (1, 150))
+    assert F.cross_entropy(base(ids).logits[0, :-1], ids[0, 1:]).isfinite()
+    # What is done is not run again.
+    again = convert(
+        dense, out, [str(texts)], tokenizer="bytes", stages=STAGES, overrides=settings()
+    )
+    assert (again["seconds"], again["recall"]) == (0.0, result["recall"])
+
+
+def test_the_base_is_frozen_for_a_while() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight.requires_grad_(False)
+    with base_frozen(model):
+        assert not any(p.requires_grad for p in model.parameters())
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "text"),
+    [
+        (Stage("a", 1, 32, 1e-3, frozen=True, alignment=1.0), {}, "more than n \\* l' = 32"),
+        (
+            Stage("a", 1, 128, 1e-3, alignment=1.0),
+            {"data.documents": "separate"},
+            'expected "joined"',
+        ),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(
+    stage: Stage, changes: dict[str, Any], text: str, texts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        convert(
+            "nowhere",
+            tmp_path / "out",
+            [str(texts)],
+            tokenizer="bytes",
+            stages=[stage],
+            overrides=settings(**changes),
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start it without torchrun"):
+        convert("nowhere", tmp_path, ["text"])
+
+
+def test_a_negative_alignment_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"alignment=-1 must be at least 0"):
+        Stage("a", 1, 1, 1.0, alignment=-1)
