@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2
+from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, precision_of, width_of
 from nsa_flex.fallback_kernels.decode.config import TARGET_CTAS, DecodePlan
 from nsa_flex.fallback_kernels.decode.tiles import (
     load_query_group,
@@ -33,17 +33,18 @@ def decode_spans_kernel(
     partial_ptr, row_max_ptr, row_sum_ptr,
     query_strides, key_strides, value_strides, sliding_key_strides, sliding_value_strides,
     kv_heads, first_sliding_split, num_splits, spans_per_split, scale_log2,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """CTA (split, KV head of a batch row): some spans, of up to SPAN keys, for a group's heads.
 
     span_ptr int32 (units, splits · spans_per_split, 2): first key and the one behind the last;
     equal where there is none. Splits from `first_sliding_split` on read the sliding keys.
     """
+    BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
+    BLOCK_M: tl.constexpr = width_of(GROUP)
+    PRECISION: tl.constexpr = precision_of(query_ptr.dtype.element_ty)
     TILES: tl.constexpr = (SPAN + BLOCK_N - 1) // BLOCK_N
     split, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = unit // kv_heads, unit % kv_heads
@@ -165,11 +166,8 @@ def attend_spans(
             query, *cache, *sliding, table, partial, row_max, row_sum,
             *map(strides, (query, *cache, *sliding)),
             plan.kv_heads, splits[0], sum(splits), each, base2_scale(scale),
-            GROUP=plan.group,
-            HEAD_DIM=plan.head_dim, BLOCK_D=plan.block_d,
-            VALUE_DIM=plan.value_dim, BLOCK_DV=plan.block_dv,
-            SPAN=plan.config.select_block_size, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            PRECISION=plan.precision, STAGES=plan.stages,
+            GROUP=plan.group, HEAD_DIM=plan.head_dim, VALUE_DIM=plan.value_dim,
+            SPAN=plan.config.select_block_size, BLOCK_N=plan.block_n, STAGES=plan.stages,
             num_warps=plan.warps,
         )  # fmt: skip
     found = (partial, row_max, row_sum)
