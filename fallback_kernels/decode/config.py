@@ -180,11 +180,6 @@ class DecodePlan:
         return next_power_of_2(self.group)
 
     @cached_property
-    def block_m(self) -> int:
-        """Rows of a query tile, the heads of a group."""
-        return tile_width(self.group)
-
-    @cached_property
     def block_d(self) -> int:
         return tile_width(self.head_dim)
 

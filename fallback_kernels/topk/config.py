@@ -112,14 +112,6 @@ class TopkPlan:
         return next_power_of_2(self.group)
 
     @cached_property
-    def block_d(self) -> tuple[int, int]:
-        """Widths of the two tiles that hold the head dim; the second may be 0."""
-        main = 1 << (self.head_dim.bit_length() - 1)
-        if main < 16:
-            return 16, 0
-        return main, tile_width(self.head_dim - main) if self.head_dim > main else 0
-
-    @cached_property
     def block_m(self) -> int:
         """Columns (head in group, token) of a tile of scores."""
         if self.element_size == 4 or self.head_dim > 128 or self.padded_group == 1:
