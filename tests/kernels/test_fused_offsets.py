@@ -477,6 +477,35 @@ def test_gradients_are_those_of_the_branches_apart(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forget_plans")
+@pytest.mark.parametrize("past", [701, 1280])
+@pytest.mark.parametrize("group", [4, 16])
+def test_gradients_of_documents_at_an_offset(
+    group: int, past: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the branches apart: documents begin before the first query, and among the queries."""
+    documents = (0, 640, 1408, 1472, 2048)
+    case = Case(1024, past, past + 1024, PAPER, 2, 2 * group, 2, 128, 128, documents=documents)
+    inputs = [x.requires_grad_() for x in case.inputs(torch.bfloat16, "cuda")]
+    start = case.document_start("cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        out = nsa_attention(*inputs, config=PAPER, query_offset=past, document_start=start)
+        torch.manual_seed(0)
+        return out, *torch.autograd.grad(out, inputs, torch.randn_like(out))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "is_fused", lambda *_: False)
+        want = step()
+    for _ in range(3):
+        for x, y in zip(step(), want, strict=True):
+            assert (x.double() - y.double()).norm() <= 2**-6 * y.double().norm()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step()
+    assert "nsa_flex::core_forward" in {event.name for event in trace.events()}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("forget_plans")
 @pytest.mark.parametrize("group", [4, 16])
 def test_halves_have_the_gradients_of_the_whole(group: int) -> None:
     """Long enough for cuDNN; keys' gradients add up."""
