@@ -67,7 +67,7 @@ def test_auto(changes: dict[str, object], expected: tuple[str, ...]) -> None:
         ({"whole": False, "needs_grad": False, "known_offset": False}, False),
         ({"whole": False, "needs_grad": False, "documents": True}, False),
         ({"whole": False}, True),
-        ({"whole": False, "documents": True}, False),
+        ({"whole": False, "documents": True}, True),
         ({"num_selected_blocks": 65}, False),
         ({"selection": "max_pool"}, False),
         ({"selection": "tiled_top_k"}, True),

@@ -108,6 +108,7 @@ def cores() -> Iterator[Core]:
     yield Core(4, 8192, documents=True, longest=1024)
     yield Core(4, 8192, queries=512, offset=4096, train=False)
     yield Core(4, 8192, queries=512, offset=4096)
+    yield Core(16, 32768, queries=16384, offset=16384)
     yield Core(4, 8192, queries=512, offset=-1, batch=2)
     yield Core(own=True)
     yield Core(backend={"compressed": "dense"}, tokens=8192)

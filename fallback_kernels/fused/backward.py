@@ -36,6 +36,7 @@ from nsa_flex.fallback_kernels.fused.route import (
     offsets_of,
     past_keys,
     plan_selected,
+    starts_by_position,
 )
 from nsa_flex.fallback_kernels.ranges.bwd import tokens_read_around
 from nsa_flex.fallback_kernels.selected import bwd as selected_backward
@@ -230,7 +231,8 @@ def run_branches_backward(
         sums.delta_sliding,
     )
     window_key, window_value = own or (key, value)
-    of_window = (document_start, taken_over, config.window_size, scale)
+    starts = starts_by_position(document_start, past_keys(query, key))
+    of_window = (starts, taken_over, config.window_size, scale)
     stores_local = taken_over.num_local == 0  # its dK and dV, by the selected branch's kernels
     zeros = None if stores_local else selected_backward.empty_sums(plan, key)
     of_branches = (of_rows, signed, parts, fold, window_key, window_value, gates)

@@ -56,8 +56,8 @@ def key_gradients(
         selected_sums: float32 (B, tokens, Hkv, D) and (B, tokens, Hkv, Dv), contiguous; Sk tokens
             or more.
         key, value: of the sliding branch, (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); the queries are
-            the last tokens. Where Sk is not S, there are no documents.
-        document_start: int32 (B, S), contiguous, first key of each query's document, never
+            the last tokens.
+        document_start: int32 (B, Sk), contiguous, first key of each query's document, never
             decreasing along a row; None for one document.
         initial_local: where it has any, the selected branch has the same keys and values.
         kinds: of `block_kinds`; results of short documents are left to other kernels.
@@ -228,8 +228,9 @@ def fused_bwd_dkdv_kernel(
     # Of a key tile in one block, and so in one document, all queries before `stop` are in it.
     ONE_DOCUMENT: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
     if DOCUMENTS:
-        document_start_ptr += b.to(tl.int64) * num_tokens
-        stop = tl.minimum(stop, tl.load(last_query_ptr + b.to(tl.int64) * tiles + cta % tiles))
+        document_start_ptr += b.to(tl.int64) * num_keys + past
+        last_query = tl.load(last_query_ptr + b.to(tl.int64) * tiles + cta % tiles)
+        stop = tl.minimum(stop, last_query - past)
     tiles_per_head = (stop - begin + BLOCK_M - 1) // BLOCK_M
     if OFFSET:
         tiles_per_head = tl.maximum(tiles_per_head, 0)

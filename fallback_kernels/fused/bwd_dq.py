@@ -115,9 +115,9 @@ def query_gradients(
             selected branch's gate.
         compressed_parts: dQ of the compressed branch, by the parts of its fold.
         key, value: of the sliding branch, (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); the queries are
-            the last tokens. Where Sk is not S, there are no documents.
+            the last tokens.
         gates: (B, Hq, S, 3), any strides, any real numbers.
-        document_start: int32 (B, S), contiguous, first key of each query's document, never
+        document_start: int32 (B, Sk), contiguous, first key of each query's document, never
             decreasing along a row; None for one document.
         initial_local: where it has any, the selected branch has the same keys and values.
         zeroed: one tensor or two (1 or 2, B, tokens, Hkv, ·), contiguous, that are set to 0.
@@ -358,11 +358,11 @@ def fused_bwd_dq_kernel(
     DOCUMENTS: tl.constexpr = document_start_ptr is not None
     if not DOCUMENTS:
         first_key, lowest, highest = 0, 0, 0
-    elif BLOCK_SIZE % BLOCK_TOKENS == 0:  # a tile lies in one block, and so in one document
-        first_key = tl.load(document_start_ptr + batch * num_tokens + first)
+    elif BLOCK_SIZE % BLOCK_TOKENS == 0 and not OFFSET:  # a tile lies in one document's block
+        first_key = tl.load(document_start_ptr + batch * num_keys + first_position)
         lowest, highest = first_key, first_key
     else:
-        first_key, lowest, highest = load_document_start(document_start_ptr, b, token, num_tokens)
+        first_key, lowest, highest = load_document_start(document_start_ptr, b, position, num_keys)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     end = first_position + BLOCK_TOKENS
     # Tiles of the window with a mask, or with local blocks.

@@ -22,7 +22,12 @@ from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.fused import fwd_epilogue
 from nsa_flex.fallback_kernels.fused.compressed_branch import CompressedOutput, attend_compressed
 from nsa_flex.fallback_kernels.fused.fwd_sliding_epilogue import SlidingEpilogue, sliding_epilogue
-from nsa_flex.fallback_kernels.fused.route import Route, past_keys, plan_selected
+from nsa_flex.fallback_kernels.fused.route import (
+    Route,
+    past_keys,
+    plan_selected,
+    starts_by_position,
+)
 from nsa_flex.fallback_kernels.selected import fwd_partial as selected_forward
 from nsa_flex.fallback_kernels.selected import prepare as selected_prepare
 from nsa_flex.fallback_kernels.selected.config import index_words
@@ -168,8 +173,15 @@ def _run_selected(
     else:
         selected, selected_lse = (x.transpose(1, 2) for x in selected_forward.forward(prepare()))
         last = sliding_epilogue(
-            *(query, *window_keys, document_start, window, scale),
-            *(parts, fold, selected, gates),
+            query,
+            *window_keys,
+            starts_by_position(document_start, past_keys(query, window_keys[0])),
+            window,
+            scale,
+            parts,
+            fold,
+            selected,
+            gates,
             save=save,
             save_compressed=save_compressed,
             offsets=offsets,

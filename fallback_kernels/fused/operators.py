@@ -98,7 +98,7 @@ def core_attention(
             query selects every block, and other kernels run.
         return_blocks: whether the selected blocks and the log-sum-exps are wanted.
         query_offset: key index of query 0. Then keys may hold anything after the last query, and
-            there are no gradients. None: Sk - S. With an offset there are no documents.
+            there are neither documents nor gradients. None: Sk - S.
 
     Returns:
         `CoreResults`. Differentiable once, in all tensors. Sums are float32; the backward of the
@@ -109,6 +109,8 @@ def core_attention(
     # Which keys are the same is told apart where the operator is called, not by what memory holds.
     shared = sliding_key is key and sliding_value is value
     own = (None, None) if shared else (sliding_key, sliding_value)
+    if past_keys(query, key) > 0:
+        max_document_length = None  # kernels that rely on it take whole rows
     if max_document_length is not None:
         max_document_length = rounded_length(max_document_length, config)
     needs_grad = torch.is_grad_enabled() and any(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
@@ -151,7 +152,8 @@ def route_of(
         return Route("ranges", "short", backward, longest)
     masks = compressed == "ranges" and not has_offset and masks_forward(*call, longest)
     short_queries = 0
-    if documents and not (masks and max(query.shape[3], value.shape[3]) <= MASKED_DIM):
+    are_narrow = max(query.shape[3], value.shape[3]) <= MASKED_DIM
+    if documents and not has_offset and not (masks and are_narrow):
         # They need no mask and no compressed branch of other kernels: beside masked ones, with
         # narrow heads, that does not make up for a launch.
         short_queries = config.num_selected_tokens
@@ -221,6 +223,13 @@ def offsets_of(query: Tensor, key: Tensor) -> Tensor | None:
     if past == 0:
         return None
     return torch.full(key.shape[:2], past, dtype=torch.int32, device=query.device)
+
+
+def starts_by_position(document_start: Tensor | None, past: int) -> Tensor | None:
+    """int32 (B, Sk) from (B, S): by position, 0 of the `past` keys before query 0."""
+    if document_start is None or past == 0:
+        return document_start
+    return F.pad(document_start, (past, 0))
 
 
 def compressed_kernels(

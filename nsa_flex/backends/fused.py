@@ -25,8 +25,8 @@ def unsupported_reason(facts: Facts) -> str | None:
     """Why branches with the backends of `FUSED_RANGES` run one by one; None if together."""
     if facts.whole and not facts.documents:
         return "one operator takes range attention with packed documents or an offset alone"
-    if not facts.whole and facts.documents:
-        return "one operator takes documents whose queries are all the tokens, at offset 0"
+    if not facts.whole and facts.documents and not facts.needs_grad:
+        return "one operator takes documents at an offset with gradients alone"
     if not facts.whole and not facts.known_offset:
         return "one operator takes an offset that the host knows, an int"
     if facts.head_dim % 8 or facts.value_head_dim % 8:

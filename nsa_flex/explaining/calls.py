@@ -50,7 +50,7 @@ class AttentionCall:
         from nsa_flex.fallback_kernels.fused.route import rounded_length, route_of
 
         query, key, value = (twin(x) for x in self.tensors)
-        longest = self.max_document_length
+        longest = self.max_document_length if query.shape[2] == key.shape[2] else None
         return route_of(
             *(query, key, value, self.config),
             documents=self.document_start is not None,
