@@ -23,6 +23,8 @@ from nsa_flex.patching import (
     load,
     patch,
     register_adapter,
+    sequence_parallel,
+    tensor_parallel,
     unpatch,
 )
 from nsa_flex.quantization import quantization_filter
@@ -65,9 +67,11 @@ __all__ = [
     "quantization_filter",
     "register_adapter",
     "selected_attention",
+    "sequence_parallel",
     "shard_batch",
     "shard_sequence",
     "telemetry",
+    "tensor_parallel",
     "topk_blocks",
     "unpatch",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from nsa_flex.config import CompressionKind, NSAConfig, checked_int
 from nsa_flex.plain_modules import is_plain_module
-from nsa_flex.sharded import fill
+from nsa_flex.sharded import fill, of_rank
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -156,6 +157,9 @@ class Compression(nn.Module):
     torch.Size([1, 2, 5, 8])
     """
 
+    # Of `tensor_parallel`: `num_kv_heads` is this rank's, and parameters are DTensors.
+    is_split: bool = False
+
     logits: Tensor
     weight: Tensor
     position: Tensor
@@ -250,9 +254,21 @@ class Compression(nn.Module):
             TypeError: `x` is not floating point.
         """
         self._check(x)
-        parameters = {name: getattr(self, name) for name in self.parameter_names}
         segments = split_segments(x, self.config)
-        return _blocks(self.kind, segments, self.config, parameters).to(x.dtype)
+        return _blocks(self.kind, segments, self.config, self.own_parameters()).to(x.dtype)
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Parameters by name; in tensor parallelism what this rank has of them."""
+        found = {name: getattr(self, name) for name in self.parameter_names}
+        return {name: of_rank(x) for name, x in found.items()} if self.is_split else found
+
+    def of_heads(self, heads: slice) -> Compression:
+        """φ of some of the KV heads, by the same parameters; not a module to keep."""
+        some = copy.copy(self)
+        some.num_kv_heads = heads.stop - heads.start
+        if self.kind != "mlp":  # whose parameters all heads share
+            some._parameters = {name: x[heads] for name, x in self.own_parameters().items()}  # type: ignore[misc]
+        return some
 
     def _check(self, x: Tensor) -> None:
         shape = tuple(x.shape)

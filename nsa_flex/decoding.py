@@ -198,8 +198,8 @@ def phi_unsupported_reason(
 
 def _parameters(phi: tuple[Compression, Compression]) -> tuple[list[Tensor], ...]:
     """In their order; read as attributes, which hold what a parametrization or a wrapper put."""
-    if torch.compiler.is_compiling():
-        return tuple([[getattr(each, name) for name in each.parameter_names] for each in phi])
+    if torch.compiler.is_compiling() or phi[0].is_split:
+        return tuple([list(each.own_parameters().values()) for each in phi])
     found: tuple[list[Tensor], ...] = ([], [])
     for parameters, each in zip(found, phi, strict=True):
         held: dict[str, Any] = each._parameters  # where nn.Module looks last, and slowly

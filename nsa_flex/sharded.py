@@ -17,6 +17,19 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value`, a whole tensor, as `parameter` is: a DTensor of rank 0's value if that is one.
+
+    Then it is a collective operation, which every rank of its mesh must call.
+    """
+    if not is_sharded(parameter):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.contiguous(), mesh, placements)
+
+
 @torch.no_grad()
 def fill(parameter: Tensor, value: Tensor) -> None:
     """Copy `value`, the whole tensor, into `parameter`, in place.
@@ -24,12 +37,29 @@ def fill(parameter: Tensor, value: Tensor) -> None:
     Of a sharded parameter each rank fills its shard with rank 0's value, so that random values
     agree: a collective operation, which every rank of its mesh must call.
     """
-    if is_sharded(parameter):
-        from torch.distributed.tensor import distribute_tensor
+    parameter.copy_(sharded_like(parameter, value))
 
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-        value = distribute_tensor(value.contiguous(), mesh, placements)
-    parameter.copy_(value)
+
+def of_rank(parameter: Tensor) -> Tensor:
+    """What tensor parallelism left this rank of a parameter, as a plain tensor.
+
+    Of one that is on all ranks gradients are summed over them: each rank has those of its heads.
+    One that `fully_shard` splits as well, over another dimension, is not whole here: it is given
+    back as it is.
+    """
+    if not is_sharded(parameter):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(parameter, DTensor)
+    placements = parameter.placements
+    if len(placements) > 1:
+        return parameter
+    if not torch.is_grad_enabled():
+        return parameter.to_local()
+    parts = [Partial() if each.is_replicate() else each for each in placements]
+    # Its backward makes the sum.
+    return parameter.redistribute(placements=placements).to_local(grad_placements=parts)
 
 
 def refuse_context_parallel() -> None:

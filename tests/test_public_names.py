@@ -34,9 +34,11 @@ PUBLIC = {
         "quantization_filter",
         "register_adapter",
         "selected_attention",
+        "sequence_parallel",
         "shard_batch",
         "shard_sequence",
         "telemetry",
+        "tensor_parallel",
         "unpatch",
     ],
     "nsa_flex.parallel": [

@@ -306,7 +306,7 @@ def _shapes(key: Tensor, value: Tensor) -> str:
 
 def _sharded_phi(cache: Any) -> str | None:
     phi = (cache.compress_key, cache.compress_value)
-    if any(is_sharded(x) for each in phi for x in each.parameters(recurse=False)):
+    if any(is_sharded(x) for each in phi for x in each.own_parameters().values()):
         return (
             "φ is sharded by itself (fully_shard on the nsa module), and a cache compresses "
             "outside of its forward: fully_shard the decoder layer, or pass use_cache=False"

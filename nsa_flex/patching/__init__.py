@@ -7,6 +7,8 @@ from nsa_flex.patching.checkpoint import load, register_models
 from nsa_flex.patching.layer import AttentionShape, NSALayer
 from nsa_flex.patching.parallel import context_parallel
 from nsa_flex.patching.rows import Rows, packed_rows, padded_rows
+from nsa_flex.patching.sequence_parallel import sequence_parallel
+from nsa_flex.patching.tensor_parallel import tensor_parallel
 
 __all__ = [
     "Adapter",
@@ -19,6 +21,8 @@ __all__ = [
     "padded_rows",
     "patch",
     "register_adapter",
+    "sequence_parallel",
+    "tensor_parallel",
     "unpatch",
 ]
 

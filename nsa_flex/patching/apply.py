@@ -13,6 +13,7 @@ from nsa_flex.gates import GateInit
 from nsa_flex.patching import adapters
 from nsa_flex.patching.layer import NSALayer
 from nsa_flex.patching.sites import Filter, Site, choose_sites, patched_sites
+from nsa_flex.patching.tensor_parallel import mesh_of_site
 from nsa_flex.patching.wrapped import check_unwrapped
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -33,7 +34,8 @@ def patch(
 
     Args:
         model: a transformers decoder, or any module whose attention type has an adapter
-            (`register_adapter`). Patch it before torch.compile, DDP, fully_shard and PEFT.
+            (`register_adapter`). Patch it before torch.compile, DDP, fully_shard and PEFT. A
+            model whose heads a tensor-parallel plan split gets NSA layers that are split alike.
         config: NSA's sizes; `NSAConfig()` if None.
         init: "paper" starts with neutral gates; "dense" with gates (0, 1, 0), so that a
             pretrained model computes what it did while S <= num_selected_blocks *
@@ -49,8 +51,8 @@ def patch(
 
     Raises:
         ValueError: the model was patched with other arguments, is compiled, wrapped or sharded
-            already, has no attention module that can be patched, or has one with a feature that
-            NSA does not compute; the message names it. The model is then as it was.
+            otherwise already, has no attention module that can be patched, or has one with a
+            feature that NSA does not compute; the message names it. The model is then as it was.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -67,12 +69,16 @@ def patch(
     arguments: dict[str, Any] = {"config": config, "init": init, "backend": _plain(backend)}
     if _is_patched_so(model, sites, arguments):
         return model
+    meshes = [mesh_of_site(site) for site in sites]
     groups = _by_decoder(sites)
     configs = _transformers_decoder().prepare(model, groups) if groups else None
     layers = [
         NSALayer(site.shape(), **arguments, **site.tensor_options()).train(site.module.training)
         for site in sites
     ]
+    for layer, mesh in zip(layers, meshes, strict=True):
+        if mesh is not None:
+            _transformers_decoder().split_heads(layer, mesh)
     # Everything that can fail has passed: the model changes from here on.
     for site, layer in zip(sites, layers, strict=True):
         site.module.add_module("nsa", layer)

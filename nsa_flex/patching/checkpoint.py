@@ -17,6 +17,7 @@ from nsa_flex.patching.formats import own_name, upstream_tensors
 from nsa_flex.patching.layer import layer_of
 from nsa_flex.patching.sites import Site, find_sites, patched_sites
 from nsa_flex.patching.wrapped import is_offloaded
+from nsa_flex.sharded import sharded_like
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -68,9 +69,9 @@ def load(
 
     Raises:
         ValueError: the checkpoint is not of a patched model, is of a class that transformers does
-            not have, lacks tensors of the model, or has some of NSA that no layer takes; or
-            `device_map` offloads. (A head that it lacks, of a classifier for example, is a new
-            one, with a warning.)
+            not have, lacks tensors of the model, or has some of NSA that no layer takes;
+            `device_map` offloads, or `distributed_config` asks for a pipeline. (A head that it
+            lacks, of a classifier for example, is a new one, with a warning.)
 
     >>> model = load("my-checkpoint", dtype=torch.bfloat16)  # doctest: +SKIP
     """
@@ -78,6 +79,7 @@ def load(
 
     hub = {k: v for k, v in kwargs.items() if k in _HUB_ARGUMENTS}
     wants_report, adapter = kwargs.pop("output_loading_info", False), _pop_adapter(kwargs)
+    _check_no_pipeline(kwargs.get("distributed_config"))
     config, kwargs = _read_config(path, hub, kwargs)
     if _is_minicpm(config):
         return _load_minicpm(path, config, backend, wants_report, kwargs)
@@ -94,6 +96,17 @@ def load(
     if adapter is not None:
         model.load_adapter(**adapter)
     return (model, report) if wants_report else model
+
+
+def _check_no_pipeline(config: Any) -> None:
+    """That transformers will not leave out layers, whose NSA tensors nothing would take."""
+    stages = config.get("pp_size") if isinstance(config, dict) else getattr(config, "pp_size", 1)
+    if stages is not None and stages > 1:
+        raise ValueError(
+            f"pp_size={stages} in distributed_config: transformers' pipeline parallelism of a "
+            "patched checkpoint is not supported; load it without, and give each rank its layers "
+            "by torch.distributed.pipelining"
+        )
 
 
 def _is_minicpm(config: Any) -> bool:
@@ -318,9 +331,10 @@ def _assign(model: Any, saved: dict[str, Tensor], record: dict[str, Any], *, cas
         lacking = upstream_tensors(record, missing)
         if lacking:
             raise ValueError(f"the checkpoint lacks {', '.join(lacking)}")
-        for name in found.keys() & state.keys():
+        for name in [name for name in state if name in found]:  # in one order on all ranks
             tensor, own = saved[found[name]], state[name]
-            state[name] = tensor.to(own.device, own.dtype if cast else tensor.dtype)
+            whole = tensor.to(own.device, own.dtype if cast else tensor.dtype)
+            state[name] = sharded_like(own, whole)
             left.pop(found[name])
         site.module.nsa.load_state_dict(state, assign=True)
     if left:

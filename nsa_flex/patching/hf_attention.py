@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from nsa_flex.parallel.heads import HeadShards
 from nsa_flex.patching import minicpm_attention, minicpm_config, minimax_m3
 from nsa_flex.patching.hf_families import family_of
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention
@@ -90,10 +91,11 @@ def attention_forward(
             "decoder, or put into one that is not patched, or its decoder layer does not hand "
             "keyword arguments down; call the decoder, or unpatch the model"
         )
-    check_heads(name, query, key, layer.shape)
+    check_heads(name, query, key, layer.shape, nsa_call.rows.head_shards)
     check_arguments(name, dropout, kwargs, nsa_call)
     check_window(name, kwargs.get("sliding_window"), module.config)
-    check_mask(name, attention_mask, nsa_input.attention_mask, full=nsa_call.full_masks)
+    if nsa_call.rows.head_shards is None:  # who exchanges heads drops masks, which rows tell
+        check_mask(name, attention_mask, nsa_input.attention_mask, full=nsa_call.full_masks)
     if nsa_call.paged is not None:
         paged = (nsa_call.paged.layers[module.layer_idx], nsa_call.paged.batch)
         output = layer(nsa_input.hidden_states, query, key, value, scale=scaling, paged=paged)
@@ -167,25 +169,35 @@ def mask_for_attention(
     return attention_mask
 
 
-def refuse_parallelism(implementation: str) -> None:
-    """That a call of a decoder sees whole sequences; asked at each, since it may begin any time.
+def check_parallelism(implementation: str, shards: HeadShards | None, *, training: bool) -> None:
+    """Who gets whole sequences in a call of a decoder; asked at each, since it may begin any time.
 
     Args:
         implementation: the decoder's name among transformers' ALL_ATTENTION_FUNCTIONS.
+        shards: of `sequence_parallel`; None if the layers were not told of it.
+        training: the mode of the decoder.
 
     Raises:
         ValueError: inside torch's `context_parallel`; or something stands in the place of the
-            function that this package registered, as Ulysses sequence parallelism does.
+            function that this package registered, as Ulysses sequence parallelism does, and the
+            layers were not told, or the other way round.
     """
     refuse_context_parallel()
     found = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    if found is not attention_forward:
+    if found is not attention_forward and shards is None:
         name = getattr(found, "__qualname__", type(found).__name__)
         raise ValueError(
             f"transformers' ALL_ATTENTION_FUNCTIONS has {name} for {implementation!r}, as "
             "Ulysses sequence parallelism (DeepSpeed's UlyssesSPAttentionHF, accelerate's "
-            "sp_size) wraps it, and NSA needs whole sequences with all heads: sequence "
-            "parallelism is not supported yet; run without it"
+            "sp_size) wraps it: call nsa_flex.sequence_parallel(model, group) with its ranks, so "
+            "that gates and φ go with their heads, or run without it"
+        )
+    if found is attention_forward and shards is not None and shards.hold(training=training):
+        raise ValueError(
+            "nsa_flex.sequence_parallel(model, ...) was called, and nothing exchanges tokens for "
+            f"heads around {implementation!r}: register it (DeepSpeed's UlyssesSPAttentionHF."
+            'register_with_transformers with core_attn_implementation="nsa_flex", accelerate\'s '
+            "sp_size), or call nsa_flex.sequence_parallel(model, None)"
         )
 
 

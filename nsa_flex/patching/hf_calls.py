@@ -6,6 +6,7 @@ the keyword argument `nsa_call`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.config import NSAConfig
 from nsa_flex.documents import align_packed, align_positions
-from nsa_flex.patching.hf_attention import refuse_parallelism
+from nsa_flex.patching.hf_attention import check_parallelism
 from nsa_flex.patching.hf_cache import adopt, holds_nsa, layers_in_use, num_layers
 from nsa_flex.patching.hf_config import KeptLayers
 from nsa_flex.patching.hf_edited import PatchedLayers
 from nsa_flex.patching.hf_generation import read_paged_call
+from nsa_flex.patching.hf_head_shards import head_shards_of, whole_rows
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
 from nsa_flex.patching.hf_shards import shard_rows, shards_of
 from nsa_flex.patching.hf_tokens import (
@@ -79,7 +81,8 @@ class CallHook:
         if config._attn_implementation not in IMPLEMENTATIONS:
             self._refuse_nsa_cache(call)
             return args, kwargs  # switched by set_attn_implementation, for a while
-        refuse_parallelism(config._attn_implementation)
+        head_shards = head_shards_of(self.modules[0])
+        check_parallelism(config._attn_implementation, head_shards, training=decoder.training)
         if call.get("output_attentions") or getattr(config, "output_attentions", False):
             raise ValueError(
                 "output_attentions=True is not supported: NSA never forms attention weights; "
@@ -92,6 +95,11 @@ class CallHook:
         if shards is not None:
             tokens = _tokens(call)
             told["rows"] = shard_rows(call, tokens, shards, self.config)
+            call["nsa_call"] = CallContext(**told)
+            return (), _with_plain_mask(call)
+        if head_shards is not None and head_shards.hold(training=decoder.training):
+            read = functools.partial(self._rows, decoder, max_documents=max_documents)
+            told["rows"] = whole_rows(call, _tokens(call), head_shards, read)
             call["nsa_call"] = CallContext(**told)
             return (), _with_plain_mask(call)
         paged = read_paged_call(call)

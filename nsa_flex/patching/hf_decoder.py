@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nsa_flex.compression import Compression
 from nsa_flex.gates import Gates
-from nsa_flex.patching import hf_generation, hf_saving
+from nsa_flex.patching import hf_generation, hf_saving, hf_tensor_parallel
 from nsa_flex.patching.hf_attention import OwnForward, give_back_forwards, own_forwards
 from nsa_flex.patching.hf_cache import num_layers
 from nsa_flex.patching.hf_calls import CallHook, count_tokens
@@ -53,6 +53,7 @@ from nsa_flex.patching.hf_refusals import (
     refuse_dropped_bounds,
 )
 from nsa_flex.patching.layer import NSALayer
+from nsa_flex.patching.split_heads import split_heads as split_heads
 
 Groups = dict[Decoder, list[Attention]]
 
@@ -93,6 +94,7 @@ def install(model: nn.Module, groups: Groups, configs: OwnConfigs) -> None:
         _install(model, decoder, modules, configs)
     hf_saving.install(model, set(groups))
     hf_generation.install(model, set(groups))
+    hf_tensor_parallel.install(model)
 
 
 def _install(
@@ -140,6 +142,7 @@ def _install(
 
 def remove(model: nn.Module, groups: Groups) -> None:
     """Undo `install` for the decoders in `groups`."""
+    hf_tensor_parallel.remove(model)
     hf_generation.remove(model, set(groups))
     hf_saving.remove(model, set(groups))
     for decoder in groups:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from nsa_flex.parallel.heads import HeadShards
 from nsa_flex.patching.hf_layers import Decoder, is_recurrent
 from nsa_flex.patching.layer import AttentionShape
 from nsa_flex.patching.rows import CallContext, Rows
@@ -142,19 +143,30 @@ def check_tokens(name: str, query: Tensor, key: Tensor, rows: Rows) -> None:
             )
 
 
-def check_heads(name: str, query: Tensor, key: Tensor, shape: AttentionShape) -> None:
+def check_heads(
+    name: str, query: Tensor, key: Tensor, shape: AttentionShape, shards: HeadShards | None
+) -> None:
     """Queries and keys against the layer, whose heads may be split over ranks since `patch`.
+
+    Args:
+        name: the module's type.
+        query, key: (B, H, S, D).
+        shape: of the layer.
+        shards: the ranks that share heads in this call.
 
     Raises:
         ValueError: they have other numbers of heads.
     """
-    found, expected = (query.shape[1], key.shape[1]), (shape.num_query_heads, shape.num_kv_heads)
+    ranks = 1 if shards is None else shards.size
+    found = (query.shape[1], key.shape[1])
+    expected = (shape.num_query_heads // ranks, shape.num_kv_heads // ranks)
     if found != expected:
         raise ValueError(
-            f"{name} attends {found[0]} query and {found[1]} KV heads, and was patched with "
-            f"{expected[0]} and {expected[1]}: tensor parallelism (a tp_plan, parallelize_module) "
-            "and Ulysses sequence parallelism, which split heads over ranks, are not supported "
-            "yet; run without them, or leave the attention layers out of the plan"
+            f"{name} attends {found[0]} query and {found[1]} KV heads, and its layer has "
+            f"{expected[0]} and {expected[1]}: something split heads over ranks and its NSA "
+            "layer does not know; call nsa_flex.tensor_parallel(model, mesh) after a "
+            "tensor-parallel plan (parallelize_module), nsa_flex.sequence_parallel(model, mesh) "
+            "for Ulysses sequence parallelism, or leave the attention layers out"
         )
 
 

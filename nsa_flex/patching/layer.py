@@ -17,6 +17,7 @@ from nsa_flex.gates import GateInit, Gates, gates_of_step
 from nsa_flex.joined import JoinedInput
 from nsa_flex.paging import LayerPages, NewTokens, PagedBatch, PagedLayer, attend
 from nsa_flex.parallel import SequenceShards, context_parallel_attention
+from nsa_flex.parallel.heads import HeadShards
 from nsa_flex.patching.rows import Rows
 
 
@@ -68,6 +69,8 @@ class NSALayer(nn.Module):
     # Of `context_parallel`: rows are shards of sequences then.
     shards: SequenceShards | None = None
     kv_heads_at_once: int | None = None
+    # Of `sequence_parallel`; calls that it holds for are told by their rows.
+    head_shards: HeadShards | None = None
 
     def __init__(
         self,
@@ -175,6 +178,13 @@ class NSALayer(nn.Module):
                 document_start=rows.shard_start,
                 kv_heads_at_once=self.kv_heads_at_once,
             )
+        compress_key, compress_value = self.compress_key, self.compress_value
+        if rows.head_shards is not None:
+            gates = rows.head_shards.gather_tokens(gates)
+            heads = rows.head_shards.own_heads(self.shape.num_kv_heads)
+            compress_key, compress_value = (
+                each.of_heads(heads) for each in (compress_key, compress_value)
+            )
         if rows.keys is not None:
             key, value = rows.keys.align(key), rows.keys.align(value)
         if rows.queries is not None:
@@ -184,9 +194,7 @@ class NSALayer(nn.Module):
             query,
             key,
             value,
-            *compress_what_is_read(
-                self.compress_key, self.compress_value, source_key, source_value
-            ),
+            *compress_what_is_read(compress_key, compress_value, source_key, source_value),
             gates,
             config=self.config,
             scale=scale,

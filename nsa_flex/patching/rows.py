@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nsa_flex.documents import DocumentLayout, gather_real
 from nsa_flex.joined import JoinedInput
+from nsa_flex.parallel.heads import HeadShards
 
 
 class Rows(NamedTuple):
@@ -20,12 +21,14 @@ class Rows(NamedTuple):
         "the queries are the last tokens of the keys".
     shard_start: of a shard of a sequence, int (B, Sq), place in the whole sequence of the first
         token of each query's document; None where rows are one document.
+    head_shards: the ranks that share heads, where this one has whole sequences with some of them.
     """
 
     queries: DocumentLayout | None = None
     keys: DocumentLayout | None = None
     query_offset: int | Tensor | None = None
     shard_start: Tensor | None = None
+    head_shards: HeadShards | None = None
 
 
 def packed_rows(layout: DocumentLayout) -> Rows:

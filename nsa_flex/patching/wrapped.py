@@ -9,27 +9,27 @@ from typing import Any
 
 from torch import nn
 
-from nsa_flex.sharded import is_sharded
 
-
-def check_unwrapped(model: nn.Module) -> None:
+def check_unwrapped(model: nn.Module, call: str = "patch") -> None:
     """That nothing holds on to the parameters of `model` which patch would add to.
 
     A wrapper collects parameters when it is made. Those that patch adds later would never be
     synchronised between ranks, sharded, or saved with an adapter, without a word.
 
+    Args:
+        call: the function of this package that is to come first.
+
     Raises:
         ValueError: `model`, a module of it, or a module that holds it, is wrapped for data
-            parallel training; parameters are DTensors, or offloaded; or PEFT adapters are in it.
+            parallel training; parameters are offloaded; or PEFT adapters are in it.
     """
     modules = list(model.modules())
-    _check_data_parallel(modules)
-    _check_sharded(model)
-    _check_peft(modules)
-    _check_offloaded(modules)
+    _check_data_parallel(modules, call)
+    _check_peft(modules, call)
+    _check_offloaded(modules, call)
 
 
-def _check_data_parallel(modules: list[nn.Module]) -> None:
+def _check_data_parallel(modules: list[nn.Module], call: str) -> None:
     wrappers = _data_parallel_wrappers()
     types = tuple(wrappers)
     wrapper = next((each for each in modules if isinstance(each, types)), None)
@@ -39,7 +39,7 @@ def _check_data_parallel(modules: list[nn.Module]) -> None:
         how = next(how for kind, how in wrappers.items() if isinstance(wrapper, kind))
         raise ValueError(
             f"the model is {how} already, which would never synchronise the parameters that "
-            "patch adds: call nsa_flex.patch first, then wrap it"
+            f"{call} adds: call nsa_flex.{call} first, then wrap it"
         )
 
 
@@ -74,16 +74,7 @@ def _find(wrappers: tuple[type, ...], modules: set[nn.Module]) -> nn.Module | No
     return next((each for each in live if not modules.isdisjoint(each.modules())), None)
 
 
-def _check_sharded(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            raise ValueError(
-                f"{name} is a DTensor, sharded by fully_shard or a tensor-parallel plan: call "
-                "nsa_flex.patch first, then fully_shard; tensor parallelism is not supported"
-            )
-
-
-def _check_peft(modules: list[nn.Module]) -> None:
+def _check_peft(modules: list[nn.Module], call: str) -> None:
     peft: Any = sys.modules.get("peft")
     if peft is None:
         return
@@ -92,19 +83,19 @@ def _check_peft(modules: list[nn.Module]) -> None:
     types = (peft.PeftModel, peft.PeftMixedModel, BaseTunerLayer)
     if any(isinstance(each, types) for each in modules):
         raise ValueError(
-            "the model has PEFT adapters already, which would be saved without what patch adds: "
-            "call nsa_flex.patch on the base model first, then get_peft_model with "
+            f"the model has PEFT adapters already, which would be saved without what {call} adds: "
+            f"call nsa_flex.{call} on the base model first, then get_peft_model with "
             'modules_to_save=["nsa"] in its config'
         )
 
 
-def _check_offloaded(modules: list[nn.Module]) -> None:
+def _check_offloaded(modules: list[nn.Module], call: str) -> None:
     """accelerate's hooks bring offloaded parameters at each call, and know no new ones."""
     for module in modules:
         if is_offloaded(module):
             raise ValueError(
-                "parameters of the model are offloaded by accelerate, so that patch cannot tell "
-                "on which device those that it adds belong: call nsa_flex.patch first, then "
+                f"parameters of the model are offloaded by accelerate, so that {call} cannot tell "
+                f"on which device those that it adds belong: call nsa_flex.{call} first, then "
                 "accelerate.dispatch_model or cpu_offload"
             )
 

@@ -143,7 +143,7 @@ def ulysses_unseen() -> None:
 
 
 def sharded_by_plan() -> Any:
-    """A model patched, then sharded by its own tensor-parallel plan."""
+    """A model patched, then sharded by a plan that its NSA layers are not told of."""
     model = new_model(CPU)
     styles = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel()}
     plan = model.config.base_model_tp_plan.items()
@@ -164,7 +164,8 @@ def compiled_tensor_parallel() -> None:
 
 INSIDE = "inside torch's context_parallel"
 OURS = r"by nsa_flex.context_parallel\(model, mesh\) and nsa_flex.shard_batch"
-SPLIT = "2 query and 1 KV heads, and was patched with 4 and 2: "
+SPLIT = "2 query and 1 KV heads, and its layer has 4 and 2: something split heads "
+TELL = r"call nsa_flex.tensor_parallel\(model, mesh\) after .* nsa_flex.sequence_parallel\(model"
 
 # What is run, and what the error must name and advise.
 CASES: dict[Callable[[], None], str] = {
@@ -175,9 +176,9 @@ CASES: dict[Callable[[], None], str] = {
     accelerate_context_parallel: r"ParallelismConfig\(cp_size=.* prepare the model without it.*"
     + OURS,
     ulysses_registered: r"around for 'nsa_flex', .* Ulysses .*sp_size.* run without it",
-    ulysses_unseen: SPLIT + "tensor parallelism .* and Ulysses .* run without them",
-    tensor_parallel: SPLIT + "tensor parallelism .*tp_plan.* run without them",
-    compiled_tensor_parallel: SPLIT + "tensor parallelism",
+    ulysses_unseen: SPLIT + ".*" + TELL,
+    tensor_parallel: SPLIT + ".*" + TELL,
+    compiled_tensor_parallel: SPLIT,
 }
 
 
