@@ -1,0 +1,42 @@
+"""Forms of parallelism side by side: all train the same model on the same batches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from distributed.ranks import on_ranks
+
+from nsa_flex.bench.report.losses import draw
+from nsa_flex.bench.tools import parallel_runs
+
+
+def test_losses_of_all_forms_and_their_plot(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, run, tmp_path)
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    first = torch.tensor(losses["forms"]["one"]["losses"])
+    assert first[-1] < first[0] - 0.1
+    assert list(losses["forms"]) == list(parallel_runs.FORMS)
+    for name, form in losses["forms"].items():
+        assert form["ranks"] == (1 if name == "one" else 2)
+        torch.testing.assert_close(torch.tensor(form["losses"]), first, rtol=0, atol=2e-4)
+    draw(losses, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
+    layers = json.loads((tmp_path / "layers.json").read_text())
+    for name, rows in (("fsdp", 2), ("fsdp_cp", 1)):
+        row = layers["forms"][name]
+        assert (row["ranks"], row["rows"], len(row["seconds"])) == (2, rows, 1)
+        assert row["tokens_per_second"] > 0
+
+
+def run(device: torch.device, folder: Path) -> None:
+    size = replace(parallel_runs.LOSSES["cpu"], steps=6)
+    parallel_runs.measure(
+        "losses", list(parallel_runs.FORMS), size, device, folder / "losses.json"
+    )
+    size = parallel_runs.LAYERS["cpu"]
+    parallel_runs.measure("layers", ["fsdp", "fsdp_cp"], size, device, folder / "layers.json")
+    assert dist.is_initialized()
