@@ -300,7 +300,7 @@ def refusals(_device: torch.device) -> None:
         ),
         (shard(patched(), mesh), mesh, ValueError, "sharded by fully_shard already"),
         (odd, mesh, ValueError, "layers.1.self_attn.q_proj.weight is a DTensor, .*Replicate"),
-        (planless, mesh, ValueError, "LlamaForCausalLM has no tp_plan .* parallelize_module fir"),
+        (planless, mesh, ValueError, "LlamaForCausalLM has no tp_plan: .* parallelize_module fir"),
     ]
     for model, given, kind, message in cases:
         before = list(model.named_parameters())
