@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.training.config import EngineSection
 from nsa_flex.training.models import prepare
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # of tensors: arguments by name
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Size:
     rows: int
     steps: int
     warm_up: int = 0
-    checkpointing: str = "none"
+    checkpointing: Literal["none", "full"] = "none"
     dtype: torch.dtype = torch.float32
     config: NSAConfig = field(default_factory=NSAConfig)
 
@@ -297,7 +297,7 @@ def main() -> None:
         draw(json.loads(arguments.out.read_text()), arguments.out.with_suffix(".png"))
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
     if kind == "cuda":
         torch.cuda.set_device(device)
     options: dict[str, Any] = {"device_id": device} if kind == "cuda" else {}

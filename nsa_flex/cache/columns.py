@@ -28,6 +28,17 @@ class IncomingBatch(NamedTuple):
     num_real: Tensor | None = None
     columns: Tensor | None = None
 
+    def to(self, device: torch.device) -> IncomingBatch:
+        """The same on a device: layers of a model may be on several."""
+        if self.num_real is None or self.num_real.device == device:
+            return self
+        layout, columns = self.layout, self.columns
+        if layout is not None:
+            parts = [x.to(device) if isinstance(x, Tensor) else x for x in layout]
+            layout = DocumentLayout(*parts)  # type: ignore[arg-type]
+        columns = None if columns is None else columns.to(device)
+        return IncomingBatch(self.num_tokens, layout, self.num_real.to(device), columns)
+
     def align(self, x: Tensor) -> Tensor:
         """(B, H, T, D), real tokens first."""
         return x if self.layout is None else self.layout.align(x)

@@ -141,7 +141,9 @@ class LayerCache(CacheState):
             self.columns.check_room(num_tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        incoming = IncomingBatch(num_tokens) if self.incoming is None else self.incoming
+        incoming = IncomingBatch(num_tokens)
+        if self.incoming is not None:
+            incoming = self.incoming = self.incoming.to(key_states.device)
         key, value = key_states, value_states
         if incoming.layout is not None:
             key, value = incoming.align(key), incoming.align(value)

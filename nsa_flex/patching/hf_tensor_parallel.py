@@ -24,7 +24,7 @@ from nsa_flex.sharded import is_sharded
 _BY_HEADS = "colwise"  # the style of projections whose outputs stay where they are
 
 
-class _Style(tensor_parallel.TensorParallelLayer):  # type: ignore[misc, name-defined]
+class _Style(tensor_parallel.TensorParallelLayer):
     """What transformers applies to an NSA layer."""
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
@@ -58,16 +58,15 @@ def remove(model: nn.Module) -> None:
 
 
 def apply_plan(model: Any, mesh: Any) -> None:
-    """Shard a transformers model by its plan, NSA layers included.
+    """Shard a transformers model by its plan, NSA layers included where that splits heads.
 
     Raises:
-        ValueError: it has no plan for the NSA layers.
+        ValueError: it has no plan.
     """
-    if not isinstance(model, PreTrainedModel) or IMPLEMENTATION not in model._tp_plan.values():
+    if not isinstance(model, PreTrainedModel) or not model._tp_plan:
         raise ValueError(
-            f"{type(model).__name__} has no tp_plan that splits the heads of its attention: shard "
-            "its projections by torch's parallelize_module first, then call "
-            "nsa_flex.tensor_parallel(model, mesh)"
+            f"{type(model).__name__} has no tp_plan: shard its projections by torch's "
+            "parallelize_module first, then call nsa_flex.tensor_parallel(model, mesh)"
         )
     tensor_parallel.apply_tensor_parallelism(model, mesh, *_expanded(model))
     model._tp_size = mesh.size()
@@ -97,21 +96,17 @@ def mesh_of(name: str, module: Attention, decoder: Decoder) -> Any:
     if not sharded or not styles <= {_BY_HEADS, None}:
         return None
     weights = [f"{each}.weight" for each in family_of(module).widths]
-    ways = {(x.device_mesh, x.placements) for key, x in sharded.items() if key in weights}
-    mesh, placements = next(iter(ways), (None, ()))
-    if (
-        len(ways) != 1
-        or any(key not in sharded for key in weights)
-        or len(placements) != 1
-        or not placements[0].is_shard(0)
-    ):
-        odd, parameter = next(iter(sharded.items()))
-        raise ValueError(
-            f"{name}.{odd} is a DTensor, {parameter.placements}, and NSA's heads go with "
-            f"{', '.join(weights)} that all are Shard(0) on one dimension of a mesh: call "
-            "nsa_flex.patch first, then nsa_flex.tensor_parallel(model, mesh) or fully_shard"
-        )
-    return mesh
+    ways: Any = {(x.device_mesh, x.placements) for key, x in sharded.items() if key in weights}
+    if len(ways) == 1 and sharded.keys() >= set(weights):
+        ((mesh, placements),) = ways
+        if len(placements) == 1 and placements[0].is_shard(0):
+            return mesh
+    odd: tuple[str, Any] = next(iter(sharded.items()))
+    raise ValueError(
+        f"{name}.{odd[0]} is a DTensor, {odd[1].placements}, and NSA's heads go with "
+        f"{', '.join(weights)} that all are Shard(0) on one dimension of a mesh: call "
+        "nsa_flex.patch first, then nsa_flex.tensor_parallel(model, mesh) or fully_shard"
+    )
 
 
 def _splits_heads(plan: dict[str, str], name: str, module: Attention) -> bool:

@@ -22,10 +22,10 @@ def sequence_parallel(
 
     In place. Each rank of `mesh` has a run of 1 / P of every row's tokens. DeepSpeed's
     `UlyssesSPAttentionHF.register_with_transformers(model, core_attn_implementation="nsa_flex",
-    ...)`, or accelerate's `sp_size` with `sp_attn_implementation="nsa_flex"`, exchange queries,
-    keys, values and outputs; gates and φ go with their heads, and padding and documents are those
-    of whole rows: give `attention_mask` and `position_ids` of this rank's tokens. Gradients of
-    parameters are this rank's part, as in data parallelism.
+    ...)`, which accelerate's `sp_size` calls, exchanges queries, keys, values and outputs; gates
+    and φ go with their heads, and padding and documents are those of whole rows: give
+    `attention_mask` and `position_ids` of this rank's tokens. Gradients of parameters are this
+    rank's part, as in data parallelism.
 
     Args:
         model: a patched transformers decoder, or a model that holds one.

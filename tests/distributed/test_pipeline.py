@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional as F
 
 import nsa_flex
+from nsa_flex.cache.columns import incoming_batch
 from nsa_flex.patching import packed_rows
 from nsa_flex.patching.rows import CallContext
 from patching.tiny_models import NSA, moved, relative_error, tiny_model, tokens
@@ -119,6 +120,22 @@ def test_what_layers_are_told_moves_to_their_device() -> None:
             assert (y.device.type, y.shape) == ("meta", x.shape)
         else:
             assert y == x
+
+
+def test_padding_moves_to_the_device_of_a_cached_layer() -> None:
+    """A decoder tells all layers of it at once, on the device of its tokens."""
+    phi = nsa_flex.Compression(NSA, 2, 8, device="meta")
+    cache = nsa_flex.LayerCache(phi, phi)
+    real = torch.ones(2, 40)
+    real[0, :9] = 0
+    cache.expect(incoming_batch(real))
+    key = torch.empty(2, 2, 40, 8, device="meta")
+    found, _ = cache.update(key, key)
+    assert found.device.type == "meta"
+    assert cache.incoming is not None
+    tensors = [x for x in (*cache.incoming, *cache.incoming.layout) if isinstance(x, Tensor)]
+    assert len(tensors) >= 3
+    assert {x.device.type for x in tensors} == {"meta"}
 
 
 @pytest.mark.gpu

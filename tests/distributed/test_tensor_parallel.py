@@ -113,6 +113,13 @@ def every_family(_device: torch.device) -> None:
         if case[0] != "qwen3":  # transformers sums those of its norms over ranks at each step anew
             sums = {name: 2 * x for name, x in expected.gradients.items()}
             assert_same(f"{case}, added up", step(model, ids), Result(expected.loss, sums))
+    # A family whose plan gathers what its projections give: NSA layers stay whole.
+    model = nsa_flex.tensor_parallel(patched("phi3"), mesh)
+    assert not any(
+        hasattr(x, "placements") for x in model.model.layers[0].self_attn.nsa.parameters()
+    )
+    assert hasattr(model.model.layers[0].self_attn.o_proj.weight, "placements")
+    assert_same("phi3", step(model, ids), step(patched("phi3"), ids))
     layouts: list[Callable[[Any, DeviceMesh], Any]] = [then_told, before_patch]
     for layout in layouts:
         model = layout(patched(), mesh)
@@ -293,7 +300,7 @@ def refusals(_device: torch.device) -> None:
         ),
         (shard(patched(), mesh), mesh, ValueError, "sharded by fully_shard already"),
         (odd, mesh, ValueError, "layers.1.self_attn.q_proj.weight is a DTensor, .*Replicate"),
-        (planless, mesh, ValueError, "LlamaForCausalLM has no tp_plan .* parallelize_module fir"),
+        (planless, mesh, ValueError, "LlamaForCausalLM has no tp_plan: .* parallelize_module fir"),
     ]
     for model, given, kind, message in cases:
         before = list(model.named_parameters())
