@@ -151,6 +151,7 @@ def infllm_v2_attention(
     document_start: Int[Tensor, "B Sq"] | None = None,
     longest: int | Int[Tensor, ""] | None = None,
     scored_by: tuple[Tensor, Tensor] | None = None,
+    compressed_key: Float[Tensor, "B Hkv N D"] | None = None,
     backend: BackendName = "auto",
 ) -> Float[Tensor, "B Hq Sq Dv"]:
     """softmax(scale * q k^T) v over tokens up to a query in its initial, local and best blocks.
@@ -173,6 +174,8 @@ def infllm_v2_attention(
             int, or an int tensor of one element. By default what the queries' positions say.
         scored_by: query and key that blocks are scored by, of the same shapes: those before the
             rotary embedding where `config.use_nope`. By default `query` and `key`.
+        compressed_key: (B, Hkv, N, D), means of the windows of the keys that blocks are scored
+            by, where they are known; by default they are made, which reads all keys.
         backend: as of `selected_attention`.
 
     Returns:
@@ -207,6 +210,7 @@ def infllm_v2_attention(
             topk_blocks(
                 *((query, key) if scored_by is None else scored_by),
                 config=config.selection,
+                compressed_key=compressed_key,
                 coarse=1 if config.exact_lse else COARSE,
                 scale=scale,
                 query_offset=query_offset,

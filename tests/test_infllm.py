@@ -197,6 +197,18 @@ def test_scored_by_other_tensors():
         infllm_v2_attention(query, key, value, config=config)
 
 
+def test_blocks_are_scored_by_given_means():
+    query, key, value = tensors(2, 1, 150)
+    other = torch.randn_like(key)
+    means = torch.from_numpy(reference.window_means(*numpy(other), 8, 4))[None]
+    out = infllm_v2_attention(query, key, value, config=CONFIG, compressed_key=means)
+    scored_by = (query.detach(), other)
+    want = infllm_v2_attention(query, key, value, config=CONFIG, scored_by=scored_by)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="compressed_key has shape"):
+        infllm_v2_attention(query, key, value, config=CONFIG, compressed_key=means[:, :, 1:])
+
+
 def test_it_compiles_whole_for_any_length():
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(infllm_v2_attention, fullgraph=True, dynamic=True, backend=counter)

@@ -90,9 +90,14 @@ def perplexities(
         tokenizer: its own.
         pages: each is read alone.
         length: tokens of a window.
+
+    Raises:
+        ValueError: no text, or a tokenizer without a token to begin with.
     """
     special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    first = next(token for token in special if token is not None)
+    first = next((token for token in special if token is not None), None)
+    if first is None:
+        raise ValueError("the tokenizer has no bos_token and no eos_token to begin a page with")
     total, tokens, words = 0.0, 0, 0
     for page in pages:
         ids = tokenizer(plain(page), add_special_tokens=False)["input_ids"]

@@ -26,7 +26,9 @@ from transformers.models.minicpm3.modeling_minicpm3 import (
     MiniCPM3ScaledWordEmbedding,
 )
 
-from nsa_flex.patching.hf_layers import refuse_continuous_batching
+from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, refuse_continuous_batching
+from nsa_flex.patching.hf_versions import CACHE
+from nsa_flex.patching.minicpm_attention import KeptMeans
 from nsa_flex.patching.minicpm_config import MiniCPM4Config, MiniCPMConfig, is_own
 
 
@@ -36,6 +38,12 @@ class MiniCPMAttention(LlamaAttention):
     def __init__(self, config: MiniCPMConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.infllm = config.infllm()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As of Llama; sparse attention is told of a cache that grows."""
+        if is_own(self.config) and self.config._attn_implementation in IMPLEMENTATIONS:
+            kwargs["kept_means"] = KeptMeans.of_call(kwargs.get(CACHE), self.layer_idx)
+        return super().forward(*args, **kwargs)
 
 
 class MiniCPMDecoderLayer(MiniCPM3DecoderLayer):

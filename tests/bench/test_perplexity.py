@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,10 @@ def test_words_are_those_of_the_page_and_tokens_those_without_marks():
     assert found["word_perplexity"] == pytest.approx(8 ** (2 / 5))
 
 
-def test_no_text_is_an_error():
-    with pytest.raises(ValueError, match="the texts are empty"):
-        perplexity.perplexities(None, transformers.PreTrainedTokenizerBase(), [])
+@pytest.mark.parametrize(
+    ("eos", "message"), [(1, "the texts are empty"), (None, "has no bos_token and no eos_token")]
+)
+def test_what_there_is_no_perplexity_of(eos, message):
+    tokenizer = types.SimpleNamespace(bos_token_id=None, eos_token_id=eos)
+    with pytest.raises(ValueError, match=message):
+        perplexity.perplexities(None, tokenizer, [])

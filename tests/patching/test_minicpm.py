@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 import nsa_flex
-from nsa_flex.patching import minicpm
+from nsa_flex.patching import minicpm, minicpm_attention
 from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.patching.minicpm_config import MiniCPM4Config, MiniCPMConfig
 from reference import infllm_v2 as reference
@@ -282,6 +282,39 @@ def test_a_prefill_in_chunks_is_one_forward():
     for first, end in ((0, 70), (70, 110), (110, 111), (111, 120)):
         part = logits(model, ids[:, first:end], **{CACHE: cache})
         torch.testing.assert_close(part, whole[:, first:end], rtol=0, atol=1e-10)
+
+
+def test_a_step_makes_the_new_means_alone(monkeypatch):
+    """Also behind a reordered, a cropped and a repeated cache, whose means are made anew."""
+    model, ids = built(), ids_of(2, 130)
+    cache, sizes = transformers.DynamicCache(config=model.config), []
+    mean_of_blocks = minicpm_attention.mean_of_blocks
+
+    def note(segments: Tensor, config: Any) -> Tensor:
+        sizes.append(segments.shape[2])
+        return mean_of_blocks(segments, config)
+
+    def check(first: int, end: int, expected: bool) -> None:
+        sizes.clear()
+        found = logits(model, ids[:, first:end], **{CACHE: cache})
+        whole = logits(model, ids[:, :end], use_cache=False)
+        torch.testing.assert_close(found, whole[:, first:end], rtol=0, atol=1e-10)
+        made_anew = any(size > 20 for size in sizes)
+        assert made_anew is expected
+
+    monkeypatch.setattr(minicpm_attention, "mean_of_blocks", note)
+    check(0, 100, True)
+    for first in range(100, 112):
+        check(first, first + 1, False)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    ids = ids.flip(0)
+    check(112, 113, True)
+    check(113, 117, False)
+    cache.crop(-3)
+    check(114, 118, True)
+    cache.batch_repeat_interleave(2)
+    ids = ids.repeat_interleave(2, 0)
+    check(118, 119, True)
 
 
 def test_packed_by_lengths():
