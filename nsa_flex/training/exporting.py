@@ -152,9 +152,7 @@ def _card(name: str, facts: dict[str, Any], average: bool) -> str:
         parts.append(_LIMITS)
         parts.append(_table("Attention", facts["nsa"]))
     if average:
-        parts.append(
-            "These are averages over the training; losses and sample are the last weights'."
-        )
+        parts.append("Averages over the training; losses and sample are of the last weights.\n")
     for part in ("run", "data", "versions"):
         parts.append(_table({"run": "Training"}.get(part, part.capitalize()), facts.get(part)))
     if "command" in facts:
