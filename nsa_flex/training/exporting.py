@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from nsa_flex.training.packing import bytes_tokenizer, tokenizer_files
 from nsa_flex.training.record import read_record
 from nsa_flex.training.resuming import CONFIG_FILE
 from nsa_flex.training.run import AVERAGE_FOLDER, MODEL_FOLDER, summary
-from nsa_flex.training.saving import last_checkpoint
+from nsa_flex.training.saving import PREFIX, last_checkpoint, step_of
 from nsa_flex.training.telemetry import read_rows
 from nsa_flex.version import __version__
 
@@ -69,7 +70,7 @@ def export(source: Path, out: Path, *, average: bool = False) -> dict[str, Any]:
         (out / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     if run is not None:
         shutil.copyfile(run / CONFIG_FILE, out / TRAINING_FILE)
-    (out / "README.md").write_text(_card(out.resolve().name, facts), encoding="utf-8")
+    (out / "README.md").write_text(_card(out.resolve().name, facts, average), encoding="utf-8")
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
     return {"out": str(out), "model": str(model), "files": files, **facts}
 
@@ -114,7 +115,8 @@ def _facts(
     }
     if run is None or config is None:
         return facts
-    told = summary(run, stopped=False, seconds=0.0)
+    until = step_of(model) if model.name.startswith(PREFIX) else math.inf
+    told = summary(run, stopped=False, seconds=0.0, until=until)
     names = ("steps", "tokens", "loss", "held_out_loss", "perplexity", "bits_per_byte")
     facts["run"] = {name: told[name] for name in names}
     facts["command"] = f"nsa-flex train {TRAINING_FILE}"
@@ -130,13 +132,13 @@ def _facts(
         if (run / DATA_REPORT).is_file():
             report = json.loads((run / DATA_REPORT).read_text())
             facts["data"] |= {name: report[name] for name in ("documents", "epochs")}
-    samples = read_rows(run, "samples")
+    samples = [row for row in read_rows(run, "samples") if row["step"] <= until]
     if samples:
         facts["sample"] = {name: samples[-1][name] for name in ("step", "prompt", "text")}
     return facts
 
 
-def _card(name: str, facts: dict[str, Any]) -> str:
+def _card(name: str, facts: dict[str, Any], average: bool) -> str:
     from huggingface_hub import ModelCardData
 
     is_nsa = facts["nsa"] is not None
@@ -149,6 +151,8 @@ def _card(name: str, facts: dict[str, Any]) -> str:
     if is_nsa:
         parts.append(_LIMITS)
         parts.append(_table("Attention", facts["nsa"]))
+    if average:
+        parts.append("Averages over the training; losses and sample are of the last weights.\n")
     for part in ("run", "data", "versions"):
         parts.append(_table({"run": "Training"}.get(part, part.capitalize()), facts.get(part)))
     if "command" in facts:

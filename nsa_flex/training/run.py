@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -198,9 +199,12 @@ def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
 _HELD_OUT = ("held_out_loss", "perplexity", "bits_per_byte")
 
 
-def summary(run: Path, *, stopped: bool, seconds: float) -> dict[str, Any]:
-    """How a run stands, by its artefacts; plain JSON types."""
+def summary(
+    run: Path, *, stopped: bool, seconds: float, until: float = math.inf
+) -> dict[str, Any]:
+    """How a run stands, or stood at step `until`, by its artefacts; plain JSON types."""
     rows = last_of_each_step(read_rows(run, "training"))
+    rows = [row for row in rows if row["step"] <= until]
     trained = [row for row in rows if row["loss"] is not None]
     evaluated = [row for row in rows if row["held_out_loss"] is not None]
     checkpoint = last_checkpoint(run)

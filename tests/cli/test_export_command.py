@@ -102,8 +102,12 @@ def test_a_checkpoint_and_the_average(run: Path, tmp_path: Path) -> None:
         "checkpoint": run / "checkpoint-8" / "model.safetensors",
         "average": run / "model-average" / "model.safetensors",
     }
-    assert invoke(run / "checkpoint-8", tmp_path / "checkpoint").exit_code == 0
+    result = invoke(run / "checkpoint-8", tmp_path / "checkpoint", "--json")
+    told = json.loads(result.stdout)
+    assert (told["run"]["steps"], told["sample"]["step"]) == (8, 6)
+    assert told["run"]["perplexity"] is not None
     assert invoke(run, tmp_path / "average", "--average").exit_code == 0
+    assert "Averages over the training" in (tmp_path / "average" / "README.md").read_text()
     for name, path in weights.items():
         ours, theirs = load_file(tmp_path / name / "model.safetensors"), load_file(path)
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -86,7 +86,7 @@ def test_the_report_of_the_data_writes_nothing(config: Path, tmp_path: Path) -> 
     result = invoke(config, "--data-report", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
-    assert (told["files"], told["skipped"]) == (31, {"no UTF-8": 1})
+    assert (told["files"], told["skipped"]) == (31, {"binary": 1})
     assert told["parameters"] > 0
     assert told["documents"] < 30  # some are held out
     assert not (tmp_path / "run").exists()
@@ -95,7 +95,7 @@ def test_the_report_of_the_data_writes_nothing(config: Path, tmp_path: Path) -> 
     assert cached.exit_code == 0, cached.output
     line = f"data: {told['documents']} documents, {told['tokens']:,} tokens, the longest "
     assert line in cached.stdout
-    assert "1 files skipped: no UTF-8" in cached.stdout
+    assert "1 files skipped: binary" in cached.stdout
     kept = json.loads((tmp_path / "run" / "data.json").read_text())
     assert kept == {name: told[name] for name in kept}
 
