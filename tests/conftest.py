@@ -6,8 +6,8 @@ import contextlib
 import gc
 import inspect
 import random
-import shutil
 import secrets
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator
