@@ -256,7 +256,9 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     for each in (telemetry, *callbacks):  # telemetry adds to the logs that others show
         trainer.add_callback(each)
-    if config.run.eval_every and config.run.sample_tokens:
+    # Ranks that share the tokens of rows would have to write together.
+    alone = getattr(config.engine, "context_parallel", 1) == 1
+    if config.run.eval_every and config.run.sample_tokens and alone:
         trainer.add_callback(
             SampleCallback(
                 trainer, telemetry, texts.tokenizer, held_out[0], config.run.sample_tokens
