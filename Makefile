@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= hf,ao,cli,audit,bench,serve,train,docs,dev
+EXTRAS ?= hf,ao,cli,audit,bench,serve,train,report,docs,dev
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
 GPU_JOBS ?= $(shell $(PYTHON) -c "import os; print(min(16, os.cpu_count() or 1))")
 ARGS ?=

@@ -12,6 +12,7 @@ from nsa_flex.cli.bench import bench
 from nsa_flex.cli.check import check
 from nsa_flex.cli.demo import demo
 from nsa_flex.cli.explain import explain
+from nsa_flex.cli.export import export
 from nsa_flex.cli.generate import generate
 from nsa_flex.cli.info import info
 from nsa_flex.cli.report import report
@@ -56,6 +57,7 @@ app.command()(check)
 app.command()(bench)
 app.command()(train)
 app.command()(report)
+app.command()(export)
 app.command()(tune)
 app.command()(generate)
 app.command()(serve)

@@ -50,6 +50,13 @@ def train(
         bool,
         typer.Option("--dry-run", help="Say parameters, memory, tokens and graphs, and stop."),
     ] = False,
+    data: Annotated[
+        bool,
+        typer.Option(
+            "--data-report",
+            help="Read the data, say documents, tokens, epochs, padding and skipped files, stop.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Result on stdout, progress on stderr.")
     ] = False,
@@ -65,6 +72,8 @@ def train(
 
     Example: `nsa-flex train 125m --set data.files=[books,code] --set out=runs/first --dry-run`
 
+    Example: `nsa-flex train my.yaml --data-report --json`
+
     Example: `nsa-flex train my.yaml --resume --change training.learning_rate=1e-4`
 
     Example: `torchrun --nproc-per-node 8 -m nsa_flex.cli train my.yaml --resume`
@@ -76,8 +85,8 @@ def train(
     console = Console(stderr=as_json, highlight=False)
     try:
         chosen = _config(config or named or "", [*(overrides or ()), *(changes or ())])
-        if dry:
-            result = _dry_run(chosen)
+        if dry or data:
+            result = (_dry_run(chosen) if dry else {}) | (_data_report(chosen) if data else {})
         else:
             told = [each.partition("=")[0] for each in changes or ()]
             result = _run(chosen, console, resume=resume, resume_from=resume_from, changes=told)
@@ -120,6 +129,13 @@ def _dry_run(chosen: TrainConfig) -> dict[str, Any]:
     from nsa_flex.training.dry_run import dry_run
 
     return dry_run(chosen)
+
+
+def _data_report(chosen: TrainConfig) -> dict[str, Any]:
+    from nsa_flex.training.data_report import data_report
+    from nsa_flex.training.texts import find_texts, with_cache
+
+    return data_report(with_cache(find_texts(chosen)))
 
 
 def _run(chosen: TrainConfig, console: Console, **options: Any) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from rich.progress import (
 )
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from nsa_flex.training.data_report import DATA_REPORT, in_a_line
 from nsa_flex.training.flops import flops_per_token, peak_flops
 
 
@@ -50,6 +53,9 @@ class ProgressCallback(TrainerCallback):
         self.peak = None if peak is None else peak * args.world_size
         self.flops = flops_per_token(kwargs["model"], self.seq_len)
         self._last = (state.global_step, time.perf_counter())
+        report = Path(args.output_dir) / DATA_REPORT
+        if report.exists():
+            self.console.print(in_a_line(json.loads(report.read_text())), soft_wrap=True)
         self.bar.start()
         self.task = self.bar.add_task("", total=state.max_steps, completed=state.global_step)
 

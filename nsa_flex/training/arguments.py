@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 
-from nsa_flex.training.config import TrainConfig
+from nsa_flex.training.config import TrainConfig, TrainingSection
 
 _SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
     "linear": ("linear", {}),
     "constant": ("constant_with_warmup", {}),
+}
+# These follow the loss, not the step alone.
+_OF_THE_LOSS = ("reduce_lr_on_plateau", "greedy")
+# Those of transformers whose state a checkpoint holds, and the package that each needs.
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad"), "torch"),
+    **dict.fromkeys(("rmsprop", "sgd", "muon"), "torch"),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "torchao"),
+    **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit", "lion_8bit"), "bitsandbytes"),
+    **dict.fromkeys(("ademamix", "ademamix_8bit", "lion_32bit"), "bitsandbytes"),
 }
 
 
@@ -78,6 +89,51 @@ def check_device(config: TrainConfig) -> None:
         )
 
 
+def check_optimization(config: TrainConfig) -> None:
+    """Raise an error if the optimizer or the schedule is unknown, or cannot be had here.
+
+    Raises:
+        ValueError: it is unknown, or does not go with FSDP2.
+        ModuleNotFoundError: the optimizer's package is missing.
+    """
+    training = config.training
+    schedules = [name.value for name in SchedulerType if name.value not in _OF_THE_LOSS]
+    known = {"schedule": [*_SCHEDULES, *schedules], "optimizer": ["auto", *OPTIMIZERS]}
+    for name, values in known.items():
+        if getattr(training, name) not in values:
+            named = ", ".join(dict.fromkeys(values))
+            raise ValueError(
+                f"training.{name} is {getattr(training, name)}; expected one of {named}"
+            )
+    package = OPTIMIZERS.get(training.optimizer, "torch")
+    if find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"training.optimizer {training.optimizer} needs {package}, which is not installed; "
+            f"install it with: pip install {package}",
+            name=package,
+        )
+    if is_sharded(config) and (training.ema or training.optimizer == "muon"):
+        what = "training.ema" if training.ema else "training.optimizer muon"
+        raise ValueError(
+            f"{what} does not go with engine.parallel fsdp: leave it out, or take ddp"
+        )
+
+
+def optimizer_name(config: TrainConfig) -> str:
+    """In `OPTIMIZERS`."""
+    if config.training.optimizer != "auto":
+        return config.training.optimizer
+    return "adamw_torch_fused" if uses_cuda(config) else "adamw_torch"
+
+
+def _schedule(training: TrainingSection) -> tuple[str, dict[str, Any]]:
+    """transformers' name, and arguments."""
+    name, options = _SCHEDULES.get(training.schedule, (training.schedule, {}))
+    if name == SchedulerType.WARMUP_STABLE_DECAY:
+        options = {"num_decay_steps": max(1, training.steps // 5)}
+    return name, {**options, **training.schedule_options}
+
+
 def is_bf16(config: TrainConfig) -> bool:
     """Whether matrix products are bfloat16."""
     precision = config.engine.precision
@@ -106,7 +162,8 @@ def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArgumen
         layer_class: name of the decoder layers' class, what FSDP2 shards.
     """
     training, run = config.training, config.run
-    schedule, schedule_arguments = _SCHEDULES[training.schedule]
+    schedule, schedule_arguments = _schedule(training)
+    optimizer = optimizer_name(config)
     cuda = uses_cuda(config)
     options: dict[str, Any] = {}
     if is_sharded(config):
@@ -131,7 +188,9 @@ def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArgumen
         warmup_steps=training.warmup_steps,
         lr_scheduler_type=schedule,
         lr_scheduler_kwargs=schedule_arguments,
-        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        # The Trainer of this package makes Muon.
+        optim="adamw_torch" if optimizer == "muon" else optimizer,
+        optim_args=",".join(f"{k}={v}" for k, v in training.optimizer_options.items()) or None,
         weight_decay=training.weight_decay,
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],

@@ -55,13 +55,24 @@ class DataSection:
 
     Args:
         files: files, folders and globs; "stdlib" is the sources of Python's standard library.
-            .jsonl and .parquet hold one document a row, every other file is one document; .gz,
-            .xz and .zst are decompressed.
+            .jsonl, .parquet and .arrow (what `Dataset.save_to_disk` of datasets writes) hold one
+            document a row, every other file is one document if it is UTF-8, and is skipped if
+            not; .gz, .xz and .zst are decompressed.
+        weights: of each entry of `files`, the share of tokens that come from there; each begins
+            anew when it ends. None: all files are read once, then again.
+        include, exclude: patterns of files' names or paths, as of fnmatch; those that match one
+            of `include` (any if there is none) and none of `exclude` are read.
         held_out_files: likewise, to measure the held-out loss on.
         held_out_share: of the documents of `files`, if there are no `held_out_files`.
-        text_field: of .jsonl and .parquet.
+        format: "chat" takes conversations, lists of mappings with role and content, by the
+            tokenizer's chat template, and learns what the assistant says alone.
+        text_field: column of the rows; "text", or "messages" of conversations, if not given.
+        cache: folder for tokens, so that the next run over the same files does not make them
+            again.
         tokenizer: "bytes", or the directory of one of transformers.
         seq_len: tokens of a row.
+        seq_len_warmup: [steps, length] pairs: up to so many steps, rows are cut into ones of that
+            length; tokens a step stay the same.
         documents: "separate" computes every document alone (cu_seq_lens); "joined" lets a row's
             tokens see all before them, the end-of-document token included.
         documents_per_row: of separate documents at most so many begin in a row, which fixes the
@@ -75,9 +86,15 @@ class DataSection:
     files: tuple[str, ...]
     held_out_files: tuple[str, ...] = ()
     held_out_share: float = 0.01
-    text_field: str = "text"
+    weights: tuple[float, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    format: Literal["text", "chat"] = "text"
+    text_field: str | None = None
     tokenizer: str = "bytes"
+    cache: str | None = None
     seq_len: int = 2048
+    seq_len_warmup: tuple[tuple[int, int], ...] = ()
     documents: Literal["separate", "joined"] = "separate"
     documents_per_row: int = 4
     leave_out: tuple[str, ...] = ()
@@ -89,11 +106,36 @@ class DataSection:
         _at_least(self, 2, "seq_len")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share={self.held_out_share} must be between 0 and 1")
+        if self.weights and len(self.weights) != len(self.files):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers; expected one for each of the "
+                f"{len(self.files)} entries of files"
+            )
+        if not all(0 < weight < math.inf for weight in self.weights):
+            raise ValueError(f"weights={list(self.weights)} must be more than 0, and finite")
+        self._check_warmup()
+
+    def _check_warmup(self) -> None:
+        if not all(len(pair) == 2 for pair in self.seq_len_warmup):
+            raise ValueError("seq_len_warmup must be pairs of steps and length")
+        ends = [0, *(end for end, _ in self.seq_len_warmup)]
+        for before, (end, length) in zip(ends, self.seq_len_warmup, strict=False):
+            if end <= before:
+                raise ValueError(f"seq_len_warmup: step {end} must come after {before}")
+            if length < 2 or self.seq_len % length:
+                raise ValueError(
+                    f"seq_len_warmup: {length} must be a divisor of seq_len={self.seq_len}"
+                )
+
+    @property
+    def column(self) -> str:
+        """Of the rows of .jsonl, .parquet and .arrow."""
+        return self.text_field or {"text": "text", "chat": "messages"}[self.format]
 
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """The optimization: AdamW, warm-up, decay.
+    """The optimization: optimizer, warm-up, decay, average of the weights.
 
     Args:
         steps: optimizer steps.
@@ -101,9 +143,16 @@ class TrainingSection:
         accumulate: forwards of one step.
         learning_rate: peak.
         warmup_steps: of linear warm-up.
-        schedule: after it; cosine goes down to a tenth of the peak, linear to 0.
+        schedule: after it; cosine goes down to a tenth of the peak, linear to 0; or another of
+            transformers' by its name, such as warmup_stable_decay, which decays in the last fifth.
+        schedule_options: further arguments of the schedule.
+        optimizer: "auto" is AdamW, fused on CUDA; "muon" torch's Muon for the matrices of decoder
+            layers and AdamW for the rest; or another of transformers' by its name.
+        optimizer_options: further arguments of the optimizer.
         weight_decay, betas: of AdamW.
         max_grad_norm: gradients are clipped to; 0 leaves them.
+        ema: decay of an exponential moving average of the weights, saved beside the model; 0 keeps
+            none.
     """
 
     steps: int
@@ -111,10 +160,14 @@ class TrainingSection:
     accumulate: int = 1
     learning_rate: float = 1e-3
     warmup_steps: int = 100
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: str = "cosine"
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "auto"
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
+    ema: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "batch_size", "accumulate")
@@ -122,6 +175,8 @@ class TrainingSection:
         _finite(self, "weight_decay", "max_grad_norm")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate={self.learning_rate} must be more than 0, and finite")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema={self.ema} must be from 0 up to 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers from 0 up to 1")
 
@@ -292,4 +347,4 @@ def _finite(section: Any, *names: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value

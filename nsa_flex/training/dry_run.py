@@ -6,8 +6,10 @@ from typing import Any
 
 from nsa_flex.training.arguments import (
     check_device,
+    check_optimization,
     is_bf16,
     is_sharded,
+    optimizer_name,
     tokens_per_step,
     world_size,
 )
@@ -24,6 +26,7 @@ def dry_run(config: TrainConfig) -> dict[str, Any]:
     Raises:
         ValueError: as `nsa_flex.training.run.train` does.
     """
+    check_optimization(config)
     texts = find_texts(config)
     check_device(config)
     model = build_model(config.model, config.data, texts.tokenizer, values="none")
@@ -51,6 +54,8 @@ def dry_run(config: TrainConfig) -> dict[str, Any]:
 def memory(config: TrainConfig, model: Any) -> dict[str, int]:
     """Bytes on each device: weights, gradients and AdamW's moments exactly, the rest about.
 
+    Of other optimizers, too, the moments are about.
+
     Activations are those of a Llama: a layer keeps about 10 tensors of the hidden size and 3 of
     the MLP's; under full checkpointing its input alone, under selective checkpointing its matrix
     products. Logits are kept in the precision of the matrix products and in float32.
@@ -68,11 +73,22 @@ def memory(config: TrainConfig, model: Any) -> dict[str, int]:
     parts = {
         "weights": weights,
         "gradients": weights,
-        "optimizer": 2 * weights,
+        "optimizer": int(_moments(optimizer_name(config)) * weights),
+        "average": weights if config.training.ema else 0,
         "activations": tokens * kept * item * sizes.num_hidden_layers,
         "logits": tokens * sizes.vocab_size * (item + 4),
     }
     return {**parts, "total": sum(parts.values())}
+
+
+def _moments(optimizer: str) -> float:
+    """What an optimizer keeps, in float32 numbers a weight."""
+    part = next((x for name, x in _PARTS.items() if name in optimizer), 1.0)
+    return part * next((x for name, x in _MOMENTS.items() if name in optimizer), 2)
+
+
+_PARTS = {"8bit": 0.25, "4bit": 0.125}
+_MOMENTS = {"adafactor": 0, "adagrad": 1, "rmsprop": 1, "sgd": 0, "lion": 1, "muon": 1}
 
 
 def _compiled(config: TrainConfig, num_layers: int, name: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""Documents from files: plain text, .jsonl and .parquet, compressed or not, one at a time."""
+"""Documents from files: text, .jsonl, .parquet and .arrow, compressed or not, one at a time."""
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import io
@@ -9,6 +10,7 @@ import json
 import lzma
 import sysconfig
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,14 +20,25 @@ COMPRESSED = (".gz", ".xz", ".zst")
 # A plain file is read in documents of at most so many bytes.
 LONGEST_DOCUMENT = 1 << 26
 # Of the standard library: what is generated, or somebody else's.
+# What `save_to_disk` writes beside the rows.
+_OF_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 
 
-def find_files(entries: Iterable[str], *, outside: Path | None = None) -> list[Path]:
+def find_files(
+    entries: Iterable[str],
+    *,
+    outside: Path | None = None,
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+) -> list[Path]:
     """All files that `entries` name (files, folders, globs, "stdlib"), sorted, each once.
 
     Hidden files and those in hidden folders below an entry are left out, and what lies in
     `outside`, which is written while they are read.
+
+    Args:
+        include, exclude: patterns of names or paths; no `include` takes all.
 
     Raises:
         ValueError: an entry names none, or there is no entry.
@@ -35,6 +48,9 @@ def find_files(entries: Iterable[str], *, outside: Path | None = None) -> list[P
         files = _standard_library() if entry == "stdlib" else _files_of(entry)
         if outside is not None:
             files = _outside(outside, files)
+        if include:
+            files = [path for path in files if _matches(path, include)]
+        files = [path for path in files if not _matches(path, exclude)]
         if not files:
             besides = "" if outside is None else f" outside of {outside}"
             raise ValueError(
@@ -55,22 +71,45 @@ def named_files(entries: Iterable[str]) -> set[str]:
     }
 
 
-def documents(path: Path, text_field: str = "text") -> Iterator[str | bytes]:
+def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(path.name, each) or fnmatch(str(path), each) for each in patterns)
+
+
+Conversation = list[dict[str, Any]]
+Document = str | bytes | Conversation
+
+
+def documents(
+    path: Path,
+    column: str = "text",
+    *,
+    chat: bool = False,
+    skipped: dict[Path, str] | None = None,
+) -> Iterator[Document]:
     """The documents of one file in their order; plain text as bytes.
+
+    Args:
+        column: of files with rows.
+        chat: rows hold conversations instead of strings.
+        skipped: gets the file and why, if it is neither rows nor UTF-8.
 
     Raises:
         TrainingError: the file cannot be read, decompressed or parsed; the message names it.
     """
     try:
         if _suffix(path) == ".parquet":
-            yield from _parquet(path, text_field)
+            yield from _checked(_parquet(path, column), column, chat)
+            return
+        if _suffix(path) == ".arrow":
+            yield from _checked(_arrow(path, column), column, chat)
             return
         with _opened(path) as file:
             if _suffix(path) == ".jsonl":
-                yield from _json_lines(file, text_field)
+                yield from _json_lines(file, column, chat)
+            elif chat:
+                raise ValueError("conversations are read from .jsonl, .parquet and .arrow alone")
             else:
-                while text := file.read(LONGEST_DOCUMENT):
-                    yield text
+                yield from _plain_text(file, path, {} if skipped is None else skipped)
     except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, _zstd_error()) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else error
         raise TrainingError(
@@ -85,7 +124,10 @@ def _files_of(entry: str) -> list[Path]:
         return [path]
     if path.is_dir():
         below = (each for each in path.rglob("*") if each.is_file())
-        return [each for each in below if not _is_hidden(each.relative_to(path))]
+        seen = [each for each in below if not _is_hidden(each.relative_to(path))]
+        datasets = {each.parent for each in seen if each.suffix == ".arrow"}
+        datasets |= {each.parent for each in datasets}
+        return [x for x in seen if not (x.name in _OF_DATASETS and x.parent in datasets)]
     matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 -- absolute patterns
     return [each for each in matches if each.is_file()]
 
@@ -122,29 +164,59 @@ def _opened(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def _json_lines(file: IO[bytes], text_field: str) -> Iterator[str]:
+def _plain_text(file: IO[bytes], path: Path, skipped: dict[Path, str]) -> Iterator[bytes]:
+    """In pieces of at most LONGEST_DOCUMENT; nothing more once one is no UTF-8 text."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text = file.read(LONGEST_DOCUMENT)
+    while text:
+        following = file.read(LONGEST_DOCUMENT)
+        try:
+            decoder.decode(text, final=not following)
+        except UnicodeDecodeError:
+            skipped[path] = "binary" if b"\0" in text else "no UTF-8"
+            return
+        if b"\0" in text:
+            skipped[path] = "binary"
+            return
+        yield text
+        text = following
+
+
+def _json_lines(file: IO[bytes], column: str, chat: bool) -> Iterator[Any]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
-            yield _text(json.loads(line)[text_field], text_field)
+            yield _value(json.loads(line)[column], column, chat)
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number}: {error}") from error
 
 
-def _parquet(path: Path, text_field: str) -> Iterator[str]:
+def _parquet(path: Path, column: str) -> Iterator[Any]:
     parquet = _needed("pyarrow.parquet", "pyarrow")
     with parquet.ParquetFile(path) as file:
-        if text_field not in file.schema_arrow.names:
-            raise KeyError(text_field)
-        for rows in file.iter_batches(columns=[text_field], batch_size=256):
-            for value in rows.column(0).to_pylist():
-                yield _text(value, text_field)
+        if column not in file.schema_arrow.names:
+            raise KeyError(column)
+        for rows in file.iter_batches(columns=[column], batch_size=256):
+            yield from rows.column(0).to_pylist()
 
 
-def _text(value: Any, text_field: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"field {text_field} holds {type(value).__name__}, not a string")
+def _arrow(path: Path, column: str) -> Iterator[Any]:
+    rows = _needed("datasets", "datasets").Dataset.from_file(str(path))  # mapped, not read
+    if column not in rows.column_names:
+        raise KeyError(column)
+    for batch in rows.select_columns(column).iter(batch_size=256):
+        yield from batch[column]
+
+
+def _checked(values: Iterator[Any], column: str, chat: bool) -> Iterator[Any]:
+    return (_value(each, column, chat) for each in values)
+
+
+def _value(value: Any, column: str, chat: bool) -> Any:
+    if not isinstance(value, list if chat else str):
+        expected = "a list of messages" if chat else "a string"
+        raise ValueError(f"field {column} holds {type(value).__name__}, not {expected}")
     return value
 
 

@@ -6,10 +6,10 @@ import itertools
 import math
 import random
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,10 @@ from torch.utils.data import IterableDataset
 
 from nsa_flex.training.config import DataSection
 from nsa_flex.training.errors import TrainingError, blamed_on
-from nsa_flex.training.files import documents
+from nsa_flex.training.files import Conversation, Document, documents
+
+if TYPE_CHECKING:
+    from nsa_flex.training.token_cache import TokenCache
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,21 @@ class Tokenizer:
         vocab_size: ids are below it.
         end: id that ends a document.
         processing_class: the tokenizer of transformers, saved with checkpoints; None for bytes.
+        chat_template: of conversations, with marks around what the assistant says.
     """
 
     vocab_size: int
     end: int
     processing_class: Any = None
+    chat_template: str | None = None
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """int64 (tokens,): the document, then the end token."""
+    def encode(self, text: Document) -> np.ndarray:
+        """int64 (tokens,): the document, then the end token.
+
+        Of a conversation there is no further token, and what nothing is learned from is ~id.
+        """
+        if isinstance(text, list):
+            return self._encode_chat(text)
         if self.processing_class is None:
             data = text.encode() if isinstance(text, str) else text
             ids = np.frombuffer(data, np.uint8)
@@ -48,11 +58,26 @@ class Tokenizer:
             )
         return np.append(ids.astype(np.int64), self.end)
 
+    def _encode_chat(self, messages: Conversation) -> np.ndarray:
+        found = self.processing_class.apply_chat_template(
+            messages,
+            chat_template=self.chat_template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids = np.asarray(found["input_ids"], np.int64)
+        return np.where(np.asarray(found["assistant_masks"], bool), ids, ~ids)
+
     def decode(self, ids: list[int]) -> str:
         """The text of ids, without those that end documents."""
         if self.processing_class is None:
             return bytes(each for each in ids if each != self.end).decode(errors="replace")
         return self.processing_class.decode(ids, skip_special_tokens=True)
+
+
+def plain_ids(tokens: np.ndarray) -> np.ndarray:
+    """Ids, whether something is learned from them or not."""
+    return np.maximum(tokens, ~tokens)
 
 
 BYTES = Tokenizer(vocab_size=256, end=0)  # text holds no zero byte
@@ -131,14 +156,30 @@ IGNORED = -100  # label of a token that nothing is learned from
 
 
 class Row(NamedTuple):
-    """ids: int64 (S,). starts: int64 (documents,), where one begins; the first is 0.
+    """ids: int64 (S,), ~id of a token that nothing is learned from.
 
+    starts: int64 (documents,), where one begins; the first is 0.
     real: how many of the S are no padding.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     real: int
+
+
+@dataclass
+class Counts:
+    """What was read of one entry of `data.files`."""
+
+    documents: int = 0
+    tokens: int = 0
+    longest: int = 0
+
+    def add(self, tokens: int) -> None:
+        """A document of so many tokens."""
+        self.documents += 1
+        self.tokens += tokens
+        self.longest = max(self.longest, tokens)
 
 
 class PackedRows(IterableDataset):
@@ -156,6 +197,10 @@ class PackedRows(IterableDataset):
         left_out: file to the number of rows, skipped ones included, after which nothing more is
             read of it. The rows up to there are as if it were not left out.
         changed: files left out that are not what they were.
+        sizes: numbers of files of each of the parts that `data.weights` mixes; () of one part.
+        stages: (first row, length) of rows that are cut into ones of `length`, which come as a
+            list.
+        cache: of tokens.
     """
 
     def __init__(
@@ -170,67 +215,111 @@ class PackedRows(IterableDataset):
         skip: int = 0,
         left_out: Mapping[Path, int] | None = None,
         changed: Collection[Path] = (),
+        sizes: Sequence[int] = (),
+        stages: Sequence[tuple[int, int]] = (),
+        cache: TokenCache | None = None,
     ) -> None:
+        self.sizes, self.stages, self.cache = sizes or [len(files)], stages, cache
+        self.counts: list[Counts] = []
+        self.skipped: dict[Path, str] = {}
         self.files, self.tokenizer, self.data = files, tokenizer, data
         self.seed, self.held_out, self.epochs = seed, held_out, epochs
         self.skip, self.left_out, self.changed = skip, left_out or {}, changed
         self._packed = 0  # rows of the last iterator so far
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Any]:
+        """A `Row`, or a list of them where rows are cut."""
         return itertools.islice(self._rows(), self.skip, None)
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[Row | list[Row]]:
         self._packed = 0
+        packed = self._pack()
+        while True:
+            self._length = self._length_now()
+            group = list(itertools.islice(packed, self.data.seq_len // self._length))
+            if not group:
+                return
+            self._packed += 1
+            yield group if self._length < self.data.seq_len else group[0]
+
+    def _length_now(self) -> int:
+        begun = [length for first, length in self.stages if first <= self._packed]
+        return begun[-1] if begun else self.data.seq_len
+
+    def _pack(self) -> Iterator[Row]:
+        """Rows of `_length`, as it is when they begin."""
         ids: list[np.ndarray] = []
         starts: list[int] = []
-        filled, length = 0, self.data.seq_len
-        limit = self.data.documents_per_row if self.data.documents == "separate" else length
+        filled, length = 0, self._length
+        separate = self.data.documents == "separate"
         for tokens in self._documents():
             while len(tokens):
+                if not filled:
+                    length = self._length
                 piece, tokens = tokens[: length - filled], tokens[length - filled :]
                 starts.append(filled)
                 ids.append(piece)
                 filled += len(piece)
-                if filled == length or len(starts) == limit:
-                    self._packed += 1
-                    yield self._row(ids, starts, filled)
+                if filled == length or (separate and len(starts) == self.data.documents_per_row):
+                    yield self._row(ids, starts, filled, length)
                     ids, starts, filled = [], [], 0
         if filled:
-            yield self._row(ids, starts, filled)
+            yield self._row(ids, starts, filled, length)
 
-    def _row(self, ids: list[np.ndarray], starts: list[int], filled: int) -> Row:
-        padding = np.full(self.data.seq_len - filled, self.tokenizer.end, np.int64)
+    def _row(self, ids: list[np.ndarray], starts: list[int], filled: int, length: int) -> Row:
+        padding = np.full(length - filled, self.tokenizer.end, np.int64)
         return Row(np.concatenate([*ids, padding]), np.array(starts), filled)
 
     def _documents(self) -> Iterator[np.ndarray]:
-        """Tokens of the documents, drawn from a buffer of `shuffle` of them."""
+        """Tokens of the documents; the next comes from the part that lags behind its weight."""
+        self.counts = [Counts() for _ in self.sizes]
+        weights = self.data.weights or (1.0,)
+        files = iter(self.files)
+        streams = {
+            i: self._part(list(itertools.islice(files, size))) for i, size in enumerate(self.sizes)
+        }
+        while streams:
+            i = min(streams, key=lambda i: self.counts[i].tokens / weights[i])
+            tokens = next(streams[i], None)
+            if tokens is None:
+                del streams[i]
+                continue
+            self.counts[i].add(len(tokens))
+            yield tokens
+
+    def _part(self, files: list[Path]) -> Iterator[np.ndarray]:
+        """Documents drawn from a buffer of `shuffle` of them."""
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
             draw = random.Random(f"{self.seed}/{epoch}")
-            files = list(self.files)
+            order = list(files)
             if self.data.shuffle > 1:
-                draw.shuffle(files)
-            buffer: list[str | bytes] = []
-            for text in self._texts(files):
+                draw.shuffle(order)
+            buffer: list[Document | np.ndarray] = []
+            for text in self._texts(order):
                 buffer.append(text)
                 if len(buffer) >= self.data.shuffle:
-                    yield self.tokenizer.encode(_pop(buffer, draw))
+                    yield self._tokens(_pop(buffer, draw))
             while buffer:
-                yield self.tokenizer.encode(_pop(buffer, draw))
+                yield self._tokens(_pop(buffer, draw))
 
-    def _texts(self, files: list[Path]) -> Iterator[str | bytes]:
+    def _tokens(self, text: Document | np.ndarray) -> np.ndarray:
+        if isinstance(text, np.ndarray):  # from the cache
+            return text.astype(np.int64)
+        return self.tokenizer.encode(text)
+
+    def _texts(self, files: list[Path]) -> Iterator[Document | np.ndarray]:
         any_text = False
         for path in files:
             for number, text in enumerate(self._documents_of(path)):
-                if text and self.takes(path, number):
+                if len(text) and self.takes(path, number):
                     any_text = True
                     yield text
-        if not any_text:
-            which = "held-out " if self.held_out else ""
+        if not any_text and not self.held_out:
             raise ValueError(
-                f"data.files hold no {which}document: add text, or change data.held_out_share"
+                "data.files hold no document: add text, or change data.held_out_share"
             )
 
-    def _documents_of(self, path: Path) -> Iterator[str | bytes]:
+    def _documents_of(self, path: Path) -> Iterator[Document | np.ndarray]:
         """Those of a file that is left out end where they did when it was."""
         last = self.left_out.get(path, math.inf)
         if self._packed >= last:
@@ -240,7 +329,13 @@ class PackedRows(IterableDataset):
                 f"data: {path} is left out, but rows trained on hold documents of it, and it is "
                 "gone or has changed: put it back as it was, or choose another out"
             )
-        for text in documents(path, self.data.text_field):
+        found: Iterator[Any]
+        if self.cache is not None and path in self.cache:
+            found = self.cache.documents(path)
+        else:
+            chat = self.data.format == "chat"
+            found = documents(path, self.data.column, chat=chat, skipped=self.skipped)
+        for text in found:
             yield text
             if self._packed >= last:
                 return
@@ -272,10 +367,15 @@ class Collator:
     def __init__(self, data: DataSection, *, bounds: bool = True) -> None:
         self.data, self.bounds = data, bounds
 
-    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Rows (B,) -> ids and labels (B, S), or (1, B * S) of separate documents."""
-        ids = torch.from_numpy(np.stack([row.ids for row in rows]))
-        labels = ids.clone()
+    def __call__(self, batch: Sequence[Row | list[Row]]) -> dict[str, Tensor]:
+        """Rows (B,) -> ids and labels (B, S), or (1, B * S) of separate documents.
+
+        Rows that are cut count as many.
+        """
+        rows = [each for row in batch for each in (row if isinstance(row, list) else [row])]
+        tokens = np.stack([row.ids for row in rows])
+        ids = torch.from_numpy(plain_ids(tokens))
+        labels = torch.from_numpy(np.where(tokens < 0, IGNORED, tokens))
         for label, row in zip(labels, rows, strict=True):
             label[row.real :] = IGNORED
         if self.data.documents == "joined":
@@ -283,7 +383,7 @@ class Collator:
         return self._separate(ids.flatten(), labels.flatten(), rows)
 
     def _separate(self, ids: Tensor, labels: Tensor, rows: list[Row]) -> dict[str, Tensor]:
-        length, total = self.data.seq_len, len(ids)
+        length, total = len(rows[0].ids), len(ids)
         begins = [
             start + number * length
             for number, row in enumerate(rows)

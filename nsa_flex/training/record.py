@@ -90,6 +90,8 @@ class Record:
     files, held_out_files: in the order in which they are read.
     tokenizer: its files.
     left_out: name of a file to the number of rows after which it was left out.
+    parts: numbers of `files` of each part of a mixture.
+    stages: first row of each length of `data.seq_len_warmup`, and of the rows after it.
     """
 
     files: list[FileMark]
@@ -100,6 +102,8 @@ class Record:
     ranks: int = 1
     batch_size: int = 1
     accumulate: int = 1
+    parts: list[int] = field(default_factory=list)
+    stages: list[int] = field(default_factory=list)
 
     def write(self, checkpoint: Path) -> None:
         """Into a checkpoint, with the sizes of what else is there."""

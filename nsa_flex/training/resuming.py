@@ -30,6 +30,7 @@ from nsa_flex.training.trainer import SHARDED_WEIGHTS
 # Say when something is written, and how it is read: nothing that a row tells depends on them.
 FREE = {
     "out",
+    "data.cache",
     "data.workers",
     "run.log_every",
     "run.gates_every",
@@ -56,7 +57,9 @@ TOLD = {
     "training.betas",
     "training.learning_rate",
     "training.max_grad_norm",
+    "training.ema",
     "training.schedule",
+    "training.schedule_options",
     "training.steps",
     "training.warmup_steps",
     "training.weight_decay",
@@ -95,15 +98,23 @@ def changes_between(
         for key in dict.fromkeys((*old, *new))
         if old.get(key) != new.get(key)
     ]
-    refused = [_refusal(each) for each in found if each.key not in FREE | (TOLD & set(told))]
+    refused = [
+        _refusal(each)
+        for each in found
+        if each.key not in FREE and not (_under(each.key, TOLD) and _under(each.key, told))
+    ]
     if refused:
         raise ValueError(f"{run} was started with another config: {'; '.join(refused)}")
     return [each for each in found if each.key != "out"]
 
 
+def _under(key: str, names: Collection[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
 def _refusal(change: Change) -> str:
     text = f"{change.key} is {_shown(change.before)} in the run and {_shown(change.after)} here"
-    if change.key in TOLD:
+    if _under(change.key, TOLD):
         return (
             f"{text} (keep it with --set {change.key}={_shown(change.before)}, or change it with "
             f"--change {change.key}={_shown(change.after)})"

@@ -22,15 +22,19 @@ from transformers import PrinterCallback, TrainerCallback
 from nsa_flex.training.arguments import (
     check_device,
     check_launcher,
+    check_optimization,
     is_bf16,
     is_sharded,
+    optimizer_name,
     rank,
     rows_per_step,
     tokens_per_step,
     training_arguments,
     world_size,
 )
+from nsa_flex.training.averages import AVERAGES, AverageCallback, set_averages
 from nsa_flex.training.config import TrainConfig
+from nsa_flex.training.data_report import data_report, write_report
 from nsa_flex.training.errors import TrainingError, in_one_line
 from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
 from nsa_flex.training.packing import Tokenizer, bytes_tokenizer
@@ -38,15 +42,16 @@ from nsa_flex.training.record import Record
 from nsa_flex.training.reporting import check_reporters, reporting
 from nsa_flex.training.resuming import Resume, Start, check_sharding, find_start, open_run
 from nsa_flex.training.samples import SampleCallback
-from nsa_flex.training.saving import folder_aside, last_checkpoint, locked
+from nsa_flex.training.saving import folder_aside, last_checkpoint, load_state, locked
 from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import without_logits
-from nsa_flex.training.texts import Texts, find_texts, texts_as_before
+from nsa_flex.training.texts import Texts, find_texts, texts_as_before, with_cache
 from nsa_flex.training.trainer import SHARDED_WEIGHTS, StopCallback, Trainer
 
 MODEL_FOLDER = "model"
+AVERAGE_FOLDER = "model-average"
 
 
 def train(
@@ -78,6 +83,7 @@ def train(
             whole.
     """
     check_launcher()
+    check_optimization(config)
     check_reporters(config)
     run, asked = Path(config.out), Resume(resume, resume_from, changes)
     with _memory_told(run), contextlib.ExitStack() as stack:
@@ -93,12 +99,18 @@ def train(
             if rank() == 0 and not (run / MODEL_FOLDER).exists():  # killed at the very end
                 stack.enter_context(locked(run))
                 _save_finished(model, texts.tokenizer, start.checkpoint, run / MODEL_FOLDER)
+                if config.training.ema:
+                    set_averages(model, load_state(start.checkpoint / AVERAGES))
+                    _save_whole(model, texts.tokenizer, run / AVERAGE_FOLDER)
             return summary(run, stopped=False, seconds=0.0)
+        texts = with_cache(texts)
         held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
         if rank() == 0:
             run.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(run))
             open_run(config, asked, start)
+            if texts.cache is not None:
+                write_report(run, data_report(texts))
             texts = texts.with_record(world_size())
         told = stack.enter_context(reporting(config))
         return _train(config, texts, model, held_out, start, [*callbacks, *told])
@@ -120,6 +132,9 @@ def _train(
         trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
         if not stop.stopped:
             save_model(trainer, run / MODEL_FOLDER)
+            if trainer.average is not None:
+                set_averages(model, trainer.average.averages)
+                save_model(trainer, run / AVERAGE_FOLDER)
     return summary(run, stopped=stop.stopped, seconds=time.perf_counter() - begun)
 
 
@@ -127,7 +142,8 @@ def _texts(config: TrainConfig, start: Start) -> Texts:
     if start.checkpoint is None or start.record is None:
         return find_texts(config)
     check_sharding(config, start.checkpoint)
-    return texts_as_before(config, start.record, str(start.checkpoint), reads=rank() == 0)
+    where = str(start.checkpoint)
+    return texts_as_before(config, start.record, where, reads=rank() == 0, step=start.step)
 
 
 def leave_process_group() -> None:
@@ -162,6 +178,10 @@ def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: P
         model.load_state_dict(weights["model"])
     else:
         load_model(model, checkpoint / "model.safetensors", strict=False)
+    _save_whole(model, tokenizer, folder)
+
+
+def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
     with folder_aside(folder) as aside:
         model.save_pretrained(aside)
         (tokenizer.processing_class or bytes_tokenizer()).save_pretrained(aside)
@@ -216,6 +236,11 @@ def _trainer(
     )
     if is_bf16(config) and not is_sharded(config):
         trainer.autocast_dtype = torch.bfloat16
+    if optimizer_name(config) == "muon":
+        trainer.use_muon(config.training.optimizer_options)
+    if config.training.ema and rank() == 0:
+        trainer.average = AverageCallback(model, config.training.ema, start.checkpoint)
+        trainer.add_callback(trainer.average)
     if texts.record is not None:  # on rank 0, which writes it
         trainer.record_at = functools.partial(_record_at, texts.record, config, start)
     telemetry = TelemetryCallback(
@@ -231,7 +256,9 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     for each in (telemetry, *callbacks):  # telemetry adds to the logs that others show
         trainer.add_callback(each)
-    if config.run.eval_every and config.run.sample_tokens:
+    # Ranks that share the tokens of rows would have to write together.
+    alone = getattr(config.engine, "context_parallel", 1) == 1
+    if config.run.eval_every and config.run.sample_tokens and alone:
         trainer.add_callback(
             SampleCallback(
                 trainer, telemetry, texts.tokenizer, held_out[0], config.run.sample_tokens

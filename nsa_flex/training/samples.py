@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from nsa_flex.training.packing import Row, Tokenizer
+from nsa_flex.training.packing import Row, Tokenizer, plain_ids
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.trainer import Trainer
 
@@ -34,7 +34,7 @@ class SampleCallback(TrainerCallback):
         num_tokens: int,
     ) -> None:
         self.trainer, self.telemetry, self.tokenizer = trainer, telemetry, tokenizer
-        self.prompt = row.ids[: min(PROMPT_TOKENS, row.real)]
+        self.prompt = plain_ids(row.ids[: min(PROMPT_TOKENS, row.real)])
         self.num_tokens = num_tokens
 
     def on_evaluate(

@@ -10,6 +10,7 @@ import random
 import shutil
 import socket
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.record import RECORD_FILE
@@ -199,7 +201,7 @@ def folder_aside(folder: Path) -> Iterator[Path]:
 def save_state(path: Path, state: Any) -> None:
     """Write nested dicts and lists: tensors to safetensors, the rest to its header."""
     tensors: dict[str, Tensor] = {}
-    plain = _take_tensors(state, "", tensors)
+    plain = _take_tensors(state, "", tensors, {})
     save_file(tensors, path, metadata={"state": json.dumps(plain)})
 
 
@@ -235,15 +237,33 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor], names: dict) -> Any:
+    """The plain part of `value`; its tensors go to `tensors`.
+
+    Args:
+        names: of what is in `tensors`, by its memory: what several share is written once.
+    """
+
+    def taken(part: Any, key: Any) -> Any:
+        return _take_tensors(part, f"{name}/{key}", tensors, names)
+
+    wraps: bool = is_traceable_wrapper_subclass(value)
+    if wraps:
+        inner, context = value.__tensor_flatten__()
+        return {
+            "class": [type(value).__module__, type(value).__name__],
+            "inner": [[key, taken(getattr(value, key), key)] for key in inner],
+            "context": [str(x) if isinstance(x, torch.dtype) else x for x in context],
+        }
     if isinstance(value, Tensor):
-        tensors[name] = value.detach().contiguous()
-        return {"tensor": name}
+        memory = (value.data_ptr() or name, value.dtype, value.shape, value.stride())
+        if names.setdefault(memory, name) == name:
+            tensors[name] = value.detach().contiguous()
+        return {"tensor": names[memory]}
     if isinstance(value, dict):
-        items = [[key, _take_tensors(x, f"{name}/{key}", tensors)] for key, x in value.items()]
-        return {"dict": items}
+        return {"dict": [[key, taken(x, key)] for key, x in value.items()]}
     if isinstance(value, (list, tuple)):
-        return [_take_tensors(x, f"{name}/{i}", tensors) for i, x in enumerate(value)]
+        return [taken(x, i) for i, x in enumerate(value)]
     return value
 
 
@@ -254,7 +274,26 @@ def _put_tensors(value: Any, get_tensor: Any) -> Any:
         return value
     if "tensor" in value:
         return get_tensor(value["tensor"])
+    if "class" in value:
+        return _put_subclass(value, get_tensor)
     return {key: _put_tensors(x, get_tensor) for key, x in value["dict"]}
+
+
+def _put_subclass(value: dict[str, Any], get_tensor: Any) -> Tensor:
+    """A tensor of torchao's, of quantized moments; no file names a class of another package."""
+    module, name = value["class"]
+    if not module.startswith("torchao."):
+        raise ValueError(f"a checkpoint has a tensor of {module}.{name}; expected one of torchao")
+    inner = {n: _put_tensors(x, get_tensor) for n, x in value["inner"]}
+    context = [_context(x) for x in value["context"]]
+    return getattr(import_module(module), name).__tensor_unflatten__(inner, context)
+
+
+def _context(value: Any) -> Any:
+    """A dtype by its name, a shape as a tuple; else as it is."""
+    if isinstance(value, str):
+        return getattr(torch, value.removeprefix("torch."))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _finish(folder: Path) -> None:

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
+from nsa_flex.training.averages import AverageCallback
+from nsa_flex.training.muon import muon_adamw
 from nsa_flex.training.record import Record
 from nsa_flex.training.saving import (
     PREFIX,
@@ -100,8 +102,20 @@ class Trainer(transformers.Trainer):
 
     autocast_dtype: torch.dtype | None = None
     record_at: Callable[[int], Record]  # of checkpoints, by their step
+    average: AverageCallback | None = None
     _random_of: str | None = None
     _aside: Path | None = None
+
+    def use_muon(self, options: dict[str, Any]) -> None:
+        """Instead of the optimizer of the arguments; `options` are torch.optim.Muon's."""
+        settings = {
+            "lr": self.args.learning_rate,
+            "weight_decay": self.args.weight_decay,
+            "betas": (self.args.adam_beta1, self.args.adam_beta2),
+            "decayed": self.get_decay_parameter_names(self.model),
+        }
+        make: Any = lambda: muon_adamw  # noqa: E731 -- of what is no class, a factory is asked for
+        self.optimizer_cls_and_kwargs = (make, {**settings, **options})
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """Autocast to `autocast_dtype`, unless accelerate runs its own."""
@@ -158,6 +172,8 @@ class Trainer(transformers.Trainer):
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
         elif self.args.should_save:
             save_state(folder / OPTIMIZER, self.optimizer.state_dict())
+        if self.average is not None:
+            self.average.save(folder)
         if self.args.should_save:
             save_state(folder / SCHEDULER, self.lr_scheduler.state_dict())
 

@@ -80,6 +80,26 @@ def test_the_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
     assert "parameters" in invoke(config, "--dry-run").stdout
 
 
+def test_the_report_of_the_data_writes_nothing(config: Path, tmp_path: Path) -> None:
+    """Beside a dry run too; a run with a cache shows it at its start, and keeps it."""
+    (tmp_path / "texts" / "a.png").write_bytes(b"\x89PNG\0")
+    result = invoke(config, "--data-report", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["files"], told["skipped"]) == (31, {"binary": 1})
+    assert told["parameters"] > 0
+    assert told["documents"] < 30  # some are held out
+    assert not (tmp_path / "run").exists()
+    assert "longest document" in invoke(config, "--data-report").stdout
+    cached = invoke(config, "--set", f"data.cache={tmp_path / 'cache'}")
+    assert cached.exit_code == 0, cached.output
+    line = f"data: {told['documents']} documents, {told['tokens']:,} tokens, the longest "
+    assert line in cached.stdout
+    assert "1 files skipped: binary" in cached.stdout
+    kept = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert kept == {name: told[name] for name in kept}
+
+
 def test_what_the_dry_run_says_of_the_125m(tmp_path: Path) -> None:
     """12 layers of 7.1M, two embeddings of 256 tokens, gates and φ; 6 FLOPs a weight and token."""
     write_texts(tmp_path / "texts", 2)

@@ -360,11 +360,11 @@ def _surroundings(model: nn.Module) -> dict[str, Any]:
 
 def _held_out(loss: float | None, tokens_per_byte: float | None) -> dict[str, float | None]:
     """The columns that follow from a held-out loss in nats a token."""
-    known = loss is not None and tokens_per_byte is not None
-    return {
-        "perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # fits a float
-        "bits_per_byte": loss * tokens_per_byte / LOG_2 if known else None,
-    }
+    perplexity = None if loss is None else math.exp(min(loss, 700.0))  # fits a float
+    bits = None
+    if loss is not None and tokens_per_byte is not None:
+        bits = loss * tokens_per_byte / LOG_2
+    return {"perplexity": perplexity, "bits_per_byte": bits}
 
 
 def _rank() -> int:
