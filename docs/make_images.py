@@ -167,9 +167,7 @@ def photograph(page: Path, picture: Path, size: tuple[int, int], scheme: str = "
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         width, height = size
-        view = chromium.new_page(
-            viewport={"width": width, "height": height}, color_scheme=scheme
-        )
+        view = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         view.goto(page.as_uri())
         view.wait_for_load_state("networkidle")
         view.screenshot(path=picture)

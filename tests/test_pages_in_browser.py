@@ -98,9 +98,7 @@ class Look:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["run", "runs", "audit"])
-def test_reports(
-    name: str, width: int, scheme: str, browser: Any, pages: dict[str, Path]
-) -> None:
+def test_reports(name: str, width: int, scheme: str, browser: Any, pages: dict[str, Path]) -> None:
     with Look(browser, pages[name].as_uri(), width, scheme) as look:
         assert look.said == []
         assert look.loaded == [pages[name].as_uri()]
