@@ -40,7 +40,7 @@ def main() -> None:
     draw_speed(IMAGES / "speed.png")
     photograph(DOCS / "audit_example.html", IMAGES / "audit.png", (1080, 1480))
     photograph(DOCS / "report_example.html", IMAGES / "report.png", (1400, 1300))
-    photograph(DOCS / "report_example.html", IMAGES / "report_phone.png", (360, 800), "dark")
+    photograph(DOCS / "report_example.html", IMAGES / "report_phone.png", (360, 1100), "dark")
 
 
 # The stages of the fused core: name, what runs it, and its place in the picture.

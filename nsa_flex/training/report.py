@@ -7,6 +7,7 @@ no dependency of its own, and what Grafana draws with.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -155,12 +156,13 @@ def _beats(beats: list[Row]) -> dict[str, list[Any]]:
     if not beats:
         return {}
     start = beats[0]["time"]
-    waits = [b["time"] - a["time"] for a, b in zip(beats, beats[1:], strict=False)]
+    pairs = list(itertools.pairwise(beats))
+    waits = [b["time"] - a["time"] for a, b in pairs]
     longest = max(30.0, 5 * statistics.median(waits or [0.0]))
     gaps = [
         [(a["time"] - start) / 3600, (b["time"] - start) / 3600]
-        for a, b, wait in zip(beats, beats[1:], waits, strict=False)
-        if wait > longest or a["session"] != b["session"]
+        for a, b in pairs
+        if b["time"] - a["time"] > longest or a["session"] != b["session"]
     ]
     kept = beats[:: -(-len(beats) // MOST_POINTS)]
 

@@ -1,3 +1,9 @@
+// What the theme leaves out: a name of the search, and tables that scroll by keyboard.
+addEventListener("load", () => {
+  document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+  document.querySelectorAll(".md-typeset__scrollwrap").forEach((table) => (table.tabIndex = 0));
+});
+
 // The picture on the first page: which keys each query sees, for a config that sliders set.
 // Scores are made up: a block is as important to all queries, and a bit more or less to each.
 const place = document.getElementById("nsa-masks");
@@ -21,7 +27,10 @@ function selected(own, count) {
 const BRANCHES = {
   compressed: (c) => (query, key) => {
     const block = Math.floor(key / c.stride);
-    return block * c.stride + c.length - 1 <= query ? 0.25 + 0.75 * (block % 2) : 0;
+    // Stripes stay as wide as can be seen: of one block, or of several.
+    const stripe = Math.max(1, 2 ** Math.ceil(Math.log2(c.tokens / (48 * c.stride))));
+    const shade = Math.floor(block / stripe) % 2 ? 1 : 0.4;
+    return block * c.stride + c.length - 1 <= query ? shade : 0;
   },
   selected: (c) => {
     const rows = new Map();
@@ -40,10 +49,10 @@ const reads = (c) => ({
 });
 
 const SLIDERS = {
-  tokens: ["tokens", 9, 16, 10, (x) => 2 ** x],
-  count: ["selected blocks", 3, 32, 6, (x) => x],
+  tokens: ["tokens", 9, 16, 13, (x) => 2 ** x],
+  count: ["selected blocks", 3, 32, 16, (x) => x],
   block: ["tokens a selected block", 4, 7, 6, (x) => 2 ** x],
-  window: ["window", 5, 11, 8, (x) => 2 ** x],
+  window: ["window", 5, 11, 9, (x) => 2 ** x],
 };
 
 function start() {
@@ -58,14 +67,14 @@ function start() {
   });
   const form = place.querySelector("form");
   for (const [name, [label, low, high, at]] of Object.entries(SLIDERS))
-    form.insertAdjacentHTML("beforeend", `<label><span>${label} <output></output></span>
+    form.insertAdjacentHTML("beforeend", `<label><span>${label} <b></b></span>
       <input type="range" name="${name}" min="${low}" max="${high}" value="${at}"></label>`);
   const draw = () => {
     const c = {stride: 16, length: 32};
     for (const [name, [, , , , value]] of Object.entries(SLIDERS)) {
       const input = form.elements[name];
       c[name] = value(+input.value);
-      input.parentNode.querySelector("output").textContent = c[name].toLocaleString("en");
+      input.parentNode.querySelector("b").textContent = c[name].toLocaleString("en");
       input.setAttribute("aria-valuetext", c[name]);
     }
     const read = reads(c);
