@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from nsa_flex.patching import NSALayer
+from nsa_flex.selection import best_blocks
 from nsa_flex.training.block_mass import (
     compressed_block_mass,
     dense_block_mass,
@@ -167,8 +168,6 @@ def recalls(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     Dense attention is that over the layer's own queries and keys, at `QUERIES` queries evenly
     spread. block_recall is None where every block is selected.
     """
-    from nsa_flex.selection import choose_blocks
-
     found: list[dict[str, Any]] = []
 
     def measure(name: str) -> Callable[..., None]:
@@ -182,14 +181,10 @@ def recalls(model: Any, ids: Tensor) -> list[dict[str, Any]]:
             ).long()
             query = query[:, :, positions]
             dense = dense_block_mass(query, key, positions, config, scale)
-            selected = choose_blocks(
-                query,
-                layer.compress_key(key),
-                config=config,
-                scale=scale,
-                num_blocks=dense.shape[-1],
-                positions=positions[None],
+            scores = compressed_block_mass(
+                query, layer.compress_key(key), positions, config, scale, dense.shape[-1]
             )
+            selected = best_blocks(scores, positions[None], None, config)
             free = free_blocks(positions, dense.shape[-1], config)
             recall = recall_of(dense, selected, free, config)
             blocks, scores = torch.stack(recall).tolist()

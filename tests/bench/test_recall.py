@@ -179,3 +179,13 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
 def test_a_run_without_time_is_stopped_and_says_so(tmp_path: Path) -> None:
     row = recall("dense", 0, tmp_path, 0.0, TINY)
     assert (row["status"], row["steps"], row["tests"]) == ("stopped", 0, [])
+
+
+@pytest.mark.gpu
+def test_a_run_on_the_kernels(tmp_path: Path) -> None:
+    recipe = Recipe(stages=(Stage(256, 8, 4), Stage(2048, 2, 4)), tests=((4096, 2),))
+    row = recall("mean", 0, tmp_path, 1e6, recipe)
+    assert (row["status"], len(row["tests"])) == ("ok", len(TASKS))
+    shares = [each["causes"]["wrong"]["selected"] for each in row["tests"] if each["right"] < 1]
+    assert all(0 <= share <= 1 for share in shares)
+    assert shares

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from training.small_config import NSA, small_config, write_texts
+from training.small_config import CUDA, NSA, small_config, write_texts
 
 import nsa_flex
 from nsa_flex import NSAConfig
@@ -174,6 +174,39 @@ def test_a_dense_checkpoint_is_converted_in_stages(
         dense, out, [str(texts)], tokenizer="bytes", stages=STAGES, overrides=settings()
     )
     assert (again["seconds"], again["recall"]) == (0.0, result["recall"])
+
+
+@pytest.mark.gpu
+def test_a_conversion_on_the_kernels(texts: Path, tmp_path: Path) -> None:
+    data = {"documents": "joined", "seq_len": 1024}
+    run = {"log_every": 2, "gates_every": 0, "eval_every": 0, "save_every": 0}
+    dense = small_config(
+        tmp_path / "dense",
+        texts,
+        **CUDA | {"model": CUDA["model"] | {"attention": "dense"}},
+        data=data,
+        training={"steps": 2},
+        run=run,
+    )
+    sizes = {f"model.nsa.{name}": value for name, value in CUDA["model"]["nsa"].items()}
+    own: dict[str, Any] = {"engine.device": "cuda", "engine.compile": "true", **sizes}
+    overrides = [each for each in settings() if not each.startswith("model.nsa.")]
+    overrides += [f"{name}={value}" for name, value in own.items()]
+    stages = (
+        Stage("1-align", 20, 1024, 1e-2, frozen=True, alignment=1.0),
+        Stage("2-sparse", 2, 1024, 1e-3),
+    )
+    result = convert(
+        train(dense)["model"],
+        tmp_path / "converted",
+        [str(texts)],
+        tokenizer="bytes",
+        stages=stages,
+        overrides=overrides,
+    )
+    assert result["loss"] < 6.0
+    losses = [row["loss"] for row in read_rows(tmp_path / "converted/1-align", "training")]
+    assert losses[-1] < losses[0]
 
 
 def test_the_base_is_frozen_for_a_while() -> None:
