@@ -163,7 +163,10 @@ def test_wheel_imports_in_a_clean_environment(
 
 
 # torch.compile traces, but leaves code generation out: that has tests of its own.
-TRACED = "import functools, torch\ntorch.compile = functools.partial(torch.compile, backend='eager')"
+TRACED = """
+import functools, torch
+torch.compile = functools.partial(torch.compile, backend="eager")
+"""
 
 
 def test_wheel_runs_the_example_of_the_readme(

@@ -42,8 +42,9 @@ def environment(*folders: Path) -> Any:
             "pip install 'nsa-flex[audit]'",
             name="jinja2",
         ) from error
+    loader = FileSystemLoader(folders)
     made = Environment(
-        loader=FileSystemLoader(folders),
+        loader=loader,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -53,7 +54,7 @@ def environment(*folders: Path) -> Any:
 
     def verbatim(name: str) -> Any:
         """A file that is no template, as it is."""
-        return Markup(made.loader.get_source(made, name)[0])
+        return Markup(loader.get_source(made, name)[0])
 
     made.globals.update(causes=_CAUSES, sync_kinds=_SYNCS, verbatim=verbatim)
     made.filters.update(
