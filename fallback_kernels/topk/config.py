@@ -149,8 +149,12 @@ class TopkPlan:
 
     @cached_property
     def registers(self) -> int | None:
-        """Register limit of a thread: three CTAs of 128 threads an SM."""
-        return None if self.element_size == 4 else 168
+        """Register limit of a thread: three CTAs of 128 threads an SM.
+
+        Without one where maxima of a single head would spill.
+        """
+        free = self.element_size == 4 or (self.maximum and self.padded_group == 1)
+        return None if free else 168
 
     @cached_property
     def candidates(self) -> int:

@@ -190,9 +190,9 @@ def mask_keys(
 
 @triton.jit
 def pooled(total, p, weight, MAXIMUM: tl.constexpr):
-    """The sum or maximum so far with p, which counts `weight` times; NaN stays."""
+    """The maximum so far with p, or the sum, where p counts `weight` times; NaN stays."""
     if MAXIMUM:
-        return tl.maximum(total, tl.where(weight > 0.0, p, 0.0), tl.PropagateNan.ALL)
+        return tl.maximum(total, p, tl.PropagateNan.ALL)
     return total + weight * p
 
 
@@ -339,7 +339,8 @@ def topk_scores_kernel(
         own_total = pooled(own_total, p, own_weight, MAXIMUM)
         if LEFT > 1:
             lent_weight = tl.maximum(residue - (RESIDUES - 1 - LEFT), 0).to(tl.float32)
-            lent_total = pooled(lent_total, p, lent_weight, MAXIMUM)
+            part = tl.where(lent_weight > 0.0, p, 0.0) if MAXIMUM else p
+            lent_total = pooled(lent_total, part, lent_weight, MAXIMUM)
         if residue == RESIDUES - 1:
             scores = pin_layout(own_total)
             # The row above; said by way of `residue`, it takes no registers while others come.
