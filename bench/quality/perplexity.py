@@ -118,7 +118,7 @@ def read_pages(files: Sequence[Path] | None) -> list[str]:
     """Of the files, or of WikiText-2's test part from the hub."""
     if files:
         return [file.read_text() for file in files]
-    from datasets import load_dataset  # type: ignore[import-untyped]
+    from datasets import load_dataset
 
     name, config, split, column = DATASET
     return list(load_dataset(name, config, split=split)[column])
