@@ -209,9 +209,10 @@ class ShardedCache:
         return self.config.compress_block_size - self.config.compress_stride
 
     def _store(self, new_key: Tensor, new_value: Tensor, own: Stored) -> None:
-        """New tokens at `own.lengths`, counted from the part; others go to the last slot."""
-        last, num_new = own.key.shape[2] - 1, new_key.shape[2]
-        end = self.part.tokens + self._halo
+        """New tokens at `own.lengths`, counted from the part; others go to the slot behind it."""
+        num_new = new_key.shape[2]
+        last = end = self.part.tokens + self._halo
+        own = own._replace(key=own.key[:, :, : end + 1], value=own.value[:, :, : end + 1])
         if num_new == 1:  # for which there is a kernel; at the last slot it completes no block
             is_own = (own.lengths >= 0) & (own.lengths < end)
             store(
