@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nsa_flex.bench.quality.build import SPLITS, corpus_file
-from nsa_flex.training.packing import BYTES
+from nsa_flex.training.tokenization import BYTES
 
 
 def cut(corpus: Path, seq_len: int, out: Path, held_out_rows: int) -> dict[str, Path]:

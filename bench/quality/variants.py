@@ -23,7 +23,7 @@ from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.flops import num_parameters
 from nsa_flex.training.models import build_model
-from nsa_flex.training.packing import BYTES
+from nsa_flex.training.tokenization import BYTES
 
 LayerKind = Literal["nsa", "dense", "window"]
 STEP = 8  # of the width that makes parameters equal

@@ -21,7 +21,8 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.hot_path import ForwardBackward, Report, check, count_graphs
 from nsa_flex.training.config import DataSection
 from nsa_flex.training.files import find_files
-from nsa_flex.training.packing import BYTES, PackedRows
+from nsa_flex.training.packing import PackedRows
+from nsa_flex.training.tokenization import BYTES
 
 # When held-out losses are measured; more often while they fall fast.
 CHECKPOINTS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)

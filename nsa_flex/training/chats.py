@@ -6,7 +6,7 @@ import dataclasses
 import re
 from importlib.util import find_spec
 
-from nsa_flex.training.packing import Tokenizer
+from nsa_flex.training.tokenization import Tokenizer
 
 _MARK = re.compile(r"\{%-?\s*generation\b")
 

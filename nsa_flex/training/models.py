@@ -22,8 +22,8 @@ from nsa_flex.patching.checkpoint import patch_as_recorded
 from nsa_flex.training.config import DataSection, EngineSection, ModelSection
 from nsa_flex.training.config_reading import unknown_key
 from nsa_flex.training.errors import blamed_on
-from nsa_flex.training.packing import Tokenizer
 from nsa_flex.training.shards import reserve, without_values
+from nsa_flex.training.tokenization import Tokenizer
 
 # Arguments of transformers' LlamaConfig. The vocabulary is the tokenizer's unless it is here.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -44,7 +44,6 @@ from nsa_flex.training.mesh import (
     share_sequences,
 )
 from nsa_flex.training.models import Values, build_model, decoder_layers, prepare
-from nsa_flex.training.packing import Tokenizer, bytes_tokenizer
 from nsa_flex.training.record import Record
 from nsa_flex.training.reporting import check_reporters, reporting
 from nsa_flex.training.resuming import Resume, Start, check_sharding, find_start, open_run
@@ -55,6 +54,7 @@ from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
 from nsa_flex.training.telemetry.observe import without_logits
 from nsa_flex.training.texts import Texts, find_texts, texts_as_before, with_cache
+from nsa_flex.training.tokenization import Tokenizer, bytes_tokenizer
 from nsa_flex.training.trainer import SHARDED_WEIGHTS, StopCallback, Trainer
 
 MODEL_FOLDER = "model"

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from nsa_flex.training.packing import Row, Tokenizer, plain_ids
+from nsa_flex.training.packing import Row
 from nsa_flex.training.telemetry.callback import TelemetryCallback
+from nsa_flex.training.tokenization import Tokenizer, plain_ids
 from nsa_flex.training.trainer import Trainer
 
 PROMPT_TOKENS = 32

@@ -13,17 +13,10 @@ from nsa_flex.training.arguments import rows_per_step
 from nsa_flex.training.chats import for_chat
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.files import find_files, named_files
-from nsa_flex.training.packing import (
-    Collator,
-    PackedRows,
-    Row,
-    Tokenizer,
-    load_tokenizer,
-    plain_ids,
-    tokenizer_files,
-)
+from nsa_flex.training.packing import Collator, PackedRows, Row
 from nsa_flex.training.record import Record, Source, marks, source_as_before
 from nsa_flex.training.token_cache import TokenCache, token_cache
+from nsa_flex.training.tokenization import Tokenizer, load_tokenizer, plain_ids, tokenizer_files
 
 
 @dataclass(frozen=True)

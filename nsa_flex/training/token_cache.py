@@ -15,7 +15,7 @@ import numpy as np
 
 from nsa_flex.training.config import DataSection
 from nsa_flex.training.files import documents
-from nsa_flex.training.packing import Tokenizer, tokenizer_files
+from nsa_flex.training.tokenization import Tokenizer, tokenizer_files
 
 VERSION = 1  # of the format
 

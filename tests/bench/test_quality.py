@@ -35,7 +35,7 @@ from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
 from nsa_flex.bench.report.rows import merged, read_rows
 from nsa_flex.config import BRANCHES
 from nsa_flex.training.models import build_model
-from nsa_flex.training.packing import BYTES
+from nsa_flex.training.tokenization import BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 64

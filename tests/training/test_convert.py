@@ -204,9 +204,10 @@ def test_a_conversion_on_the_kernels(texts: Path, tmp_path: Path) -> None:
         stages=stages,
         overrides=overrides,
     )
-    assert result["loss"] < 6.0
-    losses = [row["loss"] for row in read_rows(tmp_path / "converted/1-align", "training")]
-    assert losses[-1] < losses[0]
+    assert result["loss"] < 6.0  # ln 256 is 5.5: no stage broke the model
+    for stage in ("1-align", "2-sparse"):
+        counters = read_rows(tmp_path / "converted" / stage, "fallback_counters")
+        assert {row["backend"] for row in counters} <= {"sdpa", "triton"}
 
 
 def test_the_base_is_frozen_for_a_while() -> None:

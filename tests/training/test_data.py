@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from nsa_flex.training import TrainingError
 from nsa_flex.training.config import DataSection
 from nsa_flex.training.files import documents, find_files
-from nsa_flex.training.packing import BYTES, IGNORED, Collator, PackedRows, load_tokenizer
+from nsa_flex.training.packing import IGNORED, Collator, PackedRows
+from nsa_flex.training.tokenization import BYTES, load_tokenizer
 
 PARTS = ("input_ids", "labels", "position_ids")
 TEXTS = ["first text", "second\ntext, with ünicode", "third"]

@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from nsa_flex.training import TrainingError, token_cache
 from nsa_flex.training.data_report import data_report
 from nsa_flex.training.files import documents, find_files
-from nsa_flex.training.packing import IGNORED, plain_ids
+from nsa_flex.training.packing import IGNORED
 from nsa_flex.training.run import train
 from nsa_flex.training.texts import Texts, find_texts, with_cache
+from nsa_flex.training.tokenization import plain_ids
 
 CHAT = (
     "{% for message in messages %}{{ message['role'] }} : "

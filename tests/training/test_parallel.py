@@ -28,9 +28,10 @@ import nsa_flex
 from nsa_flex.training import run as training_run
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.models import build_model
-from nsa_flex.training.packing import BYTES, PackedRows
+from nsa_flex.training.packing import PackedRows
 from nsa_flex.training.run import leave_process_group, train
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
+from nsa_flex.training.tokenization import BYTES
 from reference import poisoned_memory
 
 

@@ -13,8 +13,8 @@ from training.tiny_run import rows_of
 
 import nsa_flex
 from nsa_flex.training import reporting
-from nsa_flex.training.packing import BYTES, bytes_tokenizer
 from nsa_flex.training.run import train
+from nsa_flex.training.tokenization import BYTES, bytes_tokenizer
 
 
 @pytest.fixture(scope="module")

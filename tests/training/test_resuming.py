@@ -25,9 +25,10 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from nsa_flex.training import TrainingError
 from nsa_flex.training.config import DataSection, TrainConfig
-from nsa_flex.training.packing import BYTES, PackedRows
+from nsa_flex.training.packing import PackedRows
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows
+from nsa_flex.training.tokenization import BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.dry_run import dry_run
 from nsa_flex.training.flops import num_parameters
 from nsa_flex.training.models import PRESETS, build_model
-from nsa_flex.training.packing import BYTES
+from nsa_flex.training.tokenization import BYTES
 
 
 def of(section: str, **values: Any) -> TrainConfig:
