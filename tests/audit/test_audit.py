@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -484,9 +485,13 @@ def test_committed_audits_of_an_h200_are_clean_and_in_the_docs(name: str) -> Non
     root = Path(__file__).parents[2]
     report = json.loads((root / "bench" / "results" / f"audit_{name}_h200.json").read_text())
     assert report["ok"]
-    text = (root / "docs" / "guide" / "audit.md").read_text()
-    for phase in report["phases"]:
-        measured = phase["measured"]
-        cold, warm = (measured[f"compile_seconds_{kind}"] for kind in ("cold", "warm"))
-        cells = [phase["name"], len(phase["graphs"]), phase["breaks"], phase["cudagraphs"]]
-        assert f"| {' | '.join(map(str, cells))} | {cold:.1f} / {warm:.2f} |" in text
+    text = " ".join((root / "docs" / "guide" / "audit.md").read_text().split())
+    phases = {phase["name"]: phase for phase in report["phases"]}
+    assert not any(phase["breaks"] or phase["cudagraphs"] for phase in phases.values())
+    cold, trained = (
+        f"{phases[each]['measured']['compile_seconds_cold']:.1f} s"
+        for each in ("inference", "training")
+    )
+    assert f"{cold} ({trained})" in text or f"{cold} (training: {trained})" in text
+    longest = float(re.search(r"with the cache in at most (\S+) s", text)[1])
+    assert all(round(p["measured"]["compile_seconds_warm"], 2) <= longest for p in phases.values())
