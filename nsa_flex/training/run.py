@@ -274,7 +274,7 @@ def _trainer(
     for each in (telemetry, *callbacks):  # telemetry adds to the logs that others show
         trainer.add_callback(each)
     # Ranks that share the tokens of rows would have to write together.
-    alone = getattr(config.engine, "context_parallel", 1) == 1
+    alone = config.engine.context_parallel == 1
     if config.run.eval_every and config.run.sample_tokens and alone:
         trainer.add_callback(
             SampleCallback(
