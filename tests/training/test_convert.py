@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from training.small_config import CUDA, NSA, small_config, write_texts
+from training.test_data_sources import write_chats, write_tokenizer
 
 import nsa_flex
 from nsa_flex import NSAConfig
@@ -174,6 +175,19 @@ def test_a_dense_checkpoint_is_converted_in_stages(
         dense, out, [str(texts)], tokenizer="bytes", stages=STAGES, overrides=settings()
     )
     assert (again["seconds"], again["recall"]) == (0.0, result["recall"])
+
+
+def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:
+    """Of which a part is not learned from."""
+    result = convert(
+        dense,
+        tmp_path / "out",
+        [str(write_chats(tmp_path / "chats"))],
+        tokenizer=str(write_tokenizer(tmp_path / "words")),
+        stages=[Stage("1-chat", 1, 64, 1e-3)],
+        overrides=settings(**{"data.format": "chat", "training.batch_size": 1}),
+    )
+    assert 0 < result["recall"]["1-chat"]["score_recall"][0] <= 1
 
 
 @pytest.mark.gpu
