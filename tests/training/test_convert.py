@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from training.small_config import CUDA, NSA, small_config, write_texts
-from training.test_data_sources import write_chats, write_tokenizer
 
 import nsa_flex
 from nsa_flex import NSAConfig
@@ -179,6 +178,8 @@ def test_a_dense_checkpoint_is_converted_in_stages(
 
 def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:
     """Of which a part is not learned from."""
+    from training.test_data_sources import write_chats, write_tokenizer  # which need datasets
+
     result = convert(
         dense,
         tmp_path / "out",
