@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 GateInit = Literal["paper", "dense", "unbiased"]
 
-NUM_BRANCHES = len(BRANCHES)
 ALIGNED_COLUMNS = 8  # of half precision, in 16 bytes
 
 

@@ -80,10 +80,6 @@ class SlidingPlan:
         """Elements of a key and its value in a tile, or of a query and its output gradient."""
         return self.block_d + self.block_dv
 
-    def clamped_window(self, window_size: int) -> int:
-        """The window, at most the sequence: 32 bits hold it."""
-        return min(window_size, self.tokens)
-
     def forward_tiles(self) -> Tiles:
         """Of the forward; queries stay in shared memory, keys and values stream."""
         # Narrow ones take so few registers that a third stage would cost the fourth CTA an SM.

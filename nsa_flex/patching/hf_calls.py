@@ -102,11 +102,6 @@ class CallHook:
             told["rows"] = whole_rows(call, _tokens(call), head_shards, read)
             call["nsa_call"] = CallContext(**told)
             return (), _with_plain_mask(call)
-        if head_shards is not None and head_shards.hold(training=decoder.training):
-            read = functools.partial(self._rows, decoder, max_documents=max_documents)
-            told["rows"] = whole_rows(call, _tokens(call), head_shards, read)
-            call["nsa_call"] = CallContext(**told)
-            return (), _with_plain_mask(call)
         paged = read_paged_call(call)
         if paged is not None:
             self.patched.check_places(num_layers(config))

@@ -16,6 +16,7 @@ from nsa_flex.training.config import TrainConfig, config_of
 from nsa_flex.training.run import MODEL_FOLDER, summary, train
 from nsa_flex.training.telemetry import read_rows
 from nsa_flex.training.texts import find_texts
+from nsa_flex.training.tokenization import plain_ids
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _run(
         run,
         weight=stage.alignment,
         frozen=stage.frozen,
-        probe=torch.from_numpy(row.ids)[None],
+        probe=torch.from_numpy(plain_ids(row.ids))[None],
         every=config.run.gates_every or config.training.steps,
     )
     return train(config, resume=run.exists(), callbacks=[alignment, *callbacks])

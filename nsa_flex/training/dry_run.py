@@ -17,6 +17,7 @@ from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.flops import flops_per_token, num_parameters
 from nsa_flex.training.mesh import check_mesh
 from nsa_flex.training.models import build_model, decoder_layers
+from nsa_flex.training.reporting import check_reporters
 from nsa_flex.training.telemetry.observe import nsa_layers
 from nsa_flex.training.texts import find_texts
 
@@ -25,9 +26,10 @@ def dry_run(config: TrainConfig) -> dict[str, Any]:
     """Plain JSON types; the model is built on the meta device, files are looked for, not read.
 
     Raises:
-        ValueError: as `nsa_flex.training.run.train` does.
+        ValueError, ModuleNotFoundError: as `nsa_flex.training.run.train` does.
     """
     check_optimization(config)
+    check_reporters(config)
     texts = find_texts(config)
     check_device(config)
     check_mesh(config)

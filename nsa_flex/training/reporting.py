@@ -36,6 +36,7 @@ def reporting(config: TrainConfig) -> Iterator[list[TrainerCallback]]:
     """
     names, out = list(config.run.report_to), Path(config.out)
     session: Any = None
+    mode: Any = os.environ.get("WANDB_MODE", "offline")
     if "wandb" in names and rank() == 0:
         import wandb
 
@@ -44,7 +45,7 @@ def reporting(config: TrainConfig) -> Iterator[list[TrainerCallback]]:
             group=out.name,
             dir=str(out),
             config=config.to_dict(),
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=mode,
             settings=wandb.Settings(silent=True),
         )
     callbacks = [make() for make in get_reporting_integration_callbacks(names)]

@@ -105,12 +105,9 @@ def train(
         values: Values = "all" if rank() == 0 or not is_sharded(config) else "buffers"
         model = build_model(config.model, config.data, texts.tokenizer, values=values)
         if start.checkpoint is not None and done:
-            if rank() == 0 and not (run / MODEL_FOLDER).exists():  # killed at the very end
+            if rank() == 0 and _unsaved(run, start.checkpoint):  # killed at the very end
                 stack.enter_context(locked(run))
-                _save_finished(model, texts.tokenizer, start.checkpoint, run / MODEL_FOLDER)
-                if config.training.ema:
-                    set_averages(model, load_state(start.checkpoint / AVERAGES))
-                    _save_whole(model, texts.tokenizer, run / AVERAGE_FOLDER)
+                _save_finished(model, texts.tokenizer, start.checkpoint, run)
             return summary(run, stopped=False, seconds=0.0)
         texts = with_cache(texts)
         held_out = texts.held_out_rows(config.run.eval_rows) if _needs_held_out(config) else []
@@ -178,8 +175,14 @@ def save_model(trainer: Trainer, folder: Path) -> None:
                 bytes_tokenizer().save_pretrained(aside)
 
 
-def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: Path) -> None:
-    """What `save_model` writes, from the last checkpoint of a run on one process or several."""
+def _unsaved(run: Path, checkpoint: Path) -> list[str]:
+    """Folders of models that a run whose last checkpoint this is has yet to write."""
+    averaged = [AVERAGE_FOLDER] if (checkpoint / AVERAGES).exists() else []
+    return [name for name in (MODEL_FOLDER, *averaged) if not (run / name).exists()]
+
+
+def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, run: Path) -> None:
+    """Write what is unsaved, from the last checkpoint of a run on one process or several."""
     sharded = checkpoint / SHARDED_WEIGHTS
     weights = {"model": model.state_dict()}
     if sharded.is_dir():
@@ -187,7 +190,10 @@ def _save_finished(model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: P
         model.load_state_dict(weights["model"])
     else:
         load_model(model, checkpoint / "model.safetensors", strict=False)
-    _save_whole(model, tokenizer, folder)
+    for name in _unsaved(run, checkpoint):
+        if name == AVERAGE_FOLDER:  # the last
+            set_averages(model, load_state(checkpoint / AVERAGES))
+        _save_whole(model, tokenizer, run / name)
 
 
 def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
@@ -274,7 +280,7 @@ def _trainer(
     for each in (telemetry, *callbacks):  # telemetry adds to the logs that others show
         trainer.add_callback(each)
     # Ranks that share the tokens of rows would have to write together.
-    alone = getattr(config.engine, "context_parallel", 1) == 1
+    alone = config.engine.context_parallel == 1
     if config.run.eval_every and config.run.sample_tokens and alone:
         trainer.add_callback(
             SampleCallback(

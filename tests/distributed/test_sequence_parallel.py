@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import nsa_flex
+from nsa_flex.training import read_rows
 from patching.tiny_models import NSA, moved, relative_error, tiny_model, tokens
 
 LIMIT = 1e-10
@@ -150,6 +151,20 @@ def evaluates(_device: torch.device) -> None:
         assert torch.equal(model(ids, use_cache=False).logits, expected)
         with pytest.raises(ValueError, match=r"call nsa_flex.sequence_parallel\(model, group\)"):
             nsa_flex.sequence_parallel(model, None)(ids)
+
+
+def test_ranks_probe_together(tmp_path: Path) -> None:
+    """Rank 0 alone writes, and the exchange of tokens for heads needs both."""
+    on_ranks(2, "cpu", tmp_path, probes, tmp_path / "run")
+    assert len(read_rows(tmp_path / "run", "gates")) == 2  # layers
+
+
+def probes(_device: torch.device, run: Path) -> None:
+    mesh, ids = init_device_mesh("cpu", (2,)), batch("whole")["input_ids"]
+    model = nsa_flex.sequence_parallel(patched().eval(), mesh, in_eval=True)
+    own = ids.chunk(2, 1)[dist.get_rank()]
+    with ulysses(mesh), nsa_flex.telemetry(model, run, probe=own):
+        pass
 
 
 def test_refused_by_name(tmp_path: Path) -> None:

@@ -176,6 +176,21 @@ def test_a_dense_checkpoint_is_converted_in_stages(
     assert (again["seconds"], again["recall"]) == (0.0, result["recall"])
 
 
+def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:
+    """Of which a part is not learned from."""
+    from training.test_data_sources import write_chats, write_tokenizer  # which need datasets
+
+    result = convert(
+        dense,
+        tmp_path / "out",
+        [str(write_chats(tmp_path / "chats"))],
+        tokenizer=str(write_tokenizer(tmp_path / "words")),
+        stages=[Stage("1-chat", 1, 64, 1e-3)],
+        overrides=settings(**{"data.format": "chat", "training.batch_size": 1}),
+    )
+    assert 0 < result["recall"]["1-chat"]["score_recall"][0] <= 1
+
+
 @pytest.mark.gpu
 def test_a_conversion_on_the_kernels(texts: Path, tmp_path: Path) -> None:
     data = {"documents": "joined", "seq_len": 1024}

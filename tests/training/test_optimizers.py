@@ -152,11 +152,13 @@ def test_the_average_is_that_of_the_weights(tmp_path: Path, texts: Path) -> None
     ours = tensors(tmp_path / "run")
     assert all(torch.equal(ours[f"model/{name}"], x) for name, x in states[-1].items())
     assert all(torch.equal(ours[f"model-average/{name}"], x) for name, x in saved[-1].items())
-    shutil.rmtree(tmp_path / "run" / "model")  # killed before it was written
-    shutil.rmtree(tmp_path / "run" / "model-average")
-    train(config, resume=True)
-    again = tensors(tmp_path / "run")
-    assert all(torch.equal(ours[name], again[name]) for name in ours)
+    for lost in (["model", "model-average"], ["model-average"]):  # killed before it was written
+        for name in lost:
+            shutil.rmtree(tmp_path / "run" / name)
+        train(config, resume=True)
+        again = tensors(tmp_path / "run")
+        assert ours.keys() == again.keys()
+        assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 
 @pytest.mark.parametrize(

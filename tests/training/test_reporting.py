@@ -13,6 +13,7 @@ from training.tiny_run import rows_of
 
 import nsa_flex
 from nsa_flex.training import reporting
+from nsa_flex.training.dry_run import dry_run
 from nsa_flex.training.run import train
 from nsa_flex.training.tokenization import BYTES, bytes_tokenizer
 
@@ -68,8 +69,9 @@ def test_a_package_that_is_missing_is_named(
         tmp_path / "run", write_texts(tmp_path / "texts"), run={"report_to": ["wandb"]}
     )
     message = r"names wandb, which is not installed; .* pip install 'nsa-flex\[report\]'"
-    with pytest.raises(ModuleNotFoundError, match=message):
-        train(config)
+    for call in (train, dry_run):
+        with pytest.raises(ModuleNotFoundError, match=message):
+            call(config)
     assert not (tmp_path / "run").exists()
 
 

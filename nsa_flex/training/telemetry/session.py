@@ -390,5 +390,11 @@ def _is_parallel(model: nn.Module) -> bool:
     return (
         any(isinstance(module, kind) for module in model.modules())
         or any(is_sharded(parameter) for parameter in model.parameters())
-        or any(layer.shards is not None for layer in nsa_layers(model).values())
+        or any(map(_exchanges, nsa_layers(model).values()))
     )
+
+
+def _exchanges(layer: Any) -> bool:
+    """Whether calls of a layer, in eval mode at least, are collectives."""
+    heads = getattr(layer, "head_shards", None)
+    return layer.shards is not None or (heads is not None and heads.in_eval)
