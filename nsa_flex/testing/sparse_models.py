@@ -31,7 +31,8 @@ def _is_indexed(module: Any) -> bool:
     from nsa_flex.patching.hf_layers import IMPLEMENTATIONS
     from nsa_flex.patching.minimax_m3 import is_own
 
-    return is_own(module.config) and module.config._attn_implementation in IMPLEMENTATIONS
+    config = getattr(module, "config", None)
+    return config is not None and is_own(config) and config._attn_implementation in IMPLEMENTATIONS
 
 
 def small_sizes(model: nn.Module) -> NSAConfig | None:
