@@ -84,10 +84,10 @@ def assisted(model: nn.Module, helper: str) -> dict[str, Any]:
     """Arguments of `generate`."""
     if helper == "prompt lookup":
         return {"prompt_lookup_num_tokens": 5}
-    # Right most of the time, wrong now and then: tokens are taken back.
+    # Right but for one of two letters, which it takes for each other: tokens are taken back.
     assistant = copy.deepcopy(model).float()
     with torch.no_grad():
-        assistant.lm_head.weight += 0.3 * torch.randn_like(assistant.lm_head.weight)
+        assistant.lm_head.weight[[2, 3]] = assistant.lm_head.weight[[3, 2]]
     return {"assistant_model": assistant}
 
 
