@@ -73,6 +73,10 @@ def has_mask(index: Any) -> bool:
 
 
 def _watched(original: Callable, detail: str, recording: Recording) -> Callable:
+    # Behind a graph break torch compiles what Python code calls, this too. Where that happens in
+    # printing, torch 2.11 keeps frames of printing alive, one of which holds functorch disabled:
+    # vmap then fails.
+    @torch.compiler.disable(reason="a read of a value that is watched")
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         recording.record("host-sync", detail)

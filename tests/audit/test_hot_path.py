@@ -414,6 +414,27 @@ def test_compilation_itself_is_no_finding():
     assert detector.findings == []
 
 
+def test_detector_is_not_compiled(capsys):
+    def printing(x):
+        print(x)
+        return x + 1
+
+    def frames() -> int:
+        return torch._dynamo.utils.counters["frames"]["total"]
+
+    compiled = torch.compile(printing, backend="eager")
+    compiled(example())
+    before = frames()
+    with SyncDetector() as outer, SyncDetector() as inner:
+        compiled(example())
+    assert frames() == before
+    for detector in (outer, inner):
+        assert "printing a tensor" in [finding.detail for finding in detector.findings]
+    # Frames of printing that were kept alive would have turned vmap off.
+    rows = torch.vmap(torch.vmap(torch.ge, (None, 0)), (0, None))
+    assert rows(torch.arange(3), torch.arange(3)).sum() == 6
+
+
 def test_eager_flex_attention_runs_under_the_detector():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
