@@ -184,7 +184,7 @@ def test_peak_in_a_compiled_model(dynamic: bool, monkeypatch: pytest.MonkeyPatch
 
     Then the peak is where the gates' gradients are computed: three branches, and the gradient
     without and with its sign. Graphs of any length have no more, but for statistics of any route
-    and memory for the gradient of the longest row that other kernels take. They save what others do.
+    and a gradient of the longest row that other kernels take. They save what others do.
     """
     monkeypatch.setattr(route, "MASKED_TIMES", 0)
     weight = torch.zeros(HEADS * DIM, 16, dtype=torch.bfloat16, requires_grad=True)
