@@ -36,6 +36,7 @@ from nsa_flex.fallback_kernels.fused.route import (
     offsets_of,
     past_keys,
     plan_selected,
+    rows_kept,
     starts_by_position,
 )
 from nsa_flex.fallback_kernels.ranges.bwd import tokens_read_around
@@ -310,16 +311,19 @@ def run_first_of_any_length(
     scale: float,
     config: NSAConfig,
     route: BackwardRoute,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates' gradients, `any_stats` with statistics, and what the second stage takes beside.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gates' gradients, what the second stage takes, `any_stats` with statistics, and `grad`.
 
-    That is `SumGradients.signed`, or dQ, (B, S, H, D), where the kernels are not "lists".
+    The second is `SumGradients.signed`, all that lists need; with other kernels dQ, (B, S, H, D).
+    Of `grad` there is a copy for these alone, else memory with anything in it.
     """
     memory = any_stats(inputs[0])
+    batch, tokens, heads, dim = grad.shape
+    kept = grad.new_empty((batch, rows_kept(tokens, config), heads, dim))
     if route.kernels == "lists":
         call = (grad, inputs, results, None, scale, config, route)
         first = run_gates_backward(*call, memory=memory)
-        return first.gates, first.sums.signed, memory
+        return first.gates, first.sums.signed, memory, kept
     found = short_query_gradients(
         grad.transpose(1, 2),
         tuple(inputs[:6]),
@@ -330,7 +334,7 @@ def run_first_of_any_length(
     )
     stats = with_padding(found.stats)
     stats_in(memory, tuple(stats.shape)).copy_(stats)
-    return found.gates, found.query, memory
+    return found.gates, found.query, memory, kept.copy_(grad)
 
 
 def run_second_of_any_length(
@@ -344,13 +348,13 @@ def run_second_of_any_length(
     deterministic: bool,
     route: BackwardRoute,
 ) -> BranchGradients:
-    """`run_branches_backward` with what `run_first_of_any_length` returned."""
+    """`run_branches_backward` with what `run_first_of_any_length` returned, `grad` the last."""
     batch, heads, tokens, _ = inputs[0].shape
     if route.kernels == "lists":
         number = num_stats(kept.compressed if route.compressed == "ranges" else None)
         sums = SumGradients(first, stats_in(memory, (number, batch, tokens, heads)))
         call = (inputs, kept, None, scale, config, deterministic, route)
-        return run_branches_backward(grad, sums, *call)
+        return run_branches_backward(None, sums, *call)
     is_masked = route.kernels == "masked"
     shape = stats_shape(batch, heads, tokens, masked=is_masked)
     own = (inputs[6], inputs[7]) if len(inputs) > 6 else None

@@ -6,8 +6,8 @@ no gradient is multiplied by a gate, and the branches add their shares of dQ int
 An operator's tensors live until it returns. Outputs of branches are as large as the queries, and
 a long backward needs two of the three for its gates alone. In two steps these are an operator by
 themselves, and the memory is free before the next one, in eager and in compiled code. In graphs of
-`any_length` the two operators return tensors of the same shapes whatever the route, and the second
-one gets the gradient.
+`any_length` the two operators return tensors of the same shapes whatever the route; kernels of
+short rows need the gradient itself, of which the first one returns a copy.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from nsa_flex.fallback_kernels.fused.route import (
     past_keys,
     rounded_length,
     route_of,
+    rows_kept,
 )
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
@@ -310,17 +311,16 @@ def core_backward_gates(
     """Gradients of the gates, `SumGradients.signed` and its `stats`, and both of `Short`.
 
     The latter are empty where no document can be short. Arguments as of `core_backward`. With
-    `any_length`, without documents and where D is Dv, what `run_first_of_any_length` returns.
+    `any_length`, without documents and where D is Dv, what `run_first_of_any_length` returns, and
+    an empty tensor.
     """
     config = NSAConfig.of_counts(counts)
     with torch.cuda.device_of(grad):
         route = _backward_route(inputs, counts, document_start, max_document_length)
         empty = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
         if any_length:
-            of_gates, signed, stats = run_first_of_any_length(
-                grad, inputs, results, scale, config, route
-            )
-            return of_gates, signed, stats, *empty
+            first_of_any = run_first_of_any_length(grad, inputs, results, scale, config, route)
+            return *first_of_any, empty[1]
         first = run_gates_backward(grad, inputs, results, document_start, scale, config, route)
         if first.short is None:
             grad_query, short_stats = empty
@@ -343,8 +343,10 @@ def _(
     query, *_, gates = inputs[:6]
     batch, heads, tokens, _ = query.shape
     if any_length:
-        empty = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
-        return _empty_bshd(gates), grad.new_empty(grad.shape), any_stats(query), *empty
+        config = NSAConfig.of_counts(counts)
+        kept = grad.new_empty((batch, rows_kept(tokens, config), heads, grad.shape[3]))
+        empty = grad.new_empty(0, dtype=torch.float32)
+        return _empty_bshd(gates), grad.new_empty(grad.shape), any_stats(query), kept, empty
     route = _backward_route(inputs, counts, document_start, max_document_length)
     stats = (num_stats(results[2] if route.compressed == "ranges" else None), *grad.shape[:3])
     grad_query, short_stats = grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
@@ -391,7 +393,7 @@ def core_backward_branches(
         grad: as there, if its memory is there anyway; None if `signed` is all there is of it,
             which it may not be where documents may be short.
         compressed: of `core_forward`, as the next; None where range attention runs.
-        any_length: as there; with the gradient, and `signed` may be dQ.
+        any_length: as there; `signed` may be dQ, and then `grad` is what is kept of the gradient.
     """
     grad = None if grad is None else grad.contiguous()
     config = NSAConfig.of_counts(counts)
@@ -476,9 +478,11 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_others: Any) -> tuple[Tensor
             compressed = None
         # Kernels of two kinds read the gradient where documents may be short.
         is_read_twice = not any_length and short[0].numel() > 0
+        if not is_read_twice and not _is_held(grad):
+            grad = None
         of_branches = _branch_gradients(
             *(signed, stats, *(short if is_read_twice else (None, None))),
-            *(grad if any_length or is_read_twice or _is_held(grad) else None, inputs),
+            *(short[0] if any_length else grad, inputs),
             *(blocks, compressed, compressed_lse, selected_lse, sliding_lse, index, *of_call),
             ctx.longest,
             any_length,

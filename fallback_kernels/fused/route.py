@@ -289,6 +289,14 @@ def is_of_any_length(query: Tensor, value: Tensor, config: NSAConfig, documents:
     return not is_known and is_taken and is_long and not is_host_bound(rows * length)
 
 
+def rows_kept(tokens: int, config: NSAConfig) -> int:
+    """`tokens`, up to those of the longest rows in which kernels other than "lists" may run.
+
+    Never 0, for which a graph of any length would have a guard.
+    """
+    return torch.sym_min(tokens, max(MASKED_TIMES, 1) * config.num_selected_tokens)
+
+
 def _length_traced(length: Any) -> int:
     """What a length was when its graph was traced; 0 where that is not known."""
     return length if isinstance(length, int) else getattr(length.node, "hint", None) or 0

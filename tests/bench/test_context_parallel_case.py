@@ -23,6 +23,7 @@ def measure(device: torch.device, out: str, wrong: bool) -> None:
     )
 
 
+@pytest.mark.kept(lambda wrong: not wrong)
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 def test_rows_of_one_and_two_ranks(wrong: bool, tmp_path: Path) -> None:
     out = tmp_path / "rows.json"

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed.ranks import on_ranks
@@ -14,6 +15,7 @@ from nsa_flex.bench.report.losses import draw
 from nsa_flex.bench.tools import parallel_runs
 
 
+@pytest.mark.exhaustive
 def test_losses_of_all_forms_and_their_plot(tmp_path: Path) -> None:
     on_ranks(2, "cpu", tmp_path, run, tmp_path)
     losses = json.loads((tmp_path / "losses.json").read_text())

@@ -27,6 +27,7 @@ def pair() -> Pair:
     return make_pair(TINY, 400, torch.device("cpu"))
 
 
+@pytest.mark.exhaustive
 def test_rows_of_both_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     serving.main([*SMALL, "--out", str(out)])

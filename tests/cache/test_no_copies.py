@@ -58,6 +58,7 @@ def compiled_code(layer: NSAAttention, cache: LayerCache, x: Tensor) -> str:
     return codes[0]
 
 
+@pytest.mark.kept(lambda kind: kind == "weighted")
 @pytest.mark.parametrize(
     ("kind", "separate"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,34 @@ on_two = pytest.mark.parametrize(
 )
 
 
+# What ranks import, which takes seconds: once, in a process of which they are forks.
+PRELOADED = [
+    "accelerate",
+    "nsa_flex.patching",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+]
+
+
+def start_ranks(world: int, function: Callable[..., None], *args: Any) -> None:
+    """Call `function(rank, *args)` on `world` new processes; what it raises is raised here."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    call = (dict(os.environ), function, args)
+    mp.start_processes(_with_environment, call, nprocs=world, start_method="forkserver")
+
+
+def _with_environment(
+    rank: int, environment: dict[str, str], function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    os.environ.clear()  # of the time when the first rank was started
+    os.environ.update(environment)
+    function(rank, *args)
+
+
 def on_ranks(
     world: int, device: str, folder: Path, function: Callable[..., None], *args: Any
 ) -> None:
@@ -28,7 +57,7 @@ def on_ranks(
     """
     rendezvous = folder / "rendezvous"
     rendezvous.unlink(missing_ok=True)
-    mp.spawn(_rank, (world, device, f"file://{rendezvous}", function, args), nprocs=world)
+    start_ranks(world, _rank, world, device, f"file://{rendezvous}", function, args)
 
 
 def _rank(

@@ -30,7 +30,7 @@ RECIPES = [(False, "none"), (False, "selective"), (True, "full")]
 
 
 @on_two
-@pytest.mark.kept(lambda sharded: sharded is None)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharded", [None, "LlamaDecoderLayer"], ids=["ddp", "fsdp"])
 def test_loss_and_gradients_of_one_process(
     sharded: str | None, device: str, tmp_path: Path

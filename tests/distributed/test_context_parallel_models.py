@@ -146,6 +146,7 @@ def whole_models(device: torch.device) -> None:
     torch.testing.assert_close(compiled, loss)
 
 
+@pytest.mark.exhaustive
 def test_beside_fsdp_on_the_other_axis(tmp_path: Path) -> None:
     """Rows over one axis of the mesh, which shards parameters, and tokens over the other."""
     on_ranks(4, "cpu", tmp_path, fsdp_beside, [(2, 2)])

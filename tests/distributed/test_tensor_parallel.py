@@ -223,6 +223,7 @@ def checkpoints(_device: torch.device, folder: Path) -> None:
         assert torch.equal(again.state_dict()[name], x), name
 
 
+@pytest.mark.exhaustive
 def test_beside_other_parallelism(tmp_path: Path) -> None:
     on_ranks(4, "cpu", tmp_path, two_dimensions)
 

@@ -183,8 +183,8 @@ def test_peak_in_a_compiled_model(dynamic: bool, monkeypatch: pytest.MonkeyPatch
     """A gradient that the model makes is free once it has its sign: cuDNN's stage has one less.
 
     Then the peak is where the gates' gradients are computed: three branches, and the gradient
-    without and with its sign. Graphs of any length keep it through cuDNN's stage, as eager code
-    does, without the output. They save what others do.
+    without and with its sign. Graphs of any length have no more, but for statistics of any route
+    and a gradient of the longest row that other kernels take. They save what others do.
     """
     monkeypatch.setattr(route, "MASKED_TIMES", 0)
     weight = torch.zeros(HEADS * DIM, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -194,7 +194,7 @@ def test_peak_in_a_compiled_model(dynamic: bool, monkeypatch: pytest.MonkeyPatch
         for x in inputs[1:]:
             torch._dynamo.mark_dynamic(x, 2)
     function = torch.compile(attend_and_project, fullgraph=True, dynamic=dynamic)
-    most = 3 + CUDNN + STATS if dynamic else 5
+    most = 5 + STATS + PAPER.num_selected_tokens / TOKENS if dynamic else 5
     for found in peaks(function, inputs, grad):
         assert 5 <= found <= most + SMALL_PART
     held = allocated(lambda: function(*inputs))[-1] / QUERY_BYTES

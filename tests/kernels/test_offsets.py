@@ -326,6 +326,7 @@ def test_an_offset_outside_of_the_keys_reads_nothing_outside() -> None:
 
 
 @kernels
+@pytest.mark.exhaustive
 def test_operators_obey_the_library_rules() -> None:
     case = Case(3, 40, (18, 0), group=1)
     q, k, v, blocks = problem(case)

@@ -259,6 +259,7 @@ def test_counts_of_forced_blocks(initial: int, local: int, num_slots: int) -> No
 
 @kernels
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.kept(lambda group, deterministic: group == 2 and deterministic)
 @pytest.mark.parametrize(("group", "num_slots"), [(1, 65), (16, 96), (2, 128)])
 def test_many_slots(group: int, num_slots: int, deterministic: bool, with_unions: None) -> None:
     """InfLLM-V2's 96 blocks, and all 128 of a document that it attends densely."""

@@ -393,7 +393,7 @@ def only_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @kernels
-@pytest.mark.kept(lambda own: own)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("length", "own", "batch"), [(97, False, 2), (131, True, 1)], ids=["", "own keys"]
 )
@@ -456,7 +456,7 @@ def test_documents_masked_by_a_choice(
 
 
 @kernels
-@pytest.mark.kept(lambda batch, own: batch == 1 and own)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("own", [False, True], ids=["", "own keys"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_documents_masked_in_two_launches(
@@ -488,7 +488,7 @@ def test_documents_masked_in_two_launches(
 
 
 @kernels
-@pytest.mark.kept(lambda documents, own, apart: len(documents) < 4 and own == apart)
+@pytest.mark.kept(lambda documents, own, apart: len(documents) == 3 and own == apart)
 @pytest.mark.parametrize(
     ("documents", "group", "own", "batch", "apart"),
     [

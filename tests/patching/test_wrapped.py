@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from distributed.ranks import start_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -97,7 +97,7 @@ def test_peft_comes_after_patch(through: str) -> None:
 
 def test_two_processes(tmp_path: Any) -> None:
     """All that needs two ranks, in one pair of processes: they take seconds to start."""
-    mp.spawn(run_checks, (f"file://{tmp_path}/rendezvous",), nprocs=2)
+    start_ranks(2, run_checks, f"file://{tmp_path}/rendezvous")
 
 
 def run_checks(rank: int, rendezvous: str) -> None:

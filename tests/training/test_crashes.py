@@ -52,8 +52,8 @@ def in_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.kept(lambda kills: kills == 4)
-@pytest.mark.parametrize(("kills", "steps"), [(4, 40), (10, 60)])
+@pytest.mark.kept(lambda kills: kills == 2)
+@pytest.mark.parametrize(("kills", "steps"), [(2, 20), (4, 40), (10, 60)])
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     kills: int, steps: int, tmp_path: Path, texts: Path, request: pytest.FixtureRequest
 ) -> None:

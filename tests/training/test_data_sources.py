@@ -323,6 +323,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.kept(lambda source: source in ("mixture", "cache"))
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_stopped_run_ends_as_one_that_was_not(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, source: str

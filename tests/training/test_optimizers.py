@@ -30,7 +30,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "rmsprop": {"optimizer": "rmsprop", "schedule": "linear"},
     "sgd": {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}},
 }
-KEPT = ("muon", "fused", "8-bit", "adafactor")
+KEPT = ("muon", "fused")
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from distributed.problem import whole
-from distributed.ranks import TWO_GPUS
+from distributed.ranks import TWO_GPUS, start_ranks
 from distributed.recipes import shard_on_cpus
 from training.begun_run import Rows, begin, quiet_config
 from training.small_config import CUDA, NSA, small_config, write_texts
@@ -44,7 +43,7 @@ def free_port() -> int:
 def in_processes(
     check: Callable[..., None], *arguments: Any, device: str = "cpu", ranks: int = 2
 ) -> None:
-    mp.spawn(_start, (ranks, device, free_port(), check, arguments), nprocs=ranks)
+    start_ranks(ranks, _start, ranks, device, free_port(), check, arguments)
 
 
 def _start(
