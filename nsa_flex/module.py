@@ -147,7 +147,8 @@ class NSAAttention(nn.Module):
             x: (B, S, E).
             positions: (S,) or (B, S), what the rotary embedding rotates by. By default the place
                 of a token in its row, or in its document, or behind the padding on its left.
-                They have no say in what is visible.
+                They have no say in what is visible, and are not checked: a shard of a sequence
+                with its own positions attends to itself alone, see `context_parallel`.
             cu_seqlens: int (M + 1,), starts of M documents packed into the one row of x, then S.
                 Each is computed as if it were alone. In `context_parallel` those of the whole
                 row, the same on every rank, in multiples of `select_block_size`.

@@ -43,10 +43,13 @@ def _files(folder: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{folder}/test_{name}.py" for name in names)
 
 
-KERNELS = _files(
-    "tests/kernels", "interpreter", "topk", "selected", "sliding", "ranges", "fused", "short",
-    "decode_kernels",
-)  # fmt: skip
+# With a Triton that the table of compiled kernels is not of, compiles those for Hopper.
+COMPILED = "tests/bench/test_matrix.py"
+KERNELS = (
+    *_files("tests/kernels", "interpreter", "topk", "selected", "sliding", "ranges", "fused"),
+    *_files("tests/kernels", "short", "decode_kernels"),
+    COMPILED,
+)
 PATCHING = _files(
     "tests/patching", "patch", "hf_versions", "hf_cache", "generate", "batching", "save_load"
 )
@@ -54,7 +57,9 @@ PATCHING = _files(
 ALL = (
     *PATCHING,
     *_files("tests/patching", "decode_hf", "packing", "padding_positions", "peft", "refusals"),
+    *_files("tests/patching", "edited", "positions", "multimodal", "own_config", "trl"),
     *_files("tests/cache", "cache", "no_copies"),
+    *_files("tests/cli", "serve_command", "train_command"),
     *_files("tests/training", "trainer_steps", "compiled_run"),
     *_files("tests", "graph_break", "module", "masks", "backends"),
     *_files("tests", "imports", "installed", "public_names"),
@@ -94,7 +99,7 @@ ENVIRONMENTS = {
     # The interpreter of Triton 3.6 wants NumPy < 2.4.
     "triton-oldest": Environment((OLDEST["triton"], "numpy<2.4"), tests=KERNELS),
     "triton-newest": Environment(("triton",), tests=KERNELS),
-    "torch-newest": Environment(("torch",)),
+    "torch-newest": Environment(("torch",), tests=(*ALL, COMPILED)),
     # torch 2.11 wants setuptools < 82, transformers 5.17 huggingface-hub < 2.
     "oldest": Environment((*OLDEST.values(), "setuptools<82", "huggingface-hub<2"), python="3.10"),
     "newest": Environment(python="newest", pinned=False),

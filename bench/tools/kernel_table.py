@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,20 @@ import nsa_flex
 
 Facts = dict[str, Any]
 SOURCES = Path(nsa_flex.__file__).parent / "fallback_kernels"
+
+# Calls of bench/tools/matrix_calls.py in bf16 with whole documents and the paper's config.
+HEADLINE = re.compile(r"core, group \d+, tokens \d+, dim (128|64, value_dim 64)(, train False)?")
+
+SPILLS = """\
+## Spills on sm_90
+
+Bytes that ptxas stores and loads for a thread, of kernels in the headline shapes: bf16, head dims
+64 and 128, whole documents. The others spill nothing there. `make matrix` fails where one rises;
+`bench/results/matrix_spills.json` allows no more than this, and has all other calls.
+
+| kernel | group, tokens, head dim | bytes |
+|---|---|---|
+"""
 
 INTRODUCTION = """\
 # Kernels
@@ -135,7 +150,17 @@ def page(found: list[Kernel], facts: Facts, results: Path) -> str:
     )
     lines = [_row(name, row, results) for name, row in facts["rows"].items()]
     parts.append("## Rows\n\n" + "\n".join([head, *lines]) + "\n")
-    return "\n".join(parts)
+    spilled = json.loads((results / "matrix_spills.json").read_text())["sm_90"]
+    return "\n".join([*parts, SPILLS + "\n".join(_spills(spilled)) + "\n"])
+
+
+def _spills(spilled: dict[str, dict[str, int]]) -> Iterator[str]:
+    """A line for each kernel and headline call."""
+    for kernel, calls in sorted(spilled.items()):
+        for call, amount in sorted(calls.items()):
+            if HEADLINE.fullmatch(call):
+                shape = re.sub(r"core, group |tokens |dim |, value_dim \d+", "", call)
+                yield f"| `{kernel}` | {shape.replace('train False', 'forward')} | {amount} |"
 
 
 def _line(kernel: Kernel, entry: Facts, about: Facts) -> str:

@@ -13,7 +13,7 @@ import importlib
 import json
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from nsa_flex.fallback_kernels.common import arch
 from nsa_flex.fallback_kernels.common.launches import intercepting_launches
 from nsa_flex.fallback_kernels.launch import plans
 
+Call = tuple[str, Callable[[], None]]  # with its name
 GPU = torch.device("cuda:0")
 # Compute capabilities, and the bytes of shared memory that a CTA may have there.
 DEVICES = {
@@ -71,8 +72,8 @@ class Target:
         return GPUTarget("cuda", self.sm, 32)
 
 
-def entries(sm: int) -> list[Entry]:
-    """All kernels that `calls` launch on this architecture, each once."""
+def entries(sm: int, launched: Iterable[Call] | None = None) -> list[Entry]:
+    """All kernels that these calls, or `calls`, launch on this architecture, each once."""
     found: dict[str, Entry] = {}
     running = [""]
 
@@ -84,7 +85,7 @@ def entries(sm: int) -> list[Entry]:
         return True  # do not compile
 
     with _asked_by(note), targeting(sm), arch.imagining(GPU, DEVICES[sm]):
-        for running[0], call in calls():
+        for running[0], call in calls() if launched is None else launched:
             _launch(call)
     return list(found.values())
 

@@ -13,16 +13,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
 import transformers
+from training.small_config import small_config, write_texts
 from typer.testing import CliRunner
 
 import nsa_flex
 from nsa_flex.cli.app import app
+from nsa_flex.training.run import train
 from patching.tiny_models import NSA, tiny_model
 
 openai: Any = pytest.importorskip("openai")
@@ -280,6 +283,35 @@ def test_sampling_options_hold_for_their_request_alone(
     assert narrow.choices[0].text == expected[PROMPTS[0]]
 
 
+def test_a_hot_request_and_a_greedy_one_in_one_batch(
+    client: Any, checkpoint: Path, expected: dict[str, str]
+) -> None:
+    """The hot one is under way while the greedy one, of the same prompt, begins and ends."""
+    begun = Event()
+
+    def hot() -> str:
+        pieces = []
+        options = {"temperature": 2.0, "max_tokens": 200, "stream": True}
+        for part in write(client, checkpoint, PROMPTS[0], **options):
+            pieces.append(part.choices[0].text)
+            begun.set()
+        begun.set()
+        return "".join(pieces)
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(20):  # it may end itself at any token
+            begun.clear()
+            wild = pool.submit(hot)
+            assert begun.wait(60)
+            answer = write(client, checkpoint, PROMPTS[0])
+            is_under_way = not wild.done()
+            assert answer.choices[0].text == expected[PROMPTS[0]]
+            assert not wild.result().startswith(expected[PROMPTS[0]])
+            if is_under_way:
+                return
+    raise AssertionError("the two were in no batch together")
+
+
 def test_a_response_streams_where_it_is_asked_to(
     client: Any, checkpoint: Path, expected: dict[str, str]
 ) -> None:
@@ -292,6 +324,16 @@ def test_a_response_streams_where_it_is_asked_to(
         if event.type == "response.output_text.delta"
     ]
     assert "".join(pieces) == expected[PROMPTS[1]]
+
+
+def test_what_train_writes_is_served(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    train(small_config(tmp_path / "run", texts, training={"steps": 2}))
+    model = tmp_path / "run" / "model"
+    with served(model) as (client, _):
+        answer = write(client, model, "the sparse branch", max_tokens=3)
+    assert answer.usage.completion_tokens in (1, 2, 3)
+    assert answer.usage.prompt_tokens == len("the sparse branch")
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,13 @@ def patched_inside() -> Any:
     return moved(model)
 
 
+def patched_in_a_wrapper() -> Any:
+    """Through a plain module, which has no `save_pretrained`."""
+    model = moved(tiny_model())
+    nsa_flex.patch(nn.ModuleDict({"inner": model}), NSA)
+    return moved(model)
+
+
 def under_another_head() -> Any:
     model = moved(tiny_model())
     model.model = moved(nsa_flex.patch(tiny_model(), NSA)).model
@@ -161,7 +168,9 @@ def classifier() -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [patched_inside, under_another_head, classifier])
+@pytest.mark.parametrize(
+    "make", [patched_inside, patched_in_a_wrapper, under_another_head, classifier]
+)
 @pytest.mark.parametrize("by", ["model", "class"])
 def test_what_patch_never_saw_is_saved_whole(make: Any, by: str, tmp_path: Path) -> None:
     model, ids = make(), tokens(1, 60)

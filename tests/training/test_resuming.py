@@ -12,18 +12,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from tokenizers import pre_tokenizers
 from training.begun_run import Rows, begin, copied, quiet_config
 from training.small_config import write_texts
 from training.tiny_run import rows_of
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from nsa_flex.training import TrainingError
+from nsa_flex.training import TrainingError, models
 from nsa_flex.training.config import DataSection, TrainConfig
 from nsa_flex.training.packing import PackedRows
 from nsa_flex.training.run import train
@@ -41,6 +43,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights at the end of `run`, which went on as it was."""
+    folder = copied(base / "run", tmp_path_factory.mktemp("whole") / "run")
+    train(quiet_config(folder, base / "texts"), resume=True)
+    return weights(folder)
+
+
 @pytest.fixture
 def run(base: Path, tmp_path: Path) -> Path:
     return copied(base / "run", tmp_path / "run")
@@ -50,15 +60,21 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
 
 
+def assert_ends_as(whole: dict[str, torch.Tensor], run: Path) -> None:
+    ours = weights(run)
+    assert all(torch.equal(ours[name], x) for name, x in whole.items())
+
+
 def rewritten(path: Path, data: bytes) -> None:
     """At another time."""
     path.write_bytes(data)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
 
 
-def test_the_same_data_elsewhere(base: Path, run: Path, tmp_path: Path) -> None:
+def test_the_same_data_elsewhere(
+    base: Path, run: Path, whole: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     """A copy with other times goes on, and gives what the run gives where it was."""
-    train(quiet_config(copied(base / "run", tmp_path / "here"), base / "texts"), resume=True)
     elsewhere = copied(base / "texts", tmp_path / "moved")
     for path in elsewhere.iterdir():
         os.utime(path, (0, 0))
@@ -66,8 +82,7 @@ def test_the_same_data_elsewhere(base: Path, run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.files is \[.*texts\] in the run and \[.*moved\]"):
         train(config, resume=True)
     train(config, resume=True, changes={"data.files"})
-    ours, theirs = weights(run), weights(tmp_path / "here")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_ends_as(whole, run)
     [row] = read_rows(run, "changes")
     assert (row["step"], row["key"]) == (8, "data.files")
     assert json.loads(row["after"]) == [str(elsewhere)]
@@ -111,7 +126,7 @@ def write_tokenizer(folder: Path, words: str) -> Path:
     vocabulary = {
         word: number for number, word in enumerate(["<end>", "<unknown>", *words.split()])
     }
-    backend = RustTokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    backend = RustTokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="<unknown>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
     return folder
@@ -197,6 +212,25 @@ def test_told_changes_hold_and_are_recorded(base: Path, run: Path) -> None:
     assert len(read_rows(run, "changes")) == 4
 
 
+def test_checkpointing_may_change_on_the_way(
+    base: Path, run: Path, whole: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer is computed again in the 4 steps that are left, with the same results."""
+    watched = Mock(wraps=models.checkpoint)
+    monkeypatch.setattr(models, "checkpoint", watched)
+    config = quiet_config(run, base / "texts", engine={"checkpointing": "full"})
+    with pytest.raises(ValueError, match="checkpointing is none in the run and full here"):
+        train(config, resume=True)
+    assert not watched.called
+    train(config, resume=True, changes={"engine.checkpointing"})
+    assert watched.call_count == 4 * 2
+    assert_ends_as(whole, run)
+    [row] = read_rows(run, "changes")
+    assert (row["key"], row["before"], row["after"]) == (
+        "engine.checkpointing", '"none"', '"full"',
+    )  # fmt: skip
+
+
 def test_other_changes_are_refused_with_both_values(base: Path, run: Path) -> None:
     def resumed(changes: set[str], **sections: Any) -> None:
         train(quiet_config(run, base / "texts", **sections), resume=True, changes=changes)
@@ -247,7 +281,9 @@ def test_a_damaged_file_is_named(run: Path, base: Path, name: str, damage: Any) 
         train(quiet_config(run, base / "texts"), resume=True)
 
 
-def test_going_on_from_an_earlier_checkpoint(base: Path, run: Path, tmp_path: Path) -> None:
+def test_going_on_from_an_earlier_checkpoint(
+    base: Path, run: Path, whole: dict[str, torch.Tensor]
+) -> None:
     """The later one is out of the way, and the run ends as if it had never been there."""
     config = quiet_config(run, base / "texts")
     (run / "checkpoint-8" / "model.safetensors").write_bytes(b"")
@@ -256,10 +292,7 @@ def test_going_on_from_an_earlier_checkpoint(base: Path, run: Path, tmp_path: Pa
     assert train(config, resume_from="4")["steps"] == 12
     names = {path.name for path in run.iterdir() if path.is_dir()}
     assert names == {"checkpoint-8", "checkpoint-12", "abandoned-8", "model"}
-    whole = quiet_config(copied(base / "run", tmp_path / "whole"), base / "texts")
-    train(whole, resume=True)
-    ours, theirs = weights(run), weights(tmp_path / "whole")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_ends_as(whole, run)
 
 
 def test_no_checkpoint_is_whole(base: Path, run: Path) -> None:
