@@ -60,7 +60,7 @@ class MiniCPMAttention(LlamaAttention):
     def _gated(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:

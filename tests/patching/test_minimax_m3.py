@@ -235,17 +235,17 @@ def test_cached_steps_are_those_of_sdpa(models):
         torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-10)
 
 
-def test_no_tensor_of_queries_by_keys_and_no_host_sync(models, monkeypatch):
-    """Compiled whole: an operator that waits for a value would break the graph.
-
-    No allocation of a step, forward and backward, has a byte for each query and key, around the
-    kernel that attends; on the CPU a stand-in plays it.
-    """
+def test_no_tensor_of_queries_by_keys_and_no_host_sync(models):
+    """Compiled whole: an operator that waits for a value would break the graph."""
     _, ours = models
     ids = tokens(1, 64)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids).logits, ours(ids).logits, rtol=0, atol=1e-10)
+
+
+def test_no_allocation_has_a_byte_for_each_query_and_key(monkeypatch):
+    """Forward and backward, around the kernel that attends; on the CPU a stand-in plays it."""
 
     def attend(task: Any) -> tuple[Tensor, None]:
         ends = (task.key + task.value).mean(2, keepdim=True)
