@@ -14,6 +14,9 @@ BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
 CompressionKind = Literal["mean", "weighted", "linear", "mlp"]
 SelectionRule = Literal["top_k", "tiled_top_k", "max_pool"]
 RULES: tuple[SelectionRule, ...] = get_args(SelectionRule)
+# What kernels compute: those of a decode step and of all branches together, and the top-k's.
+SUMMING_RULES: tuple[SelectionRule, ...] = ("top_k", "tiled_top_k")
+KERNEL_RULES: tuple[SelectionRule, ...] = (*SUMMING_RULES, "max_pool")
 PRODUCTS: tuple[CompressionKind, ...] = ("linear", "mlp")  # matrix products with the weights
 _MOST = 2**63 - 1  # of any size: operators take int64
 
@@ -47,8 +50,9 @@ class NSAConfig:
             its best n/2, and so do the blocks before that tile; in the first tile all are chosen.
             "max_pool", that of InfLLM-V2: the best of all, where a block's score is the highest
             of the compressed blocks that overlap it, not their sum.
-        branches: those there are. An absent one costs nothing, and has no gate; the selected
-            branch chooses by compressed keys all the same.
+        branches: those there are. An absent one has no gate and is not computed, but for decode
+            steps on CUDA, whose kernels run it with a gate of 0; the selected branch chooses by
+            compressed keys all the same.
 
     Raises:
         TypeError: a count is not an int.

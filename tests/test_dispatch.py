@@ -70,6 +70,7 @@ def test_auto(changes: dict[str, object], expected: tuple[str, ...]) -> None:
         ({"whole": False, "documents": True}, True),
         ({"num_selected_blocks": 65}, False),
         ({"selection": "max_pool"}, False),
+        ({"selection": "of a fourth kind"}, False),
         ({"selection": "tiled_top_k"}, True),
     ],
 )

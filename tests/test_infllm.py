@@ -191,8 +191,12 @@ def test_scored_by_other_tensors():
             for of_head in blocks
         ]
     )
-    want, _ = reference.masked_attention(*numpy(query, key, value), mask)
+    want, backward = reference.masked_attention(*numpy(query, key, value), mask)
     torch.testing.assert_close(out[0], torch.from_numpy(want), rtol=0, atol=1e-12)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (query, key, value), grad)
+    for mine, gradient in zip(found, backward(numpy(grad)[0]), strict=True):
+        torch.testing.assert_close(mine[0], torch.from_numpy(gradient), rtol=0, atol=1e-11)
     with pytest.raises(ValueError, match="use_nope is True and scored_by is None"):
         infllm_v2_attention(query, key, value, config=config)
 

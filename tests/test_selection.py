@@ -8,10 +8,12 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from nsa_flex import selection
+from nsa_flex import config as config_module
+from nsa_flex import nsa_attention, selection
+from nsa_flex.attention import NSAAux
 from nsa_flex.config import NSAConfig
-from nsa_flex.selection import best_blocks, block_scores, choose_blocks
-from reference import oracle
+from nsa_flex.selection import Rule, best_blocks, block_scores, choose_blocks, take_best
+from reference import infllm_v2, oracle
 
 SMALL = NSAConfig(
     compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4
@@ -193,3 +195,57 @@ def test_compiles_into_one_graph_with_dynamic_length() -> None:
         q, k = inputs(SMALL, length, length)
         assert torch.equal(compiled(q, k), chosen(q, k))
     assert counter.frame_count == 1
+
+
+def test_a_fourth_rule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its name: the least probable blocks, forward and backward under their mask."""
+
+    def least(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
+        return 1 / (1 + block_scores(p, num_blocks, config))
+
+    monkeypatch.setattr(config_module, "RULES", (*config_module.RULES, "least"))
+    monkeypatch.setitem(selection.RULES, "least", Rule(least, take_best))  # type: ignore[misc]
+    config = NSAConfig(
+        *(4, 4, 4, 3, 0, 1), selection="least", branches=("selected",)  # type: ignore[arg-type]
+    )  # fmt: skip
+    shapes = [(1, heads, 61, 16) for heads in (4, 2, 2)]
+    leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    pooled = leaves[1].unfold(2, 4, 4).mean(-1)  # [B, Hkv, N, D]
+    gates = torch.ones(1, 4, 61, 1, dtype=torch.float64)
+    out, aux = nsa_attention(*leaves, pooled, None, gates, config=config, return_aux=True)
+    assert isinstance(aux, NSAAux)
+    assert aux.blocks is not None
+    q, k, v = (x.detach()[0].numpy() for x in leaves)
+    mask = oracle.compressed_mask(61, 61, 15, config)
+    keys = pooled.detach().numpy()
+    p = oracle.branch(q[None], keys, keys, mask, 0.25)[2]
+    scores = oracle.block_scores(p, config, 16, 2)[0]
+    place, visible = np.arange(61), np.zeros((2, 61, 61), bool)
+    for head, t in np.ndindex(2, 61):
+        chosen = {block for block in aux.blocks[0, head, t].tolist() if block >= 0}
+        others = set(range(t // 4 + 1)) - chosen
+        assert t // 4 in chosen
+        assert len(chosen) == min(3, t // 4 + 1)
+        highest = max([scores[head, t, j] for j in chosen - {t // 4}], default=0)
+        assert all(scores[head, t, j] >= highest - 1e-5 for j in others)
+        visible[head, t] = np.isin(place // 4, list(chosen)) & (place <= t)
+    want, backward = infllm_v2.masked_attention(q, k, v, visible)
+    grad = torch.randn_like(out)
+    found = [out, *torch.autograd.grad(out, leaves, grad)]
+    for mine, theirs in zip(found, [want, *backward(grad[0].numpy())], strict=True):
+        np.testing.assert_allclose(mine.detach()[0].numpy(), theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+def test_kernels_leave_a_fourth_rule_to_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "RULES", (*config_module.RULES, "alike"))
+
+    def alike(p: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
+        return p.new_ones((*p.shape[:-1], num_blocks))
+
+    monkeypatch.setitem(selection.RULES, "alike", Rule(alike, take_best))  # type: ignore[misc]
+    config = NSAConfig(16, 16, 16, 4, 0, 1, selection="alike")  # type: ignore[arg-type]
+    q, k = (x.cuda() for x in inputs(config, 200, 200))
+    positions = torch.arange(200, device="cuda")[None]
+    blocks = choose_blocks(q, k, config=config, scale=1.0, num_blocks=13, positions=positions)
+    assert (blocks[:, :, 48:, :3].cpu() == torch.arange(3)).all()  # equal scores: the first

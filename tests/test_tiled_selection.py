@@ -13,9 +13,12 @@ from nsa_flex import NSAAttention, NSAConfig, nsa_attention
 from nsa_flex.attention import NSAAux
 from nsa_flex.config import BRANCHES
 from nsa_flex.selection import best_blocks, choose_blocks
-from reference import nsa_1b
+from reference import nsa_1b, oracle
+from reference.accuracy import assert_close, eager_attention, leaf, to_float64
 
 TILED = NSAConfig(4, 4, 4, 4, 0, 1, 6, "mean", selection="tiled_top_k")
+NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
+NAMES = ("output", "query", "key", "value", "compressed key", "compressed value", "gates")
 SIZES = nsa_1b.Sizes(head_dim=16)
 # The selected branch alone has the compressed keys of all branches to choose by.
 SUBSETS = [names for count in (1, 2, 3) for names in itertools.combinations(BRANCHES, count)]
@@ -205,11 +208,50 @@ def test_a_layer_of_some_branches_with_a_cache_packed_and_compiled(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("device", "heads", "length"),
+    [("cpu", 4, 333), pytest.param("cuda", 32, 700, marks=pytest.mark.gpu)],
+)
+def test_bfloat16_errs_at_most_twice_as_eager_attention(
+    device: str, heads: int, length: int
+) -> None:
+    """NSA-1B's sizes, forward and backward, for the blocks that the call chose."""
+    shapes = [(1, number, length, 64) for number in (heads, 2, 2)]
+    shapes += [(1, 2, NSA_1B.num_compressed_blocks(length), 64)] * 2
+    leaves = [leaf(shape, torch.bfloat16, device) for shape in shapes]
+    gates = torch.rand(1, heads, length, 3, device=device).bfloat16().requires_grad_()
+    out, aux = nsa_attention(*leaves, gates, config=NSA_1B, return_aux=True)
+    assert isinstance(aux, NSAAux)
+    assert aux.blocks is not None
+    blocks, arrays = aux.blocks.cpu().numpy(), [to_float64(x) for x in (*leaves, gates)]
+    want = oracle.forward(*arrays, NSA_1B, blocks=blocks)
+    assert oracle.choice_excess(blocks, want.scores, NSA_1B) <= 1e-4
+    sizes = (length, length)
+    masks = (
+        oracle.compressed_mask(*sizes, leaves[3].shape[2], NSA_1B, 0),
+        oracle.selected_mask(blocks, length, NSA_1B, 0),
+        oracle.sliding_mask(*sizes, NSA_1B, 0),
+    )
+    q, k, v, *compressed = leaves
+    eager = sum(
+        gates[..., c, None] * eager_attention(q, *keys, torch.from_numpy(mask).to(device), 0.125)
+        for c, (keys, mask) in enumerate(zip((compressed, (k, v), (k, v)), masks, strict=True))
+    )
+    grad = torch.randn_like(out)
+    gradients = oracle.backward(*arrays, NSA_1B, to_float64(grad), blocks=blocks)
+    wanted = [want.out, *[x for x in dataclasses.astuple(gradients) if x is not None]]
+    ours, theirs = (
+        [each, *torch.autograd.grad(each, [*leaves, gates], grad)] for each in (out, eager)
+    )
+    for name, mine, exact, plain in zip(NAMES, ours, wanted, theirs, strict=True):
+        assert_close(name, mine, exact, plain, torch.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
 def test_some_branches_on_kernels(branches: tuple[str, ...]) -> None:
     """Where the choice is the same, `auto` errs about as `dense` does; with gradients."""
-    config = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k", branches)
+    config = dataclasses.replace(NSA_1B, branches=branches)
     shapes = [(1, heads, 700, 64) for heads in (32, 2, 2)]
     leaves = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
     gates = torch.rand(1, 32, 700, len(branches), device="cuda").bfloat16().requires_grad_()

@@ -30,8 +30,9 @@ import nsa_flex  # noqa: F401 -- the Auto classes know its checkpoints from then
 from nsa_flex.bench.command_line import parser_of
 
 DATASET = ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", "test", "page")
-# Word perplexity as the authors give it, to be compared with by eye.
-PUBLISHED = {"NSA-1B": 16.02}
+# Word perplexity as the authors give it, by selected tokens, to be compared with by eye. That with
+# 1024 is of a config that was not seen.
+PUBLISHED = {"NSA-1B": {"256": 16.02, "1024": 15.48}}
 _MARKS = (
     (r" @([-,.])@ ", r"\1"),
     (r" ([.,:;?!)\]])", r"\1"),

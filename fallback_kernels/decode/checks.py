@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa_flex.config import BRANCHES, PRODUCTS, NSAConfig
+from nsa_flex.config import BRANCHES, PRODUCTS, SUMMING_RULES, NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -54,8 +54,8 @@ def sizes_unsupported_reason(
         return f"query is {query.dtype}; the decode kernels take {DTYPES}"
     if config.branches != BRANCHES:
         return f"there are only {', '.join(config.branches)}; the decode kernels run all branches"
-    if config.selection == "max_pool":
-        return "selection is 'max_pool'; the decode kernels add up probabilities"
+    if config.selection not in SUMMING_RULES:
+        return f"selection is {config.selection!r}; the decode kernels take {SUMMING_RULES}"
     slots = config.num_selected_blocks
     if config.selection == "tiled_top_k" and slots & (slots - 1):
         return f"tiles have {slots} blocks; the decode kernels take powers of two"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import KERNEL_RULES, NSAConfig
 from nsa_flex.fallback_kernels.common.arch import (
     gluon_unsupported_reason,
     shared_memory_bytes,
@@ -72,6 +72,8 @@ def unsupported_reason(
         return reason
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the Triton kernels take {DTYPES}"
+    if config.selection not in KERNEL_RULES:
+        return f"selection is {config.selection!r}; the Triton kernels take {KERNEL_RULES}"
     for value, most, meaning in limits:
         if value > most:
             return f"{value} {meaning}; the Triton kernels take at most {most}"

@@ -23,6 +23,7 @@ from nsa_flex.backends.facts import (
     BranchName,
     Facts,
 )
+from nsa_flex.config import SUMMING_RULES
 from nsa_flex.dispatch.unsupported import decode_unsupported_reason, unsupported_reason
 from nsa_flex.tuning import lookup, tuned_entries
 
@@ -89,7 +90,7 @@ def is_decoded(facts: Facts, backend: Backend) -> bool:
 
 def is_fused(choices: Mapping[BranchName, Choice], facts: Facts) -> bool:
     """Whether one operator runs all branches: the same kernels, with fewer passes over memory."""
-    if facts.branches != BRANCHES or facts.selection == "max_pool":
+    if facts.branches != BRANCHES or facts.selection not in SUMMING_RULES:
         return False
     if facts.num_selected_blocks > MOST_CHOSEN:
         return False

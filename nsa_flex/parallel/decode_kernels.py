@@ -147,6 +147,8 @@ class KernelParts:
     def local(self, blocks: Tensor | None) -> dict[str, Partial]:
         """Out and lse of the selected branch, over those of `blocks` held here, and the sliding.
 
+        Without a sliding branch its spans are empty.
+
         Args:
             blocks: int32 (B, Hkv, 1, n), of whole rows.
         """
@@ -158,8 +160,9 @@ class KernelParts:
         first = torch.where(held, own * size, 0)
         stop = torch.where(held, torch.minimum(first + size, end[:, None, None]), 0)
         spans = torch.stack((first, stop), -1)
-        begin = (self.own + 1 - config.window_size).clamp(0, self.tokens)
-        count = -(-config.window_size // size)
+        seen = config.window_size if config.has("sliding") else 0
+        begin = (self.own + 1 - seen).clamp(0, self.tokens)
+        count = max(1, -(-seen // size))
         starts = begin[:, None] + torch.arange(count, device=begin.device) * size  # [B, count]
         window = torch.stack((starts, torch.minimum(starts + size, end[:, None])), -1)
         window = window[:, None].expand(-1, spans.shape[1], -1, -1)
@@ -172,4 +175,5 @@ class KernelParts:
             window.to(torch.int32),
             self.scale,
         )
-        return {"selected": Partial(*selected), "sliding": Partial(*sliding)}
+        found = {"selected": Partial(*selected)}
+        return found | ({"sliding": Partial(*sliding)} if seen else {})

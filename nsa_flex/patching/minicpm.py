@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
 )
 from transformers.models.minicpm3.modeling_minicpm3 import (
     MiniCPM3DecoderLayer,
@@ -33,17 +36,59 @@ from nsa_flex.patching.minicpm_config import MiniCPM4Config, MiniCPMConfig, is_o
 
 
 class MiniCPMAttention(LlamaAttention):
-    """Llama's, with the sizes of `sparse_config` at hand."""
+    """Llama's, with the sizes of `sparse_config` at hand.
+
+    With `attn_use_rope` False and `attn_use_output_gate` True, that of the sparse layers of
+    MiniCPM-SALA.
+    """
 
     def __init__(self, config: MiniCPMConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.infllm = config.infllm()
+        self.o_gate = None
+        if config.attn_use_output_gate:
+            self.o_gate = nn.Linear(config.hidden_size, self.o_proj.in_features, bias=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As of Llama; sparse attention is told of a cache that grows."""
         if is_own(self.config) and self.config._attn_implementation in IMPLEMENTATIONS:
             kwargs["kept_means"] = KeptMeans.of_call(kwargs.get(CACHE), self.layer_idx)
-        return super().forward(*args, **kwargs)
+        if self.o_gate is None and self.config.attn_use_rope:
+            return super().forward(*args, **kwargs)
+        return self._gated(*args, **kwargs)
+
+    def _gated(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of Llama, perhaps without rotary embedding, perhaps with a gate."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in projections
+        )
+        if self.config.attn_use_rope:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        cache = kwargs.pop(CACHE, None)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(
+            *(self, query, key, value, attention_mask),
+            dropout=dropout,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        output = output.flatten(2)
+        if self.o_gate is not None:
+            output = output * self.o_gate(hidden_states).sigmoid()
+        return self.o_proj(output), weights
 
 
 class MiniCPMDecoderLayer(MiniCPM3DecoderLayer):

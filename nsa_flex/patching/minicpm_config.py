@@ -26,6 +26,9 @@ class MiniCPMConfig(PreTrainedConfig):
             attention and MLP adds to the residual stream.
         dim_model_base: hidden states are divided by hidden_size / dim_model_base before the head.
         sparse_config: sizes by the names of `InfLLMV2Config`; None for dense attention.
+        attn_use_rope: rotary embeddings turn queries and keys, as in all but MiniCPM-SALA's.
+        attn_use_output_gate: `o_gate`, a projection of a layer's input, says by its sigmoid how
+            much of attention's output goes into `o_proj`, as in the sparse layers of MiniCPM-SALA.
 
     Raises:
         ValueError: a sparse_config that InfLLMV2Config refuses, use_nope among others; or experts.
@@ -58,6 +61,8 @@ class MiniCPMConfig(PreTrainedConfig):
     scale_depth: int | float = 1
     dim_model_base: int = 1
     sparse_config: dict[str, Any] | None = None
+    attn_use_rope: bool = True
+    attn_use_output_gate: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.head_dim is None:
@@ -131,8 +136,9 @@ class MiniCPMSALAConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         raise ValueError(
             "MiniCPM-SALA is not supported: most of its layers are lightning attention "
-            "(mixer_types), which nsa_flex does not compute; of its kind MiniCPM4-8B and "
-            "MiniCPM4.1-8B are read"
+            "(mixer_types), which nsa_flex does not compute; for its sparse layers alone take "
+            "nsa_flex.patching.minicpm.MiniCPMAttention, with attn_use_rope=False and "
+            "attn_use_output_gate=True in a MiniCPMConfig"
         )
 
 

@@ -21,11 +21,11 @@ from nsa_flex.testing.subject import (
 )
 
 
-def gradients(model: nn.Module, subject: Subject) -> None:
+def gradients(model: Any, subject: Subject) -> None:
     """In training, every parameter that patch added gets a gradient, finite and not zero.
 
-    All parameters where nothing was patched, but those of an indexer: it selects, and no gradient
-    goes through a selection.
+    Where nothing was patched, all of the decoder, but those of an indexer: it selects, and no
+    gradient goes through a selection.
     """
     ids = subject.ids(2, subject.length, device_of(model))
     added = {
@@ -33,7 +33,7 @@ def gradients(model: nn.Module, subject: Subject) -> None:
         for place, layer in model.named_modules()
         if isinstance(layer, NSALayer)
         for name, parameter in layer.named_parameters()
-    } or {n: p for n, p in model.named_parameters() if ".indexer." not in n}
+    } or {n: p for n, p in model.get_decoder().named_parameters() if ".indexer." not in n}
     with torch.enable_grad():
         values = logits_of(model.train()(ids))
         direction = torch.linspace(-9, 9, values.numel(), device=values.device).sin()

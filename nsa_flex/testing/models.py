@@ -33,12 +33,14 @@ def model_named(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def _read(folder: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         kind = AutoConfig.from_pretrained(folder).model_type
         attention = {"attn_implementation": "nsa_flex"} if kind.startswith("minimax_m3") else {}
-        return AutoModelForCausalLM.from_pretrained(
+        # As published it is one with a vision tower, which is no causal language model's.
+        auto = AutoModelForImageTextToText if kind == "minimax_m3_vl" else AutoModelForCausalLM
+        return auto.from_pretrained(
             folder, dtype=dtype, experts_implementation="eager", **attention
         )
     except (OSError, KeyError, json.JSONDecodeError) as error:

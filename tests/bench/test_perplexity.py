@@ -59,6 +59,14 @@ def test_a_checkpoint_on_local_texts(folder, tmp_path, capsys):
     assert found["published_word_perplexity"] is None
 
 
+def test_what_the_authors_report_is_printed_beside(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "NSA-1B").symlink_to(folder)
+    monkeypatch.setattr(perplexity, "read_pages", lambda files: [page(9)])
+    perplexity.main([str(tmp_path / "NSA-1B"), "--device", "cpu"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["published_word_perplexity"] == {"256": 16.02, "1024": 15.48}
+
+
 def test_every_token_is_predicted_once_by_what_comes_before():
     ids = list(range(100, 123))
     found = list(perplexity.windows(ids, 0, 10))

@@ -49,6 +49,33 @@ def test_a_directory(quick: None, tmp_path: Path) -> None:
     assert result.stdout.startswith(f"{tmp_path}: right, 2 layers patched")
 
 
+def write_checkpoint(kind: str, folder: Path) -> None:
+    """As its authors published it, tiny and random."""
+    from patching import test_llama_nsa, test_minicpm, test_minimax_m3_as_published
+
+    if kind == "NSA-1B":
+        test_llama_nsa.write(folder, test_llama_nsa.NSA)
+    elif kind == "MiniCPM4":
+        test_minicpm.write(folder, test_minicpm.MODEL)
+    else:
+        test_minimax_m3_as_published.write(folder)
+
+
+@pytest.mark.parametrize("kind", ["NSA-1B", "MiniCPM4", "MiniMax-M3"])
+def test_checkpoints_that_others_trained(kind: str, tmp_path: Path) -> None:
+    """With all checks, as they are on the hub."""
+    write_checkpoint(kind, tmp_path)
+    result = invoke(str(tmp_path), "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["verdict"], len(report["layers"])) == ("right", 2)
+    of_patches = run._OF_UNPATCHED if kind != "NSA-1B" else ()
+    expected = [name for name in run.CHECKS if name not in of_patches]
+    assert [(check["name"], check["status"]) for check in report["checks"]] == [
+        (name, "ok") for name in expected
+    ]
+
+
 MODULE = """
 import torch
 from nsa_flex.testing.models import tiny_decoder

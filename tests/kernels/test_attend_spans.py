@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -52,6 +52,7 @@ CASES = {
     "first part": Case(rank=0, positions=(5, 60, 255, 700, 258), group=3),
     "no whole tile": Case(tokens=176, positions=(180, 360, 353, 170), group=1, config=WIDE),
     "G 16, keys of each branch": Case(group=16, num_sets=3, positions=(400,), dims=(24, 16)),
+    "no window": Case(config=replace(SMALL, branches=("selected",))),
     "many rows": Case(positions=(300, 400, 500) * 14, group=2),
 }
 

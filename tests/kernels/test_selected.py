@@ -251,6 +251,20 @@ def test_low_precision(dtype: torch.dtype, group: int, with_unions: None) -> Non
 
 
 @kernels
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (128, 128)])
+def test_low_precision_at_the_sizes_of_checkpoints(
+    dtype: torch.dtype, block_size: int, head_dim: int
+) -> None:
+    """NSA-1B's and MiniMax-M3's: 16 query heads a KV head, 16 blocks, the own alone forced."""
+    case = Case(
+        group=16, num_queries=12, offset=17 * block_size + 5, head_dim=head_dim,
+        value_dim=head_dim, block_size=block_size, num_slots=16, initial=0, local=1, dtype=dtype,
+    )  # fmt: skip
+    check(case, choices(case))
+
+
+@kernels
 @pytest.mark.parametrize(("initial", "local", "num_slots"), [(0, 1, 1), (2, 1, 4), (1, 3, 5)])
 def test_counts_of_forced_blocks(initial: int, local: int, num_slots: int) -> None:
     case = Case(initial=initial, local=local, num_slots=num_slots, num_queries=30)

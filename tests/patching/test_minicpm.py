@@ -24,6 +24,8 @@ from nsa_flex.patching.minicpm_config import MiniCPM4Config, MiniCPMConfig
 from reference import infllm_v2 as reference
 
 MODEL = reference.Model()
+# MiniCPM-SALA with its sparse layers alone.
+SALA = replace(MODEL, attn_use_rope=False, attn_use_output_gate=True)
 SPARSE = ("kernel_size", "kernel_stride", "init_blocks", "block_size", "window_size", "topk")
 AUTO_MAP = {
     "AutoConfig": "configuration_minicpm.MiniCPMConfig",
@@ -121,18 +123,10 @@ def logits(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
         return model(ids, **inputs).logits
 
 
-@pytest.mark.parametrize("reader", ["auto", "load"])
-def test_a_folder_is_read_and_computes_what_upstream_does(tmp_path, reader):
-    """Logits and all gradients. No code that comes with the folder is run."""
-    weights = write(tmp_path, MODEL)
-    (tmp_path / "configuration_minicpm.py").write_text("raise SystemExit(1)")
-    read = nsa_flex.load if reader == "load" else transformers.AutoModelForCausalLM.from_pretrained
-    model = read(tmp_path, dtype=torch.float64)
-    assert type(model) is minicpm.MiniCPMForCausalLM
-    assert not model.training
+def check_logits_and_gradients(model: Any, changed: reference.Model, weights: Any) -> None:
     ids = ids_of(2, 130)
     arrays = {name: weight.numpy() for name, weight in weights.items()}
-    want, backward = reference.forward(arrays, MODEL, ids.numpy())
+    want, backward = reference.forward(arrays, changed, ids.numpy())
     found = model(ids).logits
     torch.testing.assert_close(found, torch.from_numpy(want), rtol=0, atol=1e-10)
     grad = torch.randn_like(found)
@@ -144,6 +138,44 @@ def test_a_folder_is_read_and_computes_what_upstream_does(tmp_path, reader):
         torch.testing.assert_close(
             parameter.grad, torch.from_numpy(expected[name]), rtol=1e-10, atol=1e-10
         )
+
+
+@pytest.mark.parametrize("reader", ["auto", "load"])
+def test_a_folder_is_read_and_computes_what_upstream_does(tmp_path, reader):
+    """Logits and all gradients. No code that comes with the folder is run."""
+    weights = write(tmp_path, MODEL)
+    (tmp_path / "configuration_minicpm.py").write_text("raise SystemExit(1)")
+    read = nsa_flex.load if reader == "load" else transformers.AutoModelForCausalLM.from_pretrained
+    model = read(tmp_path, dtype=torch.float64)
+    assert type(model) is minicpm.MiniCPMForCausalLM
+    assert not model.training
+    check_logits_and_gradients(model, MODEL, weights)
+
+
+def test_sparse_layers_of_minicpm_sala(tmp_path):
+    """Gates, and neither queries nor keys are turned; with a cache and packed as well."""
+    weights = write(tmp_path, SALA)
+    model = nsa_flex.load(tmp_path, dtype=torch.float64)
+    assert model.model.layers[0].self_attn.o_gate.weight.shape == (32, 32)
+    check_logits_and_gradients(model, SALA, weights)
+    ids = ids_of(1, 120)
+    whole = logits(model, ids)
+    cache = transformers.DynamicCache(config=model.config)
+    for part in ids.split([70, 40, 1, 9], 1):
+        found = logits(model, part, **{CACHE: cache})
+        first = cache.get_seq_length() - part.shape[1]
+        expected = whole[:, first : first + part.shape[1]]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    position_ids = torch.arange(120)[None] % 75
+    packed = logits(model, ids, position_ids=position_ids, use_cache=False)
+    torch.testing.assert_close(packed[:, :75], whole[:, :75], rtol=0, atol=1e-10)
+    alone = logits(model, ids[:, 75:])
+    torch.testing.assert_close(packed[:, 75:], alone, rtol=0, atol=1e-10)
+    model.set_attn_implementation("sdpa")
+    dense = replace(SALA, sparse=None)
+    arrays = {name: weight.numpy() for name, weight in weights.items()}
+    want, _ = reference.forward(arrays, dense, ids.numpy())
+    torch.testing.assert_close(logits(model, ids), torch.from_numpy(want), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

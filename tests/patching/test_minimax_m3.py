@@ -10,13 +10,17 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
 import nsa_flex
+from nsa_flex import indexer, indexer_topk
+from nsa_flex.dispatch import table
 from nsa_flex.patching import minimax_m3
 from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.testing.models import model_named
 from reference import minimax_m3 as reference
+from reference.accuracy import assert_close, eager_attention, to_float64
 
 BLOCK = 16
 
@@ -94,31 +98,65 @@ def test_every_gradient_is_that_of_sdpa(models):
             torch.testing.assert_close(gradients[1][name], expected, rtol=1e-9, atol=1e-10)
 
 
-def test_a_sparse_layer_computes_what_its_definition_says(models):
-    _, ours = models
-    attention, length = ours.model.layers[0].self_attn, 100
-    seen = {}
+def layer_call(model: Any, ids: Tensor) -> tuple[list[Tensor], Any, Tensor]:
+    """What the first layer attends: queries, keys and values, the indexer's, and the output."""
+    attention, seen = model.model.layers[0].self_attn, {}
 
     def note(module: Any, *tensors: Any, block_indices: Any, **kwargs: Any) -> Any:
+        if module is attention:
+            tensors = (*(x.detach().requires_grad_() for x in tensors[:3]), *tensors[3:])
+            seen.update(inputs=tensors[:3], index=block_indices)
         output = minimax_m3.attend(module, *tensors, block_indices=block_indices, **kwargs)
         if module is attention:
-            query, key, value, _ = tensors
-            seen.update(query=query, key=key, value=value, output=output[0], index=block_indices)
+            seen.update(output=output[0].transpose(1, 2))
         return output
 
     functions = transformers.AttentionInterface
     former = functions._global_mapping["nsa_flex"]
     functions.register("nsa_flex", note)
     try:
-        ours(tokens(1, length))
+        model(ids)
     finally:
         functions.register("nsa_flex", former)
-    query, key, value = (seen[name][0].detach().numpy() for name in ("query", "key", "value"))
-    index_query, index_key = (x[0].detach().numpy() for x in seen["index"])
+    return list(seen["inputs"]), seen["index"], seen["output"]
+
+
+def test_a_sparse_layer_computes_what_its_definition_says(models):
+    """And its gradients, beside those of an oracle that shares nothing with transformers."""
+    inputs, index, output = layer_call(models[1], tokens(1, 100))
+    index_query, index_key = (x[0].detach().numpy() for x in index)
     blocks = reference.selected_blocks(index_query, index_key[0], BLOCK, 3, 1)
-    expected = reference.attention(query, key, value, blocks, BLOCK)
-    output = seen["output"][0].transpose(0, 1)
-    torch.testing.assert_close(output, torch.from_numpy(expected), rtol=0, atol=1e-12)
+    arrays = [to_float64(x)[0] for x in inputs]
+    expected, backward = reference.attention(*arrays, blocks, BLOCK)
+    torch.testing.assert_close(output[0], torch.from_numpy(expected), rtol=0, atol=1e-12)
+    grad = torch.randn_like(output)
+    found = torch.autograd.grad(output, inputs, grad)
+    for gradient, wanted in zip(found, backward(grad[0].numpy()), strict=True):
+        torch.testing.assert_close(gradient[0], torch.from_numpy(wanted), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_errs_at_most_twice_as_eager_attention(models, device):
+    """A sparse layer, forward and backward, for the blocks that it selected."""
+    model = copy.deepcopy(models[1]).to(device, torch.bfloat16)
+    inputs, index, output = layer_call(model, tokens(1, 100).to(device))
+    found = indexer_topk(*index, block_size=BLOCK, num_blocks=3)[0].tolist()
+    blocks = [[set(row) - {-1} for row in head] for head in found]
+    index_query, index_key = (to_float64(x)[0] for x in index)
+    exact = reference.selected_blocks(index_query, index_key[0], BLOCK, 3, 1)
+    pairs = [
+        pair for heads in zip(blocks, exact, strict=True) for pair in zip(*heads, strict=True)
+    ]
+    assert sum(one == other for one, other in pairs) >= 0.99 * len(pairs)  # but for near ties
+    arrays = [to_float64(x)[0] for x in inputs]
+    expected, backward = reference.attention(*arrays, blocks, BLOCK)
+    mask = torch.from_numpy(reference.selected_mask(blocks, 100, 100, BLOCK))[None].to(device)
+    plain = eager_attention(*inputs, mask, 16**-0.5)
+    grad = torch.randn_like(output)
+    wanted = [expected, *backward(to_float64(grad)[0])]
+    ours, theirs = ([out, *torch.autograd.grad(out, inputs, grad)] for out in (output, plain))
+    for name, mine, want, eager in zip("oqkv", ours, wanted, theirs, strict=True):
+        assert_close(name, mine[0], want, eager[0], torch.bfloat16)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -204,6 +242,45 @@ def test_no_tensor_of_queries_by_keys_and_no_host_sync(models):
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids).logits, ours(ids).logits, rtol=0, atol=1e-10)
+
+
+def test_no_allocation_has_a_byte_for_each_query_and_key(monkeypatch):
+    """Forward and backward, around the kernel that attends; on the CPU a stand-in plays it."""
+
+    def attend(task: Any) -> tuple[Tensor, None]:
+        ends = (task.key + task.value).mean(2, keepdim=True)
+        return task.query * ends.repeat_interleave(2, 1), None
+
+    monkeypatch.setitem(table.IMPLEMENTATIONS, ("dense", "selected"), attend)
+    monkeypatch.setattr(indexer, "MAX_SCORES", 1 << 16)
+    length = 1024
+    sizes = {"num_hidden_layers": 2, "layer_types": ["minimax_m3_sparse"] * 2}
+    largest = []
+    for implementation in ("nsa_flex", "sdpa"):
+        config = tiny(**sizes, mlp_layer_types=["dense"] * 2)
+        model = modeling.MiniMaxM3VLForCausalLM._from_config(
+            config, attn_implementation=implementation
+        )
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            model(tokens(1, length), use_cache=False).logits.sum().backward()
+        events = found.profiler.kineto_results.events()
+        largest.append(max(event.nbytes() for event in events if event.name() == "[memory]"))
+    assert largest[0] < length**2 < largest[1]
+
+
+@pytest.mark.gpu
+def test_no_tensor_of_queries_by_keys_on_kernels():
+    length = 16384
+    config = tiny(
+        num_hidden_layers=2, mlp_layer_types=["dense"] * 2, index_block_size=128,
+        layer_types=["minimax_m3_sparse"] * 2,
+    )  # fmt: skip
+    model = modeling.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation="nsa_flex")
+    model = model.cuda()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(tokens(1, length).cuda(), use_cache=False).logits.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < length**2
 
 
 def test_the_others_keep_their_indexer(models):

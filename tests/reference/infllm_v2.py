@@ -178,6 +178,8 @@ class Model:
     scale_depth: float = 1.4
     dim_model_base: int = 8
     tie_word_embeddings: bool = False
+    attn_use_rope: bool = True
+    attn_use_output_gate: bool = False
     sparse: Sizes | None = Sizes()
 
     @property
@@ -186,14 +188,19 @@ class Model:
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Every weight of a checkpoint by name: a Llama's."""
+    """Every weight of a checkpoint by name: a Llama's, and perhaps gates."""
     kept = {
         name: getattr(model, name)
         for name in nsa_1b.Sizes.__dataclass_fields__
         if hasattr(model, name)
     }
     llama = nsa_1b.shapes(nsa_1b.Sizes(**kept))
-    return {name: shape for name, shape in llama.items() if "g_proj" not in name}
+    found = {name: shape for name, shape in llama.items() if "g_proj" not in name}
+    if model.attn_use_output_gate:
+        of_gate = (model.num_attention_heads * model.head_dim, model.hidden_size)
+        for i in range(model.num_hidden_layers):
+            found[f"model.layers.{i}.self_attn.o_gate.weight"] = of_gate
+    return found
 
 
 def angles(model: Model, length: int) -> tuple[Floats, Floats]:
@@ -247,7 +254,7 @@ def forward(
 def _attention_part(
     weights: Weights, grads: Weights, model: Model, layer: str, x: Floats
 ) -> tuple[Floats, Callable[[Floats], Floats]]:
-    """o_proj(attention) of the normed x."""
+    """o_proj(attention) of the normed x, or o_proj(attention · sigmoid(o_gate))."""
     normed, back_norm = nsa_1b._norm(
         weights, grads, f"{layer}.input_layernorm", x, model.rms_norm_eps
     )
@@ -258,18 +265,28 @@ def _attention_part(
     batch, length, _ = x.shape
     q, k, v = (y.reshape(batch, length, -1, model.head_dim).swapaxes(1, 2) for y in flat)
     cos, sin = angles(model, length)
+    if not model.attn_use_rope:
+        cos, sin = np.ones_like(cos), np.zeros_like(sin)
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     sparse = Sizes(dense_len=length + 1) if model.sparse is None else model.sparse
     results = [attention(q[row], k[row], v[row], sparse) for row in range(batch)]
-    out = np.stack([each for each, _ in results]).swapaxes(1, 2).reshape(batch, length, -1)
-    out, back_out = nsa_1b._linear(weights, grads, f"{layer}.self_attn.o_proj", out)
+    attended = np.stack([each for each, _ in results]).swapaxes(1, 2).reshape(batch, length, -1)
+    gate, back_gate = np.ones_like(attended), None
+    if model.attn_use_output_gate:
+        name = f"{layer}.self_attn.o_gate"
+        logits, back_gate = nsa_1b._linear(weights, grads, name, normed)
+        gate = 1 / (1 + np.exp(-logits))
+    out, back_out = nsa_1b._linear(weights, grads, f"{layer}.self_attn.o_proj", attended * gate)
 
     def backward(grad: Floats) -> Floats:
-        grad = back_out(grad).reshape(batch, length, -1, model.head_dim).swapaxes(1, 2)
+        of_product = back_out(grad)
+        grad = (of_product * gate).reshape(batch, length, -1, model.head_dim).swapaxes(1, 2)
         rows = [back(of_row) for (_, back), of_row in zip(results, grad, strict=True)]
         grad_q, grad_k, grad_v = (np.stack(each) for each in zip(*rows, strict=True))
         grad_q, grad_k = rotated(grad_q, cos, -sin), rotated(grad_k, cos, -sin)
         together = np.zeros_like(normed)
+        if back_gate is not None:
+            together = back_gate(of_product * attended * gate * (1 - gate))
         for back, y in zip(backs, (grad_q, grad_k, grad_v), strict=True):
             together = together + back(y.swapaxes(1, 2).reshape(batch, length, -1))
         return back_norm(together)
