@@ -5,20 +5,29 @@ Needs matplotlib, playwright and Chromium.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, Playwright, sync_playwright
 
 from nsa_flex import NSAConfig
 from nsa_flex.masks import show
+from nsa_flex.masks.picture import Places, make_picture
+from nsa_flex.selection import best_blocks
 
 matplotlib.use("Agg")
 
@@ -35,12 +44,67 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     draw_core(IMAGES / "core.png")
     draw_fold(IMAGES / "fold.png")
-    show(CONFIG, 1024, path=IMAGES / "masks.png")
+    draw_masks(IMAGES / "masks.png")
     show(CONFIG, 1024, path=IMAGES / "documents.png", documents=[500, 100, 424])
     draw_speed(IMAGES / "speed.png")
-    photograph(DOCS / "audit_example.html", IMAGES / "audit.png", (1080, 1480))
-    photograph(DOCS / "report_example.html", IMAGES / "report.png", (1400, 1300))
-    photograph(DOCS / "report_example.html", IMAGES / "report_phone.png", (360, 1100), "dark")
+    with tempfile.TemporaryDirectory() as site, sync_playwright() as playwright:
+        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", site]
+        subprocess.run(command, cwd=ROOT, check=True)
+        handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = chromium(playwright)
+        for page, name, size, scheme, top in PHOTOGRAPHS:
+            address = f"http://127.0.0.1:{server.server_port}/{page}"
+            photograph(browser, address, IMAGES / name, size, scheme, top)
+        browser.close()
+        server.shutdown()
+
+
+# Of the site: page, picture, size of the screen, colour scheme, and what is on top of it.
+PHOTOGRAPHS = [
+    ("index.html", "site.png", (1280, 900), "light", None),
+    ("audit_example.html", "audit.png", (1080, 1480), "light", None),
+    ("audit_example.html", "audit_phone.png", (360, 1100), "dark", None),
+    ("report_example.html", "report.png", (1400, 1000), "light", None),
+    ("report_example.html", "report_layers.png", (1400, 1000), "light", "#layers"),
+    ("report_example.html", "report_phone.png", (360, 1100), "dark", None),
+    ("comparison_example.html", "comparison.png", (1400, 1000), "light", None),
+]
+
+
+def draw_masks(path: Path, tokens: int = 1024) -> None:
+    """What each query reads in the three branches."""
+    places = Places.of(CONFIG, tokens, None)
+    own = torch.arange(tokens)[None]
+    # Scores of a block are alike for all queries, and more alike for neighbours.
+    random = torch.Generator().manual_seed(2)
+    blocks = tokens // CONFIG.select_block_size
+    scores = torch.rand(1, 1, 1, blocks, generator=random) + 0.5 * torch.rand(
+        1, 1, tokens // 32, blocks, generator=random
+    ).repeat_interleave(32, 2)
+    picked = best_blocks(scores, own, None, CONFIG)
+    titles = {
+        "compressed": f"compressed: means of {CONFIG.compress_block_size} keys",
+        "selected": f"selected: {CONFIG.num_selected_blocks} blocks of "
+        f"{CONFIG.select_block_size} keys",
+        "sliding": f"sliding: the last {CONFIG.window_size} keys",
+    }
+    figure, panels = pyplot.subplots(1, 3, figsize=(11, 3.9), layout="constrained")
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        seen = make_picture(name, CONFIG, places, picked).visible
+        column = np.arange(seen.shape[1])[None]
+        past = column * (tokens / seen.shape[1]) <= np.arange(tokens)[:, None]
+        stripe = column % 2 if name == "compressed" else 0
+        colours = matplotlib.colors.ListedColormap(["white", "#e4e6f0", "#3f51b5", "#8792d3"])
+        place = {"extent": (0, tokens, tokens, 0), "interpolation": "nearest"}
+        axes.imshow(np.where(seen, 2 + stripe, past), colours, vmin=0, vmax=3, **place)
+        axes.set_title(title, fontsize=11)
+        axes.set(xlabel="key", xticks=[0, 512, 1024], yticks=[0, 512, 1024])
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("query")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 # The stages of the fused core: name, what runs it, and its place in the picture.
@@ -159,19 +223,31 @@ def draw_speed(path: Path) -> None:
     pyplot.close(figure)
 
 
-def photograph(page: Path, picture: Path, size: tuple[int, int], scheme: str = "light") -> None:
-    """The upper part of a page as Chromium renders it, in 64 colours."""
-    browser = shutil.which("chromium")
-    if browser is None:
+def chromium(playwright: Playwright) -> Browser:
+    """Installed from the distribution's packages."""
+    path = shutil.which("chromium")
+    if path is None:
         raise FileNotFoundError("install Chromium to photograph pages")
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        width, height = size
-        view = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        view.goto(page.as_uri())
-        view.wait_for_load_state("networkidle")
-        view.screenshot(path=picture)
-        chromium.close()
+    return playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+
+
+def photograph(
+    browser: Browser,
+    address: str,
+    picture: Path,
+    size: tuple[int, int],
+    scheme: str,
+    top: str | None,
+) -> None:
+    """A page as Chromium renders it, from the element `top` on, in 64 colours."""
+    width, height = size
+    view = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    view.goto(address)
+    view.wait_for_load_state("networkidle")
+    if top:
+        view.locator(top).evaluate("element => element.scrollIntoView({behavior: 'instant'})")
+    view.screenshot(path=picture)
+    view.close()
     Image.open(picture).convert("RGB").quantize(64).save(picture, optimize=True)
 
 

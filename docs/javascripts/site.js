@@ -51,7 +51,7 @@ const reads = (c) => ({
 const SLIDERS = {
   tokens: ["tokens", 9, 16, 13, (x) => 2 ** x],
   count: ["selected blocks", 3, 32, 16, (x) => x],
-  block: ["tokens a selected block", 4, 7, 6, (x) => 2 ** x],
+  block: ["tokens a block", 4, 7, 6, (x) => 2 ** x],
   window: ["window", 5, 11, 9, (x) => 2 ** x],
 };
 

@@ -95,6 +95,14 @@ def test_page_is_whole_and_escaped(reports: tuple[AuditReport, ...]) -> None:
         assert outside not in html
 
 
+def test_findings_come_first() -> None:
+    """Then what each phase compiled, and last what somebody allowed."""
+    text = parsed(page(REPORT)).text
+    order = ["1 finding", "Findings", FINDING.message, "inference", "Known, from the baseline"]
+    places = [text.index(each) for each in order]
+    assert places == sorted(places)
+
+
 def test_names_of_torch_are_code() -> None:
     html = page(REPORT)
     assert "<code>torch.where(a &lt; b, a, b)</code>, or <code>torch.cond</code>" in html

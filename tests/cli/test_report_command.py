@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
 import threading
 import time
@@ -18,14 +20,21 @@ from typer.testing import CliRunner, Result
 import nsa_flex
 from nsa_flex.cli.app import app
 from nsa_flex.training import report as pages
-from nsa_flex.training.telemetry.rows import RowFile
+from nsa_flex.training.telemetry.rows import RowFile, read_rows
 
 
 def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["report", *map(str, arguments)], prog_name="nsa-flex")
 
 
-def write_run(folder: Path, *, probe: bool = False, first_step: int = 0) -> None:
+def write_run(
+    folder: Path,
+    *,
+    probe: bool = False,
+    first_step: int = 0,
+    tokens: int = 100,
+    tokens_per_byte: float | None = None,
+) -> None:
     with nsa_flex.telemetry(
         patched(),
         folder,
@@ -33,10 +42,35 @@ def write_run(folder: Path, *, probe: bool = False, first_step: int = 0) -> None
         every=1,
         gates_every=1,
         first_step=first_step,
+        tokens_per_byte=tokens_per_byte,
     ) as run:
+        run.tokens = first_step * tokens
         for step in range(3):
-            run.step(torch.tensor(3.5 - step), tokens=100, learning_rate=0.1, grad_norm=2.0)
+            run.step(torch.tensor(3.5 - step), tokens=tokens, learning_rate=0.1, grad_norm=2.0)
         run.record(loss=None, held_out_loss=1.25)
+
+
+def append(folder: Path, artefact: str, *rows: dict[str, Any]) -> None:
+    file = RowFile(folder, artefact)
+    for row in rows:
+        file.append(row)
+    file.close()
+
+
+def write_whole_run(folder: Path) -> None:
+    """All that `nsa-flex train` leaves behind for the page, after two sessions; wide numbers."""
+    for first_step in (0, 2):
+        write_run(
+            folder, probe=True, first_step=first_step, tokens=400_000_000, tokens_per_byte=0.25
+        )
+    (folder / "config.yaml").write_text("training: {learning_rate: 0.1}\ndata: {files: text}\n")
+    append(folder, "samples", {"session": 2, "step": 5, "prompt": "Once", "text": " upon a time"})
+    change = {"key": "training.learning_rate", "before": "0.2", "after": "0.1"}
+    append(folder, "changes", {"time": 1.0, "step": 2, **change})
+    record = folder / "checkpoint-5" / "run.json"
+    record.parent.mkdir()
+    files = [{"hash": "ab", "size": 3 * 2**20}, {"hash": "cd", "size": 2**20}]
+    record.write_text(json.dumps({"files": files}))
 
 
 class Page(HTMLParser):
@@ -75,17 +109,38 @@ def tiles(file: Path) -> dict[str, str]:
 
 def test_the_page_tells_changes(tmp_path: Path) -> None:
     write_run(tmp_path)
-    file = RowFile(tmp_path, "changes")
-    for step, before, after in ((1, "0.1", "0.2"), (2, "0.2", "0.3")):
-        file.append(
-            {"time": 1.0, "step": step, "key": "training.x", "before": before, "after": after}
-        )
-    file.close()
+    key = "training.x"
+    append(
+        tmp_path,
+        "changes",
+        {"time": 1.0, "step": 1, "key": key, "before": "0.1", "after": "0.2"},
+        {"time": 1.0, "step": 2, "key": key, "before": "0.2", "after": "0.3"},
+    )
     assert invoke(tmp_path).exit_code == 0
     text = (tmp_path / "report.html").read_text()
     row = "<td>{}</td><td><code>training.x</code></td><td>{}</td><td>{}</td>"
     assert row.format(1, "0.1", "0.2") in text
     assert row.format(2, "0.2", "0.3") in text
+
+
+def test_the_page_tells_data_config_and_the_machine_of_each_session(tmp_path: Path) -> None:
+    write_whole_run(tmp_path)
+    assert invoke(tmp_path).exit_code == 0
+    text = (tmp_path / "report.html").read_text()
+    hashes = hashlib.sha256(b"abcd").hexdigest()[:16]
+    for name, value in (("files", "2"), ("size", "4.0 MiB"), ("fingerprint", hashes)):
+        assert f"<dt>{name}</dt><dd>{value}</dd>" in text
+    setting = '<td class="key"><code>{}</code></td><td><code>{}</code></td>'
+    assert setting.format("training.learning_rate", "0.1") in text
+    assert setting.format("data.files", "&#34;text&#34;") in text
+    sessions = text[text.index("<h2>Sessions</h2>") :]
+    sessions = sessions[: sessions.index("</table>")]
+    assert "<th>device</th><th>ranks</th><th>parameters</th>" in sessions
+    device = read_rows(tmp_path, "sessions")[0]["device"]
+    assert sessions.count(f"<td>{device}</td><td>1</td>") == 2
+    facts = tiles(tmp_path / "report.html")
+    assert facts["tokens"] == "2,000,000,000"
+    assert facts["bits per byte"] == f"{1.25 * 0.25 / math.log(2):.4f}"
 
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
@@ -156,9 +211,7 @@ def test_what_a_model_writes_cannot_end_the_script(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script>"
     folder = tmp_path / "<b>run"
     write_run(folder, probe=False)
-    file = RowFile(folder, "samples")
-    file.append({"session": 1, "step": 2, "prompt": "<p>", "text": evil})
-    file.close()
+    append(folder, "samples", {"session": 1, "step": 2, "prompt": "<p>", "text": evil})
     assert invoke(folder).exit_code == 0
     page = Page(folder / "report.html")
     assert evil in page.text

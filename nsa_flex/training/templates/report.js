@@ -63,8 +63,9 @@ function show(node, options, data, text) {
   plots.push(plot);
 }
 
-// One line a series: {label, x, y, color, dots}. Marks: x of vertical lines. Gaps: shaded pairs.
-function lines(place, {title, caption, xName, series, marks, gaps, log, zero}) {
+// One line a series: {label, points, color, dots, gaps}; gaps are pairs of x between which a line
+// breaks, shaded where there is one run. Marks: x of vertical lines.
+function lines(place, {title, caption, xName, series, marks, log, zero}) {
   const node = figure(place, title, caption, log);
   node.draw = () => {
     const x = xName ?? xOf(form), isLogX = !xName && form.logx.checked, isLogY = node.isLog();
@@ -96,13 +97,13 @@ function lines(place, {title, caption, xName, series, marks, gaps, log, zero}) {
       cursor: {sync: xName ? undefined : {key: "x"}, y: false},
       series: [{}, ...shown.map((one) => ({
         label: one.label, stroke: () => color(one.color), width: one.dots ? 2.5 : 1.5,
-        spanGaps: !gaps?.length,
-        gaps: (u, at, from, to, none) => [...none, ...(gaps ?? []).map((ends) =>
+        spanGaps: !one.gaps?.length,
+        gaps: (u, at, from, to, none) => [...none, ...(one.gaps ?? []).map((ends) =>
           ends.map((x) => u.valToPos(x, "x", true)))],
         points: {show: one.dots || full[0][0].length < 40, size: one.dots ? 7 : 4},
       }))],
       hooks: {
-        drawAxes: [(u) => background(u, marks?.(), gaps)],
+        drawAxes: [(u) => background(u, marks?.(), several ? [] : shown[0].gaps)],
         setCursor: [(u) => {
           const at = u.cursor.idx;
           node.querySelector(".read").textContent =
@@ -235,27 +236,28 @@ function training() {
   lines("lines", {title: "Loss", caption: "Nats a token.", series: loss, marks, log: false});
   const shown = new Set(["session", "step", "tokens", "hours", "minutes", "begins", "loss", "held_out_loss"]);
   for (const name of Object.keys(runs[0].lines).filter((each) => !shown.has(each))) {
-    const series = () => runs.filter((run) => run.lines[name]).map((run, i) => ({
+    const series = () => runs.flatMap((run, i) => run.lines[name] ? [{
       label: of(run, words(name)), points: points(run.lines, xOf(form), name), color: tint(i),
-    }));
+    }] : []);
     lines("lines", {title: words(name), caption: captions[name], series, marks,
                     log: name === "grad_norm"});
   }
 }
 
 function machine() {
-  const beating = runs.filter((run) => run.beats.hours);
-  const gaps = several ? [] : beating.flatMap((run) => run.beats.gaps.map((ends) => ends.map((hours) => hours * inHour)));
   const memory = ["host, peak", "device", "device, peak"];
-  const series = (names) => () => beating.flatMap((run, i) => names.map((name, j) => ({
-    label: several ? (names.length > 1 ? `${run.name}, ${name}` : run.name) : name,
-    points: points(run.beats, unit, name), color: tint(several ? i : j),
-  })));
-  const told = several ? "" : " Shaded: no heartbeat.";
-  lines("lines", {title: "speed", caption: `Tokens a second.${told}`, gaps, zero: true,
-                  xName: unit, series: series(["tokens a second"])});
-  lines("lines", {title: "memory", caption: `GiB.${told}`, gaps, zero: true, xName: unit,
-                  series: series(memory)});
+  const series = (names) => () => runs.flatMap(({name: run, beats}, i) =>
+    (beats.hours ? names : []).map((name, j) => ({
+      label: several ? (names.length > 1 ? `${run}, ${name}` : run) : name,
+      points: points(beats, unit, name), color: tint(several ? i : j),
+      gaps: beats.gaps.map((ends) => ends.map((hours) => hours * inHour)),
+    })));
+  const told = several ? "Broken" : "Shaded";
+  for (const [title, measured, names] of [
+    ["speed", "Tokens a second", ["tokens a second"]], ["memory", "GiB", memory],
+  ])
+    lines("lines", {title, caption: `${measured}. ${told}: no heartbeat.`, zero: true,
+                    xName: unit, series: series(names)});
 }
 
 function layered() {
