@@ -94,40 +94,41 @@ def context_parallel_attention(
     raw = [x for x in (key, value, sliding_key, sliding_value) if x is not None]
     num_parts = 1 if kv_heads_at_once is None else key.shape[1] // kv_heads_at_once
     parts = list(zip(*(x.chunk(num_parts, 1) for x in raw), strict=True))
-    coming = shards.send(*parts[0])
+    coming = [shards.send(*parts[0])]
     blocks = _compress(compress_key, compress_value, compressed_source, halos, shards, config)
-    coming_blocks = shards.send(*blocks) if blocks else None
+    coming_blocks = [shards.send(*blocks)] if blocks else []
 
     chunk = query.shape[2] // 2
     first = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
     offsets = [first + c * chunk for c in shards.chunks]
     ends = [offset + chunk for offset in offsets]
     of_queries = [_halves(x, num_parts) for x in (query, gates)]
-    whole = coming.arrived_until(*ends)
+    starts = (None, None) if document_start is None else document_start.chunk(2, 1)
+    # What arrives is copied into order. Lists give up what came, and the part before.
+    whole = coming.pop().arrived_until(*ends)
     compressed = _arrived_compressed(coming_blocks, ends, num_parts, config)
+
+    def attend(part: int, half: int, key: Tensor, value: Tensor, *sliding: Tensor) -> Tensor:
+        own_query, own_gates = (x[part][half] for x in of_queries)
+        return nsa_attention(
+            *(own_query, key, value, *compressed[part][half], own_gates),
+            config=config,
+            scale=scale,
+            backend=backend,
+            sliding_key=sliding[0] if sliding else None,
+            sliding_value=sliding[1] if sliding else None,
+            query_offset=offsets[half],
+            document_start=starts[half],
+        )
+
     outputs = []
     for part in range(num_parts):
         if part > 0:
-            whole = coming.arrived_until(*ends)
+            whole = coming.pop().arrived_until(*ends)
         if part + 1 < num_parts:
-            coming = shards.send(*parts[part + 1])
-        halves = []
-        for half, offset in enumerate(offsets):
-            own_query, own_gates = (x[part][half] for x in of_queries)
-            own_key, own_value, *sliding = whole[half]
-            span = slice(half * chunk, (half + 1) * chunk)
-            halves.append(
-                nsa_attention(
-                    *(own_query, own_key, own_value, *compressed[part][half], own_gates),
-                    config=config,
-                    scale=scale,
-                    backend=backend,
-                    sliding_key=sliding[0] if sliding else None,
-                    sliding_value=sliding[1] if sliding else None,
-                    query_offset=offset,
-                    document_start=None if document_start is None else document_start[:, span],
-                )
-            )
+            coming.append(shards.send(*parts[part + 1]))
+        halves = [attend(part, half, *tensors) for half, tensors in enumerate(whole)]
+        whole.clear()
         outputs.append(torch.cat(halves, 2))
     return torch.cat(outputs, 1)
 
@@ -138,17 +139,18 @@ def _halves(x: Tensor, num_parts: int) -> list[tuple[Tensor, ...]]:
 
 
 def _arrived_compressed(
-    coming: Sent | None, ends: Sequence[int], num_parts: int, config: NSAConfig
+    coming: list[Sent], ends: Sequence[int], num_parts: int, config: NSAConfig
 ) -> list[list[tuple[Tensor | None, Tensor | None]]]:
     """Compressed keys and values that have arrived: of each part of the KV heads and each chunk
     those that it may see, as `nsa_attention` takes them for keys up to the chunk's end.
 
     None in the place of what no branch of the config reads.
     """
-    if coming is None:
+    if not coming:
         return [[(None, None)] * len(ends)] * num_parts
     found: list[list[tuple[Tensor | None, Tensor | None]]] = [[] for _ in range(num_parts)]
-    for tensors in coming.arrived_until(*(max(2, config.num_compressed_blocks(x)) for x in ends)):
+    counts = [max(2, config.num_compressed_blocks(end)) for end in ends]
+    for tensors in coming.pop().arrived_until(*counts):
         of_parts = zip(*(x.chunk(num_parts, 1) for x in tensors), strict=True)
         for part, own in zip(found, of_parts, strict=True):
             part.append((own[0], own[1] if len(own) == 2 else None))
