@@ -15,7 +15,7 @@ never leave their rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from nsa_flex.attention import nsa_attention
 from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
+from nsa_flex.parallel.sent import num_compressed
 from nsa_flex.parallel.shards import Sent, SequenceShards
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def context_parallel_attention(
     if compressed_source is None:
         (key, source_key), (value, source_value) = branched(key), branched(value)
         compressed_source = source_key, source_value
-    sources = compressed_source[: _num_compressed(config)]
+    sources = compressed_source[: num_compressed(config)]
     halos = _send_halos(sources, shards, config)
     raw = [x for x in (key, value, sliding_key, sliding_value) if x is not None]
     num_parts = 1 if kv_heads_at_once is None else key.shape[1] // kv_heads_at_once
@@ -157,11 +158,6 @@ def _arrived_compressed(
     return found
 
 
-def _num_compressed(config: NSAConfig) -> int:
-    """Of compressed keys and compressed values, how many some branch reads."""
-    return 2 if config.has("compressed") else int(config.has("selected"))
-
-
 def _halo(config: NSAConfig) -> int:
     """l - d: tokens of the next chunk that a chunk's last blocks reach into."""
     return config.compress_block_size - config.compress_stride
@@ -190,7 +186,7 @@ def _compress(
 
     One that begins in the last l - d tokens of a chunk ends in the next chunk.
     """
-    read = _num_compressed(config)
+    read = num_compressed(config)
     if read == 0:
         return []
     own_blocks = sources[0].shape[2] // 2 // config.compress_stride
@@ -244,50 +240,3 @@ def _check(
         raise ValueError(
             f"kv_heads_at_once={kv_heads_at_once} must be a divisor of the {heads} KV heads"
         )
-
-
-class SentBytes(NamedTuple):
-    """What one rank sends in one layer, in bytes."""
-
-    forward: int
-    backward: int
-
-
-def sent_bytes(
-    num_tokens: int,
-    num_ranks: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    config: NSAConfig,
-    value_head_dim: int | None = None,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    separate_branch_kv: bool = False,
-) -> SentBytes:
-    """Bytes that a rank sends in one layer of context parallelism, in closed form.
-
-    In a ring a rank passes every shard but one on: (P - 1) times its own. Recomputed activations
-    are one more forward.
-
-    Args:
-        num_tokens: S, of a whole row, padding included. batch_size: B, rows.
-        num_ranks: P.
-        num_kv_heads, head_dim, value_head_dim: Hkv, D and Dv (D if None).
-        dtype: of keys and values; gradients are reduced in float32, or in float64.
-        separate_branch_kv: whether the window has keys and values of its own.
-
-    >>> sent_bytes(2**20, 8, 8, 128, config=NSAConfig())
-    SentBytes(forward=3993894912, backward=7987789824)
-    """
-    own = num_tokens // num_ranks
-    halo = 2 * (config.compress_block_size - config.compress_stride)
-    dims = (head_dim, head_dim if value_head_dim is None else value_head_dim)
-    raw = own * (2 if separate_branch_kv else 1) * sum(dims)
-    compressed = (own // config.compress_stride + halo) * sum(dims[: _num_compressed(config)])
-    learned = compressed if config.has("compressed") else 0  # choosing blocks has no gradient
-    times = (num_ranks - 1) * batch_size * num_kv_heads
-    wide = torch.promote_types(dtype, torch.float32)
-    return SentBytes(
-        times * (raw + compressed) * dtype.itemsize, times * (raw + learned) * wide.itemsize
-    )

@@ -20,8 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex import Compression, NSAConfig, nsa_attention
 from nsa_flex.compression import compress_what_is_read
-from nsa_flex.parallel import SequenceShards, context_parallel_attention, shard_sequence
-from nsa_flex.parallel.attention import sent_bytes
+from nsa_flex.parallel import (
+    SequenceShards,
+    context_parallel_attention,
+    sent_bytes,
+    shard_sequence,
+)
 from patching.tiny_models import NSA
 
 # Sums of some hundred float64 terms of size 1 in another order.
