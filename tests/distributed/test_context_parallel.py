@@ -50,11 +50,12 @@ class Problem:
     at_once: int | None = None
     config: NSAConfig = NSA
     heads: int = 2
+    dims: tuple[int, int] = (8, 6)  # of keys and of values
 
     def __post_init__(self) -> None:
         size = dist.get_world_size()
         torch.manual_seed(5)
-        dim, value_dim, length = 8, 6, 2 * size * self.chunk
+        (dim, value_dim), length = self.dims, 2 * size * self.chunk
         self.queries = length - 2 * size * 4 * self.past_chunks
 
         def tensor(heads: int, tokens: int, width: int) -> Tensor:
