@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.problem import Result, gradients
-from distributed.ranks import on_ranks
+from distributed.problem import (
+    Result,
+    assert_equal,
+    gradients,
+    new_model,
+    one_process,
+    whole_batch,
+)
+from distributed.ranks import TWO_GPUS, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -93,6 +100,7 @@ def targets(call: dict[str, Tensor]) -> Tensor:
 
 def total_loss(model: Any, call: dict[str, Tensor], labels: Tensor) -> Tensor:
     logits = model(**call, use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
@@ -131,6 +139,29 @@ def every_case(_device: torch.device) -> None:
         for name, want in expected.gradients.items():
             error = (found.gradients[name] - want).norm() / want.norm().clamp_min(1e-6)
             assert error < LIMIT, f"{case}: gradient of {name} is off by {error}"
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+def test_loss_and_gradients_on_two_gpus(tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, like_one_process)
+
+
+def like_one_process(device: torch.device) -> None:
+    """As far from float64 as one process is, in the device's dtype."""
+    mesh, call = init_device_mesh(device.type, (2,)), {"input_ids": whole_batch(device)}
+    labels = targets(call)
+    model = nsa_flex.sequence_parallel(new_model(device).to(device), mesh.get_group())
+    with ulysses(mesh):
+        own = {name: x.chunk(2, 1)[dist.get_rank()] for name, x in call.items()}
+        loss = total_loss(model, own, labels.chunk(2, 1)[dist.get_rank()])
+        loss = loss / (labels != -100).sum()
+        loss.backward()
+    found = Result(loss.detach(), gradients(model))
+    for x in (found.loss, *found.gradients.values()):
+        dist.all_reduce(x)
+    exact = one_process(device, torch.float64)
+    assert_equal("Ulysses", found, one_process(device), exact)
 
 
 class CountedBytes(TorchDispatchMode):
