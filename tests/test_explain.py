@@ -15,7 +15,7 @@ import torch
 
 from nsa_flex import Compression, LayerCache, NSAConfig, explain, fallback_kernels, nsa_attention
 from nsa_flex.installed import HAS_TRITON
-from nsa_flex.parallel import SequenceShards, sent_bytes
+from nsa_flex.parallel import SequenceShards, exchanged_bytes, sent_bytes
 from reference.interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -162,6 +162,26 @@ def test_ranks_and_the_bytes_that_they_send() -> None:
         explain(query[:, :, :64], key[:, :, :64], mesh=shards)
     with pytest.raises(ValueError, match="mesh and cache were both given: the cache decides"):
         explain(query[:, :, :1], cache=LayerCache(phi, phi), mesh=shards)
+
+
+def test_heads_exchanged_and_the_bytes_that_they_take() -> None:
+    """What a rank of two runs is whole rows of half the heads."""
+    shards, phi = SequenceShards("", 0, 2), Compression(NSAConfig(), 2, 64)
+    query, key = (torch.empty(3, heads, 256, 64, device="meta") for heads in (8, 2))
+    options = {"mesh": shards, "exchange_heads": True, "needs_grad": False}
+    found = explain(query, key, key[..., :32], device="cuda", **options)
+    whole = [torch.empty(3, heads, 512, 64, device="meta") for heads in (4, 1)]
+    alone = explain(*whole, whole[1][..., :32], device="cuda")
+    assert found.choices == alone.choices
+    sizes = {"value_head_dim": 32, "batch_size": 3, "dtype": torch.float32}
+    sent = exchanged_bytes(512, 2, 8, 2, 64, config=NSAConfig(), **sizes)
+    assert (found.ranks, found.sent) == (2, sent)
+    with pytest.raises(ValueError, match="key has 1 heads; 2 ranks that exchange tokens for head"):
+        explain(query, key[:, :1], **options)
+    with pytest.raises(ValueError, match="exchange_heads needs the ranks that exchange them"):
+        explain(query, key, exchange_heads=True)
+    with pytest.raises(ValueError, match="exchange_heads and cache were both given: the cache"):
+        explain(query[:, :, :1], cache=LayerCache(phi, phi), exchange_heads=True)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -49,6 +49,7 @@ PUBLIC = {
         "SequenceShards",
         "ShardedCache",
         "context_parallel_attention",
+        "exchanged_bytes",
         "last_tokens",
         "sent_bytes",
         "shard_batch",

@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 4 -m nsa_flex.bench.tools.parallel_runs layers --out layers.json
 
 `losses` trains the same small Llama on the same batches on one process, and on all with DDP,
-FSDP2, context parallelism, tensor parallelism, and FSDP2 beside context parallelism where the
-ranks are two pairs or more. `layers` times steps of Llama-3.1-8B's layers on rows of 128k tokens,
-each recomputed in its backward, with FSDP2 alone and beside context parallelism of 2. The JSON is
-written after each form, and a PNG of the losses beside it. Without CUDA all is small, on gloo.
+FSDP2, context parallelism, tensor parallelism, tokens exchanged for heads (`sp`), and FSDP2 beside
+context parallelism where the ranks are two pairs or more. `layers` times steps of Llama-3.1-8B's
+layers on rows of 128k tokens, each recomputed in its backward, with FSDP2 alone and beside context
+parallelism of 2. The JSON is written after each form, and a PNG of the losses beside it. Without
+CUDA all is small, on gloo.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import nsa_flex
@@ -34,6 +38,7 @@ from nsa_flex.bench.measure import machine
 from nsa_flex.bench.measure.timing import peak_of, reset_peak
 from nsa_flex.bench.report.losses import draw
 from nsa_flex.config import NSAConfig
+from nsa_flex.parallel.heads import HeadShards
 from nsa_flex.training.config import EngineSection
 from nsa_flex.training.models import prepare
 
@@ -68,10 +73,10 @@ class Size:
 TINY = NSAConfig(8, 4, 8, 4, window_size=16)
 LOSSES = {
     "cuda": Size(
-        *(4, 256, 768, 8, 4, 64, 512, 2048, 8, 300),
+        *(4, 256, 768, 8, 4, 64, 4096, 2048, 8, 300),
         config=NSAConfig(num_selected_blocks=8, window_size=256),
     ),
-    "cpu": Size(2, 64, 128, 4, 2, 16, 64, 128, 4, 20, config=TINY),
+    "cpu": Size(2, 64, 128, 4, 4, 16, 256, 128, 4, 300, config=TINY),
 }
 LAYERS = {
     "cuda": Size(
@@ -92,11 +97,13 @@ class Form:
         model: what is called.
         share: this rank's part of a batch of whole rows.
         ranks: how many work.
+        around: entered while it trains.
     """
 
     model: nn.Module
     share: Callable[[Batch], Batch]
     ranks: int
+    around: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
 def one(model: Any, size: Size, device: torch.device) -> Form:
@@ -128,6 +135,34 @@ def tp(model: Any, size: Size, device: torch.device) -> Form:
     return Form(model, lambda batch: batch, _world())
 
 
+def sp(model: Any, size: Size, device: torch.device) -> Form:
+    """A run of tokens a rank, exchanged for heads in attention by DeepSpeed's protocol."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    mesh = init_device_mesh(device.type, (_world(),))
+    shards, attend = HeadShards(mesh), ALL_ATTENTION_FUNCTIONS["nsa_flex"]
+    nsa_flex.sequence_parallel(model, mesh)
+
+    def exchanging(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        options["position_ids"] = shards.gather_rows(options["position_ids"])
+        whole = (shards.gather_tokens(x) for x in (query, key, value))
+        output, _ = attend(module, *whole, None, **options)  # [B, S, Hq / P, Dv]
+        heads = DTensor.from_local(output.contiguous(), mesh, [Shard(2)], run_check=False)
+        return heads.redistribute(placements=[Shard(1)]).to_local(), None
+
+    @contextmanager
+    def registered() -> Iterator[None]:
+        ALL_ATTENTION_FUNCTIONS["nsa_flex"] = exchanging
+        try:
+            yield
+        finally:
+            del ALL_ATTENTION_FUNCTIONS["nsa_flex"]  # of this dictionary's own; the former is back
+
+    return Form(_ddp(model, device), _own_run(shards), _world(), registered())
+
+
 def fsdp_cp(model: Any, size: Size, device: torch.device) -> Form:
     """Rows and parameters over pairs of ranks, tokens over the two of a pair."""
     names = ("cp", "dp")
@@ -139,7 +174,7 @@ def fsdp_cp(model: Any, size: Size, device: torch.device) -> Form:
     return Form(model, lambda batch: tokens(rows(batch)), _world())
 
 
-FORMS = {"one": one, "ddp": ddp, "fsdp": fsdp, "cp": cp, "tp": tp, "fsdp_cp": fsdp_cp}
+FORMS = {"one": one, "ddp": ddp, "fsdp": fsdp, "cp": cp, "tp": tp, "sp": sp, "fsdp_cp": fsdp_cp}
 
 
 def train(name: str, size: Size, device: torch.device) -> dict[str, Any]:
@@ -150,15 +185,16 @@ def train(name: str, size: Size, device: torch.device) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20))
     found: list[Tensor] = []
     start = time.perf_counter()
-    for step in range(size.steps):
-        batch = form.share(_copies(size, step, device))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = form.model(**batch, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
+    with form.around:
+        for step in range(size.steps):
+            batch = form.share(_rows_of_a_chain(size, step, device))
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = form.model(**batch, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
     losses = torch.stack(found)
     if form.ranks > 1:
         dist.all_reduce(losses)
@@ -221,13 +257,25 @@ def _build(size: Size, device: torch.device) -> Any:
     return model
 
 
-def _copies(size: Size, step: int, device: torch.device) -> Batch:
-    """Rows whose second half is the first again: what attention far back can learn."""
-    generator = torch.Generator().manual_seed(step)
-    half = torch.randint(size.vocab_size, (size.rows, size.seq_len // 2), generator=generator)
-    # Few distinct tokens a row, so that there is something to learn from the first steps on.
-    half %= 16
-    ids = torch.cat((half, half), 1).to(device)
+SUCCESSORS = 4  # of a token, equally likely
+
+
+def _rows_of_a_chain(size: Size, step: int, device: torch.device) -> Batch:
+    """Rows of a Markov chain whose second half is the first again.
+
+    Its many tokens are learned one by one, so that the loss falls for hundreds of steps; copies
+    are what attention far back can learn.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = (size.vocab_size, SUCCESSORS)
+    successors = torch.randint(size.vocab_size, sizes, generator=generator)
+    generator.manual_seed(1 + step)
+    shape = (size.rows, size.seq_len // 2)
+    turns = torch.randint(SUCCESSORS, shape, generator=generator)
+    tokens = [torch.randint(size.vocab_size, shape[:1], generator=generator)]
+    for turn in turns[:, 1:].unbind(1):
+        tokens.append(successors[tokens[-1], turn])
+    ids = torch.stack(tokens, 1).repeat(1, 2).to(device)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -237,6 +285,16 @@ def _own_rows(rank: int, ranks: int) -> Callable[[Batch], Batch]:
 
 def _own_tokens(mesh: DeviceMesh, size: Size) -> Callable[[Batch], Batch]:
     return lambda batch: nsa_flex.shard_batch(mesh=mesh, config=size.config, **batch)
+
+
+def _own_run(shards: HeadShards) -> Callable[[Batch], Batch]:
+    def share(batch: Batch) -> Batch:
+        following = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        whole = {**batch, "shift_labels": following}
+        own = {name: shards.own_tokens(x).contiguous() for name, x in whole.items()}
+        return {**own, "num_items_in_batch": (following != -100).sum() / shards.size}
+
+    return share
 
 
 def _ddp(model: Any, device: torch.device) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from nsa_flex.auditing.batches import Batch, InputError, split
 from nsa_flex.auditing.measuring import branches_of, measure, peak_bytes
 from nsa_flex.auditing.mends import mend_of
+from nsa_flex.auditing.ranks import find_ranks_apart
 from nsa_flex.auditing.report import AuditFinding, BranchRun, Phase
 from nsa_flex.auditing.sources import place_of
 from nsa_flex.auditing.sweep import Swept, original_name, sweep
@@ -19,6 +20,7 @@ from nsa_flex.hot_path import Finding, ForwardBackward, NoGradientError, find_va
 from nsa_flex.hot_path.cache_copies import find_cache_copies
 from nsa_flex.hot_path.findings import error_location
 from nsa_flex.hot_path.syncs import find_syncs_of
+from nsa_flex.parallel import SequenceShards
 
 # On the meta device a read of a value raises one of these; anything else is a missing kernel.
 _VALUE_READS = (
@@ -185,6 +187,20 @@ class Checks:
             kernels=result.kernels,
             cudagraphs=result.cudagraphs,
         )
+
+    def ranks(self, batch: Batch, shards: SequenceShards) -> None:
+        """Ranks that attend their own tokens alone, if batches have token ids."""
+        self.tell("looking for ranks that attend alone")
+        try:
+            found = find_ranks_apart(self.fn, batch.make(), shards)
+        except Exception as error:
+            found = [error_finding(error)]
+        if found is None:
+            self.notes.append(
+                "ranks: a batch without token ids, integers (B, T), does not tell whether ranks "
+                "attend one another's tokens"
+            )
+        self.add(found or [], "ranks")
 
     def branches(self, batch: Batch, train: bool) -> tuple[BranchRun, ...]:
         """Of `nsa_attention`, if the callable reaches it; none where it raises."""

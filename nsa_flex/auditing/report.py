@@ -20,12 +20,12 @@ class AuditFinding:
 
     Args:
         kind: `graph-break`, `recompile`, `host-sync`, `data-dependent`, `device-copy`,
-            `cuda-sync`, `meta-run`, `cudagraph-skip`, `cache-copy`, `lint`, `too-many-graphs` or
-            `error`.
+            `cuda-sync`, `meta-run`, `cudagraph-skip`, `cache-copy`, `lint`, `too-many-graphs`,
+            `ranks-apart` or `error`.
         message: what happened, with torch's own reason where it gives one.
         location: `file:line in function` of the innermost frame outside torch.
         mend: what to do about it.
-        phases: in which of `inference`, `training`, `decode` and `sources` it was seen.
+        phases: in which of `inference`, `training`, `decode`, `ranks` and `sources` it was seen.
     """
 
     kind: str

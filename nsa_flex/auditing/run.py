@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_flex.auditing.batches import Batch, InputError, batches_of
 from nsa_flex.auditing.checks import Checks, error_finding
@@ -20,6 +22,7 @@ from nsa_flex.auditing.measuring import gradients_kept, parameters_of
 from nsa_flex.auditing.mends import marked
 from nsa_flex.auditing.report import AuditFinding, AuditReport, Phase, read_baseline
 from nsa_flex.auditing.sources import is_allowed, place_of
+from nsa_flex.parallel import SequenceShards
 from nsa_flex.version import __version__
 
 
@@ -36,6 +39,7 @@ def audit(
     backend: str | None = None,
     baseline: str | Path | Iterable[str] | None = None,
     name: str | None = None,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> AuditReport:
     """Find what keeps a function or model from compiling cleanly; measure what it costs compiled.
@@ -70,6 +74,9 @@ def audit(
             traces the backward too, where one follows. Neither generates code.
         baseline: findings to set aside: a file of `write_baseline`, or fingerprints.
         name: what the report calls it.
+        mesh: ranks that share sequences, of which each batch is this rank's part, and of which
+            each calls this. A rank that attends its own tokens alone is a finding of kind
+            `ranks-apart`.
         tell: called with a line of progress now and then.
 
     Raises:
@@ -91,6 +98,8 @@ def audit(
             work.phase("training", batches, train=True)
         if steps:
             work.phase("decode", steps, train=False)
+        if mesh is not None and batches:
+            work.ranks(batches[0], SequenceShards.of(mesh))
         work.add(lint(model_or_fn, lint_scope))
         branches = work.branches(batches[-1], train) if batches else ()
     found = [marked(f) for f in _merged(work.findings)]

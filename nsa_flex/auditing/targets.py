@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import nsa_flex
@@ -31,20 +32,26 @@ def targets_of(
     batch_sizes: list[int],
     patched: bool,
     device: torch.device,
+    ranks: dist.ProcessGroup | None = None,
 ) -> list[Target]:
     """`self` or a part of it, `module:factory`, or a model type of transformers, on `device`.
+
+    Args:
+        ranks: that share sequences: batches are this rank's part, those of a factory too.
 
     Raises:
         ValueError: it is none of these; the message says what would be.
     """
     parts = {"nsa_attention": _attention, "NSAAttention": _layer}
+    if ranks is not None and (name in parts or name == "self"):
+        raise ValueError(f"{name} is audited in one process: it takes no token ids")
     if name in parts:
         return [parts[name](lengths, batch_sizes, device)]
     if name == "self":
         return _own(lengths, batch_sizes, device)
     if ":" in name:
         return [_made_by_user(name)]
-    return [_family(name, lengths, batch_sizes, patched, device)]
+    return [_family(name, lengths, batch_sizes, patched, device, ranks=ranks)]
 
 
 def _made_by_user(name: str) -> Target:
@@ -69,15 +76,26 @@ def _family(
     patched: bool,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    ranks: dist.ProcessGroup | None = None,
     **sizes: int,
 ) -> Target:
     from nsa_flex.testing.models import tiny_decoder
 
+    if ranks is not None:
+        torch.manual_seed(0)  # the same model and rows on each
     model = tiny_decoder(model_type, **sizes).to(device, dtype)
     if patched:
         nsa_flex.patch(model, _config(device))
     batches = token_batches(lengths, batch_sizes, device)
     name = f"{model_type}, patched" if patched else model_type
+    if ranks is not None:
+        if patched:
+            nsa_flex.context_parallel(model, ranks)
+        own = [
+            {**batch, **nsa_flex.shard_batch(batch["input_ids"], ranks, _config(device))}
+            for batch in batches
+        ]
+        return Target(name, logits(model), own)
     return Target(name, logits(model), batches, decoding_batches(model, device))
 
 
@@ -87,7 +105,7 @@ def _own(lengths: list[int], batch_sizes: list[int], device: torch.device) -> li
     Kernels that the first has compiled serve all three; on CUDA, where they are many, one layer
     has to do.
     """
-    on_cuda = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    on_cuda: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 1}
     sizes = on_cuda if device.type == "cuda" else {}
     return [
         _attention(lengths, batch_sizes, device),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from torch.utils._pytree import tree_leaves
@@ -56,13 +58,16 @@ def audit(
 ) -> None:
     """Find graph breaks, recompilations and host syncs; measure what compiling costs.
 
-    Exits with 1 on any finding (that the baseline does not list), with 2 on wrong usage.
+    Exits with 1 on any finding (that the baseline does not list), with 2 on wrong usage. Under
+    torchrun ranks share the tokens of each row, and one that attends its own alone is a finding.
 
     Example: `nsa-flex audit llama --html audit.html`
 
     Example: `nsa-flex audit llama --patch --lengths 1,64,100,257 --max-graphs 3 --json`
 
     Example: `nsa-flex audit my_package.models:small_model --baseline audit-baseline.json`
+
+    Example: `torchrun --nproc-per-node 2 -m nsa_flex.cli audit my_package.models:sharded_model`
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # Else the profiler writes to the terminal.
     from nsa_flex.auditing import targets
@@ -75,12 +80,14 @@ def audit(
     _check_target(target, context, patched)
     progress = Console(stderr=True, highlight=False)
     place = check_device(device)
+    ranks = _ranks(place)
     options = {
         "dynamic": _choice(dynamic, {"none": None, "true": True, "false": False}, "--dynamic"),
         "lint_scope": _choice(lint, {name: name for name in ("own", "all", "none")}, "--lint"),
         "train": None if train else False,
         "baseline": _known(baseline),
         "measured": measure,
+        "mesh": ranks,
     }
     try:
         with json_alone(as_json):
@@ -90,6 +97,7 @@ def audit(
                 batch_sizes=_numbers(batch_sizes, "--batch-sizes"),
                 patched=patched,
                 device=place,
+                ranks=ranks,
             )
     except (ValueError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error), param_hint="TARGET") from error
@@ -97,12 +105,26 @@ def audit(
         _check_place(every[0], place)
     with json_alone(as_json):
         reports = [_run(each, max_graphs, options, progress) for each in every]
+    if ranks is not None and dist.get_rank() > 0:
+        raise typer.Exit(0)  # rank 0 tells, and says whether all is well
     _show(reports, as_json, html)
     if write_baseline is not None:
         save(_joined(reports), write_baseline)
         progress.print(f"wrote {write_baseline}", markup=False)
         raise typer.Exit(0)
     raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+
+
+def _ranks(device: torch.device) -> dist.ProcessGroup | None:
+    """Those of torchrun; None where this process is alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
+    return dist.group.WORLD
 
 
 def _check_target(target: str, context: typer.Context, patched: bool) -> None:

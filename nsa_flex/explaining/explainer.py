@@ -18,7 +18,7 @@ from nsa_flex.explaining.calls import AttentionCall, kernels_of, rehearse_cached
 from nsa_flex.explaining.explanation import Explanation
 from nsa_flex.explaining.rehearsal import with_index
 from nsa_flex.inputs import check_documents, check_positions, check_shapes, check_tensors
-from nsa_flex.parallel import SequenceShards, sent_bytes
+from nsa_flex.parallel import SequenceShards, exchanged_bytes, sent_bytes
 from nsa_flex.parallel.attention import check_shard
 
 
@@ -38,6 +38,7 @@ def explain(
     max_document_length: int | None = None,
     needs_grad: bool | None = None,
     mesh: DeviceMesh | dist.ProcessGroup | SequenceShards | None = None,
+    exchange_heads: bool = False,
 ) -> Explanation:
     """Says what `nsa_attention`, or a step over a cache, would run, without running it.
 
@@ -57,6 +58,8 @@ def explain(
         mesh: of `context_parallel_attention`, of whose shards `query`, `key` and `value` are one.
             Told are the bytes that a rank sends, and what its last tokens run, which attend the
             most keys; `SequenceShards("", rank, size)` stands for ranks that are not there.
+        exchange_heads: the ranks of `mesh` exchange tokens for heads, as `sequence_parallel` has
+            it. Told are the bytes, and what whole rows of this rank's heads run.
 
     Raises:
         ValueError: shapes, dtypes or places that the call would not take, a backend that cannot
@@ -83,6 +86,7 @@ def explain(
             "max_document_length": max_document_length,
             "needs_grad": needs_grad or None,
             "mesh": mesh,
+            "exchange_heads": exchange_heads or None,
         }
         for name, given in told.items():
             if given is not None:
@@ -90,9 +94,12 @@ def explain(
         _check_query(query, cache)
         choices, kernels = rehearse_cached(query, cache, backend, where)
         return Explanation(choices, lambda: kernels)
+    if exchange_heads and mesh is None:
+        raise ValueError("exchange_heads needs the ranks that exchange them: pass mesh")
     if mesh is not None and key is not None:
         needs_grad = _needs_grad(query, key, value) if needs_grad is None else needs_grad
-        return _over_ranks(
+        over_ranks = _with_heads_exchanged if exchange_heads else _over_ranks
+        return over_ranks(
             *(query, key, key if value is None else value),
             NSAConfig() if config is None else config,
             SequenceShards.of(mesh),
@@ -179,6 +186,36 @@ def _over_ranks(
         dtype=value.dtype,
     )
     return replace(found, ranks=shards.size, sent=sent)
+
+
+def _with_heads_exchanged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: NSAConfig,
+    shards: SequenceShards,
+    **options: Any,
+) -> Explanation:
+    """Of a run of tokens (B, H, T, D) of every row: whole rows of some heads."""
+    (batch, heads, tokens, dim), kv_heads, ranks = query.shape, key.shape[1], shards.size
+    if kv_heads % ranks:
+        raise ValueError(
+            f"key has {kv_heads} heads; {ranks} ranks that exchange tokens for heads need a "
+            f"multiple of {ranks}"
+        )
+    tensors = (
+        x.new_empty((batch, x.shape[1] // ranks, ranks * x.shape[2], x.shape[3]), device="meta")
+        for x in (query, key, value)
+    )
+    found = explain(*tensors, config=config, **options)
+    sent = exchanged_bytes(
+        *(ranks * tokens, ranks, heads, kv_heads, dim),
+        config=config,
+        value_head_dim=value.shape[3],
+        batch_size=batch,
+        dtype=value.dtype,
+    )
+    return replace(found, ranks=ranks, sent=sent)
 
 
 def _check_query(query: Tensor, cache: LayerCache) -> None:

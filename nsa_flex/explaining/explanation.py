@@ -11,7 +11,7 @@ from nsa_flex.dispatch import BranchName, Choice
 
 if TYPE_CHECKING:
     from nsa_flex.fallback_kernels.fused.route import Route
-    from nsa_flex.parallel.attention import SentBytes
+    from nsa_flex.parallel.sent import SentBytes
 
 
 class KernelRun(NamedTuple):

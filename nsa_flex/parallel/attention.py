@@ -15,7 +15,7 @@ never leave their rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from nsa_flex.attention import nsa_attention
 from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
+from nsa_flex.parallel.sent import num_compressed
 from nsa_flex.parallel.shards import Sent, SequenceShards
 
 if TYPE_CHECKING:
@@ -89,45 +90,46 @@ def context_parallel_attention(
     if compressed_source is None:
         (key, source_key), (value, source_value) = branched(key), branched(value)
         compressed_source = source_key, source_value
-    sources = compressed_source[: _num_compressed(config)]
+    sources = compressed_source[: num_compressed(config)]
     halos = _send_halos(sources, shards, config)
     raw = [x for x in (key, value, sliding_key, sliding_value) if x is not None]
     num_parts = 1 if kv_heads_at_once is None else key.shape[1] // kv_heads_at_once
     parts = list(zip(*(x.chunk(num_parts, 1) for x in raw), strict=True))
-    coming = shards.send(*parts[0])
+    coming = [shards.send(*parts[0])]
     blocks = _compress(compress_key, compress_value, compressed_source, halos, shards, config)
-    coming_blocks = shards.send(*blocks) if blocks else None
+    coming_blocks = [shards.send(*blocks)] if blocks else []
 
     chunk = query.shape[2] // 2
     first = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
     offsets = [first + c * chunk for c in shards.chunks]
     ends = [offset + chunk for offset in offsets]
     of_queries = [_halves(x, num_parts) for x in (query, gates)]
-    whole = coming.arrived_until(*ends)
+    starts = (None, None) if document_start is None else document_start.chunk(2, 1)
+    # What arrives is copied into order. Lists give up what came, and the part before.
+    whole = coming.pop().arrived_until(*ends)
     compressed = _arrived_compressed(coming_blocks, ends, num_parts, config)
+
+    def attend(part: int, half: int, key: Tensor, value: Tensor, *sliding: Tensor) -> Tensor:
+        own_query, own_gates = (x[part][half] for x in of_queries)
+        return nsa_attention(
+            *(own_query, key, value, *compressed[part][half], own_gates),
+            config=config,
+            scale=scale,
+            backend=backend,
+            sliding_key=sliding[0] if sliding else None,
+            sliding_value=sliding[1] if sliding else None,
+            query_offset=offsets[half],
+            document_start=starts[half],
+        )
+
     outputs = []
     for part in range(num_parts):
         if part > 0:
-            whole = coming.arrived_until(*ends)
+            whole = coming.pop().arrived_until(*ends)
         if part + 1 < num_parts:
-            coming = shards.send(*parts[part + 1])
-        halves = []
-        for half, offset in enumerate(offsets):
-            own_query, own_gates = (x[part][half] for x in of_queries)
-            own_key, own_value, *sliding = whole[half]
-            span = slice(half * chunk, (half + 1) * chunk)
-            halves.append(
-                nsa_attention(
-                    *(own_query, own_key, own_value, *compressed[part][half], own_gates),
-                    config=config,
-                    scale=scale,
-                    backend=backend,
-                    sliding_key=sliding[0] if sliding else None,
-                    sliding_value=sliding[1] if sliding else None,
-                    query_offset=offset,
-                    document_start=None if document_start is None else document_start[:, span],
-                )
-            )
+            coming.append(shards.send(*parts[part + 1]))
+        halves = [attend(part, half, *tensors) for half, tensors in enumerate(whole)]
+        whole.clear()
         outputs.append(torch.cat(halves, 2))
     return torch.cat(outputs, 1)
 
@@ -138,26 +140,22 @@ def _halves(x: Tensor, num_parts: int) -> list[tuple[Tensor, ...]]:
 
 
 def _arrived_compressed(
-    coming: Sent | None, ends: Sequence[int], num_parts: int, config: NSAConfig
+    coming: list[Sent], ends: Sequence[int], num_parts: int, config: NSAConfig
 ) -> list[list[tuple[Tensor | None, Tensor | None]]]:
     """Compressed keys and values that have arrived: of each part of the KV heads and each chunk
     those that it may see, as `nsa_attention` takes them for keys up to the chunk's end.
 
     None in the place of what no branch of the config reads.
     """
-    if coming is None:
+    if not coming:
         return [[(None, None)] * len(ends)] * num_parts
     found: list[list[tuple[Tensor | None, Tensor | None]]] = [[] for _ in range(num_parts)]
-    for tensors in coming.arrived_until(*(max(2, config.num_compressed_blocks(x)) for x in ends)):
+    counts = [max(2, config.num_compressed_blocks(end)) for end in ends]
+    for tensors in coming.pop().arrived_until(*counts):
         of_parts = zip(*(x.chunk(num_parts, 1) for x in tensors), strict=True)
         for part, own in zip(found, of_parts, strict=True):
             part.append((own[0], own[1] if len(own) == 2 else None))
     return found
-
-
-def _num_compressed(config: NSAConfig) -> int:
-    """Of compressed keys and compressed values, how many some branch reads."""
-    return 2 if config.has("compressed") else int(config.has("selected"))
 
 
 def _halo(config: NSAConfig) -> int:
@@ -188,7 +186,7 @@ def _compress(
 
     One that begins in the last l - d tokens of a chunk ends in the next chunk.
     """
-    read = _num_compressed(config)
+    read = num_compressed(config)
     if read == 0:
         return []
     own_blocks = sources[0].shape[2] // 2 // config.compress_stride
@@ -242,50 +240,3 @@ def _check(
         raise ValueError(
             f"kv_heads_at_once={kv_heads_at_once} must be a divisor of the {heads} KV heads"
         )
-
-
-class SentBytes(NamedTuple):
-    """What one rank sends in one layer, in bytes."""
-
-    forward: int
-    backward: int
-
-
-def sent_bytes(
-    num_tokens: int,
-    num_ranks: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    config: NSAConfig,
-    value_head_dim: int | None = None,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    separate_branch_kv: bool = False,
-) -> SentBytes:
-    """Bytes that a rank sends in one layer of context parallelism, in closed form.
-
-    In a ring a rank passes every shard but one on: (P - 1) times its own. Recomputed activations
-    are one more forward.
-
-    Args:
-        num_tokens: S, of a whole row, padding included. batch_size: B, rows.
-        num_ranks: P.
-        num_kv_heads, head_dim, value_head_dim: Hkv, D and Dv (D if None).
-        dtype: of keys and values; gradients are reduced in float32, or in float64.
-        separate_branch_kv: whether the window has keys and values of its own.
-
-    >>> sent_bytes(2**20, 8, 8, 128, config=NSAConfig())
-    SentBytes(forward=3993894912, backward=7987789824)
-    """
-    own = num_tokens // num_ranks
-    halo = 2 * (config.compress_block_size - config.compress_stride)
-    dims = (head_dim, head_dim if value_head_dim is None else value_head_dim)
-    raw = own * (2 if separate_branch_kv else 1) * sum(dims)
-    compressed = (own // config.compress_stride + halo) * sum(dims[: _num_compressed(config)])
-    learned = compressed if config.has("compressed") else 0  # choosing blocks has no gradient
-    times = (num_ranks - 1) * batch_size * num_kv_heads
-    wide = torch.promote_types(dtype, torch.float32)
-    return SentBytes(
-        times * (raw + compressed) * dtype.itemsize, times * (raw + learned) * wide.itemsize
-    )

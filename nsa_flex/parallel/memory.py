@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.parallel.sent import num_compressed
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,7 @@ def gathered_bytes(
     """
     halo = 2 * num_ranks * (config.compress_block_size - config.compress_stride)
     raw = num_tokens * 2
-    read = 2 if config.has("compressed") else int(config.has("selected"))
-    compressed = (num_tokens // config.compress_stride + halo) * read
+    compressed = (num_tokens // config.compress_stride + halo) * num_compressed(config)
     row = sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
     return batch_size * (raw + compressed) * row
 

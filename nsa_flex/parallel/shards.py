@@ -165,10 +165,9 @@ class _Arrive(torch.autograd.Function):
         whole = []
         parts = arrived.split([math.prod(x) for x in sizes], 1)
         for part, of_chunk in zip(parts, sizes, strict=True):
-            # Of rank r chunk r, then chunk 2P - 1 - r.
-            heads, tails = part.unflatten(1, of_chunk).unflatten(0, (-1, 2)).unbind(1)
-            ordered = torch.cat((heads, tails.flip(0)))  # [2P, B, T/2, H, D]
-            whole.append(ordered.transpose(0, 1).flatten(1, 2).transpose(1, 2))
+            # Of rank r chunk r, then chunk 2P - 1 - r. One copy puts them in order.
+            rows = [x.unflatten(0, of_chunk) for x in part.unbind()]
+            whole.append(torch.cat((*rows[::2], *rows[::-2]), 1).transpose(1, 2))
         return tuple(x[:, :, :end] for end in ends for x in whole)
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""`check_ranks`: do ranks that share sequences attend the tokens that others have?"""
+"""`check_ranks`: do ranks that share sequences attend the tokens that others have?
+
+`nsa_flex.audit(..., mesh=mesh)` asks the same by `ranks_apart`.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,24 @@ def check_ranks(
     ...     return model(input_ids=ids, labels=own_labels, shift_labels=own_next).loss
     >>> nsa_flex.testing.check_ranks(loss, input_ids, mesh["cp"])  # doctest: +SKIP
     """
-    shards = SequenceShards.of(mesh)
+    alone = ranks_apart(loss, input_ids, SequenceShards.of(mesh), shard)
+    if alone:
+        raise AssertionError(
+            f"ranks attend their own tokens alone: {'; '.join(alone)}. Put the model in "
+            "nsa_flex.context_parallel(model, mesh), or call it with whole sequences"
+        )
+
+
+def ranks_apart(
+    loss: Callable[[Tensor], Tensor],
+    input_ids: Tensor,
+    shards: SequenceShards,
+    shard: Callable[[Tensor], Tensor] | None = None,
+) -> list[str]:
+    """Sentences on ranks that do not see those of others, the same on every rank.
+
+    Arguments and errors as of `check_ranks`.
+    """
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; expected (B, S)")
     if shards.size < 2:
@@ -60,14 +80,9 @@ def check_ranks(
             changed[:, first] = torch.where(token > 0, token - 1, token + 1)
             moves.append((loss(share(changed)).double() - before).abs() > 4 * noise)
     moved = all_gather(shards, torch.stack(moves).flatten())[0]  # [P, P], of rank, by other
-    alone = [
+    return [
         f"rank {rank} does not see those of rank {other}"
         for rank, last in enumerate(whole.amax(1).tolist())
         for other, first in enumerate(firsts)
         if rank != other and last > first and not moved[rank, other]
     ]
-    if alone:
-        raise AssertionError(
-            f"ranks attend their own tokens alone: {'; '.join(alone)}. Put the model in "
-            "nsa_flex.context_parallel(model, mesh), or call it with whole sequences"
-        )

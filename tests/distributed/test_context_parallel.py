@@ -20,8 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex import Compression, NSAConfig, nsa_attention
 from nsa_flex.compression import compress_what_is_read
-from nsa_flex.parallel import SequenceShards, context_parallel_attention, shard_sequence
-from nsa_flex.parallel.attention import sent_bytes
+from nsa_flex.parallel import (
+    SequenceShards,
+    context_parallel_attention,
+    sent_bytes,
+    shard_sequence,
+)
 from patching.tiny_models import NSA
 
 # Sums of some hundred float64 terms of size 1 in another order.
@@ -40,16 +44,18 @@ class Problem:
     phi: Any = "mlp"
     rows: int = 2
     past_chunks: int = 0  # of l' / 2 tokens each
+    offset: int | None = None  # of the first query; by default the last query is at the last key
     documents: bool = False
     own_window: bool = False
     at_once: int | None = None
     config: NSAConfig = NSA
     heads: int = 2
+    dims: tuple[int, int] = (8, 6)  # of keys and of values
 
     def __post_init__(self) -> None:
         size = dist.get_world_size()
         torch.manual_seed(5)
-        dim, value_dim, length = 8, 6, 2 * size * self.chunk
+        (dim, value_dim), length = self.dims, 2 * size * self.chunk
         self.queries = length - 2 * size * 4 * self.past_chunks
 
         def tensor(heads: int, tokens: int, width: int) -> Tensor:
@@ -77,7 +83,8 @@ class Problem:
         self.start: Tensor | None = None
         if self.documents:
             starts = torch.tensor([0, 8, 8 * (length // 24), 8 * (length // 11)])
-            place = torch.arange(length - self.queries, length)
+            first = length - self.queries if self.offset is None else self.offset
+            place = first + torch.arange(self.queries)
             rank = torch.searchsorted(starts.sort().values, place, right=True) - 1
             self.start = starts.sort().values[rank].expand(self.rows, -1)
 
@@ -96,6 +103,7 @@ class Problem:
             config=self.config,
             sliding_key=window[0],
             sliding_value=window[1],
+            query_offset=self.offset,
             document_start=self.start,
         )
         found = torch.autograd.grad(output, [*inputs, *self.phis.parameters()], self.grad)
@@ -113,6 +121,7 @@ class Problem:
             compressed_source=tuple(own[:2]) if own else None,
             sliding_key=own[2] if own else None,
             sliding_value=own[3] if own else None,
+            query_offset=self.offset,
             document_start=start,
             kv_heads_at_once=self.at_once,
         )
@@ -147,6 +156,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mean, one block a chunk": {"phi": "mean", "chunk": 8, "at_once": 2},
     "weighted, after a past": {"phi": "weighted", "past_chunks": 1},
     "packed after a past": {"past_chunks": 3, "documents": True, "rows": 1},
+    "at an offset, before other keys": {"past_chunks": 4, "offset": 13, "at_once": 1},
+    "packed at an offset": {"past_chunks": 3, "offset": 29, "documents": True, "rows": 1},
     "window of its own": {"own_window": True, "documents": True, "at_once": 1},
     "halo of three strides": {"config": WIDE_HALO, "chunk": 40},
     "the selected branch alone": {"config": SELECTED, "phi": "mean"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nsa_flex
 from nsa_flex import Compression, NSAConfig
-from nsa_flex.parallel import SequenceShards, ShardedCache
+from nsa_flex.auditing.batches import batches_of
+from nsa_flex.auditing.measuring import peak_bytes
+from nsa_flex.parallel import (
+    SequenceShards,
+    ShardedCache,
+    attention,
+    context_parallel_attention,
+)
 from nsa_flex.parallel.memory import (
     LLAMA_8B,
     ModelSizes,
@@ -117,6 +125,85 @@ def local(x: Any) -> int:
     return int(x.to_local().nbytes)
 
 
+class Played(torch.autograd.Function):
+    """Attention that makes its output and its gradients, keeps its inputs, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value, gates)
+        return torch.empty_like(query)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[int]:
+    """This process is the fourth of 8; no others are there, and collectives send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    yield 8
+    dist.destroy_process_group()
+
+
+GATHERING = NSAConfig(branches=("sliding",))  # keys and values alone
+SHARD, NUM_HEADS, DIM = 1024, 4, 32
+
+
+def attend_shards(
+    at_once: int | None, device: str = "cpu"
+) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A call of the core, and its inputs."""
+    phis = [Compression(GATHERING, NUM_HEADS, DIM, device=device) for _ in range(2)]
+    inputs = [
+        torch.randn(1, SHARD, NUM_HEADS, width, dtype=torch.bfloat16, device=device)
+        for width in (DIM, DIM, DIM, 1)
+    ]
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return context_parallel_attention(
+            *(*tensors, phis[0], phis[1]),
+            mesh=dist.group.WORLD,
+            config=GATHERING,
+            kv_heads_at_once=at_once,
+        )
+
+    return attend, [x.transpose(1, 2).requires_grad_() for x in inputs]
+
+
+@pytest.mark.parametrize("at_once", [None, 2, 1])
+def test_gathered_parts_at_the_peak(
+    at_once: int | None, eight_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of n parts two are there without gradients: one in order, and what comes or came.
+
+    With them the backward of the last part is the peak: the n - 1 others, its gradients of both
+    chunks, and their sums in float32.
+    """
+
+    def played(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, **_: Any) -> Tensor:
+        return Played.apply(query, key, value, rest[-1])
+
+    monkeypatch.setattr(attention, "nsa_attention", played)
+    attend, inputs = attend_shards(at_once)
+    batch = batches_of(tuple(inputs))[0]
+    num_parts = 1 if at_once is None else NUM_HEADS // at_once
+    shard = inputs[1].nbytes + inputs[2].nbytes
+    part = eight_ranks * shard / num_parts
+    queries, small = inputs[0].nbytes, part / 100  # gates
+
+    peak = peak_bytes(attend, batch, train=False)
+    assert 2 * part <= peak <= 2 * part + shard / num_parts + queries + small
+
+    peak = peak_bytes(attend, batch, train=True)
+    both = 1 + 1 / (2 * eight_ranks)  # both chunks see one chunk more than the whole
+    base = (num_parts - 1 + both + 2) * part
+    # The output, its gradient and the queries'; what the sum leaves of this rank's, in float32.
+    assert base <= peak <= base + 3 * queries + 2 * shard / num_parts + small
+
+
 def test_parts_of_the_total() -> None:
     found = training_memory(2**16, 4, LLAMA_8B, config=NSAConfig())
     parts = dataclasses.asdict(found)
@@ -168,3 +255,19 @@ def measure_peak(device: torch.device) -> None:
         optimizer.zero_grad()
     expected = training_memory(length, 2, sizes, config=config).total
     assert 0.67 < peak / expected < 1.5, (peak, expected, dist.get_rank())
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+def test_the_allocator_gives_gathered_memory_again(tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, attend_again)
+
+
+def attend_again(device: torch.device) -> None:
+    """Steps like the first two ask the driver for no memory."""
+    attend, inputs = attend_shards(1, "cuda")
+    segments = []
+    for _ in range(5):
+        torch.autograd.grad(attend(*inputs).sum(), inputs)
+        segments.append(torch.cuda.memory_stats()["segment.all.allocated"])
+    assert segments[1] == segments[-1], segments

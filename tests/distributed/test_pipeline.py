@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.utils import send_to_device
-from distributed.problem import gradients
+from distributed.problem import (
+    CONFIG,
+    DTYPE,
+    LENGTH,
+    SIZES,
+    Result,
+    assert_equal,
+    gradients,
+)
 from distributed.ranks import TWO_GPUS, on_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -47,13 +55,15 @@ class Stage(nn.Module):
         return hidden if self.head is None else self.head(hidden)
 
 
-def patched() -> Any:
+def patched(kind: str = "cpu") -> Any:
+    """For devices of a kind, in float64 on the CPU."""
     torch.manual_seed(7)
-    dense = tiny_model(num_hidden_layers=4)
-    return moved(nsa_flex.patch(dense, NSA), scale=0.1).train()
+    dense = tiny_model(num_hidden_layers=4, **SIZES[kind])
+    return moved(nsa_flex.patch(dense, CONFIG[kind]), scale=0.1).train()
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -62,27 +72,59 @@ def test_pipeline_stages(tmp_path: Path) -> None:
 
 
 def stages(device: torch.device) -> None:
-    torch.manual_seed(8)
-    ids, rank = tokens(4, 72), dist.get_rank()
-    model = patched()
-    expected = model(ids, use_cache=False).logits
-    whole = loss_of(expected, ids)
-    whole.backward()
-    wanted = gradients(model)
+    ids = batch(device)
+    whole = of_one_process(patched(), ids)
+    found = of_stages(patched(), ids)
+    for name, gradient in found.gradients.items():
+        want = whole.gradients[name]
+        assert (gradient - want).norm() / want.norm().clamp_min(1e-6) < LIMIT, name
+    assert relative_error(found.loss, whole.loss) < LIMIT
 
-    part = Stage(patched(), 2 * rank, 2 * rank + 2)
-    schedule = ScheduleGPipe(PipelineStage(part, rank, 2, device), 2, loss_fn=loss_of)
+
+@pytest.mark.gpu
+@TWO_GPUS
+def test_pipeline_stages_on_two_gpus(tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, stages_on_gpus)
+
+
+def stages_on_gpus(device: torch.device) -> None:
+    """As far from float64 as one process is, in the GPU's dtype."""
+    ids, kind = batch(device), device.type
+    exact = of_one_process(patched(kind), ids.cpu())
+    models = [patched(kind).to(device, DTYPE[kind]) for _ in range(2)]
+    plain, found = of_one_process(models[0], ids), of_stages(models[1], ids)
+    own = found.gradients
+    exact = Result(exact.loss, {name: exact.gradients[name] for name in own})
+    assert_equal("pipeline", found, plain, exact)
+
+
+def batch(device: torch.device) -> Tensor:
+    torch.manual_seed(8)
+    return tokens(4, LENGTH[device.type]).to(device)
+
+
+def of_one_process(model: Any, ids: Tensor) -> Result:
+    loss = loss_of(model(ids, use_cache=False).logits, ids)
+    loss.backward()
+    return Result(loss.detach(), gradients(model))
+
+
+def of_stages(model: Any, ids: Tensor) -> Result:
+    """The loss, on both ranks, and the gradients of this rank's stage, by their model's names."""
+    rank = dist.get_rank()
+    part = Stage(model, 2 * rank, 2 * rank + 2)
+    schedule = ScheduleGPipe(PipelineStage(part, rank, 2, ids.device), 2, loss_fn=loss_of)
     losses: list[Tensor] = []
     schedule.step(ids) if rank == 0 else schedule.step(target=ids, losses=losses)
-    found = gradients(part)
-    for name, gradient in found.items():
-        if "layers" in name:
-            name = re.sub(r"(?<=layers\.)\d+", lambda x: str(int(x[0]) + 2 * rank), name)
-        own = name.replace("decoder.", "model.").replace("head.", "lm_head.")
-        want = wanted[own]
-        assert (gradient - want).norm() / want.norm().clamp_min(1e-6) < LIMIT, own
-    if rank == 1:
-        assert relative_error(torch.stack(losses).mean(), whole) < LIMIT
+    loss = torch.zeros((), dtype=torch.float64, device=ids.device)
+    if losses:
+        loss += torch.stack(losses).mean().detach()
+    dist.all_reduce(loss)
+    found = {}
+    for name, gradient in gradients(part).items():
+        name = re.sub(r"(?<=layers\.)\d+", lambda x: str(int(x[0]) + 2 * rank), name)
+        found[name.replace("decoder.", "model.").replace("head.", "lm_head.")] = gradient
+    return Result(loss, found)
 
 
 def test_layers_outside_their_decoder_are_refused() -> None:

@@ -11,15 +11,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.problem import Result, gradients
-from distributed.ranks import on_ranks
+from distributed.problem import (
+    Result,
+    assert_equal,
+    gradients,
+    new_model,
+    one_process,
+    whole_batch,
+)
+from distributed.ranks import TWO_GPUS, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import nsa_flex
+from nsa_flex.parallel import exchanged_bytes
 from nsa_flex.training import read_rows
 from patching.tiny_models import NSA, moved, relative_error, tiny_model, tokens
 
@@ -91,6 +100,7 @@ def targets(call: dict[str, Tensor]) -> Tensor:
 
 def total_loss(model: Any, call: dict[str, Tensor], labels: Tensor) -> Tensor:
     logits = model(**call, use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
@@ -129,6 +139,65 @@ def every_case(_device: torch.device) -> None:
         for name, want in expected.gradients.items():
             error = (found.gradients[name] - want).norm() / want.norm().clamp_min(1e-6)
             assert error < LIMIT, f"{case}: gradient of {name} is off by {error}"
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+def test_loss_and_gradients_on_two_gpus(tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, like_one_process)
+
+
+def like_one_process(device: torch.device) -> None:
+    """As far from float64 as one process is, in the device's dtype."""
+    mesh, call = init_device_mesh(device.type, (2,)), {"input_ids": whole_batch(device)}
+    labels = targets(call)
+    model = nsa_flex.sequence_parallel(new_model(device).to(device), mesh.get_group())
+    with ulysses(mesh):
+        own = {name: x.chunk(2, 1)[dist.get_rank()] for name, x in call.items()}
+        loss = total_loss(model, own, labels.chunk(2, 1)[dist.get_rank()])
+        loss = loss / (labels != -100).sum()
+        loss.backward()
+    found = Result(loss.detach(), gradients(model))
+    for x in (found.loss, *found.gradients.values()):
+        dist.all_reduce(x)
+    exact = one_process(device, torch.float64)
+    assert_equal("Ulysses", found, one_process(device), exact)
+
+
+class CountedBytes(TorchDispatchMode):
+    """What exchanges of numbers take from this rank: of its tensor all parts but one.
+
+    Gloo has no all-to-all that DTensors would use: they gather, and keep a part.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_gather" in func._schema.name and args[0].is_floating_point():
+            self.sent += args[0].nbytes * (dist.get_world_size() - 1) // dist.get_world_size()
+        return func(*args, **(kwargs or {}))
+
+
+def test_bytes_are_those_of_the_closed_form(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, count_bytes)
+
+
+def count_bytes(_device: torch.device) -> None:
+    mesh, call = init_device_mesh("cpu", (2,)), batch("packed")
+    model = nsa_flex.sequence_parallel(patched(), mesh)
+    own = {name: x.chunk(2, 1)[dist.get_rank()] for name, x in call.items()}
+    with ulysses(mesh):
+        with CountedBytes() as forward:
+            output = model(**own, use_cache=False).logits
+        with CountedBytes() as backward:
+            output.sum().backward()
+    layers, width = model.model.layers, model.model.layers[0].self_attn.head_dim
+    expected = exchanged_bytes(
+        *(LENGTH, 2, 4, 2, width), config=NSA, batch_size=2, dtype=torch.float64
+    )
+    assert (forward.sent, backward.sent) == tuple(len(layers) * x for x in expected)
 
 
 def test_eval_mode(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from distributed.problem import loss_of, new_model, own_rows, whole_batch
 from distributed.ranks import on_ranks, on_two
 from distributed.recipes import WRAPPERS
+from torch.distributed.device_mesh import init_device_mesh
 from training.tiny_run import rows_of
 
 import nsa_flex
+from nsa_flex.training import read_rows
 from nsa_flex.training.telemetry.observe import STATISTICS
 
 STEPS = 4
@@ -55,3 +57,23 @@ def run(
             optimizer.step()
             optimizer.zero_grad()
             told.step(loss, tokens=ids.numel())
+
+
+def test_ranks_that_layers_were_told_of(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, open_all, tmp_path)
+    for axis in ("context", "heads", "tensor"):
+        assert read_rows(tmp_path / axis, "heartbeat")[-1]["mesh"] == {axis: 2}
+    assert read_rows(tmp_path / "alone", "heartbeat")[-1]["mesh"] is None
+
+
+def open_all(device: torch.device, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    models = {
+        "alone": new_model(device),
+        "context": nsa_flex.context_parallel(new_model(device), mesh),
+        "heads": nsa_flex.sequence_parallel(new_model(device), mesh),
+        "tensor": nsa_flex.tensor_parallel(new_model(device), mesh),
+    }
+    for name, model in models.items():
+        with nsa_flex.telemetry(model, folder / name):
+            pass

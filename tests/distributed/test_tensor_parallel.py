@@ -208,7 +208,12 @@ def checkpoints(_device: torch.device, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers wants it in a config now
         loaded = nsa_flex.load(folder / "whole", tp_plan="auto")
+        by_auto = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "whole", tp_plan="auto"
+        )
     assert_same("tp_plan", step(loaded.train(), ids), expected)
+    assert by_auto.model.layers[0].self_attn.nsa.compress_key.is_split
+    assert_same("AutoModel with tp_plan", step(by_auto.train(), ids), expected)
     config = transformers.distributed.DistributedConfig(tp_size=2)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "whole", distributed_config=config

@@ -74,8 +74,9 @@ class Telemetry:
         heartbeat_seconds: between lines of heartbeat.jsonl.
         strict: raise where a branch would run on another backend than the table's first.
         first_step: steps done before.
-        mesh: axis to ranks, for heartbeat.jsonl.
-        sent_bytes: that a rank sends in a step for context parallelism, likewise.
+        mesh: axis to ranks, for heartbeat.jsonl; by default those that the layers were told of:
+            context, heads (`sequence_parallel`) and tensor.
+        sent_bytes: that a rank sends in a step for attention, likewise.
         tokens_per_byte: of the held-out text as UTF-8, for bits per byte.
 
     Raises:
@@ -120,7 +121,7 @@ class Telemetry:
         if probe is not None:
             self._probe = probe_call(model, probe)
         self._heartbeat_seconds = heartbeat_seconds
-        self._mesh, self._sent_bytes = mesh, sent_bytes
+        self._mesh, self._sent_bytes = mesh or mesh_of(model), sent_bytes
         self._losses: list[Tensor] = []
         self._calls = 0
         self._measured_at: int | None = None
@@ -392,6 +393,22 @@ def _is_parallel(model: nn.Module) -> bool:
         or any(is_sharded(parameter) for parameter in model.parameters())
         or any(map(_exchanges, nsa_layers(model).values()))
     )
+
+
+def mesh_of(model: nn.Module) -> dict[str, int] | None:
+    """Axis to ranks, of those that share tokens or heads of the layers; None if there are none."""
+    found = {}
+    layers: Any = nsa_layers(model).values()
+    for layer in layers:
+        if layer.shards is not None:
+            found["context"] = layer.shards.size
+        if getattr(layer, "head_shards", None) is not None:
+            found["heads"] = layer.head_shards.size
+        if layer.compress_key.is_split:
+            gates = layer.gates
+            own = gates.num_query_heads * len(gates.rows)
+            found["tensor"] = gates.linear.weight.shape[0] // own
+    return found or None
 
 
 def _exchanges(layer: Any) -> bool:

@@ -1,0 +1,79 @@
+"""An audit on two ranks that share sequences: one that attends its own tokens alone is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed.problem import CONFIG, new_model, whole_batch
+from distributed.ranks import on_ranks
+from torch import Tensor
+from typer.testing import CliRunner
+
+import nsa_flex
+from nsa_flex.auditing import AuditReport
+from nsa_flex.cli.app import app
+from patching.tiny_models import tiny_model
+
+APART = "rank 1 does not see those of rank 0"
+
+
+def test_a_rank_that_attends_alone_is_a_finding(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, audits)
+
+
+def audit(model: Any, inputs: Any) -> AuditReport:
+    options: dict[str, Any] = {"train": False, "measured": False, "lint_scope": "none"}
+    return nsa_flex.audit(model, inputs, mesh=dist.group.WORLD, **options)
+
+
+def audits(device: torch.device) -> None:
+    ids, group = whole_batch(device)[:, :64], dist.group.WORLD
+    own = nsa_flex.shard_batch(ids, group, CONFIG["cpu"])
+    shared = nsa_flex.context_parallel(new_model(device), group)
+    assert audit(shared, [{**own, "use_cache": False}]).ok
+    # Without NSA; ids by place, and any model.
+    dense = tiny_model()
+
+    def logits(input_ids: Tensor) -> Tensor:
+        return dense(input_ids=input_ids, use_cache=False).logits
+
+    for model, inputs in ((dense, own), (logits, (own["input_ids"],))):
+        (found,) = [f for f in audit(model, inputs).findings if f.kind == "ranks-apart"]
+        assert (found.message, found.location, found.phases) == (APART, "2 ranks", ("ranks",))
+        assert "nsa_flex.context_parallel(model, mesh)" in found.mend
+    report = audit(torch.sin, torch.ones(2, 8))
+    assert report.ok
+    assert report.notes[-1].startswith("ranks: a batch without token ids, integers (B, T), does")
+
+
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, commands, tmp_path)
+    found = json.loads((tmp_path / "alone").read_text())["findings"]
+    assert [(f["kind"], f["message"]) for f in found] == [("ranks-apart", APART)]
+    assert json.loads((tmp_path / "patched").read_text())["ok"]
+    assert f"ranks-apart (ranks): {APART}\n  at 2 ranks\n" in (tmp_path / "text").read_text()
+    assert "NSAAttention is audited in one process" in (tmp_path / "layer").read_text()
+
+
+def commands(_device: torch.device, folder: Path) -> None:
+    """Rank 0 tells, and the other is silent and content."""
+    quick = ["--no-measure", "--no-train", "--lint", "none", "--device", "cpu"]
+    quick += ["--lengths", "64", "--batch-sizes", "1"]
+    calls = {
+        "alone": (["llama", *quick, "--json"], 1),
+        "patched": (["llama", "--patch", *quick, "--json"], 0),
+        "text": (["llama", *quick], 1),
+        "layer": (["NSAAttention", *quick], 2),
+    }
+    for name, (call, code) in calls.items():
+        result = CliRunner().invoke(app, ["audit", *call], env={"COLUMNS": "200"})
+        is_first = dist.get_rank() == 0
+        assert result.exit_code == (code if is_first or code == 2 else 0), result.output
+        if is_first:
+            (folder / name).write_text(result.stdout if code < 2 else result.stderr)
+        else:
+            assert not result.stdout

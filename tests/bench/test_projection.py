@@ -1,0 +1,55 @@
+"""A projection from rows is what its closed form says, and what the page tells."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_flex import NSAConfig
+from nsa_flex.bench.report.projection import project
+from nsa_flex.parallel import sent_bytes
+
+ROOT = Path(__file__).parents[2]
+ROWS = json.loads((ROOT / "bench" / "results" / "context_parallel_h100.json").read_text())
+NVLINK = {"H100": 450e9, "H800": 200e9}  # bytes a second that a GPU sends
+
+
+def row(tokens: int, forward: float, both: float) -> dict[str, Any]:
+    times = {"forward_ms": forward, "forward_backward_ms": both}
+    return {"heads": "32/8", "ranks": 4, "tokens": tokens, **times}
+
+
+def test_a_parabola_and_the_bytes_beyond_its_share() -> None:
+    """Of thousands of tokens N: N + 2 N² forward, and 4 N + 4 N² with the backward."""
+    rows = [row(2**10, 3, 8), row(2**11, 10, 24)]
+    found = project(rows, "32/8", 2**12, 4, bytes_per_second=1)
+    assert found == pytest.approx((36, 80 - 36))
+    four, eight = (sent_bytes(2**12, ranks, 8, 128, config=NSAConfig()) for ranks in (4, 8))
+    more = [1e-3 * (y - x / 2) for x, y in zip(four, eight, strict=True)]  # ms at 1 MB a second
+    found = project(rows, "32/8", 2**12, 8, bytes_per_second=1e6)
+    assert found == pytest.approx((18 + more[0], 22 + more[1]))
+
+
+@pytest.mark.parametrize("heads", ["64/4", "32/8"])
+def test_from_two_ranks_it_is_what_four_took(heads: str) -> None:
+    """512k tokens, within 4 %."""
+    found = project(ROWS, heads, 2**19, 4, bytes_per_second=NVLINK["H100"], timed=2)
+    (took,) = (x for x in ROWS if (x["heads"], x["ranks"], x["tokens"]) == (heads, 4, 2**19))
+    assert sum(found) == pytest.approx(took["forward_backward_ms"], rel=0.04)
+
+
+def test_rows_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="0 rows of 16/16 heads on 4 ranks; expected 2 lengths"):
+        project(ROWS, "16/16", 2**20, 8, bytes_per_second=1e9)
+
+
+def test_the_page() -> None:
+    page = " ".join((ROOT / "docs" / "guide" / "many-gpus.md").read_text().split())
+    told = re.search(r"projects (\d+) ms forward and (\d+) ms backward", page)
+    assert told is not None
+    found = project(ROWS, "64/4", 2**20, 8, bytes_per_second=NVLINK["H800"])
+    assert told.groups() == tuple(f"{x:.0f}" for x in found)
