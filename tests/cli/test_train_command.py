@@ -126,7 +126,8 @@ def test_large_data_are_not_counted_at_the_start(
     assert data_of(tmp_path / "run") == {**none, "files": 30, "file_bytes": size}
     monkeypatch.undo()
     (tmp_path / "texts" / "torn.txt.gz").write_bytes(b"\x1f\x8b\x08nothing")
-    assert invoke(config, *short, "--set", f"out={tmp_path / 'torn'}").exit_code == 1
+    apart = ["--set", f"data.held_out_files=[{write_texts(tmp_path / 'apart')}]"]
+    assert invoke(config, *short, *apart, "--set", f"out={tmp_path / 'torn'}").exit_code == 1
     assert data_of(tmp_path / "torn")["documents"] is None
 
 
