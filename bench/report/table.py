@@ -346,6 +346,13 @@ def tested(rows: list[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def persons_path(rows: list[Row]) -> pd.DataFrame:
+    """Seconds of each command of the guide, and of all."""
+    lines = [{"command": f"`{row['case']}`", "seconds": f"{row['seconds']:.0f}"} for row in rows]
+    total = sum(row["seconds"] for row in rows)
+    return pd.DataFrame([*lines, {"command": "all", "seconds": f"{total:.0f}"}])
+
+
 _VERSIONS = ("Python", "torch", "Triton", "transformers")
 TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "headline": headline,
@@ -364,6 +371,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "serving": serving,
     "prefixes": prefixes,
     "tested": tested,
+    "path": persons_path,
     "quality": quality,
     "recall": recall,
     "reasons": reasons,

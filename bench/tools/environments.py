@@ -11,21 +11,30 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = "hf,ao,cli,audit,bench,serve,train,dev"
+# As `make env` has them.
+(EXTRAS,) = re.findall(r"^EXTRAS \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 class InstallError(Exception):
     """An environment could not be made: the message is what pip, or this module, says of it."""
 
 
-def fresh(folder: Path, packages: Iterable[str], python: str, *, pinned: bool) -> Path:
-    """nsa_flex with all its extras in an environment of its own; the path of its Python.
+def fresh(
+    folder: Path,
+    packages: Iterable[str],
+    python: str,
+    *,
+    pinned: bool,
+    extras: str = EXTRAS,
+) -> Path:
+    """nsa_flex with its extras in an environment of its own; the path of its Python.
 
     Args:
         folder: where; what is there goes.
         packages: requirements beside them, which replace the pins of the same packages.
         python: the interpreter.
         pinned: everything else in the versions of `constraints.txt`; if not, the newest.
+        extras: with commas between them.
 
     Raises:
         InstallError: pip failed.
@@ -36,7 +45,7 @@ def fresh(folder: Path, packages: Iterable[str], python: str, *, pinned: bool) -
     named = {_name(package) for package in packages} if pinned else None
     pins.write_text(_pins(named))
     executable = folder / "bin" / "python"
-    _pip(executable, "-c", pins, *packages, "-e", f"{ROOT}[{EXTRAS}]")
+    _pip(executable, "-c", pins, *packages, "-e", f"{ROOT}[{extras}]")
     return executable
 
 

@@ -15,16 +15,16 @@ from transformers import TrainerCallback
 from nsa_flex.patching import NSALayer
 from nsa_flex.selection import best_blocks
 from nsa_flex.training.block_mass import (
+    QUERIES,
     compressed_block_mass,
     dense_block_mass,
     divergence,
     free_blocks,
     recall_of,
+    spread_queries,
 )
 from nsa_flex.training.telemetry.observe import nsa_layers
 from nsa_flex.training.telemetry.rows import RowFile
-
-QUERIES = 64  # of a row, whose scores over all keys are formed
 
 
 class AlignmentCallback(TrainerCallback):
@@ -176,9 +176,7 @@ def recalls(model: Any, ids: Tensor) -> list[dict[str, Any]]:
             query, key = query.to(value.dtype), key.to(value.dtype)
             config, tokens = layer.config, key.shape[2]
             scale = kwargs.get("scale") or query.shape[-1] ** -0.5
-            positions = torch.linspace(
-                0, tokens - 1, min(QUERIES, tokens), device=key.device
-            ).long()
+            positions = spread_queries(tokens, key.device)
             query = query[:, :, positions]
             dense = dense_block_mass(query, key, positions, config, scale)
             scores = compressed_block_mass(

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from nsa_flex.training.arguments import tokens_per_step
+from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.packing import Counts
+from nsa_flex.training.telemetry.schemas import schema
 from nsa_flex.training.texts import Texts
 
 DATA_REPORT = "data.json"
+COUNTED_BYTES = 8 * 2**20  # that every run reads once more at its start, to count what is there
 _NAMED = 20
+
+
+def report_at_start(texts: Texts) -> dict[str, Any]:
+    """`data_report` of data that are small or in a cache; else files and bytes, None for the rest.
+
+    So it is too where a file cannot be read: the training says so once it comes to it.
+    """
+    if texts.cache is not None or _size(texts) <= COUNTED_BYTES:
+        with contextlib.suppress(TrainingError):
+            return data_report(texts)
+    found = dict.fromkeys(schema("data")["properties"])
+    return found | {"files": len(texts.source.files), "file_bytes": _size(texts)}
+
+
+def _size(texts: Texts) -> int:
+    return sum(path.stat().st_size for path in texts.source.files if path.exists())
 
 
 def data_report(texts: Texts) -> dict[str, Any]:
@@ -35,6 +55,7 @@ def data_report(texts: Texts) -> dict[str, Any]:
     skipped = {**rows.skipped, **(texts.cache.skipped if texts.cache is not None else {})}
     return {
         "files": len(texts.source.files),
+        "file_bytes": _size(texts),
         "documents": sum(each.documents for each in rows.counts),
         "tokens": total,
         "longest_document": max(each.longest for each in rows.counts),
@@ -69,6 +90,9 @@ def write_report(run: Path, report: dict[str, Any]) -> None:
 
 def in_a_line(report: dict[str, Any]) -> str:
     """For a terminal."""
+    if report["documents"] is None:
+        size = f"{report['file_bytes'] / 1e6:,.1f} MB"
+        return f"data: {report['files']:,} files, {size}; --data-report counts what is in them"
     skipped = "".join(f"; {n} files skipped: {why}" for why, n in report["skipped"].items())
     return (
         f"data: {report['documents']:,} documents, {report['tokens']:,} tokens, the longest "

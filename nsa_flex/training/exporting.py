@@ -33,7 +33,7 @@ _OF_MODELS = (
 )
 _SHIM = '''"""Lets transformers' Auto classes load this model with trust_remote_code=True.
 
-The attention is that of nsa_flex, which must be installed: pip install nsa-flex.
+The attention is that of nsa_flex, which must be installed.
 """
 
 from nsa_flex.patching.hf_saved_config import NSACheckpointConfig
@@ -131,7 +131,8 @@ def _facts(
         }
         if (run / DATA_REPORT).is_file():
             report = json.loads((run / DATA_REPORT).read_text())
-            facts["data"] |= {name: report[name] for name in ("documents", "epochs")}
+            counted = {name: report[name] for name in ("documents", "epochs")}
+            facts["data"] |= {name: x for name, x in counted.items() if x is not None}
     samples = [row for row in read_rows(run, "samples") if row["step"] <= until]
     if samples:
         facts["sample"] = {name: samples[-1][name] for name in ("step", "prompt", "text")}
@@ -176,8 +177,8 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-_NSA = """A language model with Native Sparse Attention. It needs nsa_flex
-(`pip install nsa-flex[hf]`), and is read like any other model of transformers:
+_NSA = """A language model with Native Sparse Attention. It needs nsa_flex, in a checkout of it
+`pip install -e ".[hf]"`, and is read like any other model of transformers:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -35,7 +35,7 @@ from nsa_flex.training.arguments import (
 )
 from nsa_flex.training.averages import AVERAGES, AverageCallback, set_averages
 from nsa_flex.training.config import TrainConfig
-from nsa_flex.training.data_report import data_report, write_report
+from nsa_flex.training.data_report import report_at_start, write_report
 from nsa_flex.training.errors import TrainingError, in_one_line
 from nsa_flex.training.mesh import (
     check_mesh,
@@ -115,8 +115,7 @@ def train(
             run.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(run))
             open_run(config, asked, start)
-            if texts.cache is not None:
-                write_report(run, data_report(texts))
+            write_report(run, report_at_start(texts))
             texts = texts.with_record(data_ranks(config))
         told = stack.enter_context(reporting(config))
         return _train(config, texts, model, held_out, start, [*callbacks, *told])

@@ -97,6 +97,42 @@ def test_a_stranger_loads_it(run: Path, tmp_path: Path) -> None:
     assert tokenizer("the", add_special_tokens=False)["input_ids"] == list(b"the")
 
 
+# The same where nsa_flex is not installed.
+REFUSED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == "nsa_flex":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from transformers import AutoModelForCausalLM
+for trust in (True, False):
+    try:
+        AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=trust)
+    except (ImportError, ValueError) as error:
+        print(type(error).__name__, " ".join(str(error).split()))
+"""
+
+
+def test_without_nsa_flex_the_error_names_it(run: Path, tmp_path: Path) -> None:
+    assert invoke(run, tmp_path / "out").exit_code == 0
+    environment: Any = {**os.environ, "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REFUSED, str(tmp_path / "out")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    trusted, plain = done.stdout.splitlines()
+    assert trusted.startswith("ImportError")
+    assert "not found in your environment: nsa_flex" in trusted
+    assert plain.startswith("ValueError")
+    assert "trust_remote_code=True" in plain
+
+
 def test_a_checkpoint_and_the_average(run: Path, tmp_path: Path) -> None:
     weights = {
         "checkpoint": run / "checkpoint-8" / "model.safetensors",

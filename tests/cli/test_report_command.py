@@ -157,6 +157,9 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     assert len(run["layers"]["layers"]) == 2
     shares = run["layers"]["values"]["share_sliding"]
     assert [len(of_step) for of_step in shares] == [2] * 4
+    recalls = run["layers"]["values"]["score_recall"]
+    assert all(0 < recall < 1.001 for of_step in recalls for recall in of_step)
+    assert page.drawn["captions"]["block_recall"].startswith("of the blocks with the most dense")
     assert page.drawn["captions"]["entropy"].startswith("of the shares, mean, nats")
     facts = tiles(tmp_path / "report.html")
     assert (facts["steps"], facts["loss"], facts["held-out loss"]) == ("3", "1.5000", "1.2500")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 import yaml
@@ -22,7 +23,8 @@ from typer.testing import CliRunner, Result
 
 import nsa_flex
 from nsa_flex.cli.app import app
-from nsa_flex.training.telemetry import last_of_each_step, read_rows
+from nsa_flex.training import data_report
+from nsa_flex.training.telemetry import last_of_each_step, read_rows, schema
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,7 +83,7 @@ def test_the_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
 
 
 def test_the_report_of_the_data_writes_nothing(config: Path, tmp_path: Path) -> None:
-    """Beside a dry run too; a run with a cache shows it at its start, and keeps it."""
+    """Beside a dry run too; a run shows it at its start, and keeps it."""
     (tmp_path / "texts" / "a.png").write_bytes(b"\x89PNG\0")
     result = invoke(config, "--data-report", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
@@ -91,13 +93,42 @@ def test_the_report_of_the_data_writes_nothing(config: Path, tmp_path: Path) -> 
     assert told["documents"] < 30  # some are held out
     assert not (tmp_path / "run").exists()
     assert "longest document" in invoke(config, "--data-report").stdout
-    cached = invoke(config, "--set", f"data.cache={tmp_path / 'cache'}")
-    assert cached.exit_code == 0, cached.output
-    line = f"data: {told['documents']} documents, {told['tokens']:,} tokens, the longest "
-    assert line in cached.stdout
-    assert "1 files skipped: binary" in cached.stdout
-    kept = json.loads((tmp_path / "run" / "data.json").read_text())
-    assert kept == {name: told[name] for name in kept}
+    for options in ([], ["--set", f"data.cache={tmp_path / 'cache'}"]):
+        done = invoke(config, "--set", f"out={tmp_path / 'run'}{len(options)}", *options)
+        assert done.exit_code == 0, done.output
+        line = f"data: {told['documents']} documents, {told['tokens']:,} tokens, the longest "
+        assert line in done.stdout
+        assert "1 files skipped: binary" in done.stdout
+        assert data_of(tmp_path / f"run{len(options)}") == {name: told[name] for name in COUNTED}
+
+
+COUNTED = schema("data")["properties"]
+
+
+def data_of(run: Path) -> dict[str, Any]:
+    found = json.loads((run / "data.json").read_text())
+    jsonschema.validate(found, schema("data"))
+    return found
+
+
+def test_large_data_are_not_counted_at_the_start(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are those that cannot be read as far as the training comes."""
+    short = ["--set", "training.steps=2"]
+    monkeypatch.setattr(data_report, "COUNTED_BYTES", 100)
+    done = invoke(config, *short)
+    assert done.exit_code == 0, done.output
+    size = sum(path.stat().st_size for path in (tmp_path / "texts").iterdir())
+    line = f"data: 30 files, {size / 1e6:,.1f} MB; --data-report counts what is in them"
+    assert line in done.stdout
+    none = dict.fromkeys(COUNTED)
+    assert data_of(tmp_path / "run") == {**none, "files": 30, "file_bytes": size}
+    monkeypatch.undo()
+    (tmp_path / "texts" / "torn.txt.gz").write_bytes(b"\x1f\x8b\x08nothing")
+    apart = ["--set", f"data.held_out_files=[{write_texts(tmp_path / 'apart')}]"]
+    assert invoke(config, *short, *apart, "--set", f"out={tmp_path / 'torn'}").exit_code == 1
+    assert data_of(tmp_path / "torn")["documents"] is None
 
 
 def test_what_the_dry_run_says_of_the_125m(tmp_path: Path) -> None:

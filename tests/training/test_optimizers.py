@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from training.begun_run import begin, quiet_config
 from training.small_config import write_texts
 
 import nsa_flex
+from nsa_flex.training import arguments
 from nsa_flex.training.arguments import OPTIMIZERS, training_arguments
 from nsa_flex.training.muon import MuonAdamW
 from nsa_flex.training.run import train
@@ -70,6 +72,31 @@ def test_every_name_is_one_of_transformers(tmp_path: Path, texts: Path) -> None:
         config = quiet_config(tmp_path / "run", texts, training={"optimizer": name})
         optim = training_arguments(config, "LlamaDecoderLayer").optim
         assert optim == ("adamw_torch" if name == "muon" else name)
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "name"),
+    [
+        ("auto", True, "adamw_torch_fused"),
+        ("cuda", True, "adamw_torch_fused"),
+        ("auto", False, "adamw_torch"),
+        ("cpu", True, "adamw_torch"),
+    ],
+)
+def test_adamw_is_fused_on_cuda(
+    tmp_path: Path,
+    texts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    cuda: bool,
+    name: str,
+) -> None:
+    """By what the Trainer would be told on such a machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    told = lambda **options: SimpleNamespace(n_gpu=1, **options)  # noqa: E731
+    monkeypatch.setattr(arguments, "TrainingArguments", told)
+    config = quiet_config(tmp_path / "run", texts, engine={"device": device})
+    assert training_arguments(config, "LlamaDecoderLayer").optim == name
 
 
 def test_muon_takes_the_matrices_of_decoder_layers(

@@ -6,6 +6,8 @@ is why `test_docs` leaves the page out.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 from training.tiny_run import rows_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "train.md"
-PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+# Code, and what stands behind it of its output.
+PYTHON = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.M | re.S)
 STEPS, LAYERS = 20, 2
 # Sections that run one after another, and the folder that their telemetry writes to.
 RECIPES = {
@@ -27,8 +30,8 @@ RECIPES = {
 }
 
 
-def sections() -> dict[str, list[str]]:
-    """Heading to the Python code under it; "" is what comes before the first."""
+def sections() -> dict[str, list[tuple[str, str]]]:
+    """Heading to the Python code under it, and its output; "" is what comes before the first."""
     parts = re.split(r"^## (.*)\n", PAGE.read_text(), flags=re.M)
     code = [PYTHON.findall(part) for part in parts[::2]]
     return dict(zip(["", *parts[1::2]], code, strict=True))
@@ -38,8 +41,11 @@ def run_sections(headings: tuple[str, ...]) -> dict[str, Any]:
     """Run the page's preparation and some sections; what they defined."""
     known: dict[str, Any] = {}
     for heading in ("", *headings):
-        for code in sections()[heading]:
-            exec(compile(code, f"{PAGE.name}, {heading}", "exec"), known)
+        for code, shown in sections()[heading]:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(code, f"{PAGE.name}, {heading}", "exec"), known)
+            if shown:
+                assert printed.getvalue() == shown
     return known
 
 

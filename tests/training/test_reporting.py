@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -76,22 +77,57 @@ def test_a_package_that_is_missing_is_named(
 
 
 def test_tensorboard_and_wandb(tmp_path: Path) -> None:
-    """Losses, gates and blocks of each layer; the files are whole once the run has ended."""
+    """Losses, and by name all that gates.csv has of each layer, and the means over layers.
+
+    The files are whole once the run has ended.
+    """
     pytest.importorskip("wandb")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = {"report_to": ["tensorboard", "wandb"]}
     out = tmp_path / "run"
-    train(small_config(out, write_texts(tmp_path / "texts"), run=run))
+    data = {"documents": "joined"}  # rows in which blocks are chosen
+    train(small_config(out, write_texts(tmp_path / "texts"), run=run, data=data))
     events = accumulator.EventAccumulator(str(out / "tensorboard"))
     events.Reload()
+    board = {tag: [each.value for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    [offline] = (out / "wandb").glob("offline-run-*/*.wandb")
+    history = histories(offline)
     rows = rows_of(out)
     losses = [row["loss"] for row in rows["training"] if row["loss"] is not None]
-    assert [each.value for each in events.Scalars("train/loss")] == pytest.approx(losses, abs=1e-4)
-    assert [each.step for each in events.Scalars("eval/bits_per_byte")] == [6, 12]
-    assert len(events.Scalars("eval/perplexity")) == 2
-    first = [row["entropy"] for row in rows["gates"] if row["layer"].startswith("model.layers.0")]
-    seen = [each.value for each in events.Scalars("train/nsa/layer_0/entropy")]
-    assert seen == pytest.approx(first[1:])  # that of step 0 is measured before anything is logged
-    assert len(events.Scalars("train/nsa/never_chosen")) == len(seen)
-    [offline] = (out / "wandb").glob("offline-run-*/*.wandb")
-    assert offline.stat().st_size > 10_000
+    names = [name for name in rows["gates"][0] if name not in ("session", "step", "layer")]
+    assert {"gate_selected", "share_sliding", "block_recall", "score_recall"} <= set(names)
+    for told in (board, history):
+        assert told["train/loss"] == pytest.approx(losses, abs=1e-4)
+        assert len(told["eval/perplexity"]) == len(told["eval/bits_per_byte"]) == 2
+        for name in names:  # what step 0 gives is measured before anything is logged
+            layers = [
+                [row[name] for row in rows["gates"] if row["layer"] == layer and row["step"]]
+                for layer in dict.fromkeys(row["layer"] for row in rows["gates"])
+            ]
+            for number, numbers in enumerate(layers):
+                assert told[f"train/nsa/layer_{number}/{name}"] == pytest.approx(numbers, rel=1e-5)
+            means = [sum(each) / len(each) for each in zip(*layers, strict=True)]
+            assert told[f"train/nsa/{name}"] == pytest.approx(means, rel=1e-5)
+    assert [each.step for each in events.Scalars("eval/perplexity")] == [6, 12]
+
+
+def histories(file: Path) -> dict[str, list[float]]:
+    """The numbers in a file of W&B: records of protobuf in blocks, as LevelDB writes its log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, block, head = file.read_bytes(), 32768, 7
+    at, record = head, b""
+    found: dict[str, list[float]] = {}
+    while at + head <= len(data):
+        if (left := block - at % block) < head:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        at += head + length
+        record += data[at - length : at]
+        if kind in (1, 4):  # whole, or its last part
+            for item in Record.FromString(record).history.item:
+                name = item.key or "/".join(item.nested_key)
+                found.setdefault(name, []).append(json.loads(item.value_json))
+            record = b""
+    return found

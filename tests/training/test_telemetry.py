@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -16,7 +17,10 @@ from training.tiny_run import batch, loss_of, patched, rows_of
 import nsa_flex
 from nsa_flex.hot_path import SyncDetector
 from nsa_flex.training import TrainingError
+from nsa_flex.training.alignment import recalls
+from nsa_flex.training.block_mass import selection_recall, spread_queries
 from nsa_flex.training.telemetry import ARTEFACTS, last_of_each_step, read_rows, schema
+from nsa_flex.training.telemetry import observe as observing
 from nsa_flex.training.telemetry.observe import STATISTICS, observe, probe_call, statistics
 from nsa_flex.training.telemetry.rows import RowFile
 from patching.tiny_models import NSA
@@ -110,7 +114,61 @@ def test_statistics_are_those_of_plain_loops() -> None:
     for documents in ({}, {"cu_seq_lens_q": bounds}):
         probe = {"input_ids": tokens, **documents}
         for seen in observe(model, probe_call(model, probe)):
-            torch.testing.assert_close(statistics(seen), torch.tensor(by_loops(seen)))
+            torch.testing.assert_close(statistics(seen)[:-2], torch.tensor(by_loops(seen)))
+
+
+def test_recall_is_that_of_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over queries, heads and blocks; with documents, of which one is empty, and without."""
+    torch.manual_seed(0)
+    model, calls = patched(), []
+
+    def noting(*tensors: Any, **options: Any) -> torch.Tensor:
+        calls.append((tensors, options))
+        return selection_recall(*tensors, **options)
+
+    monkeypatch.setattr(observing, "selection_recall", noting)
+    for documents in ({}, {"cu_seq_lens_q": torch.tensor([0, 61, 61, 150])}):
+        probe = {"input_ids": batch(1, 150), **documents}
+        for seen in observe(model, probe_call(model, probe)):
+            tensors, options = calls.pop(0)
+            assert (options["start"] is None) == (not documents)
+            expected = recall_by_loops(*tensors, **options)
+            assert statistics(seen)[-2:].tolist() == pytest.approx(expected, abs=1e-5)
+            assert all(0 < x < 1 for x in expected)
+
+
+def recall_by_loops(query, key, blocks, config, scale, *, start, real):
+    tokens, size = key.shape[2], config.select_block_size
+    places = config.num_selected_blocks - config.num_forced_blocks
+    hits, held = [], []
+    for t in spread_queries(tokens, key.device).tolist():
+        if real is not None and not real[0, t]:
+            continue
+        first = 0 if start is None else int(start[0, t])
+        oldest = first // size + config.num_initial_blocks
+        free = range(oldest, t // size - config.num_local_blocks + 1)
+        for head in range(key.shape[1]):
+            mass = torch.zeros(-(-tokens // size))
+            for q in query[0, 2 * head : 2 * head + 2, t]:
+                p = (key[0, head, first : t + 1] @ q * scale).softmax(-1) / 2
+                for place, x in enumerate(p, first):
+                    mass[place // size] += x
+            selected = {j for j in blocks[0, head, t].tolist() if j >= 0}
+            held.append(mass[list(selected)].sum().item())
+            if len(free) > places:
+                best = sorted(free, key=lambda j: -mass[j].item())[:places]
+                hits.append(len(selected & set(best)) / places)
+    return [sum(hits) / len(hits), sum(held) / len(held)]
+
+
+def test_recall_beside_that_of_a_conversion(tmp_path: Path) -> None:
+    """The same two numbers as recall.csv has of the same row."""
+    torch.manual_seed(0)
+    model, tokens = patched(), batch(1, 150)
+    expected = recalls(model, tokens)
+    run(model, tmp_path, 1, probe=tokens, every=1, gates_every=9)
+    for row, numbers in zip(rows_of(tmp_path)["gates"], expected, strict=True):
+        assert {name: row[name] for name in numbers} == pytest.approx(numbers, abs=2e-5)
 
 
 def by_loops(seen):
@@ -149,12 +207,14 @@ def by_loops(seen):
 
 def test_the_statistics_have_the_names_of_the_columns() -> None:
     assert STATISTICS[:3] == ["gate_compressed", "gate_selected", "gate_sliding"]
-    assert STATISTICS[-2:] == ["never_chosen", "distance"]
+    assert STATISTICS[-4:] == ["never_chosen", "distance", "block_recall", "score_recall"]
 
 
 def test_short_rows_leave_nothing_to_choose(tmp_path: Path) -> None:
     run(patched(), tmp_path, 1, probe=batch(1, 12), every=1)
-    assert {row["never_chosen"] for row in rows_of(tmp_path)["gates"]} == {None}
+    for row in rows_of(tmp_path)["gates"]:
+        assert row["never_chosen"] is row["block_recall"] is None
+        assert row["score_recall"] == pytest.approx(1)
 
 
 def test_the_probe_changes_neither_training_nor_random_numbers() -> None:
@@ -236,7 +296,8 @@ def test_nsa_attention_modules_are_seen(tmp_path: Path) -> None:
     for call in (lambda: model(x), lambda: model(x, cu_seqlens=bounds)):
         (seen,) = observe(model, call)
         assert seen.gates.shape[3] == 3
-        torch.testing.assert_close(statistics(seen), torch.tensor(by_loops(seen)))
+        torch.testing.assert_close(statistics(seen)[:-2], torch.tensor(by_loops(seen)))
+        assert 0 < seen.recall[1] < 1
 
 
 def test_strict_names_the_branch_and_writes_nothing(tmp_path: Path) -> None:
@@ -307,6 +368,31 @@ def test_rows_are_appended_and_a_torn_tail_is_cut(tmp_path: Path) -> None:
     assert [
         (row["session"], row["step"]) for row in last_of_each_step(read_rows(tmp_path, "training"))
     ] == [(2, 1)]
+
+
+def test_a_file_of_fewer_columns_is_read_and_gets_them(tmp_path: Path) -> None:
+    """As a version wrote it that knew no recall; other columns are refused, nothing is touched."""
+    run(patched(), tmp_path, 1, probe=batch(1), every=1)
+    path, rows = tmp_path / "gates.csv", read_rows(tmp_path, "gates")
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    path.write_text("".join(",".join(cells[:-2]) + "\n" for cells in lines))
+    former = [{**row, "block_recall": None, "score_recall": None} for row in rows]
+    assert read_rows(tmp_path, "gates") == former
+    run(patched(), tmp_path, 1, probe=batch(1), every=1)
+    found = rows_of(tmp_path)["gates"]
+    assert found[: len(rows)] == former
+    assert [row["session"] for row in found[len(rows) :]] == [2] * len(rows)
+    assert all(row["score_recall"] for row in found[len(rows) :])
+
+    texts = {"entropy,": ("", "no entropy"), "layer,": ("layer,more,", "more")}
+    for column, (instead, named) in texts.items():
+        other = path.read_text().replace(column, instead, 1)
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "gates.csv").write_text(other)
+        for call in (RowFile, read_rows):
+            with pytest.raises(ValueError, match=rf"other columns .* \({named}\): read it with"):
+                call(tmp_path / "other", "gates")
+        assert (tmp_path / "other" / "gates.csv").read_text() == other
 
 
 def test_a_row_needs_every_column(tmp_path: Path) -> None:

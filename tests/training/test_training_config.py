@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from training.small_config import small_mapping
+from training.small_config import small_mapping, write_texts
 
 from nsa_flex.training.config import TrainConfig, read_config, shipped_configs
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.dry_run import dry_run
 from nsa_flex.training.flops import num_parameters
 from nsa_flex.training.models import PRESETS, build_model
+from nsa_flex.training.texts import find_texts
 from nsa_flex.training.tokenization import BYTES
 
 
@@ -148,3 +150,22 @@ def test_what_is_shipped() -> None:
     assert small.model.nsa.counts == [32, 16, 64, 16, 1, 2, 512]
     assert small.training.batch_size >= 16
     assert small.data.seq_len == 2048
+
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "train-command.md"
+
+
+def test_the_guides_config_grows_from_4k_to_64k(tmp_path: Path) -> None:
+    """On the machine of a dry run; every step has the same number of tokens."""
+    [text] = re.findall(r"^```yaml\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
+    (tmp_path / "guide.yaml").write_text(text)
+    write_texts(tmp_path / "my-text", 2)
+    config = read_config(
+        str(tmp_path / "guide.yaml"), (f"data.files=[{tmp_path / 'my-text'}]", "engine.device=cpu")
+    )
+    told = dry_run(config)
+    assert told["tokens_per_step"] == 8 * 65536
+    assert told["tokens"] == 4000 * told["tokens_per_step"]
+    texts = find_texts(config)
+    assert texts.stages == (0, 8 * 1000, 8 * 3000)
+    assert [length for _, length in texts.training_rows().stages] == [4096, 16384, 65536]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """All artefacts, each row valid by its schema."""
+    """All artefacts, each row valid by its schema, and so is what the run wrote as one object."""
+    for path in (*folder.glob("data.json"), *folder.glob("checkpoint-*/run.json")):
+        jsonschema.validate(json.loads(path.read_text()), schema(path.stem))
     found = {name: read_rows(folder, name) for name in ARTEFACTS}
     for name, rows in found.items():
         for row in rows:

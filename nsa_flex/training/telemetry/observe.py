@@ -26,6 +26,7 @@ from nsa_flex.documents import align_packed
 from nsa_flex.module import NSAAttention
 from nsa_flex.parallel import SequenceShards
 from nsa_flex.patching import NSALayer
+from nsa_flex.training.block_mass import selection_recall
 from nsa_flex.training.telemetry.schemas import columns
 
 # What compilation and activation checkpointing put into the names of modules.
@@ -46,6 +47,8 @@ class Observation:
     document_start: int (B, S), first token of each query's document, or None.
     real: bool (B, S), false at places that alignment filled; None where all are real.
     choices: the backends that the same call with gradients takes.
+    recall: float32 (2,) of `selection_recall`; NaN without a selected branch, and where ranks
+        share the tokens, none of which has all queries.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Observation:
     document_start: Tensor | None
     real: Tensor | None
     choices: Mapping[BranchName, Choice]
+    recall: Tensor
 
 
 def nsa_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -203,7 +207,11 @@ def _observation(
     config, start = options["config"], options.get("document_start")
     facts = inputs.facts(config, options.get("query_offset"), start)
     choices = choose_backends(replace(facts, needs_grad=True), options.get("backend", "auto"))
-    return Observation(current["name"], config, gates, blocks, start, current["real"], choices)
+    real, recall = current["real"], gates.new_full((2,), torch.nan, dtype=torch.float32)
+    if blocks is not None and options.get("query_offset") is None:
+        scale = options.get("scale") or query.shape[-1] ** -0.5
+        recall = selection_recall(query, key, blocks, config, scale, start=start, real=real)
+    return Observation(current["name"], config, gates, blocks, start, real, choices, recall)
 
 
 def _whole(calls: list[Observation], gates: Tensor, options: dict[str, Any]) -> Observation:
@@ -303,7 +311,7 @@ def statistics(seen: Observation) -> Tensor:
     Nothing is read on the host.
     """
     gates = _gates(seen)
-    return torch.cat([*gates, *_blocks(seen)]).float()
+    return torch.cat([*gates, *_blocks(seen), seen.recall]).float()
 
 
 def _gates(seen: Observation) -> list[Tensor]:

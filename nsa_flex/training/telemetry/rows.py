@@ -22,20 +22,26 @@ from nsa_flex.training.telemetry.schemas import Artefact, columns, file_name, sc
 class RowFile:
     """One artefact of a run. Rows are appended, each with a single write; none is ever changed.
 
-    A process that is killed can tear its last row. Opening the file cuts off such a tail.
+    A process that is killed can tear its last row. Opening the file cuts off such a tail. A file
+    of an earlier version, which had fewer columns, gets them, with empty cells.
 
     Args:
         folder: of the run; it exists.
         artefact: which one.
+
+    Raises:
+        ValueError: the file there has other columns; it is left as it is.
     """
 
     def __init__(self, folder: Path, artefact: Artefact) -> None:
         self.artefact: Artefact = artefact
         self.path = folder / file_name(artefact)
         self.columns = columns(artefact)
-        _cut_torn_tail(self.path)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._is_json = self.path.suffix == ".jsonl"
+        _cut_torn_tail(self.path)
+        if not self._is_json:
+            self._complete_columns(folder)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         if os.fstat(self._file).st_size == 0 and not self._is_json:
             self._write(_csv_line(self.columns))
 
@@ -53,6 +59,14 @@ class RowFile:
         os.fsync(self._file)
         os.close(self._file)
 
+    def _complete_columns(self, folder: Path) -> None:
+        if _header(self.path, self.artefact) in ([], self.columns):
+            return
+        rows = ([row[name] for name in self.columns] for row in read_rows(folder, self.artefact))
+        aside = self.path.with_name(f".{self.path.name}")
+        aside.write_text("".join(map(_csv_line, [self.columns, *rows])))
+        aside.replace(self.path)
+
     def _line(self, row: dict[str, Any]) -> str:
         if row.keys() != set(self.columns):
             raise ValueError(f"row of {self.path.name} has {list(row)}, not {self.columns}")
@@ -66,16 +80,22 @@ class RowFile:
             data = data[os.write(self._file, data) :]
 
 
-def read_rows(folder: Path, artefact: Artefact) -> list[dict[str, Any]]:
-    """All whole rows of an artefact, with numbers as such, empty cells as None; [] if no file."""
-    path = folder / file_name(artefact)
+def read_rows(folder: str | os.PathLike[str], artefact: Artefact) -> list[dict[str, Any]]:
+    """All whole rows of an artefact, with numbers as such; [] if there is no file.
+
+    Empty cells are None, and so are columns that the version which wrote the file did not have.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    path = Path(folder) / file_name(artefact)
     if not path.exists():
         return []
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in lines]
-    if lines and next(csv.reader(lines[:1])) != columns(artefact):
-        raise ValueError(f"{path} has other columns than that file of a run")
+    if lines:
+        _header(path, artefact)
     return list(_typed(lines, schema(artefact)["properties"]))
 
 
@@ -92,14 +112,37 @@ def last_of_each_step(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+def _header(path: Path, artefact: Artefact) -> list[str]:
+    """Columns of a CSV; [] if it is not there, or empty."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        found = next(csv.reader(file), [])
+    properties = schema(artefact)["properties"]
+    unknown = [name for name in found if name not in properties]
+    needed = [name for name, about in properties.items() if not _may_be_null(about)]
+    missing = [name for name in needed if name not in found]
+    if found and (unknown or missing):
+        differing = ", ".join([*(f"no {name}" for name in missing), *unknown])
+        raise ValueError(
+            f"{path} has other columns than that file of a run ({differing}): read it with the "
+            "version of nsa_flex that wrote it, and choose another out"
+        )
+    return found
+
+
 def _typed(lines: list[str], properties: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for row in csv.DictReader(lines):
-        yield {name: _value(text, properties[name]) for name, text in row.items()}
+        yield {name: _value(row.get(name, ""), about) for name, about in properties.items()}
+
+
+def _may_be_null(about: dict[str, Any]) -> bool:
+    return "null" in about.get("type", "string")
 
 
 def _value(text: str, about: dict[str, Any]) -> Any:
     kinds = about.get("type", "string")
-    if text == "" and "null" in kinds:
+    if text == "" and _may_be_null(about):
         return None
     if "integer" in kinds:
         return int(text)

@@ -1,4 +1,4 @@
-"""What a row of each artefact holds: JSON schemas, whose properties give the columns' order."""
+"""What artefacts hold: JSON schemas; of rows their properties give the columns' order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Artefact = Literal[
     "sessions",
     "recall",
 ]
+# Files that are one object.
+Whole = Literal["data", "run"]
 ARTEFACTS: tuple[Artefact, ...] = get_args(Artefact)
 
 
 @functools.cache
-def schema(artefact: Artefact) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of one row.
+def schema(artefact: Artefact | Whole) -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of one row; of the whole file of "data" and "run".
 
     >>> list(schema("training")["properties"])[:3]
     ['session', 'step', 'loss']
