@@ -30,7 +30,7 @@ from nsa_flex.decoding import Stored
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.parallel.parts import Part, Partial
 from nsa_flex.parallel.shards import SequenceShards, all_gather
-from nsa_flex.selection import RULES, ranks_of_blocks
+from nsa_flex.selection import RULES, ranks_of_blocks, take_best
 from nsa_flex.storing import take_slots
 
 
@@ -62,12 +62,12 @@ def step_over_ranks(
         (B, Hq, T, Dv) in the query's dtype.
 
     Raises:
-        ValueError: `config.selection` is "tiled_top_k", which chooses among tiles of blocks.
+        ValueError: `config.selection` takes other blocks than the best, as "tiled_top_k" does.
     """
-    if config.selection == "tiled_top_k":
+    if RULES[config.selection].take is not take_best:
         raise ValueError(
             'a cache on several ranks chooses blocks by selection "top_k" or "max_pool", got '
-            '"tiled_top_k": keep the cache on one rank'
+            f'"{config.selection}": keep the cache on one rank'
         )
     part = Part.of(shards, tokens)
     new = torch.arange(query.shape[2], device=query.device)
