@@ -30,6 +30,8 @@ from triton import knobs
 
 import nsa_flex
 from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.tools.matrix_bounds import tile_of, unbounded
+from nsa_flex.bench.tools.matrix_calls import sweep
 from nsa_flex.bench.tools.matrix_entries import DEVICES, Entry, compiled, entries
 
 Row = dict[str, Any]
@@ -37,9 +39,9 @@ Spills = Mapping[str, Mapping[str, int]]  # bytes by kernel and call, on sm_90
 TABLE = Path(nsa_flex.__file__).parent / "bench" / "results" / "matrix.json"
 ABOUT = (
     "Kernels that the calls of bench/tools/matrix_calls.py launch, as dispatch chooses their "
-    "tiles, compiled for each architecture by Triton without a GPU. shared: bytes a CTA; spills: "
-    "bytes stored and loaded by ptxas; registers: of a thread. Whether they run is known of the "
-    "cards in ran alone."
+    "tiles, and those of its sweep whose tiles these do not bound, compiled for each architecture "
+    "by Triton without a GPU. shared: bytes a CTA; spills: bytes stored and loaded by ptxas; "
+    "registers: of a thread. Whether they run is known of the cards in ran alone."
 )
 SPILLS = TABLE.with_name("matrix_spills.json")
 RAN = {"90": ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]}
@@ -137,9 +139,11 @@ def write(rows: Iterable[Row], path: Path) -> None:
     path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
-def wanted(architectures: Iterable[int]) -> dict[str, Entry]:
-    """Entries of these architectures by key."""
-    return {entry.key: entry for sm in architectures for entry in entries(sm)}
+def wanted(sm: int) -> list[Entry]:
+    """What `calls` launch there, and kernels of `sweep` with the largest tiles beyond these."""
+    found = entries(sm)
+    swept = {tile_of(entry): entry for entry in reversed(entries(sm, sweep()))}
+    return found + [swept[tile] for tile in unbounded(swept, set(map(tile_of, found)), sm)]
 
 
 def main() -> None:
@@ -150,7 +154,8 @@ def main() -> None:
     parser.add_argument("--sm", type=int, nargs="+", choices=DEVICES, help="only these")
     parser.add_argument("--accept-spills", action="store_true", help=f"write {SPILLS.name} anew")
     options = parser.parse_args()
-    held, asked = table(options.out), wanted(options.sm or DEVICES)
+    held, architectures = table(options.out), options.sm or DEVICES
+    asked = {entry.key: entry for sm in architectures for entry in wanted(sm)}
     rows = {key: held[key] | {"call": asked[key].call} for key in asked if key in held}
     missing = [entry for key, entry in asked.items() if key not in rows]
     others = [row for row in held.values() if options.sm and row["sm"] not in options.sm]

@@ -8,10 +8,10 @@ what they keep there: a formula that holds for every compiled one bounds the oth
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from nsa_flex.bench.tools.matrix_entries import Entry
+from nsa_flex.bench.tools.matrix_entries import DEVICES, Entry
 from nsa_flex.fallback_kernels.common.tiles import next_power_of_2, tile_width
 
 SPARE_BYTES = 2048  # barriers, statistics of rows, sums over warps
@@ -49,28 +49,33 @@ def is_within(tile: Tile, other: Tile) -> bool:
     )
 
 
-def unbounded(tiles: Iterable[Tile], compiled: Mapping[Tile, int], limit: int) -> list[Tile]:
-    """Those that nothing bounds: not compiled, within none that is, by a formula over `limit`."""
+def unbounded(tiles: Iterable[Tile], compiled: Collection[Tile], sm: int) -> list[Tile]:
+    """The largest that nothing bounds: within none that compiled, by a formula over the limit."""
+    limit = DEVICES[sm].shared_memory
 
     def is_bounded(tile: Tile) -> bool:
-        most = bound_of(tile)
-        return (
-            tile in compiled
-            or (most is not None and most <= limit)
-            or any(is_within(tile, other) for other in compiled)
-        )
+        most = bound_of(tile, sm)
+        fits = most is not None and most <= limit
+        return fits or tile in compiled or any(is_within(tile, other) for other in compiled)
 
-    return sorted(tile for tile in set(tiles) if not is_bounded(tile))
+    found = sorted(tile for tile in set(tiles) if not is_bounded(tile))
+    return [x for x in found if not any(x != other and is_within(x, other) for other in found)]
 
 
-def bound_of(tile: Tile) -> int | None:
+def bound_of(tile: Tile, sm: int) -> int | None:
     """Bytes of shared memory at most; None of kernels without a formula.
 
-    Tiles that stay, tiles that stream, one a stage, and the weights between queries and keys.
+    Tiles that stay, tiles that stream, one a stage, and the weights between queries and keys. On
+    sm_100 what is summed for the tiles that stay passes through shared memory to be stored.
     """
     kernel, sizes = tile[0], dict(tile[1])
     elements = next((count(sizes) for names, count in _ELEMENTS.items() if kernel in names), None)
-    return None if elements is None else elements * sizes["element_size"] + SPARE_BYTES
+    if elements is None:
+        return None
+    if sm == 100:
+        rows = max(sizes[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_SIZE") if name in sizes)
+        elements += rows * (sizes["HEAD_DIM"] + sizes["VALUE_DIM"])
+    return elements * sizes["element_size"] + SPARE_BYTES
 
 
 def _queries_stay(x: Sizes) -> int:
@@ -84,7 +89,7 @@ def _queries_and_gradients_stay(x: Sizes) -> int:
 
 
 def _keys_stay(x: Sizes) -> int:
-    rows = x["BLOCK_N"] + x["STAGES"] * x["BLOCK_M"]
+    rows = x["BLOCK_N"] + max(2, x["STAGES"]) * x["BLOCK_M"]
     return rows * (x["HEAD_DIM"] + x["VALUE_DIM"]) + 2 * x["BLOCK_M"] * x["BLOCK_N"]
 
 
@@ -95,9 +100,12 @@ def _block_stays(x: Sizes) -> int:
 
 def _partials_stream(x: Sizes) -> int:
     """Before them a block stays, with one tile of queries."""
-    stages = x.get("PARTIAL_STAGES", x.get("STAGES", 1))
-    partials = (stages - 1) * x["BLOCK_M"] * max(x["HEAD_DIM"], x["VALUE_DIM"])
+    partials = (x["STAGES"] - 1) * x["BLOCK_M"] * max(x["HEAD_DIM"], x["VALUE_DIM"])
     return max(_block_stays({**x, "STAGES": 1}), partials)
+
+
+def _block_and_partials(x: Sizes) -> int:
+    return _block_stays(x) + (x["PARTIAL_STAGES"] - 1) * x["BLOCK_M"] * x["VALUE_DIM"]
 
 
 _ELEMENTS: dict[tuple[str, ...], Callable[[Sizes], int]] = {
@@ -110,9 +118,8 @@ _ELEMENTS: dict[tuple[str, ...], Callable[[Sizes], int]] = {
         *("selected_bwd_dkdv_kernel", "selected_bwd_dkdv_initial_local_kernel"),
         *("selected_fwd_partial_kernel", "selected_fwd_union_kernel"),
     ): _block_stays,
-    (
-        *("selected_bwd_dq_kernel", "selected_fwd_combine_kernel", "fused_fwd_epilogue_kernel"),
-    ): _partials_stream,
+    ("selected_bwd_dq_kernel", "selected_fwd_combine_kernel"): _partials_stream,
+    ("fused_fwd_epilogue_kernel",): _block_and_partials,
 }
 
 

@@ -5,9 +5,11 @@ Each runs on meta tensors that say they are on a CUDA device; nothing is compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -29,6 +31,13 @@ from nsa_flex.fallback_kernels.fused.bwd_gates import switch_gate_sign
 from nsa_flex.fallback_kernels.topk.block_max import block_max
 
 meta = tokens_first("meta")
+SIZES = (16, 32, 64, 128)  # of selectable blocks
+KINDS_OF_ROWS: tuple[dict[str, Any], ...] = (
+    {},
+    {"documents": True},
+    {"tokens": 16384},
+    {"queries": 512, "offset": 1024, "train": False},
+)
 NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", selection="tiled_top_k")
 
 
@@ -91,6 +100,23 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"stored chunk, φ {kind}", partial(store, meta, 512, 8192, (128, 128), BF16, kind)
 
 
+def sweep(
+    groups: Sequence[int] = (1, 3, 4, 16, 64),
+    dims: Sequence[tuple[int, int]] = ((64, 64), (128, 128), (192, 128), (256, 256)),
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Many more: groups, head dims, dtypes, block sizes and kinds of rows."""
+    for group, (dim, value_dim), dtype, size in product(groups, dims, (BF16, FP32), SIZES):
+        config = NSAConfig(16, 8, 16) if size == 16 else replace(PAPER, select_block_size=size)
+        core = Core(group, 2048, dim, value_dim, dtype, config, kv_heads=2)
+        for changes in KINDS_OF_ROWS:
+            of_rows = replace(core, **changes)
+            yield f"sweep, {of_rows.name}", of_rows
+        if size == PAPER.select_block_size:
+            name = f"sweep, decode, group {group}, head dims {dim} and {value_dim}, {dtype}"
+            call = partial(step, meta, group, 1, (dim, value_dim), "mean", dtype, kv_heads=2)
+            yield name.replace("torch.", ""), call
+
+
 def cores() -> Iterator[Core]:
     """Calls of the whole function: the paper's shapes, then what differs in one thing."""
     yield from (Core(tokens=tokens) for tokens in (1024, 2048, 16384))
@@ -116,3 +142,4 @@ def cores() -> Iterator[Core]:
     yield Core(16, 65536, kv_heads=1)
     yield Core(16, 16384, 64, 64, config=NSA_1B, kv_heads=2)
     yield Core(16, 8192, 64, 64, config=NSA_1B, kv_heads=2, documents=True, train=False)
+    yield Core(16, 8192, 64, 64, config=NSA_1B, kv_heads=2, documents=True)

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITCallable, JITFunction
 
 from nsa_flex.bench.tools.matrix_calls import calls
+from nsa_flex.dispatch import unsupported
 from nsa_flex.explaining.rehearsal import pretending
 from nsa_flex.fallback_kernels.common import arch
 from nsa_flex.fallback_kernels.common.launches import intercepting_launches
@@ -84,7 +85,7 @@ def entries(sm: int, launched: Iterable[Call] | None = None) -> list[Entry]:
         found.setdefault(entry.key, entry)
         return True  # do not compile
 
-    with _asked_by(note), targeting(sm), arch.imagining(GPU, DEVICES[sm]):
+    with _asked_by(note), targeting(sm), arch.imagining(GPU, DEVICES[sm]), _dispatching(sm):
         for running[0], call in calls() if launched is None else launched:
             _launch(call)
     return list(found.values())
@@ -122,6 +123,19 @@ def _launch(call: Callable[[], None]) -> None:
             call()
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def _dispatching(sm: int) -> Iterator[None]:
+    """Within, dispatch knows the shared memory of this architecture's devices."""
+    before, unsupported._shared_memory = (
+        unsupported._shared_memory,
+        lambda: DEVICES[sm].shared_memory,
+    )
+    try:
+        yield
+    finally:
+        unsupported._shared_memory = before
 
 
 @contextmanager

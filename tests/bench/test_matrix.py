@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from nsa_flex import NSAConfig
 from reference.interpreter import INTERPRETED
 
 pytest.importorskip("triton")
 import triton
 
 from nsa_flex.bench.tools import matrix
-from nsa_flex.bench.tools.kernel_calls import PAPER, Core, step
 from nsa_flex.bench.tools.kernel_table import kernels
 from nsa_flex.bench.tools.matrix_bounds import Tile, bound_of, tile_of, unbounded
-from nsa_flex.bench.tools.matrix_calls import meta
-from nsa_flex.bench.tools.matrix_entries import DEVICES, Call, entries, source_of
+from nsa_flex.bench.tools.matrix_calls import sweep
+from nsa_flex.bench.tools.matrix_entries import DEVICES, entries, source_of
 
 HELD = json.loads(matrix.TABLE.read_text())
 MOST = 24  # kernels that are compiled here: more are `make matrix`
@@ -142,46 +135,23 @@ def test_the_key_follows_what_is_compiled() -> None:
     assert "def load_rows" in source_of(load_rows)
 
 
-def sweep(groups: Sequence[int], dims: Sequence[tuple[int, int]]) -> Iterator[Call]:
-    """Calls of all kinds of rows, dtypes and block sizes."""
-    dtypes, sizes = (torch.bfloat16, torch.float32), (16, 32, 64, 128)
-    for group, (dim, value_dim), dtype, size in itertools.product(groups, dims, dtypes, sizes):
-        config = NSAConfig(16, 8, 16) if size == 16 else replace(PAPER, select_block_size=size)
-        shape = {"group": group, "dim": dim, "value_dim": value_dim, "dtype": dtype, "kv_heads": 2}
-        for options in (
-            {"tokens": 2048},
-            {"tokens": 2048, "documents": True},
-            {"tokens": 16384},
-            {"tokens": 2048, "queries": 512, "offset": 1024, "train": False},
-        ):
-            core = Core(config=config, **shape, **options)  # type: ignore[arg-type]
-            yield core.name, core
-        if size == PAPER.select_block_size:
-            options = {"dtype": dtype, "kv_heads": 2}
-            yield "decode", partial(step, meta, group, 1, (dim, value_dim), "mean", **options)
-
-
 SOME = {"groups": (4,), "dims": ((128, 128),)}
-MANY = {"groups": (1, 3, 4, 16, 64), "dims": ((64, 64), (128, 128), (192, 128), (256, 256))}
 
 
 @of_its_triton
-@pytest.mark.kept(lambda sm, calls: sm == 90 and calls is SOME)
-@pytest.mark.parametrize("calls", [SOME, MANY], ids=["some", "many"])
-@pytest.mark.parametrize("sm", DEVICES)
+@pytest.mark.kept(lambda calls: calls is SOME)
+@pytest.mark.parametrize(("sm", "calls"), [(90, SOME), *((sm, {}) for sm in DEVICES)])
 def test_what_dispatch_picks_is_bounded_by_what_compiled(sm: int, calls: dict[str, Any]) -> None:
     """Beyond the calls of the table: groups, head dims, dtypes, block sizes and kinds of rows."""
-    held = matrix.table()
-    compiled: dict[Tile, int] = {}
-    for entry in launched(sm):
+    held, swept = matrix.table(), entries(sm, sweep(**calls))
+    compiled: set[Tile] = set()
+    for entry in (*launched(sm), *swept):
         if entry.key in held:
             tile, shared = tile_of(entry), held[entry.key]["shared"]
-            compiled[tile] = max(shared, compiled.get(tile, 0))
-    for tile, shared in compiled.items():
-        bound = bound_of(tile)
-        assert bound is None or shared <= bound, f"{tile} has {shared} bytes"
-    tiles = map(tile_of, entries(sm, sweep(**calls)))
-    assert unbounded(tiles, compiled, DEVICES[sm].shared_memory) == []
+            bound = bound_of(tile, sm)
+            assert bound is None or shared <= bound, f"{tile} has {shared} bytes"
+            compiled.add(tile)
+    assert unbounded(map(tile_of, swept), compiled, sm) == []
 
 
 def test_what_nothing_bounds_is_found() -> None:
@@ -190,15 +160,16 @@ def test_what_nothing_bounds_is_found() -> None:
         sizes |= {"HEAD_DIM": 128, "VALUE_DIM": 128, **others}
         return kernel, tuple(sorted(sizes.items()))
 
-    compiled, limit = {tile(64): 115_000}, 2 * (128 * 128 + 3 * 64 * 256 + 128 * 64) + 2048
-    assert bound_of(tile(128)) == limit
-    assert unbounded([tile(64), tile(32), tile(128)], compiled, limit) == []
-    assert unbounded([tile(128)], compiled, limit - 1) == [tile(128)]
-    without = tile(64, "topk_scores_kernel"), tile(32, "topk_scores_kernel")
-    assert unbounded(without, compiled, limit) == sorted(without)
-    assert unbounded(without, {without[0]: 1}, limit) == []
-    wide = tile(64, "topk_scores_kernel", element_size=4)
-    assert unbounded([wide], {without[0]: 1}, limit) == [wide]
+    assert bound_of(tile(128), 90) == 2 * (128 * 128 + 3 * 64 * 256 + 128 * 64) + 2048
+    assert unbounded([tile(64), tile(128)], set(), 90) == []  # by their formula
+    assert unbounded([tile(64), tile(128)], set(), 86) == [tile(128)]
+    assert unbounded([tile(64), tile(128)], {tile(64)}, 86) == [tile(128)]
+    assert unbounded([tile(64), tile(128)], {tile(128)}, 86) == []
+    large, small = (tile(rows, "topk_scores_kernel") for rows in (64, 32))
+    assert unbounded([small, large], set(), 90) == [large]
+    assert unbounded([small, large], {small}, 90) == [large]
+    assert unbounded([small, large], {large}, 90) == []
+    assert unbounded([tile(32, "topk_scores_kernel", warps=8)], {large}, 90) != []
 
 
 def test_entries_are_each_once() -> None:

@@ -326,6 +326,7 @@ def test_a_response_streams_where_it_is_asked_to(
     assert "".join(pieces) == expected[PROMPTS[1]]
 
 
+@pytest.mark.exhaustive
 def test_what_train_writes_is_served(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     train(small_config(tmp_path / "run", texts, training={"steps": 2}))
