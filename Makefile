@@ -67,6 +67,7 @@ compat: $(STAMP)
 	$(BIN)/python -m nsa_flex.bench.tools.compat $(ARGS)
 
 test: lint audit unit
+	@command -v chromium >/dev/null || echo "no Chromium: the tests in a browser were left out"
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	  then $(MAKE) gpu-test; else echo "no CUDA device: the tests marked gpu were left out"; fi
 

@@ -66,7 +66,7 @@ class Look:
         )
         self.said: list[str] = []
         self.loaded: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("console", self.hear)
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.loaded.append(request.url))
         self.page.goto(address)
@@ -77,6 +77,11 @@ class Look:
 
     def __exit__(self, *error: object) -> None:
         self.page.close()
+
+    def hear(self, message: Any) -> None:
+        """Chromium asks servers for an icon that pages in one file do not have."""
+        if not message.location["url"].endswith("/favicon.ico"):
+            self.said.append(message.text)
 
     def faults(self) -> list[str]:
         """What axe calls serious or critical."""
