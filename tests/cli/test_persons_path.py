@@ -27,15 +27,15 @@ from nsa_flex.bench.tools.persons_path import (
     write_text,
 )
 
-NAMES = ["train", "train", "report", "generate", "export", "serve"]
+NAMES = ["train --data-report", "train", "report", "generate", "export", "serve"]
 
 
 def test_the_guide_installs_what_its_commands_ask_for() -> None:
     """By their own errors, which name extras; the line has no others than those of `make env`."""
     installed = set(extras().split(","))
-    assert [command[0] for command in commands()] == NAMES
+    assert [command[0] for command in commands()] == [name.split()[0] for name in NAMES]
     package = ROOT / "nsa_flex"
-    sources = [package / "cli" / f"{name}.py" for name in {*NAMES, "__init__"}]
+    sources = [package / "cli" / f"{name}.py" for name in {*NAMES[1:], "__init__"}]
     sources += [package / "auditing" / "html.py", *(package / "training").rglob("*.py")]
     asked = set()
     for source in sources:
@@ -116,7 +116,8 @@ def run(folder: Path, program: list[str], environment: dict[str, str]) -> None:
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     rows = walk(program, folder, environment)
     assert [row["case"] for row in rows] == NAMES
-    assert sum(row["seconds"] for row in rows) < LIMIT
+    # Of one thread, and of no other tests beside it.
+    assert sum(row["processor_seconds"] for row in rows) < LIMIT
     check(folder, [row["said"] for row in rows])
 
 
