@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.arch import supports_pdl
+from nsa_flex.fallback_kernels.common.arch import (
+    SM90_SHARED_MEMORY,
+    shared_memory_bytes,
+    supports_pdl,
+)
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
 
 TARGET_CTAS = 264  # two on each of an H200's SMs hide memory latency
@@ -94,6 +98,7 @@ class DecodePlan:
     chunks: int = 1
     warps: int = 4
     pdl: bool = False
+    shared_memory: int = SM90_SHARED_MEMORY  # bytes that one CTA may have
 
     @classmethod
     def of(
@@ -131,6 +136,7 @@ class DecodePlan:
             tiles_per_split=1,
             stages=3,
             pdl=supports_pdl(query.device),
+            shared_memory=shared_memory_bytes(query.device),
         )
         return plan.tuned()
 
@@ -162,7 +168,7 @@ class DecodePlan:
 
     def _stages(self) -> int:
         tile = self.compressed_block_n * (self.block_d + self.block_dv) * self.element_size
-        return max(1, min(3, 2 * SHARED_BYTES // tile))
+        return max(1, min(3, min(2 * SHARED_BYTES, self.shared_memory) // tile))
 
     @cached_property
     def units(self) -> int:

@@ -121,10 +121,13 @@ class SlidingPlan:
 
     def _first_fitting(self, wanted: list[Tiles], elements: Callable[[Tiles], int]) -> Tiles:
         """The first of `wanted` whose `elements` fit shared memory, else smaller ones."""
+        spare = SPARE_BYTES
+        candidates = [*wanted, Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)]
         if self.element_size == 4:
-            return Tiles(16, 32, 4, 1)  # float32 MMAs run on FMA units: these do not spill
-        for tiles in [*wanted, Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)]:
-            if elements(tiles) * self.element_size + SPARE_BYTES <= self.shared_memory:
+            candidates = [Tiles(16, 32, 4, 1)]  # float32 MMAs run on FMA units: these do not spill
+            spare += 4 * 16 * 32  # weights pass through shared memory
+        for tiles in candidates:
+            if elements(tiles) * self.element_size + spare <= self.shared_memory:
                 return tiles
         return Tiles(16, 16, 4, 1)
 

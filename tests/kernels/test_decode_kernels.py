@@ -268,6 +268,14 @@ def test_tiles(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_step(Case(config, (126, 30, 253), tokens=5, capacity=330, group=2))
 
 
+@pytest.mark.parametrize(("kilobytes", "stages"), [(99, 1), (163, 2), (227, 3)])
+def test_tiles_in_flight_fit_the_device(kilobytes: int, stages: int) -> None:
+    """Of float32 keys and values of 256 numbers, 64 KiB a tile."""
+    query = torch.empty(1, 4, 1, 256)
+    plan = decode_plan.DecodePlan.of_sizes(query, 1, 256, 4096, 255, NSAConfig())
+    assert replace(plan, shared_memory=kilobytes << 10).tuned().stages == stages
+
+
 @kernels
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("config", [SMALL, BARE, DENSE])

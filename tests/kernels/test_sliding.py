@@ -126,6 +126,14 @@ def test_tiles_fit_the_device(kilobytes: int, dim: int) -> None:
         assert min(tiles.block_m, tiles.block_n) >= 16
 
 
+def test_float32_tiles_of_wide_heads_fit_99_kilobytes() -> None:
+    """With the weights between them: as compiled they ask for so much."""
+    tiles = SlidingPlan(1, 4, 1, 4096, 256, 256, 4, 99 << 10).dkdv_tiles()
+    numbers = (tiles.block_n + tiles.stages * tiles.block_m) * 512 + tiles.block_m * tiles.block_n
+    assert 4 * numbers + 2048 <= 99 << 10
+    assert SlidingPlan(1, 4, 1, 4096, 256, 256, 4).dkdv_tiles().block_n == 32
+
+
 @kernels
 def test_later_tokens_change_nothing() -> None:
     case = Case()
