@@ -106,6 +106,7 @@ class Look:
         )
 
 
+@pytest.mark.kept(lambda width, scheme: (width == min(WIDTHS)) == (scheme == "dark"))
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["run", "runs", "audit"])
