@@ -190,6 +190,9 @@ class Checks:
 
     def ranks(self, batch: Batch, shards: SequenceShards) -> None:
         """Ranks that attend their own tokens alone, if batches have token ids."""
+        if shards.size == 1:
+            self.notes.append("ranks: the mesh has one rank, which has all tokens")
+            return
         self.tell("looking for ranks that attend alone")
         try:
             found = find_ranks_apart(self.fn, batch.make(), shards)

@@ -29,6 +29,9 @@ def find_ranks_apart(
 
     Returns:
         None where the batch has no token ids, integers (B, T).
+
+    Raises:
+        Exception: what `fn` raised; RuntimeError on the ranks where it did not, which would wait.
     """
     name = next((name for name, _ in _token_ids(values)), None)
     if name is None:
@@ -42,12 +45,29 @@ def find_ranks_apart(
         squares = [x.double().square().sum() for x in found if x.is_floating_point()]
         return torch.stack(squares).sum()
 
+    _try(run, own, shards)
     alone = ranks_apart(run, ids, shards, lambda x: x.chunk(shards.size, 1)[shards.rank])
     mend = (
         "put the model in nsa_flex.context_parallel(model, mesh), or give every rank whole "
         "sequences"
     )
     return [AuditFinding(KIND, each, f"{shards.size} ranks", mend) for each in alone]
+
+
+def _try(run: Callable[[Tensor], Tensor], own: Tensor, shards: SequenceShards) -> None:
+    """One call on every rank, and an error on every rank where one of them has one."""
+    error: Exception | None = None
+    try:
+        with torch.no_grad():
+            run(own)
+    except Exception as raised:
+        error = raised
+    failed = all_gather(shards, own.new_full((1,), error is not None, dtype=torch.int32))[0]
+    if error is not None:
+        raise error
+    others = [rank for rank, each in enumerate(failed.flatten().tolist()) if each]
+    if others:
+        raise RuntimeError(f"rank {others[0]} raised an error, which its own report has")
 
 
 def _token_ids(values: Values) -> Iterator[tuple[Any, Tensor]]:

@@ -39,7 +39,7 @@ def audit(
     backend: str | None = None,
     baseline: str | Path | Iterable[str] | None = None,
     name: str | None = None,
-    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | dist.ProcessGroup | SequenceShards | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> AuditReport:
     """Find what keeps a function or model from compiling cleanly; measure what it costs compiled.

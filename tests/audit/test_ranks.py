@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import nsa_flex
 from nsa_flex.auditing import AuditReport
 from nsa_flex.cli.app import app
+from nsa_flex.parallel import SequenceShards
 from patching.tiny_models import tiny_model
 
 APART = "rank 1 does not see those of rank 0"
@@ -45,9 +46,26 @@ def audits(device: torch.device) -> None:
         (found,) = [f for f in audit(model, inputs).findings if f.kind == "ranks-apart"]
         assert (found.message, found.location, found.phases) == (APART, "2 ranks", ("ranks",))
         assert "nsa_flex.context_parallel(model, mesh)" in found.mend
+    report = audit(fails_on_rank_1, own["input_ids"])
+    assert [f.kind for f in report.findings] == ["error"]
+    assert ("no memory" if dist.get_rank() else "rank 1 raised") in report.findings[0].message
     report = audit(torch.sin, torch.ones(2, 8))
     assert report.ok
     assert report.notes[-1].startswith("ranks: a batch without token ids, integers (B, T), does")
+
+
+def test_one_rank_has_all_tokens() -> None:
+    ids = torch.ones(1, 8, dtype=torch.int64)
+    alone = SequenceShards("", 0, 1)
+    report = nsa_flex.audit(torch.abs, ids, mesh=alone, measured=False, lint_scope="none")
+    assert report.ok
+    assert report.notes[-1] == "ranks: the mesh has one rank, which has all tokens"
+
+
+def fails_on_rank_1(input_ids: Tensor) -> Tensor:
+    if dist.get_rank() == 1:
+        raise MemoryError("no memory")
+    return input_ids.double()
 
 
 def test_the_command_under_torchrun(tmp_path: Path) -> None:

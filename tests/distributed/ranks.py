@@ -38,7 +38,9 @@ def start_ranks(world: int, function: Callable[..., None], *args: Any) -> None:
     """Call `function(rank, *args)` on `world` new processes; what it raises is raised here."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     call = (dict(os.environ), function, args)
-    mp.start_processes(_with_environment, call, nprocs=world, start_method="forkserver")
+    # transformers.trainer imports torchao, which asks for the GPU: no fork could use it then.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    mp.start_processes(_with_environment, call, nprocs=world, start_method=method)
 
 
 def _with_environment(
