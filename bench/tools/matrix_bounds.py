@@ -18,7 +18,7 @@ SPARE_BYTES = 2048  # barriers, statistics of rows, sums over warps
 # Numbers of a variant that are sizes of tiles.
 SIZES = (
     *("BLOCK_M", "BLOCK_N", "BLOCK_SIZE", "BLOCK_POOL", "LOCAL_BLOCK_M", "COMPRESSED_BLOCK_N"),
-    *("STAGES", "PARTIAL_STAGES", "PADDED_BLOCKS", "CHUNK", "DEPTH", "THREADS"),
+    *("STAGES", "PARTIAL_STAGES", "PADDED_BLOCKS", "CHUNK", "DEPTH", "THREADS", "TOKENS"),
 )
 WIDTHS = ("HEAD_DIM", "VALUE_DIM", "DIM")
 
