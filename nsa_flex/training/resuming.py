@@ -23,8 +23,7 @@ from nsa_flex.training.saving import (
     set_aside,
     step_of,
 )
-from nsa_flex.training.telemetry.rows import RowFile
-from nsa_flex.training.telemetry.schemas import file_name
+from nsa_flex.training.telemetry.rows import RowFile, read_rows
 from nsa_flex.training.trainer import SHARDED_WEIGHTS
 
 # Say when something is written, and how it is read: nothing that a row tells depends on them.
@@ -229,7 +228,7 @@ def _find(config: TrainConfig, run: Path, resume: Resume) -> Start:
 
 def _changes(config: TrainConfig, run: Path, resume: Resume) -> list[Change]:
     file = run / CONFIG_FILE
-    if not (file.exists() and (run / file_name("training")).exists()):  # nothing was trained
+    if not (file.exists() and read_rows(run, "training")):  # nothing was trained
         return []
     if not (resume.wanted or resume.checkpoint):
         raise ValueError(f"{run} holds a run already: resume it (--resume), or choose another out")
