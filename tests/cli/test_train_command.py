@@ -415,7 +415,7 @@ def test_the_tiny_config_killed_and_resumed_on_a_cpu(tmp_path: Path) -> None:
     assert report["steps"] == 100
     assert report["loss"] < report["first_loss"] - 2
     found = rows_of(out)
-    of_others = ("changes", "samples", "recall")  # of changed configs, of prompts, of conversions
+    of_others = ("changes", "recall")  # of changed configs, of conversions
     assert all(rows for name, rows in found.items() if name not in of_others)
     held_out = [
         row["held_out_loss"]
