@@ -38,8 +38,10 @@ def start_ranks(world: int, function: Callable[..., None], *args: Any) -> None:
     """Call `function(rank, *args)` on `world` new processes; what it raises is raised here."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     call = (dict(os.environ), function, args)
-    # transformers.trainer imports torchao, which asks for the GPU: no fork could use it then.
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    # transformers.trainer imports torchao, which asks for the GPU: no fork could use it then. And
+    # whether kernels are interpreted is read once, where they are imported.
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    method = "spawn" if torch.cuda.is_available() or is_interpreted else "forkserver"
     mp.start_processes(_with_environment, call, nprocs=world, start_method=method)
 
 
