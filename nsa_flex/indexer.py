@@ -45,7 +45,8 @@ def indexer_topk(
 
     Returns:
         int32 (B, H, Sq, n), n = min(num_blocks, ceil(Sk / block_size)): the best first, local
-        blocks before all others, -1 past the last. It carries no gradient.
+        blocks before all others, -1 past the last; which of equal ones is not defined. It carries
+        no gradient.
 
     Raises:
         ValueError: shapes, head counts, dtypes, devices or sizes that do not fit.

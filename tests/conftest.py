@@ -51,9 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    # The options of this process are what pytest-xdist hands to its workers.
     if config.option.seed is None:
-        config.option.seed = secrets.randbelow(2**31)
+        from_controller = getattr(config, "workerinput", {})
+        config.option.seed = from_controller.get("seed", secrets.randbelow(2**31))
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(config.option.seed)
     config.torch_generator = TorchGenerator(config.option.seed)  # type: ignore[attr-defined]
@@ -61,6 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
     poisoned_memory.install()
     if not torch.cuda.is_available():  # where garbage holds no memory of a device
         gc.set_threshold(20_000, 20, 20)  # collecting took a tenth of all time
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker of pytest-xdist has the seed that the controller reports."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_collection_finish() -> None:

@@ -48,6 +48,15 @@ def test_seed_repeats_a_test_whichever_others_run(tmp_path: Path) -> None:
     assert both["first"] != both["second"]
 
 
+def test_workers_have_the_seed_that_repeats_a_failure(tmp_path: Path) -> None:
+    test = PRINTS.replace('print("first", torch.rand(1).item())', "assert torch.rand(1) > 1")
+    output = run_pytest(tmp_path, test, "-p", "xdist.plugin", "-n", "2", "--color=no")
+    (seed,) = set(re.findall(r"repeat with --seed (\d+)", output))
+    again = run_pytest(tmp_path, test, "--seed", seed, "--color=no")
+    (drawn_value,) = set(re.findall(r"assert tensor\((\S+)\) > 1", output))
+    assert f"assert tensor({drawn_value}) > 1" in again
+
+
 def test_without_cuda_gpu_tests_are_deselected_and_a_failure_names_the_seed(
     tmp_path: Path,
 ) -> None:
