@@ -57,7 +57,8 @@ def decode_selected_sliding_kernel(
 
     Only splits from `first_dependent_split` on wait for the top-k kernel: of what the step's
     kernels write, the others need nothing but the new token's key and value, which HAS_NEW_TOKEN
-    reads where the caller has them. With several CHUNKS of candidates a split of top-k blocks is
+    reads where the caller has them. The last one waits always: who waits for this kernel relies
+    on those before it. With several CHUNKS of candidates a split of top-k blocks is
     one or two slots. With PAGE, tokens are in pages of so many: a row of the table, int (B,
     pages), lists those of a request, and strides of batch rows lead from page to page.
     """
