@@ -127,11 +127,12 @@ def decode_combine_kernel(
         other=0.0,
     )  # [PADDED_SPLITS, BLOCK_DV]
     lse_ptr += ((batch * kv_heads * GROUP + head) * num_tokens + token) * NUM_BRANCHES
+    weights = 0.0
     for branch in tl.static_range(NUM_BRANCHES):
         weight, lse = branch_weights(row_max, row_sum, masks[branch])
-        gated = weight * gates[branch]  # [PADDED_SPLITS]
-        weights = weights + gated if branch else gated
+        gated = weight * gates[branch]
+        weights = weights + gated if branch else gated  # [PADDED_SPLITS]
         tl.store(lse_ptr + branch, lse * LN2)
-    out = tl.sum(partial * weights[:, None], 0)  # [BLOCK_DV]
+    out = tl.sum(partial * weights[:, None], 0)  # type: ignore[index]  # [BLOCK_DV]
     offset = ((batch * num_tokens + token) * (kv_heads * GROUP) + head) * VALUE_DIM
     tl.store(out_ptr + offset + dim, out.to(out_ptr.dtype.element_ty), mask=dim < VALUE_DIM)

@@ -324,7 +324,7 @@ class DecodePlan:
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        units, splits, group = self.units, self.num_splits, self.group
+        units, splits, group, slots = self.units, self.num_splits, self.group, self.num_slots
         tiles = self.padded_blocks // self.tile_blocks
         partial, row_max, row_sum, score = in_one_allocation(
             device,
@@ -339,7 +339,7 @@ class DecodePlan:
             row_sum,
             score,
             candidates=empty(units, self.chunks, self.padded_slots, dtype=torch.int64),
-            blocks=empty(self.batch, self.kv_heads, self.tokens, self.num_slots, dtype=torch.int32),
+            blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
         )
 
     def attention_constants(self) -> dict[str, Any]:
