@@ -711,6 +711,7 @@ def test_compressed_keys_give_what_is_read(branches: Any) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda branches, num_sets: (num_sets == 3) == ("sliding" in branches))
 @pytest.mark.parametrize("num_sets", [1, 3])
 @pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
 def test_gates_of_the_branches_there_are(
@@ -899,6 +900,10 @@ def test_operators_obey_the_library_rules() -> None:
         (problem.query, *new, *cache, *rest, [], "mean", True, 1, 0.25, SMALL.counts),
         (problem.query, *new, *cache, *rest, phi, "mlp", True, 1, 0.25, SMALL.counts),
     ]
+    for branches in ("selected", "sliding"):  # results of other shapes
+        counts = replace(SMALL, branches=(branches,)).counts
+        few = (problem.gates[..., :1], None, None, problem.lengths)
+        calls.append((problem.query, *new, *cache, *few, [], "mean", True, 1, 0.25, counts))
     for arguments in calls:
         torch.library.opcheck(operators.step, arguments)
 
