@@ -87,8 +87,8 @@ def step(
     is stored. Then `o = sum_c g_c · Attention_c(q)` over the config's branches, as
     `nsa_flex.nsa_attention` computes it for the queries at positions lengths ... lengths + T - 1.
     All query heads of a group share each read of a key or value. One new token a row takes four
-    kernels, and two more for φ of the kinds linear and mlp. Blocks are compressed only where a
-    branch reads them.
+    kernels, or fewer without some branches, and two more for φ of the kinds linear and mlp where
+    a branch reads compressed keys.
 
     Args:
         query: (B, Hq, T, D), T of 1 ... 16, dtype of the cache, any strides.
