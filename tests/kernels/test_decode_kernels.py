@@ -720,12 +720,12 @@ def test_gates_of_the_branches_there_are(
     """As logits, with a bias of their own; several tokens; and a replay gives the same bits."""
     monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
     config = replace(TILED, branches=branches)
-    problem = Problem(Case(config, past=(150, 31), tokens=2, group=1))
+    problem = Problem(Case(config, past=(150, 31), tokens=2))
     problem.store()
     problem.key, problem.value = (
         torch.cat([x] * num_sets, 1) for x in (problem.key, problem.value)
     )
-    offset, bias = (torch.rand(len(branches), device=DEVICE) for _ in range(2))
+    offset, bias = (torch.rand(heads * len(branches), device=DEVICE) for heads in (1, 2))
     problem.gates = torch.randn_like(problem.gates)
     kept = operators.step._init_fn.plans
     replayed = kept.replayed
