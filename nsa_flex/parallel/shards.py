@@ -123,12 +123,13 @@ class Sent(NamedTuple):
 
         Args:
             ends: numbers of tokens.
-            windows: (B, H, n, D) for each end and each tensor: last tokens of others like it. For
-                each end follow these, as the last of (B, H, end, D), in the same memory: what is
-                before them is not theirs, and gets no gradient.
+            windows: (B, H, n, D) for each end and each tensor, last tokens of others like it, four
+                at most. For each end follow these, as the last of (B, H, end, D), in the same
+                memory: what is before them is not theirs, and gets no gradient.
         """
         count, group, size = len(self.sizes), self.shards.group, self.shards.size
-        found = _Arrive.apply(self.chunks, self.ticket, self.sizes, ends, group, size, *windows)
+        four = (*windows, None, None, None, None)[:4]
+        found = _Arrive.apply(self.chunks, self.ticket, self.sizes, ends, group, size, *four)
         by_end = [found[i : i + count] for i in range(0, len(found), count)]
         return [list(chain(*by_end[i :: len(ends)])) for i in range(len(ends))]
 
@@ -159,7 +160,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Waits, and puts the chunks in order: see `Sent.arrived_until`."""
+    """Waits, and puts the chunks in order: see `Sent.arrived_until`.
+
+    Dynamo counts arguments: `*windows` is not for it.
+    """
 
     @staticmethod
     def forward(
@@ -169,8 +173,12 @@ class _Arrive(torch.autograd.Function):
         ends: tuple[int, ...],
         group: str,
         size: int,
-        *windows: Tensor,
+        window_0: Tensor | None,
+        window_1: Tensor | None,
+        window_2: Tensor | None,
+        window_3: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        windows = [x for x in (window_0, window_1, window_2, window_3) if x is not None]
         arrived: Tensor = _ops.wait_tensor(chunks)
         whole = []
         parts = arrived.split([math.prod(x) for x in sizes], 1)
@@ -189,7 +197,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, ticket, ctx.sizes, _, ctx.group, ctx.size, *windows = inputs
-        ctx.lengths = [x.shape[2] for x in windows]
+        ctx.lengths = tuple(x.shape[2] for x in windows if x is not None)
         ctx.dtype = ticket.dtype
         ctx.set_materialize_grads(False)
 
@@ -197,7 +205,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = next((x for x in grads if x is not None), None)
         if given is None:
-            return (None,) * (6 + len(ctx.lengths))
+            return (None,) * 10
         elements = [math.prod(x) for x in ctx.sizes]
         total = given.new_zeros((2 * ctx.size, sum(elements)), dtype=ctx.dtype)
         parts = total.split(elements, 1)
@@ -208,8 +216,8 @@ class _Arrive(torch.autograd.Function):
                 _add_chunks(parts[i % len(parts)].unflatten(1, of_chunk), grad)
         own = _ops.reduce_scatter_tensor(total, "sum", ctx.size, ctx.group)
         behind = zip(grads[num_whole:], ctx.lengths, strict=True)
-        windows = (None if grad is None else grad[:, :, -n:] for grad, n in behind)
-        return None, own, None, None, None, None, *windows
+        windows = [None if grad is None else grad[:, :, -n:] for grad, n in behind]
+        return (None, own, None, None, None, None, *windows, None, None, None, None)[:10]
 
 
 def _add_chunks(total: Tensor, grad: Tensor) -> None:

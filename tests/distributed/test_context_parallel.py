@@ -232,6 +232,7 @@ def count_bytes(device: torch.device) -> None:
             {"at_once": 1},
             {"own_window": True},
             {"own_window": True, "chunk": 8},
+            {"own_window": True, "past_chunks": 1},
             {"own_window": True, "config": ONE_KEY},
             {"config": NO_HALO, "rows": 1},
             {"config": SELECTED, "phi": "mean"},
@@ -258,6 +259,7 @@ def count_bytes(device: torch.device) -> None:
                 batch_size=problem.rows,
                 dtype=dtype,
                 separate_branch_kv=problem.own_window,
+                num_queries=problem.queries,
             )
             assert (counted.gathered, counted.scattered) == expected, (dtype, options)
 
