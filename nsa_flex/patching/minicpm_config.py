@@ -87,6 +87,18 @@ class MiniCPMConfig(PreTrainedConfig):
         return None if self.sparse_config is None else InfLLMV2Config.from_dict(self.sparse_config)
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """As of Llama; `o_gate` goes with the heads whose output it gates."""
+        gate = ["self_attn.o_gate"] if self.attn_use_output_gate else []
+        heads = [f"self_attn.{x}_proj" for x in "qkv"]
+        columns = [*heads, *gate, "mlp.gate_proj", "mlp.up_proj"]
+        rows = ["self_attn.o_proj", "mlp.down_proj"]
+        return {
+            **{f"layers.*.{name}": "colwise" for name in columns},
+            **{f"layers.*.{name}": "rowwise" for name in rows},
+        }
+
+    @property
     def residual_scale(self) -> float:
         """Factor of what each attention and MLP adds."""
         return self.scale_depth / self.num_hidden_layers**0.5

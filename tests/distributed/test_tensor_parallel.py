@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import nsa_flex
 from nsa_flex.training.config import EngineSection
 from nsa_flex.training.models import prepare
+from patching.test_minicpm import SALA, built, ids_of
 from patching.tiny_models import NSA, moved, relative_error, tiny_model, tokens
 
 # Family, tied embeddings, φ, query heads: groups of 1, 3 and 4.
@@ -226,6 +227,26 @@ def checkpoints(_device: torch.device, folder: Path) -> None:
     assert again.state_dict().keys() == model.state_dict().keys()
     for name, x in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], x), name
+
+
+def test_the_gate_of_minicpm_goes_with_its_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sparse layers of MiniCPM-SALA; a MiniCPM4, which has no such gate, is not told of it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "o_gate" not in str(built().tp_plan)
+    built(SALA).save_pretrained(tmp_path / "whole")
+    on_ranks(2, "cpu", tmp_path, gated, tmp_path / "whole")
+
+
+def gated(_device: torch.device, folder: Path) -> None:
+    torch.manual_seed(6)
+    ids = ids_of(2, 130)
+    config = transformers.distributed.DistributedConfig(tp_size=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    layer = model.model.layers[0].self_attn
+    assert layer.o_gate.weight.to_local().shape[0] == layer.o_gate.weight.shape[0] // 2
+    assert_same("gate", step(model.train(), ids), step(nsa_flex.load(folder).train(), ids))
 
 
 @pytest.mark.exhaustive
