@@ -285,6 +285,7 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 def test_one_rank_alone(alone: dist.ProcessGroup) -> None:
     Problem(documents=True).check("one rank", alone)
+    Problem(documents=True, own_window=True).check("one rank, a window of its own", alone)
 
 
 def test_gradients_of_gathered_tensors_add_up_in_float32(alone: dist.ProcessGroup) -> None:

@@ -229,24 +229,35 @@ def checkpoints(_device: torch.device, folder: Path) -> None:
         assert torch.equal(again.state_dict()[name], x), name
 
 
-def test_the_gate_of_minicpm_goes_with_its_heads(
+def test_the_plan_of_minicpm() -> None:
+    """The gate of MiniCPM-SALA's sparse layers goes with its heads; a MiniCPM4 has none."""
+    plan, gate = built().tp_plan, "model.layers.*.self_attn.o_gate"
+    assert built(SALA).tp_plan == {**plan, gate: "colwise"}
+    assert {**tiny_model().tp_plan, **plan} == plan
+
+
+@pytest.mark.exhaustive
+def test_minicpm_finds_what_one_process_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sparse layers of MiniCPM-SALA; a MiniCPM4, which has no such gate, is not told of it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "o_gate" not in str(built().tp_plan)
-    built(SALA).save_pretrained(tmp_path / "whole")
-    on_ranks(2, "cpu", tmp_path, gated, tmp_path / "whole")
+    even = replace(SALA, vocab_size=62)  # the head is split, too
+    for heads in (1, 2):
+        built(replace(even, num_key_value_heads=heads)).save_pretrained(tmp_path / str(heads))
+    on_ranks(2, "cpu", tmp_path, gated, tmp_path)
 
 
 def gated(_device: torch.device, folder: Path) -> None:
     torch.manual_seed(6)
     ids = ids_of(2, 130)
     config = transformers.distributed.DistributedConfig(tp_size=2)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    model = read(folder / "2", distributed_config=config)
     layer = model.model.layers[0].self_attn
     assert layer.o_gate.weight.to_local().shape[0] == layer.o_gate.weight.shape[0] // 2
-    assert_same("gate", step(model.train(), ids), step(nsa_flex.load(folder).train(), ids))
+    assert_same("gate", step(model.train(), ids), step(nsa_flex.load(folder / "2").train(), ids))
+    with pytest.raises(ValueError, match=r"each layer has 1 KV heads .* over 2 ranks needs a"):
+        read(folder / "1", distributed_config=config)
 
 
 @pytest.mark.exhaustive
