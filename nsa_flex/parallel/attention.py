@@ -90,6 +90,13 @@ def context_parallel_attention(
     _check(query, key, shards, config, kv_heads_at_once)
     if (sliding_key is None) != (sliding_value is None):
         raise ValueError("sliding_key and sliding_value must be given together")
+    pairs = (("key", sliding_key, key), ("value", sliding_value, value))
+    for name, own, other in pairs:
+        if own is not None and own.shape != other.shape:
+            raise ValueError(
+                f"sliding_{name} has shape {tuple(own.shape)}; expected {tuple(other.shape)}, "
+                f"that of {name}"
+            )
     if compressed_source is None:
         (key, source_key), (value, source_value) = branched(key), branched(value)
         compressed_source = source_key, source_value
@@ -97,11 +104,11 @@ def context_parallel_attention(
     first = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
     sources = compressed_source[: num_compressed(config)]
     halos = _send_halos(sources, shards, config)
-    window = [x for x in (sliding_key, sliding_value) if x is not None]
+    own_window = [x for x in (sliding_key, sliding_value) if x is not None]
     # Queries that are not at the places of this rank's keys have their window anywhere.
-    is_near = bool(window) and query.shape[2] == key.shape[2] and first == 0
-    tails = _send_tails(window, shards, config) if is_near else None
-    raw = [key, value, *([] if is_near else window)]
+    is_near = bool(own_window) and query.shape[2] == key.shape[2] and first == 0
+    tails = _send_tails(own_window, shards, config) if is_near else None
+    raw = [key, value, *([] if is_near else own_window)]
     num_parts = 1 if kv_heads_at_once is None else key.shape[1] // kv_heads_at_once
     parts = list(zip(*(x.chunk(num_parts, 1) for x in raw), strict=True))
     coming = [shards.send(*parts[0])]
@@ -112,7 +119,7 @@ def context_parallel_attention(
     ends = [offset + chunk for offset in offsets]
     of_queries = [_halves(x, num_parts) for x in (query, gates)]
     starts = (None, None) if document_start is None else document_start.chunk(2, 1)
-    windows = _windows(window, tails, num_parts, shards, config)
+    windows = _windows(own_window, tails, num_parts, shards, config)
     # What arrives is copied into order. Lists give up what came, and the part before.
     whole = coming.pop().arrived_until(*ends, windows=windows[0])
     compressed = _arrived_compressed(coming_blocks, ends, num_parts, config)
@@ -202,9 +209,8 @@ def _windows(
     if tails is None:
         return [()] * num_parts
     before = tails.arrived_until(*(c * tails.sizes[0][1] for c in shards.chunks))
-    pairs = zip(
-        chain(*before), chain(*zip(*(x.chunk(2, 2) for x in window), strict=True)), strict=True
-    )
+    chunks = zip(*(x.chunk(2, 2) for x in window), strict=True)
+    pairs = zip(chain(*before), chain(*chunks), strict=True)
     seen = [torch.cat((x[:, :, -(config.window_size - 1) :], own), 2) for x, own in pairs]
     return list(zip(*(x.chunk(num_parts, 1) for x in seen), strict=True))
 

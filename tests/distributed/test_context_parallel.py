@@ -374,6 +374,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"sliding_key": torch.zeros(1, 2, 32, 8)},
         "sliding_key and sliding_value must be given together",
     ),
+    (
+        {"sliding_key": torch.zeros(1, 2, 32, 8), "sliding_value": torch.zeros(1, 2, 16, 8)},
+        r"sliding_value has shape \(1, 2, 16, 8\); expected \(1, 2, 32, 8\), that of value",
+    ),
 ]
 
 
