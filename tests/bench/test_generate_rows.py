@@ -58,6 +58,7 @@ def pair() -> Pair:
     return make_pair(TINY, 80, CPU)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_both_models_and_caches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ def test_lengths_differ_and_come_to_the_tokens() -> None:
     assert lengths != ragged.lengths_of(16, 65536, seed=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows(device: str, tmp_path: Path) -> None:
     out = tmp_path / "rows.json"

@@ -84,6 +84,7 @@ def test_time_that_is_over_is_told(pair: Pair) -> None:
         serve(manager, prompts, 8, max_seconds=-1)
 
 
+@pytest.mark.exhaustive
 def test_dense_attention_that_is_not_done_gives_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

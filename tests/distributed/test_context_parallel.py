@@ -182,6 +182,7 @@ def every_case(device: torch.device) -> None:
         problem.check(case, mesh)
 
 
+@pytest.mark.exhaustive
 def test_compiled_without_a_graph_break(tmp_path: Path) -> None:
     on_ranks(2, "cpu", tmp_path, compiled, False)
 

@@ -28,7 +28,7 @@ from nsa_flex.training.models import prepare
 
 
 @on_two
-@pytest.mark.kept(lambda wrapper: wrapper == "fsdp")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_loss_and_gradients_of_one_process(wrapper: str, device: str, tmp_path: Path) -> None:
     on_ranks(2, device, tmp_path, every_recipe, wrapper)

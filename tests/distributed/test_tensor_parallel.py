@@ -146,6 +146,7 @@ def before_patch(model: Any, mesh: DeviceMesh) -> Any:
     return model
 
 
+@pytest.mark.exhaustive
 @on_two
 def test_compiled_and_recomputed(device: str, tmp_path: Path) -> None:
     on_ranks(2, device, tmp_path, every_recipe)

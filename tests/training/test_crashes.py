@@ -132,6 +132,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, texts: Path) -> Non
         train(small_config(tmp_path / "run", texts, data={"shuffle": 1}))
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_whole(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
