@@ -429,3 +429,27 @@ def test_meshes_refused(alone: dist.ProcessGroup) -> None:
         SequenceShards.of("cp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the sequence has 7 tokens; 1 ranks need a multiple of"):
         shard_sequence(torch.zeros(1, 7), alone)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("tokens", "offset", "message"),
+    [
+        (16, 40, "query_offset=40 with 32 queries leaves the 64 keys of all ranks"),
+        (32, -1, "query_offset=-1 with 64 queries leaves the 64 keys of all ranks"),
+        (48, None, "query_offset=-32 with 96 queries leaves the 64 keys of all ranks"),
+    ],
+)
+def test_queries_outside_are_refused_on_every_rank(
+    tokens: int, offset: int | None, message: str, rank: int
+) -> None:
+    """Before anything is sent: a rank whose own queries lie inside would wait for the others."""
+    key = torch.zeros(1, 2, 32, 8)
+    with pytest.raises(ValueError, match=message):
+        context_parallel_attention(
+            torch.zeros(1, 4, tokens, 8),
+            *(key, key, torch.zeros(1, 4, tokens, 3), *(Compression(NSA, 2, 8) for _ in range(2))),
+            mesh=SequenceShards("", rank, 2),
+            config=NSA,
+            query_offset=offset,
+        )
