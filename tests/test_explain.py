@@ -214,6 +214,21 @@ def test_ranks_heed_what_the_call_is_given() -> None:
             "query_offset is a Tensor; with mesh it must",
         ),
         (
+            {"query_offset": 1},
+            ValueError,
+            "query_offset=1 with 512 queries leaves the 512 keys of all ranks",
+        ),
+        (
+            {name: torch.zeros(1, 2, 128, 64) for name in ("sliding_key", "sliding_value")},
+            ValueError,
+            r"sliding_key has shape \(1, 2, 128, 64\); expected \(1, 2, 256, 64\)",
+        ),
+        (
+            {"document_start": torch.zeros(1, 100, dtype=torch.int32)},
+            ValueError,
+            r"document_start must be int \(1, 128\), got torch.int32 \(1, 50\)",
+        ),
+        (
             {"exchange_heads": True, "query_offset": 0},
             ValueError,
             "query_offset and exchange_heads were both given: layers have none",

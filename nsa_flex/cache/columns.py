@@ -44,7 +44,7 @@ class IncomingBatch(NamedTuple):
         return x if self.layout is None else self.layout.align(x)
 
     def align_gates(self, gates: Tensor | GateLogits) -> Tensor | GateLogits:
-        """The same for (B, H, T, 3) gates."""
+        """The same for (B, H, T, C) gates."""
         if self.layout is None:
             return gates
         if isinstance(gates, GateLogits):

@@ -19,7 +19,7 @@ from nsa_flex.explaining.explanation import Explanation
 from nsa_flex.explaining.rehearsal import with_index
 from nsa_flex.inputs import check_documents, check_positions, check_shapes, check_tensors
 from nsa_flex.parallel import SequenceShards, exchanged_bytes, sent_bytes
-from nsa_flex.parallel.attention import check_shard
+from nsa_flex.parallel.attention import check_shards
 
 
 def explain(
@@ -194,10 +194,11 @@ def _over_ranks(
     )
     if isinstance(query_offset, Tensor):
         raise TypeError("query_offset is a Tensor; with mesh it must be an int")
-    check_shard(key.shape[2], shards, config)
+    own_window = [x for x in (sliding_key, sliding_value) if x is not None]
+    past = check_shards(query, key, value, own_window, query_offset, shards, config)
     chunk, later = query.shape[2] // 2, shards.chunks[1]
-    past = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
     end = past + (later + 1) * chunk
+    starts = None if document_start is None else document_start.chunk(2, -1)[-1].to("meta")
 
     def whole(x: Tensor | None, tokens: int = end) -> Any:
         return (
@@ -209,7 +210,7 @@ def _over_ranks(
         config=config,
         sliding_key=whole(sliding_key),
         sliding_value=whole(sliding_value),
-        document_start=None if document_start is None else document_start[:, chunk:].to("meta"),
+        document_start=starts,
         **options,
     )
     sent = sent_bytes(

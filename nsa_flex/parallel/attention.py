@@ -87,24 +87,19 @@ def context_parallel_attention(
         ValueError: shapes that do not fit, T among them, or what `nsa_attention` raises.
     """
     shards = SequenceShards.of(mesh)
-    _check(query, key, shards, config, kv_heads_at_once)
-    if (sliding_key is None) != (sliding_value is None):
-        raise ValueError("sliding_key and sliding_value must be given together")
-    pairs = (("key", sliding_key, key), ("value", sliding_value, value))
-    for name, own, other in pairs:
-        if own is not None and own.shape != other.shape:
-            raise ValueError(
-                f"sliding_{name} has shape {tuple(own.shape)}; expected {tuple(other.shape)}, "
-                f"that of {name}"
-            )
+    own_window = [x for x in (sliding_key, sliding_value) if x is not None]
+    first = check_shards(query, key, value, own_window, query_offset, shards, config)
+    heads = key.shape[1]
+    if kv_heads_at_once is not None and (kv_heads_at_once < 1 or heads % kv_heads_at_once):
+        raise ValueError(
+            f"kv_heads_at_once={kv_heads_at_once} must be a divisor of the {heads} KV heads"
+        )
     if compressed_source is None:
         (key, source_key), (value, source_value) = branched(key), branched(value)
         compressed_source = source_key, source_value
     chunk = query.shape[2] // 2
-    first = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
     sources = compressed_source[: num_compressed(config)]
     halos = _send_halos(sources, shards, config)
-    own_window = [x for x in (sliding_key, sliding_value) if x is not None]
     # Queries that are not at the places of this rank's keys have their window anywhere.
     is_near = bool(own_window) and query.shape[2] == key.shape[2] and first == 0
     tails = _send_tails(own_window, shards, config) if is_near else None
@@ -257,13 +252,20 @@ def check_shard(num_tokens: int, shards: SequenceShards, config: NSAConfig) -> N
         )
 
 
-def _check(
+def check_shards(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
+    own_window: Sequence[Tensor],
+    query_offset: int | None,
     shards: SequenceShards,
     config: NSAConfig,
-    kv_heads_at_once: int | None,
-) -> None:
+) -> int:
+    """The whole sequence's first query's place among its keys.
+
+    Raises:
+        ValueError: shards do not fit. All ranks find that alike, before anything is sent.
+    """
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
             f"query and key must be 4-D (B, H, T, D), got {tuple(query.shape)} and "
@@ -277,7 +279,19 @@ def _check(
         raise ValueError(
             f"key has {heads} heads; query's {query.shape[1]} must be a multiple of it"
         )
-    if kv_heads_at_once is not None and (kv_heads_at_once < 1 or heads % kv_heads_at_once):
+    if len(own_window) == 1:
+        raise ValueError("sliding_key and sliding_value must be given together")
+    for name, own, other in zip(("key", "value"), own_window, (key, value), strict=False):
+        if own.shape != other.shape:
+            raise ValueError(
+                f"sliding_{name} has shape {tuple(own.shape)}; expected {tuple(other.shape)}, "
+                f"that of {name}"
+            )
+    num_queries, num_keys = (shards.size * x.shape[2] for x in (query, key))
+    first = num_keys - num_queries if query_offset is None else query_offset
+    if first < 0 or first + num_queries > num_keys:
         raise ValueError(
-            f"kv_heads_at_once={kv_heads_at_once} must be a divisor of the {heads} KV heads"
+            f"query_offset={first} with {num_queries} queries leaves the {num_keys} keys of all "
+            "ranks"
         )
+    return first

@@ -206,15 +206,17 @@ class _Arrive(torch.autograd.Function):
         given = next((x for x in grads if x is not None), None)
         if given is None:
             return (None,) * 10
-        elements = [math.prod(x) for x in ctx.sizes]
-        total = given.new_zeros((2 * ctx.size, sum(elements)), dtype=ctx.dtype)
-        parts = total.split(elements, 1)
         num_whole = len(grads) - len(ctx.lengths)
-        for i, grad in enumerate(grads[:num_whole]):
-            if grad is not None:
-                of_chunk = ctx.sizes[i % len(parts)]
-                _add_chunks(parts[i % len(parts)].unflatten(1, of_chunk), grad)
-        own = _ops.reduce_scatter_tensor(total, "sum", ctx.size, ctx.group)
+        own = None
+        if ctx.needs_input_grad[1]:  # nobody waits for a sum that nobody takes
+            elements = [math.prod(x) for x in ctx.sizes]
+            total = given.new_zeros((2 * ctx.size, sum(elements)), dtype=ctx.dtype)
+            parts = total.split(elements, 1)
+            for i, grad in enumerate(grads[:num_whole]):
+                if grad is not None:
+                    of_chunk = ctx.sizes[i % len(parts)]
+                    _add_chunks(parts[i % len(parts)].unflatten(1, of_chunk), grad)
+            own = _ops.reduce_scatter_tensor(total, "sum", ctx.size, ctx.group)
         behind = zip(grads[num_whole:], ctx.lengths, strict=True)
         windows = [None if grad is None else grad[:, :, -n:] for grad, n in behind]
         return (None, own, None, None, None, None, *windows, None, None, None, None)[:10]

@@ -210,9 +210,12 @@ class CountedBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.gathered = self.scattered = 0
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, size = func._schema.name, dist.get_world_size()
+        if "c10d" in name:
+            self.names.append(name.removeprefix("_c10d_functional::"))
         if name == "_c10d_functional::all_gather_into_tensor":
             self.gathered += args[0].nbytes * (size - 1)
         elif name == "_c10d_functional::reduce_scatter_tensor":
@@ -287,6 +290,27 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 def test_one_rank_alone(alone: dist.ProcessGroup) -> None:
     Problem(documents=True).check("one rank", alone)
     Problem(documents=True, own_window=True).check("one rank, a window of its own", alone)
+
+
+def test_where_the_window_alone_is_trained_no_other_keys_are_reduced(
+    alone: dist.ProcessGroup,
+) -> None:
+    """Nobody would wait for such a sum, whose memory is then never given back."""
+    problem = Problem(own_window=True)
+    query, key, value, gates, *own = problem.inputs
+    window = [x.requires_grad_() for x in own[2:]]
+    with CountedBytes() as counted:
+        output = context_parallel_attention(
+            *(query, key, value, gates, *problem.phis.requires_grad_(False)),
+            mesh=alone,
+            config=problem.config,
+            sliding_key=window[0],
+            sliding_value=window[1],
+        )
+        sent = counted.names.copy()
+        torch.autograd.grad(output, window, problem.grad)
+    assert sent.count("wait_tensor") == sent.count("all_gather_into_tensor")
+    assert counted.names[len(sent) :] == ["reduce_scatter_tensor", "wait_tensor"]
 
 
 def test_gradients_of_gathered_tensors_add_up_in_float32(alone: dist.ProcessGroup) -> None:
@@ -406,3 +430,27 @@ def test_meshes_refused(alone: dist.ProcessGroup) -> None:
         SequenceShards.of("cp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the sequence has 7 tokens; 1 ranks need a multiple of"):
         shard_sequence(torch.zeros(1, 7), alone)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("tokens", "offset", "message"),
+    [
+        (16, 40, "query_offset=40 with 32 queries leaves the 64 keys of all ranks"),
+        (32, -1, "query_offset=-1 with 64 queries leaves the 64 keys of all ranks"),
+        (48, None, "query_offset=-32 with 96 queries leaves the 64 keys of all ranks"),
+    ],
+)
+def test_queries_outside_are_refused_on_every_rank(
+    tokens: int, offset: int | None, message: str, rank: int
+) -> None:
+    """Before anything is sent: a rank whose own queries lie inside would wait for the others."""
+    key = torch.zeros(1, 2, 32, 8)
+    with pytest.raises(ValueError, match=message):
+        context_parallel_attention(
+            torch.zeros(1, 4, tokens, 8),
+            *(key, key, torch.zeros(1, 4, tokens, 3), *(Compression(NSA, 2, 8) for _ in range(2))),
+            mesh=SequenceShards("", rank, 2),
+            config=NSA,
+            query_offset=offset,
+        )
