@@ -21,5 +21,4 @@ def test_rows(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     rows = json.loads(out.read_text())
     assert [row["what"] for row in rows] == ["nsa_attention", "dense"]
     for row in rows:
-        times = [row[f"{name}_ms"] for name in ("forward", "forward_backward")]
-        assert 0 < times[0] < times[1]
+        assert min(row["forward_ms"], row["forward_backward_ms"]) > 0
