@@ -49,7 +49,8 @@ def test_the_page() -> None:
     """What it tells of the losses on four processes, which fall to the end."""
     root = Path(__file__).parents[2]
     page = " ".join((root / "docs" / "guide" / "many-gpus.md").read_text().split())
-    told = re.search(r"on four gloo .* fall from (\S+) to (\S+) and differ by at most (\d\.\d+)", page)
+    words = r"on four gloo .* fall from (\S+) to (\S+) and differ by at most (\d\.\d+)"
+    told = re.search(words, page)
     assert told is not None
     rows = json.loads((root / "bench" / "results" / "parallel_losses_cpu.json").read_text())
     losses = {name: torch.tensor(form["losses"]) for name, form in rows["forms"].items()}
