@@ -259,7 +259,7 @@ def with_stand_ins(
     if all(x is not None for x in found.values()) or not isinstance(config, NSAConfig):
         return compressed_key, compressed_value
     reads = {
-        "compressed_key": config.has("compressed") or config.has("selected"),
+        "compressed_key": config.compresses,
         "compressed_value": config.has("compressed"),
     }
     for (name, given), source in zip(found.items(), (key, value), strict=True):

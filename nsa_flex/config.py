@@ -50,9 +50,8 @@ class NSAConfig:
             its best n/2, and so do the blocks before that tile; in the first tile all are chosen.
             "max_pool", that of InfLLM-V2: the best of all, where a block's score is the highest
             of the compressed blocks that overlap it, not their sum.
-        branches: those there are. An absent one has no gate and is not computed, but for decode
-            steps on CUDA, whose kernels run it with a gate of 0; the selected branch chooses by
-            compressed keys all the same.
+        branches: those there are. An absent one has no gate and is not computed; the selected
+            branch chooses by compressed keys all the same.
 
     Raises:
         TypeError: a count is not an int.
@@ -101,10 +100,6 @@ class NSAConfig:
             )
         if self.selection == "tiled_top_k":
             self._check_tiles()
-        if self.branches != BRANCHES:  # made once, and no field: compiled code reads it
-            window = self.window_size if self.has("sliding") else 1
-            every = dataclasses.replace(self, branches=BRANCHES, window_size=window)
-            object.__setattr__(self, "_with_every_branch", every)
 
     def _check_branches(self) -> None:
         given = tuple(self.branches)
@@ -178,10 +173,9 @@ class NSAConfig:
         return branch in self.branches
 
     @property
-    def with_every_branch(self) -> NSAConfig:
-        """The same with all branches, for kernels that run them together; gates of 0 undo it."""
-        every: NSAConfig = getattr(self, "_with_every_branch", self)
-        return every
+    def compresses(self) -> bool:
+        """Whether a branch reads compressed keys: the compressed one, or the selected one."""
+        return self.has("compressed") or self.has("selected")
 
     @property
     def num_forced_blocks(self) -> int:

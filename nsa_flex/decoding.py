@@ -95,9 +95,6 @@ def decode_step(
     Returns:
         (B, Hq, T, Dv) in the query's dtype, and an `NSAAux` if asked.
     """
-    asked, asked_gates = config, gates
-    if config.branches != BRANCHES and config.has("selected") and query.device.type == "cuda":
-        config, gates = with_every_branch(config, gates)
     parameters: tuple[list[Tensor], ...] = ([], [])
     if new is not None and (new.may_complete or new.phi[0].kind not in PRODUCTS):
         parameters = _parameters(new.phi)
@@ -115,24 +112,9 @@ def decode_step(
         new = None
     if unsupported is None:
         arguments = (query, new, parameters, stored, gates, config, scale, return_aux)
-        out, aux = _on_kernels(*arguments)
-        return out, None if aux is None else _of_branches(aux, asked)
-    gates = asked_gates.gates() if isinstance(asked_gates, GateLogits) else asked_gates
-    return step_by_operations(query, stored, gates, asked, scale, return_aux=return_aux)
-
-
-def with_every_branch(config: NSAConfig, gates: Tensor | GateLogits) -> tuple[NSAConfig, Tensor]:
-    """A config and gates (B, Hq, T, 3) that give the same: absent branches have gates of 0."""
-    found = gates.gates() if isinstance(gates, GateLogits) else gates
-    given = dict(zip(config.branches, found.unbind(-1), strict=True))
-    zero = torch.zeros_like(found[..., 0])
-    return config.with_every_branch, torch.stack([given.get(x, zero) for x in BRANCHES], -1)
-
-
-def _of_branches(aux: NSAAux, config: NSAConfig) -> NSAAux:
-    """Without the log-sum-exps of branches that the config has not."""
-    lse = zip(BRANCHES, aux.lse, strict=True)
-    return NSAAux(aux.blocks, BranchLSE(*(x if config.has(name) else None for name, x in lse)))
+        return _on_kernels(*arguments)
+    gates = gates.gates() if isinstance(gates, GateLogits) else gates
+    return step_by_operations(query, stored, gates, config, scale, return_aux=return_aux)
 
 
 def store(new: New, stored: Stored) -> None:
@@ -161,7 +143,8 @@ def store_by_kernel(new: New, stored: Stored) -> tuple[bool, bool]:
     config = new.phi[0].config
     parameters = _parameters(new.phi)
     compresses = (
-        new.phi[0].kind in ("mean", "weighted")
+        config.compresses
+        and new.phi[0].kind in ("mean", "weighted")
         and phi_unsupported_reason(new.phi, parameters, stored.key) is None
         and not _takes_gradients(parameters)
     )
@@ -197,8 +180,6 @@ def unsupported_reason(
         return "triton is not installed"
     from nsa_flex.fallback_kernels.decode import interface as decode
 
-    if config.has("selected"):  # absent branches get gates of 0
-        config = config.with_every_branch
     return decode.unsupported_reason(query, key, value, config, num_sets)
 
 
@@ -291,7 +272,9 @@ def _on_kernels(
     if not return_aux:
         return result, None
     out, aux = result
-    return out, NSAAux(aux.blocks, BranchLSE(*aux.lse.unbind(-1)))
+    lse: Any = dict(zip(config.branches, aux.lse.unbind(-1), strict=True))
+    blocks = aux.blocks if config.has("selected") else None
+    return out, NSAAux(blocks, BranchLSE(*map(lse.get, BRANCHES)))
 
 
 def step_by_operations(

@@ -46,6 +46,14 @@ def test_branches_are_in_order() -> None:
     assert (config.has("sliding"), config.has("selected")) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("branches", "expected"),
+    [(("compressed",), True), (("selected", "sliding"), True), (("sliding",), False)],
+)
+def test_compresses_where_a_branch_reads_it(branches: Any, expected: bool) -> None:
+    assert NSAConfig(branches=branches).compresses == expected
+
+
 def test_frozen_and_hashable() -> None:
     config = NSAConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -17,6 +17,7 @@ from nsa_flex import Compression, LayerCache, NSAConfig, explain, fallback_kerne
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.parallel import SequenceShards, exchanged_bytes, sent_bytes
 from reference.interpreter import INTERPRETED
+from reference.launches import SUBSETS, decode_kernels_of
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED or not HAS_TRITON, reason="kernels are compiled by Triton, not interpreted"
@@ -57,9 +58,11 @@ def pair(dtype: torch.dtype = torch.bfloat16, tokens: int = 16384) -> tuple[torc
     return meta(1, 64, tokens, 128, dtype=dtype), meta(1, 4, tokens, 128, dtype=dtype)
 
 
-def filled_cache(kind: Any, tokens: int = 4096, max_length: int = 8192) -> LayerCache:
+def filled_cache(
+    kind: Any, tokens: int = 4096, max_length: int = 8192, config: NSAConfig | None = None
+) -> LayerCache:
     phi = [
-        Compression(NSAConfig(), 4, 128, kind, device="meta", dtype=torch.bfloat16)
+        Compression(config or NSAConfig(), 4, 128, kind, device="meta", dtype=torch.bfloat16)
         for _ in range(2)
     ]
     cache = LayerCache(*phi, max_length=max_length)
@@ -203,6 +206,19 @@ def test_a_decode_step_runs_on_triton() -> None:
     assert {choice.backend for choice in told.choices.values()} == {"triton"}
     assert {run.stage for run in told.kernels.forward} == {"decode"}
     assert all(run.launches == 1 for run in told.kernels.forward)
+
+
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_a_step_of_some_branches_runs_no_others(branches: Any) -> None:
+    """Even where it would complete a block, and φ has kernels of its own."""
+    cache = filled_cache("mlp", 4095, config=NSAConfig(branches=branches))
+    told = explain(meta(1, 64, 1, 128), cache=cache, device=GPU)
+    assert {choice.backend for choice in told.choices.values()} == {"triton"}
+    assert tuple(told.choices) == branches
+    names = [run.name for run in told.kernels.forward]
+    phi = ["decode_project_kernel", "decode_write_blocks_kernel"]
+    before = [] if branches == ("sliding",) else phi
+    assert names == before + decode_kernels_of(branches, stores=True)
 
 
 def test_a_step_that_completes_a_block_multiplies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,13 +13,17 @@ import tarfile
 import textwrap
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import nsa_flex
 
 ROOT = Path(__file__).resolve().parents[1]
+OLDEST_PYTHON = {"python_version": "3.10", "python_full_version": "3.10.0"}
 LINKED = ("bench", "masks", "fallback_kernels")
 OPTIONAL = [
     "flash_attn",
@@ -231,3 +236,18 @@ def test_every_required_package_is_pinned(built: Path) -> None:
     required = {name.lower() for name in re.findall(r"^Requires-Dist: ([\w.-]+)", text, re.M)}
     pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M))
     assert required - pinned == set()
+
+
+def test_a_pin_that_the_oldest_python_cannot_have_is_not_for_it() -> None:
+    """Of packages that are installed here; `make compat` installs them all on the oldest."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and line[0] != "#"]
+    pinned = {
+        pin.name: pin for pin in pins if not pin.marker or pin.marker.evaluate(OLDEST_PYTHON)
+    }
+    assert len(pinned) > 80
+    for name, pin in pinned.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if pin.specifier.contains(metadata.version(name)):
+                needed = metadata.metadata(name).get("Requires-Python", "")
+                assert SpecifierSet(needed).contains("3.10.0"), f"{pin} needs Python {needed}"

@@ -139,6 +139,18 @@ def test_an_absent_branch_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert called == [("dense", "sliding")]
 
 
+@pytest.mark.parametrize("branches", [("selected",), ("sliding",)], ids="+".join)
+def test_a_cache_compresses_what_a_branch_reads(branches: tuple[str, ...]) -> None:
+    config = dataclasses.replace(TILED, branches=branches)
+    layer = NSAAttention(24, 4, 2, config=config).double()
+    with torch.no_grad():
+        cache = layer.new_cache()
+        for part in torch.randn(1, 61, 24, dtype=torch.float64).split([30, 20, 1, 1, 9], 1):
+            layer(part, cache=cache)
+    number = config.num_compressed_blocks(61)
+    assert cache.buffers.compressed_key[:, :, :number].any() == ("selected" in branches)
+
+
 @pytest.mark.parametrize(
     ("branches", "missing", "error"),
     [

@@ -121,7 +121,8 @@ def step(
     """New tokens of each row, which has a past, are stored, and attend."""
     blocks, batch = config.num_compressed_blocks(capacity), len(past)
     sizes = [(n, dim) for n in (tokens, capacity, blocks) for dim in dims]
-    query, gates = (new(batch, kv_heads * group, tokens, x, dtype) for x in (dims[0], 3))
+    widths = (dims[0], len(config.branches))
+    query, gates = (new(batch, kv_heads * group, tokens, x, dtype) for x in widths)
     tensors = [query, *(new(batch, kv_heads, *size, dtype) for size in sizes), gates]
     run: Callable[..., object] = decode_kernels.step
     run(

@@ -26,7 +26,7 @@ from nsa_flex.bench.tools.kernel_calls import (
     store,
     tokens_first,
 )
-from nsa_flex.config import CompressionKind
+from nsa_flex.config import BranchName, CompressionKind
 from nsa_flex.fallback_kernels.fused.bwd_gates import switch_gate_sign
 from nsa_flex.fallback_kernels.topk.block_max import block_max
 
@@ -37,6 +37,11 @@ KINDS_OF_ROWS: tuple[dict[str, Any], ...] = (
     {"documents": True},
     {"tokens": 16384},
     {"queries": 512, "offset": 1024, "train": False},
+)
+SOME_BRANCHES: tuple[tuple[BranchName, ...], ...] = (
+    ("selected",),
+    ("compressed", "sliding"),
+    ("sliding",),
 )
 NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", selection="tiled_top_k")
 
@@ -87,6 +92,12 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "decode, float32", partial(step, meta, 4, 1, (128, 128), "mean", FP32)
     yield "decode, 64 rows", partial(step, meta, 8, 1, (128, 128), "mean", past=(0,) * 64)
     yield "decode, NSA-1B", partial(step, meta, 16, 1, (64, 64), "mean", config=NSA_1B)
+    for branches in SOME_BRANCHES:
+        some = replace(NSA_1B, branches=branches)
+        yield (
+            f"decode, {' and '.join(branches)}",
+            partial(step, meta, 16, 1, (64, 64), "mean", config=some),
+        )
     yield "pages", partial(paged, meta, 4, 128)
     for group in (4, 1):
         yield f"spans, group {group}", partial(spans, meta, group, (128, 128))

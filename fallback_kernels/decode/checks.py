@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa_flex.config import BRANCHES, PRODUCTS, SUMMING_RULES, NSAConfig
+from nsa_flex.config import PRODUCTS, SUMMING_RULES, NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -52,8 +52,6 @@ def sizes_unsupported_reason(
     )
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}; the decode kernels take {DTYPES}"
-    if config.branches != BRANCHES:
-        return f"there are only {', '.join(config.branches)}; the decode kernels run all branches"
     if config.selection not in SUMMING_RULES:
         return f"selection is {config.selection!r}; the decode kernels take {SUMMING_RULES}"
     slots = config.num_selected_blocks
@@ -120,7 +118,7 @@ def check_step(
     check_cache(*cache, lengths, num_sets)
     check_compressed(compressed_key, key, config)
     check_query(query, key, value, gates, config, num_sets)
-    check_gating(*gating, query, key)
+    check_gating(*gating, query, key, len(config.branches))
     if new_key is None and new_value is None:
         return
     if new_key is None or new_value is None:
@@ -240,19 +238,23 @@ def check_query(
             f"query has {heads} heads; key's {kv_heads} must divide them: Hq = G * Hkv"
         )
     check_like("query", query, tuple(query.shape), key)
-    if tuple(gates.shape) != (batch, heads, tokens, 3) or gates.device != key.device:
+    wanted = (batch, heads, tokens, len(config.branches))
+    if tuple(gates.shape) != wanted or gates.device != key.device:
         raise ValueError(
-            f"gates has shape {tuple(gates.shape)} on {gates.device}; expected "
-            f"{(batch, heads, tokens, 3)} on {key.device}"
+            f"gates has shape {tuple(gates.shape)} on {gates.device}; expected {wanted} on "
+            f"{key.device}"
         )
     reason = unsupported_reason(query, key, value, config, num_sets)
     if reason is not None or not tokens:
         raise ValueError(reason or "query has no tokens")
 
 
-def check_gating(offset: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor) -> None:
-    """Raises ValueError unless offset and bias of gates fit the query's heads."""
-    for name, x, size in (("offset", offset, 3), ("bias", bias, 3 * query.shape[1])):
+def check_gating(
+    offset: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor, branches: int
+) -> None:
+    """Raises ValueError unless offset and bias of gates fit the query's heads and `branches`."""
+    sizes = (branches, branches * query.shape[1])
+    for name, x, size in zip(("offset", "bias"), (offset, bias), sizes, strict=True):
         if x is not None and (x.shape != (size,) or x.device != key.device):
             got = f"{tuple(x.shape)} on {x.device}"
             raise ValueError(f"gate_{name} must be ({size},) on {key.device}, got {got}")

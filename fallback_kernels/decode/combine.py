@@ -29,15 +29,16 @@ def branch_weights(row_max, row_sum, mask):
 
 @triton.jit
 def load_gate(
-    gate_ptr, gate_offset_ptr, gate_bias_ptr, FROM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr
-):
-    """One gate in float32; FROM_LOGITS computes it, rounded as it would have come."""
-    gate = tl.load(gate_ptr)
+    gate_ptr, gate_stride, gate_offset_ptr, gate_bias_ptr, PLACE: tl.constexpr,
+    FROM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Gate PLACE in float32; FROM_LOGITS computes it, rounded as it would have come."""
+    gate = tl.load(gate_ptr + PLACE * gate_stride)
     if FROM_LOGITS:
         logit = gate.to(tl.float32)
         if HAS_BIAS:
-            logit += tl.load(gate_bias_ptr).to(tl.float32)
-        offset = tl.load(gate_offset_ptr).to(tl.float32)
+            logit += tl.load(gate_bias_ptr + PLACE).to(tl.float32)
+        offset = tl.load(gate_offset_ptr + PLACE).to(tl.float32)
         gate = (tl.sigmoid(logit) + offset).to(gate.dtype)
     return gate.to(tl.float32)
 
@@ -67,27 +68,33 @@ def decode_combine_kernel(
     COMPRESSED_BLOCK_N: tl.constexpr, BLOCK_N: tl.constexpr, PADDED_SPLITS: tl.constexpr,
     FROM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """CTA (slice of Dv, head in group, unit): out (B, T, Hq, Dv), lse (B, Hq, T, 3)."""
+    """CTA (slice of Dv, head in group, unit): out (B, T, Hq, Dv), lse (B, Hq, T, C).
+
+    Without COMPRESSED_BLOCK_N there is no compressed branch, without NUM_SLOTS no selected one,
+    without WINDOW no sliding one: C counts those that there are.
+    """
     LN2: tl.constexpr = 0.6931471805599453
+    NUM_BRANCHES: tl.constexpr = (COMPRESSED_BLOCK_N > 0) + (NUM_SLOTS > 0) + (WINDOW > 0)
     head_in_group, unit = tl.program_id(1), tl.program_id(2)
     token, batch_head = unit % num_tokens, unit // num_tokens
     batch = (batch_head // kv_heads).to(tl.int64)
     head = batch_head % kv_heads * GROUP + head_in_group
     position = tl.load(lengths_ptr + batch) + token
     gate_ptr += batch * gate_strides[0] + head * gate_strides[1] + token * gate_strides[2]
-    gate_bias_ptr += head * 3
-    compressed_gate = load_gate(gate_ptr, gate_offset_ptr, gate_bias_ptr, FROM_LOGITS, HAS_BIAS)
-    selected_gate = load_gate(
-        gate_ptr + gate_strides[3], gate_offset_ptr + 1, gate_bias_ptr + 1, FROM_LOGITS, HAS_BIAS
-    )
-    sliding_gate = load_gate(
-        gate_ptr + 2 * gate_strides[3],
-        gate_offset_ptr + 2, gate_bias_ptr + 2, FROM_LOGITS, HAS_BIAS,
-    )  # fmt: skip
+    gate_bias_ptr += head * NUM_BRANCHES
+    gates = ()
+    for branch in tl.static_range(NUM_BRANCHES):
+        gate = load_gate(
+            gate_ptr, gate_strides[3], gate_offset_ptr, gate_bias_ptr, branch,
+            FROM_LOGITS, HAS_BIAS,
+        )  # fmt: skip
+        gates = gates + (gate,)  # type: ignore[assignment]  # noqa: RUF005
     pdl_wait(PDL)
     is_stored = position < capacity
-    num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)
-    _, num_used = tiles_of_split(num_visible, num_compressed_splits, COMPRESSED_BLOCK_N)
+    num_used = 0
+    if COMPRESSED_BLOCK_N:
+        num_visible = tl.minimum(count_visible_blocks(position, COMPRESS, STRIDE), num_compressed)
+        _, num_used = tiles_of_split(num_visible, num_compressed_splits, COMPRESSED_BLOCK_N)
     TOPK: tl.constexpr = NUM_SLOTS - INITIAL - LOCAL
     num_initial_local, num_topk = count_slots(position, SELECT, NUM_SLOTS, TOPK, INITIAL, TILED)
     tiles = tl.cdiv(tl.minimum(position + 1, WINDOW), BLOCK_N)
@@ -103,6 +110,13 @@ def decode_combine_kernel(
     selected |= (in_kind >= 0) & (in_kind < tl.cdiv(num_topk, topk_per_split))
     selected &= is_stored
     mask = compressed | selected | sliding
+    masks = ()
+    if COMPRESSED_BLOCK_N:
+        masks = masks + (compressed,)  # type: ignore[assignment]  # noqa: RUF005
+    if NUM_SLOTS:
+        masks = masks + (selected,)  # type: ignore[assignment]  # noqa: RUF005
+    if WINDOW:
+        masks = masks + (sliding,)  # type: ignore[assignment]  # noqa: RUF005
     slot = (unit.to(tl.int64) * GROUP + head_in_group) * num_splits + split
     row_max = tl.load(row_max_ptr + slot, mask=mask, other=float("-inf"))  # [PADDED_SPLITS]
     row_sum = tl.load(row_sum_ptr + slot, mask=mask, other=0.0)  # [PADDED_SPLITS]
@@ -112,16 +126,13 @@ def decode_combine_kernel(
         mask=mask[:, None] & (dim < VALUE_DIM)[None, :],
         other=0.0,
     )  # [PADDED_SPLITS, BLOCK_DV]
-    lse_ptr += ((batch * kv_heads * GROUP + head) * num_tokens + token) * 3
-    weight, lse = branch_weights(row_max, row_sum, compressed)
-    weights = weight * compressed_gate  # [PADDED_SPLITS]
-    tl.store(lse_ptr, lse * LN2)
-    weight, lse = branch_weights(row_max, row_sum, selected)
-    weights += weight * selected_gate
-    tl.store(lse_ptr + 1, lse * LN2)
-    weight, lse = branch_weights(row_max, row_sum, sliding)
-    weights += weight * sliding_gate
-    tl.store(lse_ptr + 2, lse * LN2)
-    out = tl.sum(partial * weights[:, None], 0)  # [BLOCK_DV]
+    lse_ptr += ((batch * kv_heads * GROUP + head) * num_tokens + token) * NUM_BRANCHES
+    weights = 0.0
+    for branch in tl.static_range(NUM_BRANCHES):
+        weight, lse = branch_weights(row_max, row_sum, masks[branch])
+        gated = weight * gates[branch]
+        weights = weights + gated if branch else gated  # [PADDED_SPLITS]
+        tl.store(lse_ptr + branch, lse * LN2)
+    out = tl.sum(partial * weights[:, None], 0)  # type: ignore[index]  # [BLOCK_DV]
     offset = ((batch * num_tokens + token) * (kv_heads * GROUP) + head) * VALUE_DIM
     tl.store(out_ptr + offset + dim, out.to(out_ptr.dtype.element_ty), mask=dim < VALUE_DIM)

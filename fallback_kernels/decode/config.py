@@ -144,7 +144,7 @@ class DecodePlan:
         """Enough CTAs to fill the device, and no more split outputs than that takes."""
         tiles = cdiv(self.num_compressed, self.compressed_block_n)
         splits = choose_num_splits(self.units, tiles, TARGET_CTAS, MAX_CTAS)
-        num_tiles = self.config.num_selected_blocks * self.tiles_per_block + self.window_tiles
+        num_tiles = self.num_slots * self.tiles_per_block + self.window_tiles
         share = max(1, min(4, self.units * num_tiles // TARGET_CTAS))
         chunks = self._chunks()
         # Of one chunk the top-k blocks are in memory; of several they are in registers, at most
@@ -152,10 +152,10 @@ class DecodePlan:
         slots = cdiv(self.units * self.num_topk, TARGET_CTAS) if chunks > 1 else share
         return replace(
             self,
-            compressed_splits=splits,
+            compressed_splits=splits if self.config.compresses else 0,
             chunks=chunks,
             topk_per_split=min(slots, self.config.num_selected_blocks),
-            tiles_per_split=min(share, self.window_tiles),
+            tiles_per_split=max(1, min(share, self.window_tiles)),
             stages=self._stages(),
         )
 
@@ -237,15 +237,23 @@ class DecodePlan:
         return cdiv(self.config.select_block_size, self.block_n)
 
     @cached_property
+    def window(self) -> int:
+        """w; 0 without a sliding branch."""
+        return self.config.window_size if self.config.has("sliding") else 0
+
+    @cached_property
     def window_tiles(self) -> int:
-        return cdiv(min(self.config.window_size, self.capacity), self.block_n)
+        return cdiv(min(self.window, self.capacity), self.block_n)
+
+    @cached_property
+    def num_slots(self) -> int:
+        """n; 0 without a selected branch."""
+        return self.config.num_selected_blocks if self.config.has("selected") else 0
 
     @cached_property
     def num_topk(self) -> int:
         """Selected blocks that the scores decide: n less initial and local blocks."""
-        config = self.config
-        initial_local = config.num_initial_blocks + config.num_local_blocks
-        return config.num_selected_blocks - initial_local
+        return max(0, self.num_slots - self.config.num_forced_blocks)
 
     @cached_property
     def padded_slots(self) -> int:
@@ -258,8 +266,7 @@ class DecodePlan:
 
     @cached_property
     def initial_local_splits(self) -> int:
-        initial_local = self.config.num_selected_blocks - self.num_topk
-        return cdiv(initial_local, self.initial_local_per_split)
+        return cdiv(self.num_slots - self.num_topk, self.initial_local_per_split)
 
     @cached_property
     def initial_local_per_split(self) -> int:
@@ -317,8 +324,7 @@ class DecodePlan:
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        units, splits, group = self.units, self.num_splits, self.group
-        slots = self.config.num_selected_blocks
+        units, splits, group, slots = self.units, self.num_splits, self.group, self.num_slots
         tiles = self.padded_blocks // self.tile_blocks
         partial, row_max, row_sum, score = in_one_allocation(
             device,
@@ -346,4 +352,14 @@ class DecodePlan:
             "SELECT": config.select_block_size,
             "PADDED_BLOCKS": self.padded_blocks,
             "PDL": self.pdl,
+        }
+
+    def slot_constants(self) -> dict[str, Any]:
+        """Compile-time arguments of kernels that know the slots of selected blocks."""
+        config, selects = self.config, self.num_slots > 0
+        return {
+            "NUM_SLOTS": self.num_slots,
+            "INITIAL": config.num_initial_blocks if selects else 0,
+            "LOCAL": config.num_local_blocks if selects else 0,
+            "TILED": config.selection == "tiled_top_k" and selects,
         }

@@ -25,9 +25,10 @@ from nsa_flex.fallback_kernels.launch.direct import directly, is_plain
 class DecodeAux(NamedTuple):
     """What `return_aux=True` adds.
 
-    blocks: int32 (B, Hkv, T, n), selected blocks, ascending, -1 past the last.
-    lse: float32 (B, Hq, T, 3), natural log-sum-exp of the compressed, selected, sliding branch;
-        -inf where nothing is seen.
+    blocks: int32 (B, Hkv, T, n), selected blocks, ascending, -1 past the last; n is 0 without a
+        selected branch.
+    lse: float32 (B, Hq, T, C), natural log-sum-exp of the config's branches in its order; -inf
+        where nothing is seen.
     """
 
     blocks: Tensor
@@ -83,10 +84,11 @@ def step(
     """Stores T new tokens a row, compresses the blocks that they complete, and attends.
 
     New token i of row b goes into slot lengths[b] + i; block i is complete once token i·d + l - 1
-    is stored. Then `o = sum_c g_c · Attention_c(q)` over the compressed, selected and sliding
-    branch, as `nsa_flex.nsa_attention` computes it for the queries at positions lengths ...
-    lengths + T - 1. All query heads of a group share each read of a key or value. One new token a
-    row takes four kernels, and two more for φ of the kinds linear and mlp.
+    is stored. Then `o = sum_c g_c · Attention_c(q)` over the config's branches, as
+    `nsa_flex.nsa_attention` computes it for the queries at positions lengths ... lengths + T - 1.
+    All query heads of a group share each read of a key or value. One new token a row takes four
+    kernels, or fewer without some branches, and two more for φ of the kinds linear and mlp where
+    a branch reads compressed keys.
 
     Args:
         query: (B, Hq, T, D), T of 1 ... 16, dtype of the cache, any strides.
@@ -96,15 +98,15 @@ def step(
             contiguous. Nothing behind them is read; slots from C on are left out.
         compressed_key: (B, Hkv, Ncap, D), compressed_value: (B, Hkv, Ncap, Dv), with
             Ncap >= (C - l) // d + 1.
-        gates: (B, Hq, T, 3), order compressed, selected, sliding; any float dtype and strides.
+        gates: (B, Hq, T, C), of the config's branches in its order; any float dtype and strides.
         lengths: int32 (B,), tokens of each row before the T new ones.
         scale: factor of the logits, 1/sqrt(D) unless given.
         phi: mean unless given.
         may_complete: False where the caller knows that no row completes a block; φ linear and mlp
             then need no parameters.
-        gate_offset: (3,); `gates` are then logits, and a gate is their sigmoid plus the offset,
+        gate_offset: (C,); `gates` are then logits, and a gate is their sigmoid plus the offset,
             rounded to their dtype.
-        gate_bias: (3 · Hq,), added to the logits in float32, three a head; with `gate_offset`.
+        gate_bias: (C · Hq,), added to the logits in float32, C a head; with `gate_offset`.
         num_sets: 3 for keys and values of the compressed, selected and sliding branch side by side
             (H = 3 · Hkv), or 1 for all branches (H = Hkv).
         return_aux: also return `DecodeAux`.

@@ -76,9 +76,9 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Gating:
-    """gates (B, Hq, T, 3), or with `offset` (3,) what their sigmoid plus offset is.
+    """gates (B, Hq, T, C), or with `offset` (C,) what their sigmoid plus offset is.
 
-    bias: (3 · Hq,), added to each token's before the sigmoid, head by head.
+    bias: (C · Hq,), added to each token's before the sigmoid, head by head.
     """
 
     gates: Tensor
@@ -99,7 +99,8 @@ def run(
     *,
     behind_phi: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attends: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the order of their slots, lse.
+    """Attends: out (B, T, Hq, Dv), blocks (B, Hkv, T, n) in the order of their slots, and lse
+    (B, Hq, T, C) of the C branches that the config has.
 
     Args:
         new: the one token of each row that the first kernel stores, with the block that it
@@ -109,19 +110,37 @@ def run(
     shape = (plan.batch, plan.tokens, plan.query_heads, plan.value_dim)
     out = torch.empty(shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(
-        (plan.batch, plan.query_heads, plan.tokens, 3), dtype=torch.float32, device=query.device
+        (plan.batch, plan.query_heads, plan.tokens, len(plan.config.branches)),
+        dtype=torch.float32,
+        device=query.device,
     )
     query = rows_contiguous(query)
     sliding = (cache.key, cache.value) if sliding is None else sliding
     workspace = plan.workspace(query.device)
     with torch.cuda.device_of(query):
-        launch_compressed(
-            plan, query, cache, workspace, scale, new, phi, rows_read, behind_phi=behind_phi
-        )
-        launch_topk(plan, cache, workspace)
-        launch_selected_sliding(plan, query, cache, sliding, workspace, scale, new, rows_read)
+        if plan.compressed_splits:
+            launch_compressed(
+                plan, query, cache, workspace, scale, new, phi, rows_read, behind_phi=behind_phi
+            )
+        if plan.num_slots:
+            launch_topk(plan, cache, workspace)
+        if plan.selected_splits + plan.window_splits:
+            launch_selected_sliding(plan, query, cache, sliding, workspace, scale, new, rows_read)
         launch_combine(plan, cache, workspace, gating, out, lse)
     return out, workspace.blocks, lse
+
+
+def fake_results(
+    query: Tensor, kv_heads: int, value_dim: int, config: NSAConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors like those of `run`, in the kind of the query's memory."""
+    batch, heads, tokens, _ = query.shape
+    slots = config.num_selected_blocks if config.has("selected") else 0
+    return (
+        query.new_empty((batch, tokens, heads, value_dim)),
+        query.new_empty((batch, kv_heads, tokens, slots), dtype=torch.int32),
+        query.new_empty((batch, heads, tokens, len(config.branches)), dtype=torch.float32),
+    )
 
 
 def padded_batch(batch: int) -> int:
@@ -214,13 +233,14 @@ def launch_compressed(
         COMPRESS=plan.config.compress_block_size,
         STRIDE=plan.config.compress_stride,
         BLOCK_N=plan.compressed_block_n,
-        BLOCK_POOL=tile_width(plan.tile_blocks + 1),
+        BLOCK_POOL=tile_width(plan.tile_blocks + 1) if plan.num_slots else 0,
         STAGES=plan.stages,
         HAS_NEW_TOKEN=new is not None,
         WRITE_COMPRESSED=phi is not None,
         WEIGHTED=bool(weights),
         COUNT_ROWS=rows_read is not None,
         PADDED_BATCH=padded_batch(plan.batch) if behind_phi else 0,
+        OUTPUT=plan.config.has("compressed"),
         num_warps=plan.warps,
         **cache.pages(cache.compressed_key),
         **pdl_option(plan.pdl),
@@ -246,15 +266,12 @@ def launch_topk(plan: DecodePlan, cache: Cache, workspace: Workspace) -> None:
         COMPRESS=config.compress_block_size,
         STRIDE=config.compress_stride,
         SELECT=config.select_block_size,
-        NUM_SLOTS=config.num_selected_blocks,
+        **plan.slot_constants(),
         HEADS=plan.topk_heads,
         PADDED_COMPRESSED_SPLITS=plan.padded_compressed_splits,
         PADDED_BLOCKS=plan.padded_blocks,
         CHUNK=plan.chunk,
         BLOCK_N=plan.compressed_block_n,
-        INITIAL=config.num_initial_blocks,
-        LOCAL=config.num_local_blocks,
-        TILED=config.selection == "tiled_top_k",
         PDL=plan.pdl,
         LAUNCH_AFTER_WAIT=plan.launches_after_wait,
         num_warps=plan.topk_warps,
@@ -279,6 +296,7 @@ def launch_selected_sliding(
     window_splits = plan.window_splits if sliding_window else 0
     splits = window_splits + (plan.selected_splits if selected else 0)
     first_dependent_split = window_splits + (plan.initial_local_splits if plan.num_topk else 0)
+    first_dependent_split = min(first_dependent_split, splits - 1)
     new_key, new_value = (query, query) if new is None else (new.key, new.value)
     decode_selected_sliding_kernel[(plan.batch * plan.kv_heads, plan.tokens, splits)](
         query,
@@ -313,19 +331,17 @@ def launch_selected_sliding(
         plan.tiles_per_split,
         base2_scale(scale),
         **plan.attention_constants(),
-        NUM_SLOTS=plan.config.num_selected_blocks,
-        INITIAL=plan.config.num_initial_blocks,
-        LOCAL=plan.config.num_local_blocks,
-        TILED=plan.config.selection == "tiled_top_k",
+        **plan.slot_constants(),
         CHUNKS=plan.chunks,
-        WINDOW=plan.config.window_size,
+        WINDOW=plan.window,
         BLOCK_N=plan.block_n,
         STAGES=plan.selected_stages,
         HAS_NEW_TOKEN=new is not None,
         COUNT_ROWS=rows_read is not None,
         num_warps=plan.warps,
         **cache.pages(cache.key),
-        **pdl_option(plan.pdl),
+        # As the first kernel of a step it is launched when all work before is done.
+        **pdl_option(plan.pdl and plan.config.compresses),
     )
 
 
@@ -337,7 +353,7 @@ def launch_combine(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """The gated sum: out (B, T, Hq, Dv) in its dtype, lse float32 (B, Hq, T, 3)."""
+    """The gated sum: out (B, T, Hq, Dv) in its dtype, lse float32 (B, Hq, T, C)."""
     config = plan.config
     block_dv = plan.combine_block_dv
     decode_combine_kernel[(plan.block_dv // block_dv, plan.group, plan.units)](
@@ -368,12 +384,9 @@ def launch_combine(
         COMPRESS=config.compress_block_size,
         STRIDE=config.compress_stride,
         SELECT=config.select_block_size,
-        NUM_SLOTS=config.num_selected_blocks,
-        INITIAL=config.num_initial_blocks,
-        LOCAL=config.num_local_blocks,
-        TILED=config.selection == "tiled_top_k",
-        WINDOW=config.window_size,
-        COMPRESSED_BLOCK_N=plan.compressed_block_n,
+        **plan.slot_constants(),
+        WINDOW=plan.window,
+        COMPRESSED_BLOCK_N=plan.compressed_block_n if config.has("compressed") else 0,
         BLOCK_N=plan.block_n,
         PADDED_SPLITS=plan.padded_splits,
         FROM_LOGITS=gating.offset is not None,

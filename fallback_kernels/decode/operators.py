@@ -23,6 +23,7 @@ from nsa_flex.fallback_kernels.decode.launch import (
     Gating,
     NewTokens,
     Phi,
+    fake_results,
     launch_append,
     run,
 )
@@ -71,8 +72,8 @@ def step(
     query = rows_contiguous(query)  # no kernel may come between those of φ and attention
     if new_key is not None and new_value is not None:
         new = NewTokens(*(rows_contiguous(x.to(key.dtype)) for x in (new_key, new_value)))
-    # One token of one set is left to the first kernel of attention.
-    waits = new is not None and num_sets == 1 and query.shape[2] == 1
+    # One token of one set is left to the kernel of the compressed keys.
+    waits = new is not None and num_sets == 1 and query.shape[2] == 1 and config.compresses
     if new is not None:
         whole = Cache(key, value, *rest)
         _store(
@@ -123,8 +124,9 @@ def _store(
     """
     heads = compressed.key.shape[1]
     if appends:
-        launch_append(new, whole, heads, None if phi.is_product else phi, config)
-    if phi.is_product and may_compress:
+        in_append = config.compresses and not phi.is_product
+        launch_append(new, whole, heads, phi if in_append else None, config)
+    if config.compresses and phi.is_product and may_compress:
         tokens, pdl = new.key.shape[2], supports_pdl(new.key.device)
         launch_compress(compressed, tokens, None if appends else new, phi, config, pdl=pdl)
 
@@ -134,13 +136,5 @@ def _(
     query: Tensor, new_key: Any, new_value: Any, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *_, num_sets, _, counts = others
-    batch, heads, tokens, _ = query.shape
-    kv_heads, num_selected = (
-        key.shape[1] // num_sets,
-        NSAConfig.of_counts(counts).num_selected_blocks,
-    )
-    return (
-        query.new_empty((batch, tokens, heads, value.shape[3])),
-        query.new_empty((batch, kv_heads, tokens, num_selected), dtype=torch.int32),
-        query.new_empty((batch, heads, tokens, 3), dtype=torch.float32),
-    )
+    kv_heads, config = key.shape[1] // num_sets, NSAConfig.of_counts(counts)
+    return fake_results(query, kv_heads, value.shape[3], config)

@@ -17,7 +17,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.decode import checks
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
-from nsa_flex.fallback_kernels.decode.launch import Cache, Gating, run
+from nsa_flex.fallback_kernels.decode.launch import Cache, Gating, fake_results, run
 from nsa_flex.fallback_kernels.launch.plans import planned
 
 
@@ -55,7 +55,7 @@ def attend(
             contiguous.
         compressed_key: (pages, page size / d, Hkv, D), compressed_value likewise: row r of a page
             is of the block whose last token is token d·(r + 1) - 1 of the page.
-        gates: (B, Hq, 1, 3), order compressed, selected, sliding.
+        gates: (B, Hq, 1, C), of the config's branches in its order.
         table: int32 or int64 (B, P), pages of each row in order, any page behind its last.
         positions: int32 (B,), of the queries, less than P · page size.
         config: NSA's sizes.
@@ -130,10 +130,4 @@ def _attend(
 
 @_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, tokens, _ = query.shape
-    num_selected = NSAConfig.of_counts(others[-1]).num_selected_blocks
-    return (
-        query.new_empty((batch, tokens, heads, value.shape[3])),
-        query.new_empty((batch, key.shape[2], tokens, num_selected), dtype=torch.int32),
-        query.new_empty((batch, heads, tokens, 3), dtype=torch.float32),
-    )
+    return fake_results(query, key.shape[2], value.shape[3], NSAConfig.of_counts(others[-1]))

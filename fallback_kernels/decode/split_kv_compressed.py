@@ -79,7 +79,7 @@ def decode_compressed_kernel(
     BLOCK_N: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK_POOL: tl.constexpr,
     STAGES: tl.constexpr, HAS_NEW_TOKEN: tl.constexpr, WRITE_COMPRESSED: tl.constexpr,
     WEIGHTED: tl.constexpr, COUNT_ROWS: tl.constexpr, PADDED_BATCH: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, OUTPUT: tl.constexpr,
     PAGE: tl.constexpr = 0, table_ptr=None, table_stride=0,
 ):  # fmt: skip
     """CTA (split, new token, KV head of a batch row).
@@ -92,6 +92,9 @@ def decode_compressed_kernel(
 
     HAS_NEW_TOKEN also stores the one new token of each row, and with WRITE_COMPRESSED the block
     that it completes.
+
+    Without BLOCK_POOL no block is scored: none are selected. Without OUTPUT no value is read, and
+    of the partial outputs only row_max and row_sum are written: selection alone takes them.
     """
     BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
     BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
@@ -163,9 +166,10 @@ def decode_compressed_kernel(
                 )  # fmt: skip
                 tl.debug_barrier()  # the loop below reads what other threads wrote here
 
-    head_in_group, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_POOL)
-    score_ptr += unit.to(tl.int64) * (GROUP * SCORE_STRIDE)
-    pooling = pooling_matrix(BLOCK_N, BLOCK_POOL, PER_BLOCK, LEFT)  # [BLOCK_N, BLOCK_POOL]
+    if BLOCK_POOL:
+        head_in_group, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_POOL)
+        score_ptr += unit.to(tl.int64) * (GROUP * SCORE_STRIDE)
+        pooling = pooling_matrix(BLOCK_N, BLOCK_POOL, PER_BLOCK, LEFT)  # [BLOCK_N, BLOCK_POOL]
     first = split * tiles_per_split
     last = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(num_visible, BLOCK_N))
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -184,32 +188,36 @@ def decode_compressed_kernel(
             pointers = tile_pointers(key_ptr, key_strides[2], tile * BLOCK_N, BLOCK_N, BLOCK_D)
         k = load_tile(pointers, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         p, row_max, alpha = softmax_step(q, k, key_mask, row_max, scale_log2, PRECISION)
-        pooled = tl.log2(pool(p, pooling)) + row_max[:, None]  # [BLOCK_M, BLOCK_POOL]
-        slot = tl.where(column < TILE_BLOCKS, tile * TILE_BLOCKS + column, PADDED_BLOCKS + tile)
-        tl.store(
-            score_ptr + head_in_group[:, None] * SCORE_STRIDE + slot[None, :],
-            pooled,
-            mask=(head_in_group < GROUP)[:, None] & (column <= TILE_BLOCKS)[None, :],
-        )
-        sums = sums * alpha[:, None] + p  # [BLOCK_M, BLOCK_N]
-        if PAGE:
-            pointers = page_pointers(
-                value_ptr, table_ptr, value_strides[0], value_strides[2], tile * BLOCK_N + LEFT,
-                key_mask, PAGE, BLOCK_N, BLOCK_DV,
-            )  # fmt: skip
-        else:
-            pointers = tile_pointers(
-                value_ptr, value_strides[2], tile * BLOCK_N, BLOCK_N, BLOCK_DV
+        if BLOCK_POOL:
+            pooled = tl.log2(pool(p, pooling)) + row_max[:, None]  # [BLOCK_M, BLOCK_POOL]
+            slot = tl.where(
+                column < TILE_BLOCKS, tile * TILE_BLOCKS + column, PADDED_BLOCKS + tile
             )
-        v = load_tile(pointers, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-        acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+            tl.store(
+                score_ptr + head_in_group[:, None] * SCORE_STRIDE + slot[None, :],
+                pooled,
+                mask=(head_in_group < GROUP)[:, None] & (column <= TILE_BLOCKS)[None, :],
+            )
+        sums = sums * alpha[:, None] + p  # [BLOCK_M, BLOCK_N]
+        if OUTPUT:
+            if PAGE:
+                pointers = page_pointers(
+                    value_ptr, table_ptr, value_strides[0], value_strides[2],
+                    tile * BLOCK_N + LEFT, key_mask, PAGE, BLOCK_N, BLOCK_DV,
+                )  # fmt: skip
+            else:
+                pointers = tile_pointers(
+                    value_ptr, value_strides[2], tile * BLOCK_N, BLOCK_N, BLOCK_DV
+                )
+            v = load_tile(pointers, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+            acc = acc * alpha[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
         if COUNT_ROWS:
             rows_read += tl.sum(key_mask.to(tl.int32))
     if num_used > 0:
         store_partial(
             partial_ptr, row_max_ptr, row_sum_ptr, unit, split, num_splits,
-            acc, row_max, tl.sum(sums, 1), GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV,
+            acc, row_max, tl.sum(sums, 1), GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, OUTPUT,
         )  # fmt: skip
     if COUNT_ROWS:
         tl.store(rows_read_ptr + unit * num_splits + split, rows_read)

@@ -57,9 +57,11 @@ def decode_selected_sliding_kernel(
 
     Only splits from `first_dependent_split` on wait for the top-k kernel: of what the step's
     kernels write, the others need nothing but the new token's key and value, which HAS_NEW_TOKEN
-    reads where the caller has them. With several CHUNKS of candidates a split of top-k blocks is
-    one or two slots. With PAGE, tokens are in pages of so many: a row of the table, int (B,
-    pages), lists those of a request, and strides of batch rows lead from page to page.
+    reads where the caller has them. The last split waits whatever the branches are: the combine
+    kernel waits for this one alone, and reads what those before it wrote. With several CHUNKS of
+    candidates a split of top-k blocks is one or two slots. With PAGE, tokens are in pages of so
+    many: a row of the table, int (B, pages), lists those of a request, and strides of batch rows
+    lead from page to page.
     """
     BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
     BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)

@@ -96,14 +96,16 @@ def softmax_step(q, k, key_mask, row_max, scale_log2, PRECISION: tl.constexpr):
 def store_partial(
     partial_ptr, row_max_ptr, row_sum_ptr, unit, split, num_splits, out, row_max, row_sum,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    OUTPUT: tl.constexpr = True,
 ):  # fmt: skip
-    """One split's output of a unit: partial (units, G, splits, Dv), row_max and row_sum without
-    Dv.
+    """One split's output of a unit: partial (units, G, splits, Dv) if OUTPUT, row_max and row_sum
+    without Dv.
     """
     head_in_group, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
     slot = (unit.to(tl.int64) * GROUP + head_in_group) * num_splits + split  # [BLOCK_M]
     mask = (head_in_group < GROUP)[:, None] & (dim < VALUE_DIM)[None, :]  # [BLOCK_M, BLOCK_DV]
-    tl.store(partial_ptr + slot[:, None] * VALUE_DIM + dim[None, :], out, mask=mask)
+    if OUTPUT:
+        tl.store(partial_ptr + slot[:, None] * VALUE_DIM + dim[None, :], out, mask=mask)
     tl.store(row_max_ptr + slot, row_max, mask=head_in_group < GROUP)
     tl.store(row_sum_ptr + slot, row_sum, mask=head_in_group < GROUP)
 

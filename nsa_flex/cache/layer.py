@@ -196,7 +196,7 @@ class LayerCache(CacheState):
             buffers.key[:, :, start:stop] = key
             buffers.value[:, :, start:stop] = value
         before, after = (config.num_compressed_blocks(length) for length in (start, stop))
-        if blocks or after == before:
+        if blocks or after == before or not config.compresses:
             return
         stride, size = config.compress_stride, config.compress_block_size
         fresh = slice(before * stride, (after - 1) * stride + size)
@@ -218,7 +218,9 @@ class LayerCache(CacheState):
         return New(key, value, (self.compress_key, self.compress_value), may_complete)
 
     def may_complete(self, start: int | None, num_new: int) -> bool:
-        """False where the host knows that so many more tokens complete no compressed block."""
+        """False where so many more tokens complete no block, or nothing would read it."""
+        if not self.config.compresses:
+            return False
         if start is None or torch.compiler.is_compiling():
             return True
         if not self.columns.even:
@@ -263,7 +265,7 @@ class LayerCache(CacheState):
         Args:
             query: (B, Hq, T, D), in the order that the tokens came in.
             key, value: what `update` returned.
-            gates: (B, Hq, T, 3); as logits a step takes fewer operations.
+            gates: (B, Hq, T, C); as logits a step takes fewer operations.
             scale, backend: as of `nsa_attention`.
             return_aux: also the chosen blocks and log-sum-exps, of real tokens.
 

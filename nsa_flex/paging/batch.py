@@ -97,10 +97,10 @@ class PagedBatch(NamedTuple):
 
     def may_complete_block(self, requests: slice, config: NSAConfig) -> bool:
         """Whether the one new token of any of these requests can be the last of a block."""
-        return self.is_captured or any(
-            config.num_compressed_blocks(length.past + 1)
-            > config.num_compressed_blocks(length.past)
-            for length in self.lengths[requests]
+        count = config.num_compressed_blocks
+        return config.compresses and (
+            self.is_captured
+            or any(count(x.past + 1) > count(x.past) for x in self.lengths[requests])
         )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa_flex.compression import Compression, compress_both
-from nsa_flex.config import BRANCHES, NSAConfig
-from nsa_flex.decoding import Stored, step_by_operations, with_every_branch
+from nsa_flex.config import NSAConfig
+from nsa_flex.decoding import Stored, step_by_operations
 from nsa_flex.dispatch import Backend
 from nsa_flex.installed import HAS_TRITON
 from nsa_flex.paging.pages import LayerPages, Slots
@@ -80,8 +80,6 @@ def attend_step(
     if backend == "auto" and unsupported_reason(pages, query, table, config) is None:
         from nsa_flex.fallback_kernels.decode import pages as kernels
 
-        if config.branches != BRANCHES:
-            config, gates = with_every_branch(config, gates)
         inputs = (query, *pages, gates, table, positions)
         return kernels.attend(*inputs, config=config, scale=scale)
     compressed_key, compressed_value = (
@@ -104,6 +102,4 @@ def unsupported_reason(
         return "triton is not installed"
     from nsa_flex.fallback_kernels.decode import pages as kernels
 
-    if config.has("selected"):  # absent branches get gates of 0
-        config = config.with_every_branch
     return kernels.unsupported_reason(query, pages.key, pages.value, table, config)

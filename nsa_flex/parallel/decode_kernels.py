@@ -30,6 +30,8 @@ def unsupported_reason(query: Tensor, stored: Stored, config: NSAConfig) -> str 
         return f"{query.shape[2]} new tokens a row; the kernels of a sharded cache take one"
     if config.compress_block_size != 2 * config.compress_stride:
         return "compressed blocks of other than two strides reach further over an edge"
+    if not config.has("selected"):
+        return "there is no selected branch"
     if config.selection != "top_k":
         return f"selection is {config.selection!r}"
     slots, blocks = _slots(config), stored.key.shape[2] // config.select_block_size - 1
@@ -77,7 +79,10 @@ class KernelParts:
         self.plan = dataclasses.replace(plan, pdl=False)
 
     def compressed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The branch's out (B, Hq, 1, Dv) and lse (B, Hq, 1), and what overlaps the next part."""
+        """The branch's out (B, Hq, 1, Dv) and lse (B, Hq, 1), and what overlaps the next part.
+
+        Of a config without that branch `out` is anything.
+        """
         plan, config = self.plan, self.config
         # The last block of the part is whole with the tokens behind it; no later one is here.
         last = self.tokens + config.compress_block_size - config.compress_stride - 1

@@ -79,7 +79,7 @@ def step_over_ranks(
     own = _parts(query, stored, config)(query, stored, positions, part, config, scale)
     parts: dict[str, Partial] = {}
     blocks: Tensor | None = None
-    if config.has("compressed") or config.has("selected"):
+    if config.compresses:
         out, own_lse, tail = own.compressed()
         lses, tails = all_gather(shards, own_lse, tail)
         lse = lses.logsumexp(0)
@@ -307,9 +307,9 @@ def sent_bytes_per_step(
     """
     wide = torch.promote_types(dtype, torch.float32).itemsize
     reaching = config.compress_block_size // config.compress_stride - 1
-    read = config.has("compressed") or config.has("selected")
     local = config.has("selected") + config.has("sliding")
-    numbers = (1 + reaching if read else 0) + len(config.branches) * value_head_dim + local
+    numbers = len(config.branches) * value_head_dim + local
+    numbers += 1 + reaching if config.compresses else 0
     blocks = config.num_selected_blocks * 8 if config.has("selected") else 0
     each = num_query_heads * numbers * wide + num_kv_heads * blocks
     return (num_ranks - 1) * batch_size * num_tokens * each

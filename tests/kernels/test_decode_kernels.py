@@ -17,7 +17,7 @@ from nsa_flex import decoding
 from nsa_flex.backends import decode as few_queries
 from nsa_flex.backends.branch import Inputs
 from nsa_flex.compression import Compression
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import BRANCHES, NSAConfig
 from nsa_flex.gates import GateLogits
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
@@ -29,11 +29,13 @@ from reference.interpreter import (
     only_outside,
     run_in_the_interpreter,
 )
+from reference.launches import SUBSETS, decode_kernels_of, launched
 from reference.phi import by_definition
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.decode import config as decode_plan
 from nsa_flex.fallback_kernels.decode import interface as decode
+from nsa_flex.fallback_kernels.decode import launch as decode_launch
 from nsa_flex.fallback_kernels.decode import operators
 from nsa_flex.fallback_kernels.launch import plans
 
@@ -93,7 +95,8 @@ class Problem:
             return x.to(DEVICE, case.dtype)
 
         self.query = normal(heads, case.tokens, case.head_dim)
-        self.gates = torch.rand(batch, heads, case.tokens, 3).to(DEVICE, case.dtype)
+        self.gates = torch.rand(batch, heads, case.tokens, len(config.branches))
+        self.gates = self.gates.to(DEVICE, case.dtype)
         self.all_key = normal(case.kv_heads, case.capacity, case.head_dim)
         self.all_value = normal(case.kv_heads, case.capacity, case.value_dim)
         self.lengths = torch.tensor(case.past, dtype=torch.int32, device=DEVICE)
@@ -168,22 +171,23 @@ def check(
         one = slice(row, row + 1)
         tensors = [problem.query[one], problem.all_key[one, :, :length]]
         tensors += [problem.all_value[one, :, :length], problem.compressed_key[one, :, :blocks]]
-        tensors += [problem.compressed_value[one, :, :blocks], problem.gates[one]]
-        chosen = aux.blocks[one].cpu().numpy()
+        gates = oracle.every_gate(to_float64(problem.gates[one]), config.branches)
+        tensors += [problem.compressed_value[one, :, :blocks], torch.tensor(gates).to(out)]
+        chosen = aux.blocks[one].cpu().numpy() if config.has("selected") else None
         own = [None, None] if sliding is None else [x[one, :, :length] for x in sliding]
         arrays = {
             name: None if x is None else to_float64(x)
             for name, x in zip(("sliding_key", "sliding_value"), own, strict=True)
         }
         want = oracle.forward(*map(to_float64, tensors), config, blocks=chosen, **arrays)
-        assert oracle.choice_excess(chosen, want.scores, config, past) <= rounding
-        lse = np.stack([want.lse[name] for name in oracle.BRANCHES], -1)
+        assert oracle.choice_excess(want.blocks, want.scores, config, past) <= rounding
+        lse = np.stack([want.lse[name] for name in config.branches], -1)
         got_lse = to_float64(aux.lse[one])
         np.testing.assert_array_equal(np.isfinite(got_lse), np.isfinite(lse))
         finite = np.isfinite(lse)
         np.testing.assert_allclose(got_lse[finite], lse[finite], rtol=1e-5, atol=1e-5)
         wants.append(want.out)
-        plains.append(eager_row(tensors, chosen, config, past, own))
+        plains.append(eager_row(tensors, want.blocks, config, past, own))
     assert out.dtype == case.dtype
     assert_close("output", out, np.concatenate(wants), torch.cat(plains), case.dtype)
 
@@ -661,45 +665,115 @@ def test_steps_by_recent_plans(
 
 
 @kernels
-@pytest.mark.parametrize(
-    "branches", [("selected",), ("selected", "sliding"), ("compressed", "selected")]
-)
-def test_absent_branches_have_gates_of_0(branches: Any) -> None:
-    """The kernels run all three; the log-sum-exps of the absent ones are dropped."""
-    config = replace(NSAConfig(4, 2, 4, 3, window_size=6), branches=branches)
-    problem = Problem(Case(config.with_every_branch, past=(45, 6)))
+@pytest.mark.parametrize("branches", [*SUBSETS, BRANCHES], ids="+".join)
+def test_absent_branches_run_no_kernels(branches: Any) -> None:
+    """And read nothing: values that nobody needs are NaN, and rows count as the branches' own."""
+    config = replace(SMALL, branches=branches)
+    problem = Problem(Case(config, past=(150, 3, 60), kv_heads=2))
+    if "compressed" not in branches:
+        problem.compressed_value.fill_(float("nan"))
+    if branches == ("sliding",):
+        problem.compressed_key.fill_(float("nan"))
+    before = [x.clone() for x in problem.cache[2:]]
+    with launched() as names:
+        out, aux = problem.step()
+    assert names == decode_kernels_of(branches, stores=True)
+    if branches == ("sliding",):  # no block is compressed
+        for x, old in zip(problem.cache[2:], before, strict=True):
+            torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
     problem.store()
-    for x in problem.cache:
-        x.nan_to_num_()  # PyTorch's operations want what is not seen to be finite
-    gates = problem.gates[..., : len(branches)]
-    stored = decoding.Stored(*problem.cache, problem.lengths)
-    every, padded = decoding.with_every_branch(config, gates)
-    found = decode.decode_attention(
-        problem.query, *problem.cache, padded, problem.lengths, config=every, scale=0.25
+    for x in problem.cache[2:]:
+        x.nan_to_num_()  # the oracle multiplies what is absent by 0
+    check(problem, out, aux)
+    assert aux.lse.shape[-1] == len(branches)
+    assert aux.blocks.shape[-1] == (config.num_selected_blocks if "selected" in branches else 0)
+    rows = decode.count_rows(
+        problem.query, *problem.cache, problem.gates, problem.lengths, config=config
     )
-    expected, _ = decoding.step_by_operations(problem.query, stored, gates, config, 0.25)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    reads = (config.compresses, "selected" in branches, "sliding" in branches)
+    assert rows[0].sum((0, 1)).bool().tolist() == list(reads)
+
+
+@kernels
+@pytest.mark.parametrize("branches", [*SUBSETS[:2], BRANCHES[:2], BRANCHES], ids="+".join)
+def test_compressed_keys_give_what_is_read(branches: Any) -> None:
+    """Scores for a selection, outputs for a compressed branch; what is not written is NaN."""
+    problem = Problem(Case(replace(SMALL, branches=branches)))
+    problem.store()
+    tensors = (problem.query, *problem.cache[:3], problem.case.config)
+    plan = decode_plan.DecodePlan.of(*tensors)
+    workspace = plan.workspace(problem.query.device)
+    cache = decode_launch.Cache(*problem.cache, problem.lengths)
+    decode_launch.launch_compressed(plan, problem.query, cache, workspace, 0.25)
+    assert workspace.row_sum[..., : plan.compressed_splits].isfinite().any()
+    assert workspace.partial.isfinite().any() == ("compressed" in branches)
+    assert workspace.score.isfinite().any() == ("selected" in branches)
+
+
+@kernels
+@pytest.mark.kept(lambda branches, num_sets: (num_sets == 3) == ("sliding" in branches))
+@pytest.mark.parametrize("num_sets", [1, 3])
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_gates_of_the_branches_there_are(
+    branches: Any, num_sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As logits, with a bias of their own; several tokens; and a replay gives the same bits."""
+    monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
+    config = replace(TILED, branches=branches)
+    problem = Problem(Case(config, past=(150, 31), tokens=2))
+    problem.store()
+    problem.key, problem.value = (
+        torch.cat([x] * num_sets, 1) for x in (problem.key, problem.value)
+    )
+    offset, bias = (torch.rand(heads * len(branches), device=DEVICE) for heads in (1, 2))
+    problem.gates = torch.randn_like(problem.gates)
+    kept = operators.step._init_fn.plans
+    replayed = kept.replayed
+    for _ in range(3):
+        out, aux = problem.attend(gate_offset=offset, gate_bias=bias, num_sets=num_sets)
+    assert kept.replayed == replayed + 1, kept.problems
+    with plans.without_plans():
+        again, _ = problem.attend(gate_offset=offset, gate_bias=bias, num_sets=num_sets)
+    assert torch.equal(out, again)
+    problem.gates = GateLogits(problem.gates.double(), offset, bias).gates().float()
+    for x in problem.cache[2:]:
+        x.nan_to_num_()
+    check(problem, out, aux)
 
 
 @pytest.mark.gpu
-def test_the_kernels_run_a_step_of_the_selected_branch_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_the_kernels_run_a_step_of_some_branches(
+    branches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(NSAConfig(4, 2, 4, 3), branches=("selected",))
-    problem = Problem(Case(config.with_every_branch, past=(45, 6)))
-    problem.store()
-    for x in problem.cache:
-        x.nan_to_num_()
-    gates = problem.gates[..., :1]
+    """Captured, so that kernels launched early overlap; aux has what is there."""
+    config = replace(NSA_1B, branches=branches)
+    problem = Problem(Case(config, (4999, 0, 300), 1, 5003, 2, 16, 64, 64, BF16))
     stored = decoding.Stored(*problem.cache, problem.lengths)
-    expected, _ = decoding.step_by_operations(problem.query, stored, gates, config, 0.25)
+    phi = random_phi("mean", config, 2, (64, 64), BF16)
+    new = decoding.New(problem.new_key, problem.new_value, (phi[0], phi[1]))
     monkeypatch.setattr(decoding, "step_by_operations", None)
-    options = {"config": config, "scale": 0.25, "return_aux": True}
-    found, aux = decoding.decode_step(problem.query, None, stored, gates, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert aux.lse.compressed is None
-    assert aux.lse.sliding is None
-    assert aux.lse.selected.isfinite().all()
+
+    def step(return_aux: bool) -> tuple[Tensor, Any]:
+        options = {"config": config, "scale": 0.125, "return_aux": return_aux}
+        return decoding.decode_step(problem.query, new, stored, problem.gates, **options)
+
+    with torch.no_grad():
+        _, aux = step(True)  # compiles; what it stores is stored again
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured, _ = step(False)
+        for _ in range(20):
+            problem.query.copy_(torch.randn_like(problem.query))
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(captured, step(False)[0])
+    assert [name for name, x in aux.lse._asdict().items() if x is not None] == list(branches)
+    assert (aux.blocks is None) == ("selected" not in branches)
+    problem.store()
+    for x in problem.cache[2:]:
+        x.nan_to_num_()
+    check(problem, *problem.attend())
 
 
 @kernels
@@ -826,6 +900,10 @@ def test_operators_obey_the_library_rules() -> None:
         (problem.query, *new, *cache, *rest, [], "mean", True, 1, 0.25, SMALL.counts),
         (problem.query, *new, *cache, *rest, phi, "mlp", True, 1, 0.25, SMALL.counts),
     ]
+    for branches in ("selected", "sliding"):  # results of other shapes
+        counts = replace(SMALL, branches=(branches,)).counts
+        few = (problem.gates[..., :1], None, None, problem.lengths)
+        calls.append((problem.query, *new, *cache, *few, [], "mean", True, 1, 0.25, counts))
     for arguments in calls:
         torch.library.opcheck(operators.step, arguments)
 
@@ -1198,8 +1276,6 @@ def test_ten_thousand_steps_change_nothing() -> None:
 
 def number_of_kernels() -> int:
     """Compiled variants of the kernels of a step in this process."""
-    from nsa_flex.fallback_kernels.decode import launch as decode_launch
-
     names = (
         "decode_append_kernel",
         "decode_compressed_kernel",

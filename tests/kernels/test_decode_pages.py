@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from reference.interpreter import (
     only_outside,
     run_in_the_interpreter,
 )
+from reference.launches import SUBSETS, decode_kernels_of, launched
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.decode import config as decode_plan
@@ -76,7 +78,7 @@ def error(case: Case) -> float:
     expected, queries, gates = [], [], []
     for row, (length, count) in enumerate(zip(case.lengths, needed, strict=True)):
         table[row, :count] = torch.tensor([order.pop(0) for _ in range(count)])
-        q, g = torch.randn(heads, 1, case.dim), torch.rand(heads, 1, 3)
+        q, g = torch.randn(heads, 1, case.dim), torch.rand(heads, 1, len(config.branches))
         k, v = torch.randn(2, case.kv_heads, length, case.dim)
         q, g, k, v = (x.to(DEVICE, case.dtype)[None] for x in (q, g, k, v))
         token = torch.arange(length, device=DEVICE)
@@ -90,8 +92,9 @@ def error(case: Case) -> float:
         last = slice(config.compress_block_size - 1, None, config.compress_stride)
         ends = type(slots)(flat.page[last], flat.offset[last])
         pages.store_compressed(ck[0].transpose(0, 1), cv[0].transpose(0, 1), ends)
-        inputs = (to_float64(x) for x in (q, k, v, ck, cv, g))
-        expected.append(oracle.forward(*inputs, config).out)
+        inputs = (to_float64(x) for x in (q, k, v, ck, cv))
+        every = oracle.every_gate(to_float64(g), config.branches)
+        expected.append(oracle.forward(*inputs, every, config).out)
         queries.append(q)
         gates.append(g)
     found = decode_pages.attend(
@@ -122,6 +125,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_requests_are_each_alone(name: str) -> None:
     assert error(CASES[name]) < FLOAT32_LIMIT
+
+
+@kernels
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_absent_branches_run_no_kernels(branches: Any) -> None:
+    with launched() as names:
+        assert error(Case(config=replace(SMALL, branches=branches))) < FLOAT32_LIMIT
+    assert names == decode_kernels_of(branches, stores=False)
 
 
 @kernels

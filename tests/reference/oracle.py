@@ -350,6 +350,13 @@ def _query_places(
     return np.broadcast_to(t, (batch, num_queries)), np.broadcast_to(first, (batch, num_queries))
 
 
+def every_gate(gates: ArrayLike, branches: Sequence[str]) -> Floats:
+    """Gates (B, Hq, Sq, 3) from those of some branches, in the order of `BRANCHES`: 0 else."""
+    given = dict(zip(branches, np.moveaxis(np.asarray(gates, np.float64), -1, 0), strict=True))
+    absent = np.zeros(np.shape(gates)[:-1])
+    return np.stack([given.get(name, absent) for name in BRANCHES], -1)
+
+
 def forward(
     q: ArrayLike,
     k: ArrayLike,
