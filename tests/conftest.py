@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 import random
 import secrets
 import shutil
@@ -46,7 +47,10 @@ class TorchGenerator:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, help="seed of the random tensors; default: a fresh one")
+    parser.addoption(
+        "--seed", type=int, default=os.environ.get("PYTEST_SEED"),
+        help="seed of the random tensors; default: $PYTEST_SEED, or else a fresh one",
+    )  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,6 +24,7 @@ def run_pytest(folder: Path, test: str, *arguments: str) -> str:
         "[pytest]\nmarkers =\n    gpu: needs CUDA\n    exhaustive:\n"
     )
     environment = os.environ | {"PYTHONPATH": str(CONFTEST.parent), "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_SEED", None)
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no second for those not needed here
     command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -48,7 +48,9 @@ def tiny_llama(*_args: Any, **_options: Any) -> nn.Module:
     """Stands in for pretrained weights, which no test downloads."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, **sizes, **heads))
+    ends = {"eos_token_id": None}  # no text is shorter by chance
+    config = transformers.LlamaConfig(vocab_size=97, **sizes, **heads, **ends)
+    return transformers.LlamaForCausalLM(config)
 
 
 PUBLISHED = {  # tiny ones under upstream's names stand in for them

@@ -167,6 +167,72 @@ def test_ranks_and_the_bytes_that_they_send() -> None:
         explain(query[:, :, :1], cache=LayerCache(phi, phi), mesh=shards)
 
 
+def test_ranks_heed_what_the_call_is_given() -> None:
+    """Of the last chunk of rank 0 of two: 128 queries, the last ones of 512 keys or fewer."""
+    shards = SequenceShards("", 0, 2)
+    query, key = (torch.empty(2, heads, 256, 64, device="meta") for heads in (8, 2))
+    chunk, keys = query[:, :, :128], key.new_empty(2, 2, 512, 64)
+    own = {"sliding_key": key, "sliding_value": key.clone()}
+    starts = torch.empty(2, 256, dtype=torch.int64, device="meta")
+    both: dict[str, Any] = {"device": GPU, "needs_grad": False}
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({**own}, {"sliding_key": keys.clone(), "sliding_value": keys.clone()}),
+        ({"document_start": starts}, {"document_start": starts[:, :128]}),
+    ]
+    plain = explain(chunk, keys, **both)
+    for given, of_chunk in cases:
+        found = explain(query, key, mesh=shards, **given, **both)
+        alone = explain(chunk, keys, **of_chunk, **both)
+        assert (found.choices, found.kernels) == (alone.choices, alone.kernels)
+        assert found.kernels != plain.kernels
+    sizes: dict[str, Any] = {"config": NSAConfig(), "batch_size": 2, "dtype": torch.float32}
+    sent = sent_bytes(512, 2, 2, 64, separate_branch_kv=True, **sizes)
+    assert explain(query, key, mesh=shards, **own, **both).sent == sent
+    few = query[:, :, :8]
+    for offset, end in ((None, 512), (100, 116)):
+        found = explain(few, key, mesh=shards, query_offset=offset, **own, **both)
+        window = keys[:, :, :end].clone()
+        alone = explain(
+            few[:, :, :4], keys[:, :, :end], sliding_key=window, sliding_value=window, **both
+        )
+        assert (found.choices, found.kernels) == (alone.choices, alone.kernels)
+        sent = sent_bytes(512, 2, 2, 64, separate_branch_kv=True, num_queries=16, **sizes)
+        assert found.sent == sent
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"max_document_length": 64},
+            ValueError,
+            "max_document_length and mesh were both given: context_parallel_attention takes",
+        ),
+        (
+            {"query_offset": torch.zeros(1)},
+            TypeError,
+            "query_offset is a Tensor; with mesh it must",
+        ),
+        (
+            {"exchange_heads": True, "query_offset": 0},
+            ValueError,
+            "query_offset and exchange_heads were both given: layers have none",
+        ),
+        (
+            {"exchange_heads": True, "sliding_key": torch.zeros(1, 2, 256, 64)},
+            ValueError,
+            "sliding_key and exchange_heads were both given",
+        ),
+    ],
+)
+def test_what_ranks_do_not_take(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    query, key = (torch.empty(1, heads, 256, 64, device="meta") for heads in (8, 2))
+    with pytest.raises(error, match=message):
+        explain(query, key, mesh=SequenceShards("", 0, 2), **given)
+
+
 def test_heads_exchanged_and_the_bytes_that_they_take() -> None:
     """What a rank of two runs is whole rows of half the heads."""
     shards, phi = SequenceShards("", 0, 2), Compression(NSAConfig(), 2, 64)
@@ -176,6 +242,10 @@ def test_heads_exchanged_and_the_bytes_that_they_take() -> None:
     whole = [torch.empty(3, heads, 512, 64, device="meta") for heads in (4, 1)]
     alone = explain(*whole, whole[1][..., :32], device="cuda")
     assert found.choices == alone.choices
+    starts = torch.empty(3, 256, dtype=torch.int64, device="meta")
+    told = {"document_start": starts, "max_document_length": 64, "device": GPU}
+    reason = explain(query, key, **told, **options)["selected"].reason
+    assert reason.startswith("documents of up to 1024 tokens")
     sizes = {"value_head_dim": 32, "batch_size": 3, "dtype": torch.float32}
     sent = exchanged_bytes(512, 2, 8, 2, 64, config=NSAConfig(), **sizes)
     assert (found.ranks, found.sent) == (2, sent)

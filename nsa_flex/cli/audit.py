@@ -59,7 +59,8 @@ def audit(
     """Find graph breaks, recompilations and host syncs; measure what compiling costs.
 
     Exits with 1 on any finding (that the baseline does not list), with 2 on wrong usage. Under
-    torchrun ranks share the tokens of each row, and one that attends its own alone is a finding.
+    torchrun ranks share the tokens of each row, and one that attends its own alone is a finding;
+    rank 0 tells, and all exit as it does.
 
     Example: `nsa-flex audit llama --html audit.html`
 
@@ -105,14 +106,15 @@ def audit(
         _check_place(every[0], place)
     with json_alone(as_json):
         reports = [_run(each, max_graphs, options, progress) for each in every]
-    if ranks is not None and dist.get_rank() > 0:
-        raise typer.Exit(0)  # rank 0 tells, and says whether all is well
-    _show(reports, as_json, html)
-    if write_baseline is not None:
-        save(_joined(reports), write_baseline)
-        progress.print(f"wrote {write_baseline}", markup=False)
-        raise typer.Exit(0)
-    raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+    code = [0 if write_baseline is not None or all(report.ok for report in reports) else 1]
+    if ranks is None or dist.get_rank() == 0:
+        _show(reports, as_json, html)
+        if write_baseline is not None:
+            save(_joined(reports), write_baseline)
+            progress.print(f"wrote {write_baseline}", markup=False)
+    if ranks is not None:  # rank 0 tells, and says for all whether all is well
+        dist.broadcast_object_list(code)
+    raise typer.Exit(code[0])
 
 
 def _ranks(device: torch.device) -> dist.ProcessGroup | None:

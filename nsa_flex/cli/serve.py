@@ -52,6 +52,7 @@ def serve(
     from transformers import ContinuousBatchingConfig
 
     from nsa_flex.cli.serve_app import build_app, run
+    from nsa_flex.patching.hf_generation import check_engine
 
     options = {
         "num_blocks": num_blocks,
@@ -60,6 +61,7 @@ def serve(
         "page_size": page_size,
     }
     try:
+        check_engine()
         app = build_app(model, ContinuousBatchingConfig(**options), check_device(device), kind)
     except (OSError, ValueError) as error:
         fail("serve", str(error), error)

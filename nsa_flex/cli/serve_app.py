@@ -25,8 +25,6 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.systemone import SystemOneHandler
-from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingTemperatureLogitsWarper,
@@ -35,6 +33,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from nsa_flex.cli.generate_model import load
 from nsa_flex.cli.serve_bodies import ChatBody, CompletionBody, ResponseBody, problem_of
 from nsa_flex.patching.hf_generation import check_batching
+from nsa_flex.patching.hf_versions import other_serving_handlers
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -60,9 +59,8 @@ def build_app(
         _Chat(model_manager=models, generation_state=state),
         completion_handler=_Completion(model_manager=models, generation_state=state),
         response_handler=_Response(model_manager=models, generation_state=state),
-        transcription_handler=TranscriptionHandler(models, state),
-        systemone_handler=SystemOneHandler(model_manager=models, generation_state=state),
         generation_state=state,
+        **other_serving_handlers(models, state),
     )
     app.add_exception_handler(StarletteHTTPException, _answer_error)  # FastAPI's own, too
     app.add_exception_handler(RequestValidationError, _answer_no_json)

@@ -55,9 +55,9 @@ def explain(
         sliding_key, sliding_value, query_offset, document_start, max_document_length: as for
             `nsa_attention`.
         needs_grad: pretend that a backward pass follows; by default as the tensors say.
-        mesh: of `context_parallel_attention`, of whose shards `query`, `key` and `value` are one.
-            Told are the bytes that a rank sends, and what its last tokens run, which attend the
-            most keys; `SequenceShards("", rank, size)` stands for ranks that are not there.
+        mesh: of `context_parallel_attention`, of whose shards the tensors are one. Told are the
+            bytes that a rank sends, and what its last tokens run, which attend the most keys;
+            `SequenceShards("", rank, size)` stands for ranks that are not there.
         exchange_heads: the ranks of `mesh` exchange tokens for heads, as `sequence_parallel` has
             it. Told are the bytes, and what whole rows of this rank's heads run.
 
@@ -77,27 +77,26 @@ def explain(
     if cache is not None:
         if key is not None or value is not None:
             raise ValueError("key and cache were both given: the cache knows its keys")
-        told = {
-            "config": config,
-            "sliding_key": sliding_key,
-            "sliding_value": sliding_value,
-            "query_offset": query_offset,
-            "document_start": document_start,
-            "max_document_length": max_document_length,
-            "needs_grad": needs_grad or None,
-            "mesh": mesh,
-            "exchange_heads": exchange_heads or None,
-        }
-        for name, given in told.items():
-            if given is not None:
-                raise ValueError(f"{name} and cache were both given: the cache decides")
+        _refuse_beside(
+            "cache",
+            "the cache decides",
+            config=config,
+            sliding_key=sliding_key,
+            sliding_value=sliding_value,
+            query_offset=query_offset,
+            document_start=document_start,
+            max_document_length=max_document_length,
+            needs_grad=needs_grad or None,
+            mesh=mesh,
+            exchange_heads=exchange_heads or None,
+        )
         _check_query(query, cache)
         choices, kernels = rehearse_cached(query, cache, backend, where)
         return Explanation(choices, lambda: kernels)
     if exchange_heads and mesh is None:
         raise ValueError("exchange_heads needs the ranks that exchange them: pass mesh")
     if mesh is not None and key is not None:
-        needs_grad = _needs_grad(query, key, value) if needs_grad is None else needs_grad
+        tensors = (query, key, value, sliding_key, sliding_value)
         over_ranks = _with_heads_exchanged if exchange_heads else _over_ranks
         return over_ranks(
             *(query, key, key if value is None else value),
@@ -105,7 +104,12 @@ def explain(
             SequenceShards.of(mesh),
             backend=backend,
             device=where,
-            needs_grad=needs_grad,
+            sliding_key=sliding_key,
+            sliding_value=sliding_value,
+            query_offset=query_offset,
+            document_start=document_start,
+            max_document_length=max_document_length,
+            needs_grad=_needs_grad(*tensors) if needs_grad is None else needs_grad,
         )
     if key is None:
         raise ValueError("neither key nor cache was given: pass the keys, or a layer's cache")
@@ -115,16 +119,16 @@ def explain(
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     if (sliding_key is None) != (sliding_value is None):
         raise ValueError("sliding_key and sliding_value must be given together")
-    tensors = {"query": query, "key": key, "value": value}
+    given = {"query": query, "key": key, "value": value}
     if sliding_key is not None and sliding_value is not None:
-        tensors |= {"sliding_key": sliding_key, "sliding_value": sliding_value}
-    check_tensors(tensors, own_dtype="")
+        given |= {"sliding_key": sliding_key, "sliding_value": sliding_value}
+    check_tensors(given, own_dtype="")
     batch, kv_heads, kv_len = query.shape[0], *key.shape[1:3]
     rows = {"key": query.shape[3], "value": value.shape[3]}
     expected = {name: (batch, kv_heads, kv_len, width) for name, width in rows.items()}
     if sliding_key is not None:
         expected |= {f"sliding_{name}": shape for name, shape in expected.items()}
-    check_shapes(tensors, expected)
+    check_shapes(given, expected)
     check_positions(query, key, query_offset, document_start)
     check_documents(document_start, max_document_length)
     own = None if sliding_key is None or sliding_value is None else (sliding_key, sliding_value)
@@ -162,21 +166,52 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def _refuse_beside(other: str, why: str, **given: object) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise ValueError(f"{name} and {other} were both given: {why}")
+
+
 def _over_ranks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     config: NSAConfig,
     shards: SequenceShards,
+    *,
+    sliding_key: Tensor | None,
+    sliding_value: Tensor | None,
+    query_offset: int | Tensor | None,
+    document_start: Tensor | None,
+    max_document_length: int | None,
     **options: Any,
 ) -> Explanation:
     """Of shards (B, H, T, D): the later of this rank's two chunks, and the keys up to its end."""
+    _refuse_beside(
+        "mesh",
+        "context_parallel_attention takes no such argument",
+        max_document_length=max_document_length,
+    )
+    if isinstance(query_offset, Tensor):
+        raise TypeError("query_offset is a Tensor; with mesh it must be an int")
     check_shard(key.shape[2], shards, config)
-    chunk, later = key.shape[2] // 2, shards.chunks[1]
-    end = (later + 1) * chunk
-    lengths = ((query, chunk), (key, end), (value, end))
-    tensors = (x.new_empty((*x.shape[:2], n, x.shape[3]), device="meta") for x, n in lengths)
-    found = explain(*tensors, config=config, **options)
+    chunk, later = query.shape[2] // 2, shards.chunks[1]
+    past = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
+    end = past + (later + 1) * chunk
+
+    def whole(x: Tensor | None, tokens: int = end) -> Any:
+        return (
+            None if x is None else x.new_empty((*x.shape[:2], tokens, x.shape[3]), device="meta")
+        )
+
+    found = explain(
+        *(whole(query, chunk), whole(key), whole(value)),
+        config=config,
+        sliding_key=whole(sliding_key),
+        sliding_value=whole(sliding_value),
+        document_start=None if document_start is None else document_start[:, chunk:].to("meta"),
+        **options,
+    )
     sent = sent_bytes(
         shards.size * key.shape[2],
         *(shards.size, key.shape[1], key.shape[3]),
@@ -184,6 +219,8 @@ def _over_ranks(
         value_head_dim=value.shape[3],
         batch_size=key.shape[0],
         dtype=value.dtype,
+        separate_branch_kv=sliding_key is not None,
+        num_queries=shards.size * query.shape[2],
     )
     return replace(found, ranks=shards.size, sent=sent)
 
@@ -194,9 +231,21 @@ def _with_heads_exchanged(
     value: Tensor,
     config: NSAConfig,
     shards: SequenceShards,
+    *,
+    sliding_key: Tensor | None,
+    sliding_value: Tensor | None,
+    query_offset: int | Tensor | None,
+    document_start: Tensor | None,
     **options: Any,
 ) -> Explanation:
     """Of a run of tokens (B, H, T, D) of every row: whole rows of some heads."""
+    _refuse_beside(
+        "exchange_heads",
+        "layers have none",
+        sliding_key=sliding_key,
+        sliding_value=sliding_value,
+        query_offset=query_offset,
+    )
     (batch, heads, tokens, dim), kv_heads, ranks = query.shape, key.shape[1], shards.size
     if kv_heads % ranks:
         raise ValueError(
@@ -207,7 +256,10 @@ def _with_heads_exchanged(
         x.new_empty((batch, x.shape[1] // ranks, ranks * x.shape[2], x.shape[3]), device="meta")
         for x in (query, key, value)
     )
-    found = explain(*tensors, config=config, **options)
+    start = document_start
+    if start is not None:
+        start = start.new_empty((batch, ranks * start.shape[1]), device="meta")
+    found = explain(*tensors, config=config, document_start=start, **options)
     sent = exchanged_bytes(
         *(ranks * tokens, ranks, heads, kv_heads, dim),
         config=config,

@@ -2,7 +2,8 @@
 
 What a rank sends in a layer's forward, in this order, each by one all-gather of its own shard:
 
-1. the first l - d tokens of its chunks, for blocks that reach from one chunk into the next;
+1. the first l - d tokens of its chunks, for blocks that reach from one chunk into the next; of
+   keys and values that only the window reads the last w - 1, which the next chunk's queries see;
 2. its keys and values, some KV heads at a time: the first are on their way while φ runs, those of
    the next heads while the heads before attend;
 3. its compressed keys and values, 1/d of the bytes.
@@ -15,6 +16,7 @@ never leave their rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +28,7 @@ from nsa_flex.attention import nsa_attention
 from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
-from nsa_flex.parallel.sent import num_compressed
+from nsa_flex.parallel.sent import num_compressed, num_tail
 from nsa_flex.parallel.shards import Sent, SequenceShards
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ def context_parallel_attention(
         mesh: the ranks that share sequences: a mesh of one dimension or a process group.
         config, scale, backend: as of `nsa_attention`.
         compressed_source: what φ compresses; key and value if None.
-        sliding_key, sliding_value: of the window; key and value if None.
+        sliding_key, sliding_value: of the window; key and value if None. Where Tq = T a rank is
+            sent no more of them than its window sees.
         query_offset: index of the first query of the whole sequence among its S keys; S - Sq if
             None.
         document_start: int (B, Tq), index among the S keys of the first token of each query's
@@ -87,26 +90,38 @@ def context_parallel_attention(
     _check(query, key, shards, config, kv_heads_at_once)
     if (sliding_key is None) != (sliding_value is None):
         raise ValueError("sliding_key and sliding_value must be given together")
+    pairs = (("key", sliding_key, key), ("value", sliding_value, value))
+    for name, own, other in pairs:
+        if own is not None and own.shape != other.shape:
+            raise ValueError(
+                f"sliding_{name} has shape {tuple(own.shape)}; expected {tuple(other.shape)}, "
+                f"that of {name}"
+            )
     if compressed_source is None:
         (key, source_key), (value, source_value) = branched(key), branched(value)
         compressed_source = source_key, source_value
+    chunk = query.shape[2] // 2
+    first = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
     sources = compressed_source[: num_compressed(config)]
     halos = _send_halos(sources, shards, config)
-    raw = [x for x in (key, value, sliding_key, sliding_value) if x is not None]
+    own_window = [x for x in (sliding_key, sliding_value) if x is not None]
+    # Queries that are not at the places of this rank's keys have their window anywhere.
+    is_near = bool(own_window) and query.shape[2] == key.shape[2] and first == 0
+    tails = _send_tails(own_window, shards, config) if is_near else None
+    raw = [key, value, *([] if is_near else own_window)]
     num_parts = 1 if kv_heads_at_once is None else key.shape[1] // kv_heads_at_once
     parts = list(zip(*(x.chunk(num_parts, 1) for x in raw), strict=True))
     coming = [shards.send(*parts[0])]
     blocks = _compress(compress_key, compress_value, compressed_source, halos, shards, config)
     coming_blocks = [shards.send(*blocks)] if blocks else []
 
-    chunk = query.shape[2] // 2
-    first = shards.size * (key.shape[2] - query.shape[2]) if query_offset is None else query_offset
     offsets = [first + c * chunk for c in shards.chunks]
     ends = [offset + chunk for offset in offsets]
     of_queries = [_halves(x, num_parts) for x in (query, gates)]
     starts = (None, None) if document_start is None else document_start.chunk(2, 1)
+    windows = _windows(own_window, tails, num_parts, shards, config)
     # What arrives is copied into order. Lists give up what came, and the part before.
-    whole = coming.pop().arrived_until(*ends)
+    whole = coming.pop().arrived_until(*ends, windows=windows[0])
     compressed = _arrived_compressed(coming_blocks, ends, num_parts, config)
 
     def attend(part: int, half: int, key: Tensor, value: Tensor, *sliding: Tensor) -> Tensor:
@@ -125,7 +140,7 @@ def context_parallel_attention(
     outputs = []
     for part in range(num_parts):
         if part > 0:
-            whole = coming.pop().arrived_until(*ends)
+            whole = coming.pop().arrived_until(*ends, windows=windows[part])
         if part + 1 < num_parts:
             coming.append(shards.send(*parts[part + 1]))
         halves = [attend(part, half, *tensors) for half, tensors in enumerate(whole)]
@@ -172,6 +187,32 @@ def _send_halos(
         return None
     heads = [[chunk[:, :, :halo] for chunk in x.chunk(2, 2)] for x in tensors]
     return shards.send(*(torch.cat(x, 2) for x in heads))
+
+
+def _send_tails(window: Sequence[Tensor], shards: SequenceShards, config: NSAConfig) -> Sent:
+    """Begin to gather the last tokens of each chunk, which windows of later chunks reach."""
+    tail = num_tail(window[0].shape[2] // 2, config)
+    chunks = [x.chunk(2, 2) for x in window]
+    return shards.send(*(torch.cat([x[:, :, -tail:] for x in each], 2) for each in chunks))
+
+
+def _windows(
+    window: Sequence[Tensor],
+    tails: Sent | None,
+    num_parts: int,
+    shards: SequenceShards,
+    config: NSAConfig,
+) -> list[tuple[Tensor, ...]]:
+    """Of each part of the heads what the windows of the two chunks see, keys and values of the
+    first, then of the second: the chunk behind w - 1 tokens before it, where there are as many.
+    """
+    if tails is None:
+        return [()] * num_parts
+    before = tails.arrived_until(*(c * tails.sizes[0][1] for c in shards.chunks))
+    chunks = zip(*(x.chunk(2, 2) for x in window), strict=True)
+    pairs = zip(chain(*before), chain(*chunks), strict=True)
+    seen = [torch.cat((x[:, :, -(config.window_size - 1) :], own), 2) for x, own in pairs]
+    return list(zip(*(x.chunk(num_parts, 1) for x in seen), strict=True))
 
 
 def _compress(

@@ -27,6 +27,7 @@ def sent_bytes(
     batch_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     separate_branch_kv: bool = False,
+    num_queries: int | None = None,
 ) -> SentBytes:
     """Bytes that a rank sends in one layer of context parallelism, in closed form.
 
@@ -38,7 +39,9 @@ def sent_bytes(
         num_ranks: P.
         num_kv_heads, head_dim, value_head_dim: Hkv, D and Dv (D if None).
         dtype: of keys and values; gradients are reduced in float32, or in float64.
-        separate_branch_kv: whether the window has keys and values of its own.
+        separate_branch_kv: whether the window has keys and values of its own; of these the last
+            w - 1 tokens of each chunk are sent, or all if there are fewer queries.
+        num_queries: Sq; S if None.
 
     >>> sent_bytes(2**20, 8, 8, 128, config=NSAConfig())
     SentBytes(forward=3993894912, backward=7987789824)
@@ -46,7 +49,9 @@ def sent_bytes(
     own = num_tokens // num_ranks
     halo = 2 * (config.compress_block_size - config.compress_stride)
     dims = (head_dim, head_dim if value_head_dim is None else value_head_dim)
-    raw = own * (2 if separate_branch_kv else 1) * sum(dims)
+    is_near = num_queries in (None, num_tokens)
+    window = 2 * num_tail(own // 2, config) if is_near else own
+    raw = (own + (window if separate_branch_kv else 0)) * sum(dims)
     compressed = (own // config.compress_stride + halo) * sum(dims[: num_compressed(config)])
     learned = compressed if config.has("compressed") else 0  # choosing blocks has no gradient
     times = (num_ranks - 1) * batch_size * num_kv_heads
@@ -59,6 +64,11 @@ def sent_bytes(
 def num_compressed(config: NSAConfig) -> int:
     """Of compressed keys and compressed values, how many some branch reads."""
     return 2 if config.has("compressed") else int(config.has("selected"))
+
+
+def num_tail(chunk: int, config: NSAConfig) -> int:
+    """Of a chunk's tokens, how many windows of later chunks reach; at least 1."""
+    return min(max(1, config.window_size - 1), chunk)
 
 
 def exchanged_bytes(

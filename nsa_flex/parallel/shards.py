@@ -8,7 +8,9 @@ cost as much as any other.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -114,14 +116,22 @@ class Sent(NamedTuple):
         """Wait for it: each tensor whole, (B, H, P * T, D), in memory ordered (B, S, H, D)."""
         return self.arrived_until(2 * self.shards.size * self.sizes[0][1])[0]
 
-    def arrived_until(self, *ends: int) -> list[list[Tensor]]:
+    def arrived_until(self, *ends: int, windows: Sequence[Tensor] = ()) -> list[list[Tensor]]:
         """Wait for it: for each end, of each tensor the first so many tokens (B, H, end, D).
 
         These share their memory. Their gradients are summed in float32.
+
+        Args:
+            ends: numbers of tokens.
+            windows: (B, H, n, D) for each end and each tensor, last tokens of others like it, four
+                at most. For each end follow these, as the last of (B, H, end, D), in the same
+                memory: what is before them is not theirs, and gets no gradient.
         """
         count, group, size = len(self.sizes), self.shards.group, self.shards.size
-        found = _Arrive.apply(self.chunks, self.ticket, self.sizes, ends, group, size)
-        return [list(found[i * count : (i + 1) * count]) for i in range(len(ends))]
+        four = (*windows, None, None, None, None)[:4]
+        found = _Arrive.apply(self.chunks, self.ticket, self.sizes, ends, group, size, *four)
+        by_end = [found[i : i + count] for i in range(0, len(found), count)]
+        return [list(chain(*by_end[i :: len(ends)])) for i in range(len(ends))]
 
 
 _ops: Any = torch.ops._c10d_functional
@@ -150,7 +160,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Waits, and puts the chunks in order: see `Sent.arrived_until`."""
+    """Waits, and puts the chunks in order: see `Sent.arrived_until`.
+
+    Dynamo counts arguments: `*windows` is not for it.
+    """
 
     @staticmethod
     def forward(
@@ -160,19 +173,31 @@ class _Arrive(torch.autograd.Function):
         ends: tuple[int, ...],
         group: str,
         size: int,
+        window_0: Tensor | None,
+        window_1: Tensor | None,
+        window_2: Tensor | None,
+        window_3: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        windows = [x for x in (window_0, window_1, window_2, window_3) if x is not None]
         arrived: Tensor = _ops.wait_tensor(chunks)
         whole = []
         parts = arrived.split([math.prod(x) for x in sizes], 1)
-        for part, of_chunk in zip(parts, sizes, strict=True):
+        for i, (part, of_chunk) in enumerate(zip(parts, sizes, strict=True)):
             # Of rank r chunk r, then chunk 2P - 1 - r. One copy puts them in order.
             rows = [x.unflatten(0, of_chunk) for x in part.unbind()]
-            whole.append(torch.cat((*rows[::2], *rows[::-2]), 1).transpose(1, 2))
-        return tuple(x[:, :, :end] for end in ends for x in whole)
+            behind = [x.transpose(1, 2) for x in windows[i :: len(sizes)]]
+            whole.append(torch.cat((*rows[::2], *rows[::-2], *behind), 1).transpose(1, 2))
+        found = [x[:, :, :end] for end in ends for x in whole]
+        stop = 2 * size * sizes[0][1]
+        for end, window in zip(ends, windows[:: len(sizes)], strict=False):
+            stop += window.shape[2]
+            found += [x[:, :, stop - end : stop] for x in whole]
+        return tuple(found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, ticket, ctx.sizes, ctx.ends, ctx.group, ctx.size = inputs
+        _, ticket, ctx.sizes, _, ctx.group, ctx.size, *windows = inputs
+        ctx.lengths = tuple(x.shape[2] for x in windows if x is not None)
         ctx.dtype = ticket.dtype
         ctx.set_materialize_grads(False)
 
@@ -180,16 +205,19 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = next((x for x in grads if x is not None), None)
         if given is None:
-            return (None,) * 6
+            return (None,) * 10
         elements = [math.prod(x) for x in ctx.sizes]
         total = given.new_zeros((2 * ctx.size, sum(elements)), dtype=ctx.dtype)
         parts = total.split(elements, 1)
-        for i, grad in enumerate(grads):
+        num_whole = len(grads) - len(ctx.lengths)
+        for i, grad in enumerate(grads[:num_whole]):
             if grad is not None:
                 of_chunk = ctx.sizes[i % len(parts)]
                 _add_chunks(parts[i % len(parts)].unflatten(1, of_chunk), grad)
         own = _ops.reduce_scatter_tensor(total, "sum", ctx.size, ctx.group)
-        return None, own, None, None, None, None
+        behind = zip(grads[num_whole:], ctx.lengths, strict=True)
+        windows = [None if grad is None else grad[:, :, -n:] for grad, n in behind]
+        return (None, own, None, None, None, None, *windows, None, None, None, None)[:10]
 
 
 def _add_chunks(total: Tensor, grad: Tensor) -> None:

@@ -90,6 +90,15 @@ def _init_continuous_batching(
     return NSAManager(model, generation, batching, workload_hints)
 
 
+def check_engine() -> None:
+    """Raises ValueError where transformers' engine is too old for NSA's pages."""
+    if not has_page_allocators():
+        raise ValueError(
+            "continuous batching of a patched model needs a transformers whose engine has cache "
+            "allocators, 5.19 or later: upgrade transformers"
+        )
+
+
 def check_batching(model: Any, batching: Any = None, generation: Any = None) -> None:
     """That a patched model, and what is asked of the engine, go together with NSA's pages.
 
@@ -101,11 +110,7 @@ def check_batching(model: Any, batching: Any = None, generation: Any = None) -> 
     Raises:
         ValueError: they do not; the message names why.
     """
-    if not has_page_allocators():
-        raise ValueError(
-            "continuous batching of a patched model needs a transformers whose engine has cache "
-            "allocators, 5.19 or later: upgrade transformers"
-        )
+    check_engine()
     from transformers import ContinuousBatchingConfig
 
     from nsa_flex.patching.hf_engine import check_heads

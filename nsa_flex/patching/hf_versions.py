@@ -146,3 +146,15 @@ def check_known(module: Any, decoder: Any) -> None:
             f"is not one that this version of nsa_flex knows: {type(decoder).__name__}.forward "
             f"has no {', '.join(sorted(missing))}"
         )
+
+
+def other_serving_handlers(models: Any, state: Any) -> dict[str, Any]:
+    """Handlers that transformers' server wants beside those of text; 5.19 has no SystemOne."""
+    from transformers.cli.serving.transcription import TranscriptionHandler
+
+    handlers: dict[str, Any] = {"transcription_handler": TranscriptionHandler(models, state)}
+    if importlib.util.find_spec("transformers.cli.serving.systemone") is not None:
+        from transformers.cli.serving.systemone import SystemOneHandler
+
+        handlers["systemone_handler"] = SystemOneHandler(models, state)
+    return handlers

@@ -31,6 +31,7 @@ from transformers.models.minicpm3.modeling_minicpm3 import (
 
 from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, refuse_continuous_batching
 from nsa_flex.patching.hf_versions import CACHE
+from nsa_flex.patching.layer import AttentionShape
 from nsa_flex.patching.minicpm_attention import KeptMeans
 from nsa_flex.patching.minicpm_config import MiniCPM4Config, MiniCPMConfig, is_own
 
@@ -166,13 +167,21 @@ class MiniCPMForCausalLM(MiniCPMPreTrainedModel, MiniCPM3ForCausalLM):
         """As of PreTrainedModel.
 
         Raises:
-            ValueError: the checkpoint lacks tensors, or has some that the model does not take.
+            ValueError: the checkpoint lacks tensors, or has some that the model does not take; or
+                tensor parallelism over ranks that do not divide the KV heads.
         """
         model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         for kind, what in (("missing", "lacks"), ("unexpected", "has more tensors:")):
             names = ", ".join(sorted(report[f"{kind}_keys"]))
             if names:
                 raise ValueError(f"the checkpoint {what} {names}")
+        if model.tp_size:
+            from nsa_flex.patching.split_heads import check_heads_divide
+
+            sizes = model.config
+            heads = (sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
+            shape = AttentionShape(sizes.hidden_size, *heads)
+            check_heads_divide("each layer", shape, model.tp_size, "tensor parallelism")
         return (model, report) if output_loading_info else model
 
 

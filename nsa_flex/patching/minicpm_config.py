@@ -69,6 +69,13 @@ class MiniCPMConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        # As of Llama; the gate goes with the heads whose output it gates.
+        gate = ["self_attn.o_gate"] if self.attn_use_output_gate else []
+        columns = [*(f"self_attn.{x}_proj" for x in "qkv"), *gate, "mlp.gate_proj", "mlp.up_proj"]
+        self.base_model_tp_plan = {
+            **{f"layers.*.{name}": "colwise" for name in columns},
+            **{f"layers.*.{name}": "rowwise" for name in ("self_attn.o_proj", "mlp.down_proj")},
+        }
         super().__post_init__(**kwargs)
         if getattr(self, "num_experts", 0):
             raise ValueError(

@@ -95,7 +95,7 @@ class ConformanceReport:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.model}: {self.verdict}, {len(self.layers)} layers patched"]
+        lines = [f"{self.model}: {self.verdict}, {len(self.layers)} sparse layers"]
         for check in self.checks:
             detail = f"  {check.detail}" if check.detail else ""
             lines.append(f"  {check.status:<9} {check.name}{detail}")
@@ -190,7 +190,7 @@ def check_model(
     >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=99, **sizes))
     >>> print(check_model(model, name="llama", checks=["causality", "left padding"]))
-    llama: right, 2 layers patched
+    llama: right, 2 sparse layers
       ok        patch
       ok        causality
       ok        left padding

@@ -30,7 +30,7 @@ def test_a_family_as_text_with_its_progress(quick: None) -> None:
     result = invoke("llama")
     assert result.exit_code == 0, result.output
     head, *lines = result.stdout.splitlines()
-    assert head == "llama: right, 2 layers patched"
+    assert head == "llama: right, 2 sparse layers"
     assert lines == ["  ok        patch", "  ok        causality", "  ok        dense start"]
     assert "llama: causality" in result.stderr
 
@@ -46,7 +46,7 @@ def test_a_directory(quick: None, tmp_path: Path) -> None:
     model_named("qwen3", torch.float32).save_pretrained(tmp_path)
     result = invoke(str(tmp_path), "--dtype", "fp32")
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"{tmp_path}: right, 2 layers patched")
+    assert result.stdout.startswith(f"{tmp_path}: right, 2 sparse layers")
 
 
 def write_checkpoint(kind: str, folder: Path) -> None:

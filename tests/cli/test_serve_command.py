@@ -25,12 +25,14 @@ from typer.testing import CliRunner
 
 import nsa_flex
 from nsa_flex.cli.app import app
+from nsa_flex.patching import hf_generation
 from nsa_flex.training.run import train
 from patching.tiny_models import NSA, tiny_model
 
 openai: Any = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
+pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
 
 PROMPTS = ["sparse attention", "reads", "sparsely " * 12, "a page of tokens " * 9]
 
@@ -350,6 +352,15 @@ def test_what_cannot_be_served_ends_with_2(
     result = CliRunner().invoke(app, ["serve", str(checkpoint), *options], prog_name="nsa-flex")
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_an_engine_that_is_too_old_ends_with_2(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_generation, "has_page_allocators", lambda: False)
+    result = CliRunner().invoke(app, ["serve", str(checkpoint)], prog_name="nsa-flex")
+    assert result.exit_code == 2
+    assert "5.19 or later: upgrade transformers" in " ".join(result.output.split())
 
 
 def test_a_checkpoint_without_a_tokenizer_ends_with_2(tmp_path: Path) -> None:

@@ -147,6 +147,7 @@ class Problem:
 
 WIDE_HALO = dataclasses.replace(NSA, compress_stride=2)
 SELECTED = dataclasses.replace(NSA, branches=("selected",))
+ONE_KEY, TWO_KEYS = (dataclasses.replace(NSA, window_size=w) for w in (1, 2))
 NO_HALO = dataclasses.replace(NSA, compress_stride=8)
 
 CASES: dict[str, dict[str, Any]] = {
@@ -159,6 +160,9 @@ CASES: dict[str, dict[str, Any]] = {
     "at an offset, before other keys": {"past_chunks": 4, "offset": 13, "at_once": 1},
     "packed at an offset": {"past_chunks": 3, "offset": 29, "documents": True, "rows": 1},
     "window of its own": {"own_window": True, "documents": True, "at_once": 1},
+    "window of its own over chunks": {"own_window": True, "chunk": 8, "group": 1},
+    "window of its own, of two keys": {"own_window": True, "config": TWO_KEYS, "rows": 1},
+    "window of its own after a past": {"own_window": True, "past_chunks": 1, "documents": True},
     "halo of three strides": {"config": WIDE_HALO, "chunk": 40},
     "the selected branch alone": {"config": SELECTED, "phi": "mean"},
     "no halo": {"config": NO_HALO, "phi": "linear"},
@@ -179,17 +183,23 @@ def every_case(device: torch.device) -> None:
 
 
 def test_compiled_without_a_graph_break(tmp_path: Path) -> None:
-    on_ranks(2, "cpu", tmp_path, compiled)
+    on_ranks(2, "cpu", tmp_path, compiled, False)
 
 
-def compiled(device: torch.device) -> None:
+@pytest.mark.exhaustive
+def test_a_window_of_its_own_compiled(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, compiled, True)
+
+
+def compiled(device: torch.device, own_window: bool) -> None:
     """One graph for all lengths; what AOT autograd makes of it is compared with whole models."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     attend = torch.compile(
         context_parallel_attention, backend="eager", fullgraph=True, dynamic=True
     )
     for chunk in (24, 32):
-        Problem(chunk=chunk, group=1, phi="weighted").check(f"chunk {chunk}", mesh, attend)
+        problem = Problem(chunk=chunk, group=1, phi="weighted", own_window=own_window)
+        problem.check(f"chunk {chunk}", mesh, attend)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -221,6 +231,9 @@ def count_bytes(device: torch.device) -> None:
         for options in (
             {"at_once": 1},
             {"own_window": True},
+            {"own_window": True, "chunk": 8},
+            {"own_window": True, "past_chunks": 1},
+            {"own_window": True, "config": ONE_KEY},
             {"config": NO_HALO, "rows": 1},
             {"config": SELECTED, "phi": "mean"},
         ):
@@ -246,6 +259,7 @@ def count_bytes(device: torch.device) -> None:
                 batch_size=problem.rows,
                 dtype=dtype,
                 separate_branch_kv=problem.own_window,
+                num_queries=problem.queries,
             )
             assert (counted.gathered, counted.scattered) == expected, (dtype, options)
 
@@ -271,6 +285,7 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 def test_one_rank_alone(alone: dist.ProcessGroup) -> None:
     Problem(documents=True).check("one rank", alone)
+    Problem(documents=True, own_window=True).check("one rank, a window of its own", alone)
 
 
 def test_gradients_of_gathered_tensors_add_up_in_float32(alone: dist.ProcessGroup) -> None:
@@ -294,20 +309,27 @@ def test_gradients_of_gathered_tensors_add_up_in_float32(alone: dist.ProcessGrou
 
 @pytest.mark.gpu
 @TWO_GPUS
-@pytest.mark.parametrize("group", [4, 16])
-def test_the_fused_core_runs_each_chunk(group: int, tmp_path: Path) -> None:
-    on_ranks(2, "cuda", tmp_path, long_rows, group)
+@pytest.mark.parametrize(
+    ("group", "own_window"),
+    [
+        pytest.param(4, False, id="4"),
+        pytest.param(16, False, id="16"),
+        pytest.param(16, True, id="16, window of its own"),
+    ],
+)
+def test_the_fused_core_runs_each_chunk(group: int, own_window: bool, tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, long_rows, group, own_window)
 
 
-def long_rows(device: torch.device, group: int) -> None:
+def long_rows(device: torch.device, group: int, own_window: bool) -> None:
     """Long enough for cuDNN; against one GPU, whose sums have another order."""
     config, tokens = NSAConfig(compression="mean"), 4 * 9216
     shards = SequenceShards.of(dist.group.WORLD)
     torch.manual_seed(3)
-    sizes = [(2 * group, 128), (2, 128), (2, 128), (2 * group, 3), (2 * group, 128)]
+    sizes = [(2 * group, 128), (2, 128), (2, 128), (2 * group, 3), *[(2, 128)] * 2 * own_window]
     whole = [
         torch.randn(1, tokens, *size, device=device, dtype=torch.bfloat16).transpose(1, 2)
-        for size in sizes
+        for size in (*sizes, sizes[0])
     ]
     for x in whole:  # the same on both
         dist.broadcast(x.transpose(1, 2), 0)
@@ -315,16 +337,19 @@ def long_rows(device: torch.device, group: int) -> None:
     phis = [Compression(config, 2, 128, device=device) for _ in range(2)]
     leaves = [x.detach().requires_grad_() for x in inputs]
     compressed = [phi(x) for phi, x in zip(phis, leaves[1:3], strict=True)]
-    out = nsa_attention(*leaves[:3], *compressed, leaves[3], config=config)
+    names = ("sliding_key", "sliding_value")
+    window = dict(zip(names, leaves[4:], strict=False))
+    out = nsa_attention(*leaves[:3], *compressed, leaves[3], config=config, **window)
     wanted = [out, *torch.autograd.grad(out, leaves, grad)]
     own = [shards.shard(x.detach(), 2).requires_grad_() for x in inputs]
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        out = context_parallel_attention(*own, *phis, mesh=shards, config=config)
+        window = dict(zip(names, own[4:], strict=False))
+        out = context_parallel_attention(*own[:4], *phis, mesh=shards, config=config, **window)
         found = [out, *torch.autograd.grad(out, own, shards.shard(grad, 2))]
-    names = [event.name for event in trace.events()]
-    assert names.count("nsa_flex::core_forward") == 2
-    assert "compressed_past_bwd_kernel" in names
-    assert "gated_sum_fwd_kernel" not in names
+    events = [event.name for event in trace.events()]
+    assert events.count("nsa_flex::core_forward") == 2
+    assert "compressed_past_bwd_kernel" in events
+    assert "gated_sum_fwd_kernel" not in events
     for got, want in zip(found, wanted, strict=True):
         want = shards.shard(want.detach(), 2).double()
         assert (got.double() - want).norm() <= 2**-6 * want.norm()
@@ -348,6 +373,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"sliding_key": torch.zeros(1, 2, 32, 8)},
         "sliding_key and sliding_value must be given together",
+    ),
+    (
+        {"sliding_key": torch.zeros(1, 2, 32, 8), "sliding_value": torch.zeros(1, 2, 16, 8)},
+        r"sliding_value has shape \(1, 2, 16, 8\); expected \(1, 2, 32, 8\), that of value",
     ),
 ]
 

@@ -129,8 +129,8 @@ class Played(torch.autograd.Function):
     """Attention that makes its output and its gradients, keeps its inputs, and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
-        ctx.save_for_backward(query, key, value, gates)
+    def forward(ctx: Any, query: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(query, *others)
         return torch.empty_like(query)
 
     @staticmethod
@@ -148,29 +148,36 @@ def eight_ranks() -> Iterator[int]:
     dist.destroy_process_group()
 
 
-GATHERING = NSAConfig(branches=("sliding",))  # keys and values alone
+GATHERING = NSAConfig(branches=("sliding",), window_size=33)  # keys and values alone
 SHARD, NUM_HEADS, DIM = 1024, 4, 32
 
 
 def attend_shards(
-    at_once: int | None, device: str = "cpu"
+    at_once: int | None, device: str = "cpu", *, own_window: bool = False
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A call of the core, and its inputs."""
+    """A call of the core, and its inputs, to which a window's own keys and values may belong."""
     phis = [Compression(GATHERING, NUM_HEADS, DIM, device=device) for _ in range(2)]
     inputs = [
         torch.randn(1, SHARD, NUM_HEADS, width, dtype=torch.bfloat16, device=device)
-        for width in (DIM, DIM, DIM, 1)
+        for width in (DIM, DIM, DIM, 1, *[DIM] * (2 * own_window))
     ]
 
     def attend(*tensors: Tensor) -> Tensor:
         return context_parallel_attention(
-            *(*tensors, phis[0], phis[1]),
+            *(*tensors[:4], phis[0], phis[1]),
             mesh=dist.group.WORLD,
             config=GATHERING,
+            sliding_key=tensors[4] if own_window else None,
+            sliding_value=tensors[5] if own_window else None,
             kv_heads_at_once=at_once,
         )
 
     return attend, [x.transpose(1, 2).requires_grad_() for x in inputs]
+
+
+def played(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, **options: Any) -> Tensor:
+    own = [options[name] for name in ("sliding_key", "sliding_value")]
+    return Played.apply(query, key, value, rest[-1], *(x for x in own if x is not None))
 
 
 @pytest.mark.parametrize("at_once", [None, 2, 1])
@@ -182,9 +189,6 @@ def test_gathered_parts_at_the_peak(
     With them the backward of the last part is the peak: the n - 1 others, its gradients of both
     chunks, and their sums in float32.
     """
-
-    def played(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, **_: Any) -> Tensor:
-        return Played.apply(query, key, value, rest[-1])
 
     monkeypatch.setattr(attention, "nsa_attention", played)
     attend, inputs = attend_shards(at_once)
@@ -202,6 +206,30 @@ def test_gathered_parts_at_the_peak(
     base = (num_parts - 1 + both + 2) * part
     # The output, its gradient and the queries'; what the sum leaves of this rank's, in float32.
     assert base <= peak <= base + 3 * queries + 2 * shard / num_parts + small
+
+
+@pytest.mark.parametrize("at_once", [None, 1])
+def test_keys_of_the_window_are_not_gathered(
+    at_once: int | None, eight_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank holds its shard of them twice more, and the ends of all chunks, half a shard here; in
+    the backward one part's gradients as attention makes them, of whole rows.
+
+    Gathered, they were as many as the other keys and values, and so were their sums in float32.
+    """
+    monkeypatch.setattr(attention, "nsa_attention", played)
+    peaks = {}
+    for own_window in (False, True):
+        attend, inputs = attend_shards(at_once, own_window=own_window)
+        batch = batches_of(tuple(inputs))[0]
+        peaks[own_window] = [peak_bytes(attend, batch, train=train) for train in (False, True)]
+    shard = inputs[1].nbytes + inputs[2].nbytes
+    assert 2 * eight_ranks * (GATHERING.window_size - 1) == SHARD / 2
+    more, trained = (b - a for a, b in zip(*peaks.values(), strict=True))
+    assert 1 < more / shard < 3
+    num_parts = 1 if at_once is None else NUM_HEADS // at_once
+    of_both_chunks = (eight_ranks + 1 / 2) / num_parts
+    assert of_both_chunks - 0.1 < trained / shard < of_both_chunks + 2
 
 
 def test_parts_of_the_total() -> None:

@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import nsa_flex
 from nsa_flex.training.config import EngineSection
 from nsa_flex.training.models import prepare
+from patching.test_minicpm import SALA, built, ids_of
 from patching.tiny_models import NSA, moved, relative_error, tiny_model, tokens
 
 # Family, tied embeddings, φ, query heads: groups of 1, 3 and 4.
@@ -226,6 +227,37 @@ def checkpoints(_device: torch.device, folder: Path) -> None:
     assert again.state_dict().keys() == model.state_dict().keys()
     for name, x in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], x), name
+
+
+def test_the_plan_of_minicpm() -> None:
+    """The gate of MiniCPM-SALA's sparse layers goes with its heads; a MiniCPM4 has none."""
+    plan, gate = built().tp_plan, "model.layers.*.self_attn.o_gate"
+    assert built(SALA).tp_plan == {**plan, gate: "colwise"}
+    assert {**tiny_model().tp_plan, **plan} == plan
+
+
+@pytest.mark.exhaustive
+def test_minicpm_finds_what_one_process_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    even = replace(SALA, vocab_size=62)  # the head is split, too
+    for heads in (1, 2):
+        built(replace(even, num_key_value_heads=heads)).save_pretrained(tmp_path / str(heads))
+    on_ranks(2, "cpu", tmp_path, gated, tmp_path)
+
+
+def gated(_device: torch.device, folder: Path) -> None:
+    torch.manual_seed(6)
+    ids = ids_of(2, 130)
+    config = transformers.distributed.DistributedConfig(tp_size=2)
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    model = read(folder / "2", distributed_config=config)
+    layer = model.model.layers[0].self_attn
+    assert layer.o_gate.weight.to_local().shape[0] == layer.o_gate.weight.shape[0] // 2
+    assert_same("gate", step(model.train(), ids), step(nsa_flex.load(folder / "2").train(), ids))
+    with pytest.raises(ValueError, match=r"each layer has 1 KV heads .* over 2 ranks needs a"):
+        read(folder / "1", distributed_config=config)
 
 
 @pytest.mark.exhaustive

@@ -264,7 +264,7 @@ def test_the_config_gives_the_lengths() -> None:
 
 def test_the_report_as_text_and_as_plain_values() -> None:
     report = check_model(model_named("gemma2"), name="gemma2")
-    assert str(report).startswith("gemma2: refused, 0 layers patched\n  refused   patch  ")
+    assert str(report).startswith("gemma2: refused, 0 sparse layers\n  refused   patch  ")
     values = report.to_dict()
     assert values["verdict"] == "refused"
     assert values["checks"][0]["name"] == "patch"

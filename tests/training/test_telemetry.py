@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,19 @@ def test_a_file_of_fewer_columns_is_read_and_gets_them(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=rf"other columns .* \({named}\): read it with"):
                 call(tmp_path / "other", "gates")
         assert (tmp_path / "other" / "gates.csv").read_text() == other
+
+
+def test_rows_with_more_columns_are_on_the_disk_before_they_replace_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flushed = tmp_path / "gates.csv", []
+    RowFile(tmp_path, "gates").close()
+    path.write_text(path.read_text().replace(",score_recall", ""))
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file)))
+    RowFile(tmp_path, "gates")
+    assert [(each.st_ino, each.st_size) for each in flushed] == [
+        (path.stat().st_ino, path.stat().st_size)
+    ]
 
 
 def test_a_row_needs_every_column(tmp_path: Path) -> None:

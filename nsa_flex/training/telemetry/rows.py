@@ -64,7 +64,10 @@ class RowFile:
             return
         rows = ([row[name] for name in self.columns] for row in read_rows(folder, self.artefact))
         aside = self.path.with_name(f".{self.path.name}")
-        aside.write_text("".join(map(_csv_line, [self.columns, *rows])))
+        with aside.open("w") as file:
+            file.writelines(map(_csv_line, [self.columns, *rows]))
+            file.flush()
+            os.fsync(file.fileno())  # the rows that it replaces are on the disk
         aside.replace(self.path)
 
     def _line(self, row: dict[str, Any]) -> str:
