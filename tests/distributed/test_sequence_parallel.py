@@ -132,13 +132,17 @@ def every_case(_device: torch.device) -> None:
         with ulysses(mesh):
             loss = total_loss(model, own, labels.chunk(2, 1)[dist.get_rank()])
             loss.backward()
-        found = Result(loss.detach(), gradients(model))
-        for x in (found.loss, *found.gradients.values()):
-            dist.all_reduce(x)
-        assert relative_error(found.loss, expected.loss) < LIMIT, case
-        for name, want in expected.gradients.items():
-            error = (found.gradients[name] - want).norm() / want.norm().clamp_min(1e-6)
-            assert error < LIMIT, f"{case}: gradient of {name} is off by {error}"
+        assert_sums_equal(case, Result(loss.detach(), gradients(model)), expected)
+
+
+def assert_sums_equal(case: object, own: Result, expected: Result) -> None:
+    """The ranks' losses and gradients, which are summed in place, are those of one process."""
+    for x in (own.loss, *own.gradients.values()):
+        dist.all_reduce(x)
+    assert relative_error(own.loss, expected.loss) < LIMIT, case
+    for name, want in expected.gradients.items():
+        error = (own.gradients[name] - want).norm() / want.norm().clamp_min(1e-6)
+        assert error < LIMIT, f"{case}: gradient of {name} is off by {error}"
 
 
 @pytest.mark.gpu
