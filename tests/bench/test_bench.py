@@ -359,6 +359,16 @@ def test_fingerprint_is_stable_and_short():
     assert len(machine.fingerprint()) == 12
 
 
+@pytest.mark.parametrize(
+    ("checkout", "told", "commit"),
+    [("0123456789-dirty", "other", "0123456789-dirty"), ("", "abcdef", "abcdef"), ("", "", None)],
+)
+def test_commit_is_the_checkouts_or_else_the_environments(monkeypatch, checkout, told, commit):
+    monkeypatch.setattr(machine, "_answer", lambda *_: checkout)
+    monkeypatch.setenv("NSA_FLEX_COMMIT", told)
+    assert machine.commit.__wrapped__() == commit
+
+
 # Comparisons.
 
 
