@@ -65,8 +65,8 @@ def cache_bytes(
     """
     block = config.select_block_size
     tokens = -(-max_length // (num_ranks * block)) * block
-    slots = tokens + block + tokens // config.compress_stride
-    row = 2 * sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
+    slots = 2 * (tokens + block) + num_compressed(config) * (tokens // config.compress_stride)
+    row = sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
     return sizes.num_layers * batch_size * slots * row
 
 

@@ -63,13 +63,15 @@ def model_of(sizes: ModelSizes, config: NSAConfig) -> Any:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("max_length", [96, 100])
-def test_a_cache(num_ranks: int, max_length: int) -> None:
-    phis = [Compression(NSA, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
+@pytest.mark.parametrize("branches", [("selected", "sliding"), ("sliding",), NSA.branches])
+def test_a_cache(num_ranks: int, max_length: int, branches: tuple[Any, ...]) -> None:
+    config = dataclasses.replace(NSA, branches=branches)
+    phis = [Compression(config, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
     shards = SequenceShards("none", num_ranks - 1, num_ranks)  # filling sends nothing
     cache = ShardedCache(*phis, shards, max_length=max_length)
     tensor = torch.zeros(2, 2, 10, 8, dtype=torch.bfloat16)
     cache.fill(tensor, tensor)
-    expected = cache_bytes(max_length, num_ranks, TINY, config=NSA, batch_size=2)
+    expected = cache_bytes(max_length, num_ranks, TINY, config=config, batch_size=2)
     assert TINY.num_layers * cache.memory() == expected
 
 
