@@ -230,6 +230,37 @@ def compiled(device: torch.device, options: dict[str, Any] | None = None) -> Non
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_gradients_in_half_precision(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, half_precision)
+
+
+def half_precision(device: torch.device) -> None:
+    """Those of keys and values err at most twice as much as one process's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    every_block = dataclasses.replace(NSA, num_selected_blocks=16)  # no choice hangs on rounding
+    for options in (
+        {"config": every_block, "group": 8},
+        {"config": every_block, "own_window": True, "chunk": 8},
+        {"config": dataclasses.replace(NOT_SELECTED, window_size=20), "group": 8},
+        {"config": SLIDING, "phi": "mean", "chunk": 8},
+    ):
+        problem = Problem(**options)
+        found: list[list[Any]] = []
+        for dtype in (torch.bfloat16, torch.float64):
+            problem.inputs = [x.bfloat16().to(dtype) for x in problem.inputs]
+            problem.grad, problem.phis = problem.grad.to(dtype), problem.phis.bfloat16().to(dtype)
+            found.append(problem.alone()[1])
+            if dtype == torch.bfloat16:
+                found.append(problem.sharded(mesh)[1])
+        keys = (1, 2, *range(4, len(problem.inputs)))  # and values, of all branches
+        for plain, own, exact in ([x[i] for x in found] for i in keys):
+            if exact is None:
+                continue
+            plain, exact = (shard_sequence(x, mesh, 2) for x in (plain, exact))
+            assert own.dtype == torch.bfloat16
+            assert (own - exact).norm() <= 2 * (plain - exact).norm(), options
+
+
 class CountedBytes(TorchDispatchMode):
     """What collectives take from this rank, in a ring: a gathered shard goes P - 1 times on."""
 
