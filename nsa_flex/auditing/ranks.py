@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,11 +11,35 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from nsa_flex.auditing.batches import Values, split
-from nsa_flex.auditing.report import AuditFinding
+from nsa_flex.auditing.report import AuditFinding, AuditReport
 from nsa_flex.parallel.shards import SequenceShards, all_gather
 from nsa_flex.testing.ranks import ranks_apart
 
 KIND = "ranks-apart"
+
+
+def of_all_ranks(reports: Sequence[AuditReport]) -> AuditReport:
+    """Rank 0's report, and what others found that it did not: their phases name the ranks.
+
+    Fingerprints stay those that a rank compares with a baseline.
+    """
+    first, *others = reports
+
+    def joined(name: str) -> tuple[AuditFinding, ...]:
+        own = getattr(first, name)
+        seen = {_place(f) for f in own}
+        found: dict[tuple[str, str], AuditFinding] = {}
+        for rank, report in enumerate(others, 1):
+            for place, f in {_place(f): f for f in getattr(report, name)}.items():
+                phases = (*found.get(place, f).phases, f"rank {rank}")
+                found[place] = replace(f, phases=phases)
+        return (*own, *(f for place, f in found.items() if place not in seen))
+
+    return replace(first, findings=joined("findings"), known=joined("known"))
+
+
+def _place(finding: AuditFinding) -> tuple[str, str]:
+    return finding.fingerprint, finding.location
 
 
 def find_ranks_apart(

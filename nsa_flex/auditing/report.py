@@ -25,7 +25,8 @@ class AuditFinding:
         message: what happened, with torch's own reason where it gives one.
         location: `file:line in function` of the innermost frame outside torch.
         mend: what to do about it.
-        phases: in which of `inference`, `training`, `decode`, `ranks` and `sources` it was seen.
+        phases: in which of `inference`, `training`, `decode`, `ranks` and `sources` it was seen,
+            and, if rank 0 of several did not see it, `rank 1` and the like.
     """
 
     kind: str

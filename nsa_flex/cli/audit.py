@@ -60,7 +60,7 @@ def audit(
 
     Exits with 1 on any finding (that the baseline does not list), with 2 on wrong usage. Under
     torchrun ranks share the tokens of each row, and one that attends its own alone is a finding;
-    rank 0 tells, and all exit as it does.
+    rank 0 tells what all of them found, and all exit alike.
 
     Example: `nsa-flex audit llama --html audit.html`
 
@@ -106,15 +106,15 @@ def audit(
         _check_place(every[0], place)
     with json_alone(as_json):
         reports = [_run(each, max_graphs, options, progress) for each in every]
-    code = [0 if write_baseline is not None or all(report.ok for report in reports) else 1]
+    if ranks is not None:
+        reports = _of_all_ranks(reports)
+    code = 0 if write_baseline is not None or all(report.ok for report in reports) else 1
     if ranks is None or dist.get_rank() == 0:
         _show(reports, as_json, html)
         if write_baseline is not None:
             save(_joined(reports), write_baseline)
             progress.print(f"wrote {write_baseline}", markup=False)
-    if ranks is not None:  # rank 0 tells, and says for all whether all is well
-        dist.broadcast_object_list(code)
-    raise typer.Exit(code[0])
+    raise typer.Exit(code)
 
 
 def _ranks(device: torch.device) -> dist.ProcessGroup | None:
@@ -127,6 +127,15 @@ def _ranks(device: torch.device) -> dist.ProcessGroup | None:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
     return dist.group.WORLD
+
+
+def _of_all_ranks(own: list[AuditReport]) -> list[AuditReport]:
+    """Of each target, the same on every rank."""
+    from nsa_flex.auditing.ranks import of_all_ranks
+
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return [of_all_ranks(reports) for reports in zip(*everywhere, strict=True)]
 
 
 def _check_target(target: str, context: typer.Context, patched: bool) -> None:

@@ -4,8 +4,8 @@ What a rank sends in a layer's forward, in this order, each by one all-gather of
 
 1. the first l - d tokens of its chunks, for blocks that reach from one chunk into the next; of
    keys and values that only the window reads the last w - 1, which the next chunk's queries see;
-2. its keys and values, some KV heads at a time: the first are on their way while φ runs, those of
-   the next heads while the heads before attend;
+2. its keys and values if there is a selected branch, some KV heads at a time: the first are on
+   their way while φ runs, those of the next heads while the heads before attend;
 3. its compressed keys and values, 1/d of the bytes.
 
 The backward sums the gradients of both chunks of a rank in float32 and reduce-scatters them so;
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -71,7 +72,7 @@ def context_parallel_attention(
         config, scale, backend: as of `nsa_attention`.
         compressed_source: what φ compresses; key and value if None.
         sliding_key, sliding_value: of the window; key and value if None. Where Tq = T a rank is
-            sent no more of them than its window sees.
+            sent no more of what only the window reads than its window sees.
         query_offset: index of the first query of the whole sequence among its S keys; S - Sq if
             None.
         document_start: int (B, Tq), index among the S keys of the first token of each query's
@@ -100,13 +101,17 @@ def context_parallel_attention(
     chunk = query.shape[2] // 2
     sources = compressed_source[: num_compressed(config)]
     halos = _send_halos(sources, shards, config)
+    whole_rows = [key, value] if config.has("selected") else []
+    # What only the window reads.
+    window = own_window or ([] if whole_rows else [key, value])
+    window = window if config.has("sliding") else []
     # Queries that are not at the places of this rank's keys have their window anywhere.
-    is_near = bool(own_window) and query.shape[2] == key.shape[2] and first == 0
-    tails = _send_tails(own_window, shards, config) if is_near else None
-    raw = [key, value, *([] if is_near else own_window)]
+    is_near = query.shape[2] == key.shape[2] and first == 0
+    tails = _send_tails(window, shards, config) if is_near and window else None
+    raw = [*whole_rows, *([] if is_near else window)]
     num_parts = 1 if kv_heads_at_once is None else key.shape[1] // kv_heads_at_once
     parts = list(zip(*(x.chunk(num_parts, 1) for x in raw), strict=True))
-    coming = [shards.send(*parts[0])]
+    coming = [shards.send(*parts[0])] if raw else []
     blocks = _compress(compress_key, compress_value, compressed_source, halos, shards, config)
     coming_blocks = [shards.send(*blocks)] if blocks else []
 
@@ -114,9 +119,20 @@ def context_parallel_attention(
     ends = [offset + chunk for offset in offsets]
     of_queries = [_halves(x, num_parts) for x in (query, gates)]
     starts = (None, None) if document_start is None else document_start.chunk(2, 1)
-    windows = _windows(own_window, tails, num_parts, shards, config)
-    # What arrives is copied into order. Lists give up what came, and the part before.
-    whole = coming.pop().arrived_until(*ends, windows=windows[0])
+    windows = _windows(window, tails, num_parts, shards, config)
+
+    def arrived(part: int) -> list[list[Tensor]]:
+        """Of both chunks keys and values up to the end, then those of a window of its own."""
+        if raw:  # what arrives is copied into order
+            return coming.pop().arrived_until(*ends, windows=windows[part])
+        if not window:  # nobody reads them
+            rows = [x.detach().chunk(num_parts, 1)[part][:, :, :1] for x in (key, value)]
+            return [[x.expand(-1, -1, end, -1) for x in rows] for end in ends]
+        pairs = zip(ends, (windows[part][:2], windows[part][2:]), strict=True)
+        return [[F.pad(x, (0, 0, end - x.shape[2], 0)) for x in own] for end, own in pairs]
+
+    # Lists give up what came, and the part before.
+    whole = arrived(0)
     compressed = _arrived_compressed(coming_blocks, ends, num_parts, config)
 
     def attend(part: int, half: int, key: Tensor, value: Tensor, *sliding: Tensor) -> Tensor:
@@ -135,8 +151,8 @@ def context_parallel_attention(
     outputs = []
     for part in range(num_parts):
         if part > 0:
-            whole = coming.pop().arrived_until(*ends, windows=windows[part])
-        if part + 1 < num_parts:
+            whole = arrived(part)
+        if raw and part + 1 < num_parts:
             coming.append(shards.send(*parts[part + 1]))
         halves = [attend(part, half, *tensors) for half, tensors in enumerate(whole)]
         whole.clear()

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nsa_flex.compression import Compression, compress_both
+from nsa_flex.compression import Compression, compress_what_is_read
 from nsa_flex.config import NSAConfig, checked_int
 from nsa_flex.decoding import MAX_STEP, New, Stored, store
 from nsa_flex.gates import GateLogits
 from nsa_flex.parallel.decoding import step_over_ranks
 from nsa_flex.parallel.parts import Part
+from nsa_flex.parallel.sent import num_compressed
 from nsa_flex.parallel.shards import SequenceShards
 from nsa_flex.storing import compress_completed, write_slots
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 class ShardedCache:
     """Raw and compressed keys and values of one layer, for a batch of rows of any lengths.
+
+    Of compressed ones those that a branch of the config reads.
 
     Rank r of P has tokens r · C / P and the C / P - 1 following ones of each row, the compressed
     blocks that begin there, and the l - d tokens behind, which these reach into. Every rank must
@@ -92,7 +95,7 @@ class ShardedCache:
 
     def memory(self) -> int:
         """Bytes that this rank holds."""
-        return sum(x.nbytes for x in self.stored[:4])
+        return sum(x.nbytes for x in self._held(self.stored))
 
     @torch.no_grad()
     def fill(
@@ -127,7 +130,7 @@ class ShardedCache:
         if self._stored is None:
             self._stored = self._allocate(key, value)
         stored = self._stored
-        for x in stored[:4]:
+        for x in self._held(stored):
             x.zero_()
         stored.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         self._longest = max(lengths)
@@ -139,8 +142,10 @@ class ShardedCache:
         blocks = min(self.config.num_compressed_blocks(number), stored.compressed_key.shape[2])
         if blocks:
             first = (x[:, :, :number] for x in stored.branch(0))
-            for rows, whole in zip(stored[2:4], compress_both(*self.phi, *first), strict=True):
-                rows[:, :, :blocks] = whole[:, :, :blocks]
+            compressed = compress_what_is_read(*self.phi, *first)
+            for rows, whole in zip(stored[2:4], compressed, strict=True):
+                if whole is not None:
+                    rows[:, :, :blocks] = whole[:, :, :blocks]
 
     def fill_from_shards(self, key: Tensor, value: Tensor) -> None:
         """`fill` from this rank's shards (B, H, T, D) of a prompt, as `shard_sequence` makes them.
@@ -228,6 +233,10 @@ class ShardedCache:
         compressed = (own.compressed_key, own.compressed_value)
         compress_completed(*own.branch(0), *compressed, own.lengths, num_new, *self.phi)
 
+    def _held(self, stored: Stored) -> tuple[Tensor, ...]:
+        """Those of the four tensors that are read. In each of the others all rows are one."""
+        return stored[: 2 + num_compressed(self.config)]
+
     def _allocate(self, key: Tensor, value: Tensor) -> Stored:
         """`fill` zeroes them: what no query sees must be finite. l' > l - d: there is a slot for
         the others.
@@ -235,14 +244,15 @@ class ShardedCache:
         batch, heads = key.shape[:2]
         slots = self.part.tokens + self.config.select_block_size
         rows = self.part.tokens // self.config.compress_stride
-        shapes = [
-            (batch, number, length, x.shape[3])
-            for number, length in ((heads, slots), (heads // self.num_sets, rows))
-            for x in (key, value)
-        ]
-        raw_key, raw_value, *compressed = (value.new_empty(shape) for shape in shapes)
+        read = num_compressed(self.config)
+        raw = [value.new_empty(batch, heads, slots, x.shape[3]) for x in (key, value)]
+        compressed = []
+        for place, x in enumerate((key, value)):
+            shape = (batch, heads // self.num_sets, rows, x.shape[3])
+            own = shape if place < read else shape[3:]
+            compressed.append(value.new_empty(own).expand(shape))
         lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)
-        return Stored(raw_key, raw_value, compressed[0], compressed[1], lengths)
+        return Stored(raw[0], raw[1], compressed[0], compressed[1], lengths)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         heads, dims = self.num_sets * self.phi[0].num_kv_heads, [x.head_dim for x in self.phi]

@@ -10,8 +10,8 @@ Every rank has the same queries and new tokens. Three ways to share tokens out:
 
 A layer sends three small things, each by one all-gather: `sent_bytes_per_step`.
 
-1. Log-sum-exps of the compressed branch, and the probabilities of the last compressed blocks,
-   which overlap the next rank's first block.
+1. Log-sum-exps of the compressed branch, and, to select blocks, the probabilities of the last
+   compressed blocks, which overlap the next rank's first block.
 2. The best blocks of each rank, as ranks of score and index.
 3. Outputs of each branch, and the log-sum-exps of the selected and sliding ones.
 
@@ -81,13 +81,13 @@ def step_over_ranks(
     blocks: Tensor | None = None
     if config.compresses:
         out, own_lse, tail = own.compressed()
-        lses, tails = all_gather(shards, own_lse, tail)
+        lses, *tails = all_gather(shards, own_lse, *([tail] if config.has("selected") else []))
         lse = lses.logsumexp(0)
         weight = _weight(lses, lse)[..., None]  # [P, B, Hq, T, 1]
         parts["compressed"] = Partial(out * weight[shards.rank], lse)
         if config.has("selected"):
             before = shards.rank - 1
-            edge = tails[before] * weight[before] * (0.0 if shards.rank == 0 else 1.0)
+            edge = tails[0][before] * weight[before] * (0.0 if shards.rank == 0 else 1.0)
             total = part.total // config.select_block_size
             best = own.candidates(lse, edge)
             blocks = choose_over_ranks(best, shards, total, config.num_selected_blocks)
@@ -309,7 +309,7 @@ def sent_bytes_per_step(
     reaching = config.compress_block_size // config.compress_stride - 1
     local = config.has("selected") + config.has("sliding")
     numbers = len(config.branches) * value_head_dim + local
-    numbers += 1 + reaching if config.compresses else 0
+    numbers += config.compresses + (reaching if config.has("selected") else 0)
     blocks = config.num_selected_blocks * 8 if config.has("selected") else 0
     each = num_query_heads * numbers * wide + num_kv_heads * blocks
     return (num_ranks - 1) * batch_size * num_tokens * each

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from nsa_flex.config import NSAConfig
-from nsa_flex.parallel.sent import num_compressed
+from nsa_flex.config import BRANCHES, NSAConfig
+from nsa_flex.parallel.sent import num_compressed, num_raw
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def cache_bytes(
     """
     block = config.select_block_size
     tokens = -(-max_length // (num_ranks * block)) * block
-    slots = tokens + block + tokens // config.compress_stride
-    row = 2 * sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
+    slots = 2 * (tokens + block) + num_compressed(config) * (tokens // config.compress_stride)
+    row = sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
     return sizes.num_layers * batch_size * slots * row
 
 
@@ -81,13 +81,13 @@ def gathered_bytes(
 ) -> int:
     """Bytes that a layer gathers in the forward of context parallelism, to the byte.
 
-    Keys and values of whole rows, compressed ones, and the first tokens of each chunk.
+    Keys and values, compressed ones, and the first tokens of each chunk.
 
     Args:
         num_tokens: S, of a whole row, padding included.
     """
     halo = 2 * num_ranks * (config.compress_block_size - config.compress_stride)
-    raw = num_tokens * 2
+    raw = 2 * num_ranks * num_raw(num_tokens // num_ranks, config)
     compressed = (num_tokens // config.compress_stride + halo) * num_compressed(config)
     row = sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
     return batch_size * (raw + compressed) * row
@@ -101,7 +101,7 @@ class TrainingMemory:
     layers: of two layers and the outer parameters, whole, in half precision.
     kept: the inputs of all layers, which recomputation starts from.
     gathered: keys and values of whole rows of one layer, and their gradients twice: in half
-        precision, and in float32 to be reduced.
+        precision, and in float32 to be reduced. Without a selected branch an upper bound.
     work: what one recomputed layer keeps for its backward, about.
     logits: in half precision, in float32 and their gradient; nothing else is large then.
     """
@@ -141,7 +141,9 @@ def training_memory(
     own = batch_size * num_tokens // num_ranks
     shard = 4 * sizes.parameters // num_ranks
     outer = sizes.parameters - sizes.num_layers * sizes.layer_parameters
-    gathered = gathered_bytes(num_tokens, num_ranks, sizes, config=config, batch_size=batch_size)
+    # Where few are sent, attention is given rows as long: zeros before the window.
+    rows = replace(config, branches=BRANCHES)
+    gathered = gathered_bytes(num_tokens, num_ranks, sizes, config=rows, batch_size=batch_size)
     # A layer keeps about 10 tensors of the hidden size and 3 of the MLP's.
     work = own * (10 * sizes.hidden_size + 3 * sizes.intermediate_size) * 2
     return TrainingMemory(

@@ -39,8 +39,7 @@ def sent_bytes(
         num_ranks: P.
         num_kv_heads, head_dim, value_head_dim: Hkv, D and Dv (D if None).
         dtype: of keys and values; gradients are reduced in float32, or in float64.
-        separate_branch_kv: whether the window has keys and values of its own; of these the last
-            w - 1 tokens of each chunk are sent, or all if there are fewer queries.
+        separate_branch_kv: whether the window has keys and values of its own.
         num_queries: Sq; S if None.
 
     >>> sent_bytes(2**20, 8, 8, 128, config=NSAConfig())
@@ -50,8 +49,7 @@ def sent_bytes(
     halo = 2 * (config.compress_block_size - config.compress_stride)
     dims = (head_dim, head_dim if value_head_dim is None else value_head_dim)
     is_near = num_queries in (None, num_tokens)
-    window = 2 * num_tail(own // 2, config) if is_near else own
-    raw = (own + (window if separate_branch_kv else 0)) * sum(dims)
+    raw = num_raw(own, config, own_window=separate_branch_kv, is_near=is_near) * sum(dims)
     compressed = (own // config.compress_stride + halo) * sum(dims[: num_compressed(config)])
     learned = compressed if config.has("compressed") else 0  # choosing blocks has no gradient
     times = (num_ranks - 1) * batch_size * num_kv_heads
@@ -64,6 +62,23 @@ def sent_bytes(
 def num_compressed(config: NSAConfig) -> int:
     """Of compressed keys and compressed values, how many some branch reads."""
     return 2 if config.has("compressed") else int(config.has("selected"))
+
+
+def num_raw(own: int, config: NSAConfig, *, own_window: bool = False, is_near: bool = True) -> int:
+    """Of a rank's tokens how many are sent for their keys and values, not compressed ones.
+
+    The selected branch reads all, and with them the window has its own. Of keys and values that
+    only the window reads, the last w - 1 tokens of each chunk are sent.
+
+    Args:
+        own: tokens of a rank, of both chunks.
+        own_window: whether the window has keys and values of its own.
+        is_near: whether there are as many queries as keys; if not, all that the window reads.
+    """
+    selected = config.has("selected")
+    is_apart = config.has("sliding") and (own_window or not selected)
+    window = 2 * num_tail(own // 2, config) if is_near else own
+    return (own if selected else 0) + (window if is_apart else 0)
 
 
 def num_tail(chunk: int, config: NSAConfig) -> int:

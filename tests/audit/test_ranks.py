@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 import nsa_flex
 from nsa_flex.auditing import AuditReport
+from nsa_flex.auditing.ranks import of_all_ranks
+from nsa_flex.auditing.report import AuditFinding
 from nsa_flex.cli.app import app
 from nsa_flex.parallel import SequenceShards
 from patching.tiny_models import tiny_model
@@ -68,6 +71,35 @@ def fails_on_rank_1(input_ids: Tensor) -> Tensor:
     return input_ids.double()
 
 
+def waits_on_rank_1() -> tuple[Any, Tensor]:
+    def call(x: Tensor) -> Tensor:
+        return x * x.max().item() if dist.get_rank() == 1 else x
+
+    return call, torch.ones(3)
+
+
+def test_findings_of_other_ranks() -> None:
+    """What rank 0 has too is told once; the others are named, at each place."""
+    both = AuditFinding("lint", "float(tensor)", "model.py:3 in f", phases=("sources",))
+    sync = AuditFinding("host-sync", "item", "model.py:7 in f", phases=("training",))
+    elsewhere = replace(sync, location="model.py:9 in f")
+    reports = [
+        AuditReport("f", findings=(both,), notes=("of rank 0",)),
+        AuditReport("f", findings=(both, sync, elsewhere), known=(sync,)),
+        AuditReport("f", findings=(sync,)),
+    ]
+    joined = of_all_ranks(reports)
+    assert joined.findings == (
+        both,
+        replace(sync, phases=("training", "rank 1", "rank 2")),
+        replace(elsewhere, phases=("training", "rank 1")),
+    )
+    assert joined.known == (replace(sync, phases=("training", "rank 1")),)
+    assert joined.notes == ("of rank 0",)
+    assert joined.findings[1].fingerprint == sync.fingerprint
+    assert of_all_ranks(reports[:1]) == reports[0]
+
+
 def test_the_command_under_torchrun(tmp_path: Path) -> None:
     on_ranks(2, "cpu", tmp_path, commands, tmp_path)
     found = json.loads((tmp_path / "alone").read_text())["findings"]
@@ -75,13 +107,23 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "patched").read_text())["ok"]
     assert f"ranks-apart (ranks): {APART}\n  at 2 ranks\n" in (tmp_path / "text").read_text()
     assert "NSAAttention is audited in one process" in (tmp_path / "layer").read_text()
+    found = json.loads((tmp_path / "rank 1").read_text())["findings"]
+    assert {f["kind"] for f in found} == {"host-sync", "graph-break"}
+    assert all(f["phases"] == ["inference", "rank 1"] for f in found)
+    known = json.loads((tmp_path / "rank 1, known").read_text())
+    assert known["known"] == found
 
 
 def commands(_device: torch.device, folder: Path) -> None:
-    """Rank 0 tells; the other is silent, and exits as rank 0 does, whatever it found itself."""
+    """Rank 0 tells what both found; the other is silent, and both exit alike."""
     quick = ["--no-measure", "--no-train", "--lint", "none", "--device", "cpu"]
     quick += ["--lengths", "64", "--batch-sizes", "1"]
+    one = ["audit.test_ranks:waits_on_rank_1", *quick[:-4]]
+    saved = str(folder / "saved")
     calls = {
+        "rank 1": ([*one, "--json"], 1),
+        "rank 1, saved": ([*one, "--write-baseline", saved], 0),
+        "rank 1, known": ([*one, "--baseline", saved, "--json"], 0),
         "alone": (["llama", *quick, "--json"], 1),
         "patched": (["llama", "--patch", *quick, "--json"], 0),
         "text": (["llama", *quick], 1),

@@ -88,8 +88,8 @@ class Problem:
             rank = torch.searchsorted(starts.sort().values, place, right=True) - 1
             self.start = starts.sort().values[rank].expand(self.rows, -1)
 
-    def alone(self) -> tuple[Tensor, list[Tensor]]:
-        """Output and gradients of inputs, then of φ, in one process."""
+    def alone(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Output and gradients of inputs, then of φ, in one process; None of what is not read."""
         inputs = [x.clone().requires_grad_() for x in self.inputs]
         query, key, value, gates, *own = inputs
         source, window = (own[:2], own[2:]) if own else ((key, value), (None, None))
@@ -106,10 +106,16 @@ class Problem:
             query_offset=self.offset,
             document_start=self.start,
         )
-        found = torch.autograd.grad(output, [*inputs, *self.phis.parameters()], self.grad)
-        return output.detach(), list(found)
+        return output.detach(), self.gradients(output, inputs, self.grad)
 
-    def sharded(self, mesh: Any, attend: Any = None) -> tuple[Tensor, list[Tensor]]:
+    def gradients(self, output: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
+        return list(
+            torch.autograd.grad(
+                output, [*inputs, *self.phis.parameters()], grad, allow_unused=True
+            )
+        )
+
+    def sharded(self, mesh: Any, attend: Any = None) -> tuple[Tensor, list[Tensor | None]]:
         """The same of this rank's shards; of φ the sum over ranks."""
         inputs = [shard_sequence(x, mesh, 2).clone().requires_grad_() for x in self.inputs]
         query, key, value, gates, *own = inputs
@@ -126,20 +132,24 @@ class Problem:
             kv_heads_at_once=self.at_once,
         )
         grad = shard_sequence(self.grad, mesh, 2)
-        found = list(torch.autograd.grad(output, [*inputs, *self.phis.parameters()], grad))
+        found = self.gradients(output, inputs, grad)
         for gradient in found[len(inputs) :]:
-            dist.all_reduce(gradient)
+            if gradient is not None:
+                dist.all_reduce(gradient)
         return output.detach(), found
 
     def check(self, case: str, mesh: Any, attend: Any = None) -> None:
         """That the two are equal."""
         output, gradients = self.alone()
         own, found = self.sharded(mesh, attend)
-        pairs = [(own, shard_sequence(output, mesh, 2))]
+        pairs: list[Any] = [(own, shard_sequence(output, mesh, 2))]
         for place, (got, want) in enumerate(zip(found, gradients, strict=True)):
-            is_input = place < len(self.inputs)
+            is_input = place < len(self.inputs) and want is not None
             pairs.append((got, shard_sequence(want, mesh, 2) if is_input else want))
         for place, (got, want) in enumerate(pairs):
+            if want is None:
+                assert got is None, f"{case}: a gradient of what is not read, at {place}"
+                continue
             assert float(want.abs().max()) > 0, f"{case}: nothing to compare at {place}"
             error = float((got - want).abs().max() / want.abs().max())
             assert error < ROUNDING, f"{case}: {error} at {place}"
@@ -147,6 +157,9 @@ class Problem:
 
 WIDE_HALO = dataclasses.replace(NSA, compress_stride=2)
 SELECTED = dataclasses.replace(NSA, branches=("selected",))
+NOT_SELECTED = dataclasses.replace(NSA, branches=("compressed", "sliding"))
+SLIDING = dataclasses.replace(NSA, branches=("sliding",))
+COMPRESSED = dataclasses.replace(NSA, branches=("compressed",))
 ONE_KEY, TWO_KEYS = (dataclasses.replace(NSA, window_size=w) for w in (1, 2))
 NO_HALO = dataclasses.replace(NSA, compress_stride=8)
 
@@ -166,6 +179,14 @@ CASES: dict[str, dict[str, Any]] = {
     "halo of three strides": {"config": WIDE_HALO, "chunk": 40},
     "the selected branch alone": {"config": SELECTED, "phi": "mean"},
     "no halo": {"config": NO_HALO, "phi": "linear"},
+    "not selected": {"config": NOT_SELECTED, "documents": True, "at_once": 1},
+    "not selected, window of its own": {"config": NOT_SELECTED, "own_window": True, "chunk": 8},
+    "not selected, after a past": {"config": NOT_SELECTED, "past_chunks": 3, "offset": 29},
+    "sliding alone": {"config": SLIDING, "at_once": 1, "phi": "mean"},
+    "sliding alone, of its own": {"config": SLIDING, "own_window": True, "phi": "mean"},
+    "sliding alone, after a past": {"config": SLIDING, "past_chunks": 1, "phi": "mean"},
+    "compressed alone": {"config": COMPRESSED, "at_once": 1},
+    "selected alone, beside a window": {"config": SELECTED, "own_window": True, "phi": "mean"},
 }
 
 
@@ -184,24 +205,60 @@ def every_case(device: torch.device) -> None:
 
 @pytest.mark.exhaustive
 def test_compiled_without_a_graph_break(tmp_path: Path) -> None:
-    on_ranks(2, "cpu", tmp_path, compiled, False)
+    on_ranks(2, "cpu", tmp_path, compiled)
 
 
 @pytest.mark.exhaustive
 def test_a_window_of_its_own_compiled(tmp_path: Path) -> None:
-    on_ranks(2, "cpu", tmp_path, compiled, True)
+    on_ranks(2, "cpu", tmp_path, compiled, {"own_window": True})
 
 
-def compiled(device: torch.device, own_window: bool) -> None:
+@pytest.mark.exhaustive
+def test_without_a_selected_branch_compiled(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, compiled, {"config": NOT_SELECTED})
+
+
+def compiled(device: torch.device, options: dict[str, Any] | None = None) -> None:
     """One graph for all lengths; what AOT autograd makes of it is compared with whole models."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     attend = torch.compile(
         context_parallel_attention, backend="eager", fullgraph=True, dynamic=True
     )
     for chunk in (24, 32):
-        problem = Problem(chunk=chunk, group=1, phi="weighted", own_window=own_window)
+        problem = Problem(chunk=chunk, group=1, phi="weighted", **(options or {}))
         problem.check(f"chunk {chunk}", mesh, attend)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_gradients_in_half_precision(tmp_path: Path) -> None:
+    on_ranks(2, "cpu", tmp_path, half_precision)
+
+
+def half_precision(device: torch.device) -> None:
+    """Those of keys and values err at most twice as much as one process's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    every_block = dataclasses.replace(NSA, num_selected_blocks=16)  # no choice hangs on rounding
+    for options in (
+        {"config": every_block, "group": 8},
+        {"config": every_block, "own_window": True, "chunk": 8},
+        {"config": dataclasses.replace(NOT_SELECTED, window_size=20), "group": 8},
+        {"config": SLIDING, "phi": "mean", "chunk": 8},
+    ):
+        problem = Problem(**options)
+        found: list[list[Any]] = []
+        for dtype in (torch.bfloat16, torch.float64):
+            problem.inputs = [x.bfloat16().to(dtype) for x in problem.inputs]
+            problem.grad, problem.phis = problem.grad.to(dtype), problem.phis.bfloat16().to(dtype)
+            found.append(problem.alone()[1])
+            if dtype == torch.bfloat16:
+                found.append(problem.sharded(mesh)[1])
+        keys = (1, 2, *range(4, len(problem.inputs)))  # and values, of all branches
+        for plain, own, exact in ([x[i] for x in found] for i in keys):
+            if exact is None:
+                continue
+            plain, exact = (shard_sequence(x, mesh, 2) for x in (plain, exact))
+            assert own.dtype == torch.bfloat16
+            assert (own - exact).norm() <= 2 * (plain - exact).norm(), options
 
 
 class CountedBytes(TorchDispatchMode):
@@ -240,8 +297,15 @@ def count_bytes(device: torch.device) -> None:
             {"own_window": True, "config": ONE_KEY},
             {"config": NO_HALO, "rows": 1},
             {"config": SELECTED, "phi": "mean"},
+            {"config": SELECTED, "phi": "mean", "own_window": True},
+            {"config": NOT_SELECTED, "own_window": True, "at_once": 1},
+            {"config": NOT_SELECTED, "past_chunks": 1},
+            {"config": SLIDING, "phi": "mean"},
+            {"config": SLIDING, "phi": "mean", "own_window": True},
+            {"config": COMPRESSED},
         ):
             problem = Problem(**options)
+            branches = problem.config.branches
             inputs = [shard_sequence(x, mesh, 2).to(dtype) for x in problem.inputs]
             query, key, value, gates, *own = [x.requires_grad_() for x in inputs]
             with CountedBytes() as counted:
@@ -266,6 +330,12 @@ def count_bytes(device: torch.device) -> None:
                 num_queries=problem.queries,
             )
             assert (counted.gathered, counted.scattered) == expected, (dtype, options)
+            if "selected" not in branches and not problem.past_chunks:
+                # On one of two ranks: halos, compressed keys and values, the ends of two chunks.
+                tokens = 2 * ("sliding" in branches) * (problem.config.window_size - 1)
+                tokens += ("compressed" in branches) * (2 * problem.chunk // 4 + 2 * 4)
+                each = problem.rows * problem.heads * sum(problem.dims) * dtype.itemsize
+                assert counted.gathered == each * tokens
 
 
 def test_the_table_of_the_page() -> None:

@@ -64,17 +64,27 @@ def model_of(sizes: ModelSizes, config: NSAConfig) -> Any:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("max_length", [96, 100])
 def test_a_cache(num_ranks: int, max_length: int) -> None:
-    phis = [Compression(NSA, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
-    shards = SequenceShards("none", num_ranks - 1, num_ranks)  # filling sends nothing
-    cache = ShardedCache(*phis, shards, max_length=max_length)
-    tensor = torch.zeros(2, 2, 10, 8, dtype=torch.bfloat16)
-    cache.fill(tensor, tensor)
-    expected = cache_bytes(max_length, num_ranks, TINY, config=NSA, batch_size=2)
-    assert TINY.num_layers * cache.memory() == expected
+    for config in (NSA, with_branches(NSA, "selected", "sliding"), with_branches(NSA, "sliding")):
+        phis = [Compression(config, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
+        shards = SequenceShards("none", num_ranks - 1, num_ranks)  # filling sends nothing
+        cache = ShardedCache(*phis, shards, max_length=max_length)
+        tensor = torch.zeros(2, 2, 10, 8, dtype=torch.bfloat16)
+        cache.fill(tensor, tensor)
+        expected = cache_bytes(max_length, num_ranks, TINY, config=config, batch_size=2)
+        assert TINY.num_layers * cache.memory() == expected
+
+
+def with_branches(config: NSAConfig, *branches: Any) -> NSAConfig:
+    return dataclasses.replace(config, branches=branches)
 
 
 def test_training(tmp_path: Path) -> None:
-    on_ranks(2, "cpu", tmp_path, measure)
+    on_ranks(2, "cpu", tmp_path, measure_configs)
+
+
+def measure_configs(device: torch.device) -> None:
+    measure(CONFIG["cpu"])
+    measure(with_branches(CONFIG["cpu"], "compressed", "sliding"))
 
 
 class Gathered(TorchDispatchMode):
@@ -91,10 +101,10 @@ class Gathered(TorchDispatchMode):
         return found
 
 
-def measure(device: torch.device) -> None:
+def measure(config: NSAConfig) -> None:
     """Shards, the inputs that recomputation keeps, and what layers gather, to the byte."""
     mesh = init_device_mesh("cpu", (2,))
-    model = nsa_flex.context_parallel(model_of(TINY, CONFIG["cpu"]), mesh)
+    model = nsa_flex.context_parallel(model_of(TINY, config), mesh)
     prepare(model, EngineSection(compile=False, checkpointing="full"))
     shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -102,14 +112,14 @@ def measure(device: torch.device) -> None:
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
     ids = torch.arange(64)[None]
-    batch = nsa_flex.shard_batch(ids, mesh, CONFIG["cpu"], labels=ids)
+    batch = nsa_flex.shard_batch(ids, mesh, config, labels=ids)
     with Gathered() as gathered:
         loss = model(**batch, use_cache=False).loss
     kept = sum(x.nbytes for each in inputs if (x := each()) is not None)
     loss.backward()
     optimizer.step()
 
-    expected = training_memory(64, 2, TINY, config=CONFIG["cpu"])
+    expected = training_memory(64, 2, TINY, config=config)
     dense = {name: x for name, x in model.named_parameters() if ".nsa." not in name}
     assert sum(local(x) for x in dense.values()) == expected.weights
     assert sum(local(x.grad) for x in dense.values()) == expected.gradients
@@ -117,7 +127,7 @@ def measure(device: torch.device) -> None:
     moments = sum(local(x["exp_avg"]) + local(x["exp_avg_sq"]) for x in states)
     assert moments == expected.optimizer
     assert kept == 2 * expected.kept  # in float32 here
-    each = gathered_bytes(64, 2, TINY, config=CONFIG["cpu"], dtype=torch.float32)
+    each = gathered_bytes(64, 2, TINY, config=config, dtype=torch.float32)
     assert gathered.bytes == TINY.num_layers * each
 
 
@@ -148,7 +158,7 @@ def eight_ranks() -> Iterator[int]:
     dist.destroy_process_group()
 
 
-GATHERING = NSAConfig(branches=("sliding",), window_size=33)  # keys and values alone
+GATHERING = NSAConfig(16, 16, branches=("selected", "sliding"), window_size=33)
 SHARD, NUM_HEADS, DIM = 1024, 4, 32
 
 
@@ -159,7 +169,7 @@ def attend_shards(
     phis = [Compression(GATHERING, NUM_HEADS, DIM, device=device) for _ in range(2)]
     inputs = [
         torch.randn(1, SHARD, NUM_HEADS, width, dtype=torch.bfloat16, device=device)
-        for width in (DIM, DIM, DIM, 1, *[DIM] * (2 * own_window))
+        for width in (DIM, DIM, DIM, 2, *[DIM] * (2 * own_window))
     ]
 
     def attend(*tensors: Tensor) -> Tensor:
@@ -175,6 +185,13 @@ def attend_shards(
     return attend, [x.transpose(1, 2).requires_grad_() for x in inputs]
 
 
+@pytest.fixture
+def no_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is played and nothing is compressed: keys and values alone are gathered."""
+    monkeypatch.setattr(attention, "nsa_attention", played)
+    monkeypatch.setattr(attention, "_compress", lambda *_: [])
+
+
 def played(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, **options: Any) -> Tensor:
     own = [options[name] for name in ("sliding_key", "sliding_value")]
     return Played.apply(query, key, value, rest[-1], *(x for x in own if x is not None))
@@ -182,15 +199,13 @@ def played(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, **options: 
 
 @pytest.mark.parametrize("at_once", [None, 2, 1])
 def test_gathered_parts_at_the_peak(
-    at_once: int | None, eight_ranks: int, monkeypatch: pytest.MonkeyPatch
+    at_once: int | None, eight_ranks: int, no_arithmetic: None
 ) -> None:
     """Of n parts two are there without gradients: one in order, and what comes or came.
 
     With them the backward of the last part is the peak: the n - 1 others, its gradients of both
     chunks, and their sums in float32.
     """
-
-    monkeypatch.setattr(attention, "nsa_attention", played)
     attend, inputs = attend_shards(at_once)
     batch = batches_of(tuple(inputs))[0]
     num_parts = 1 if at_once is None else NUM_HEADS // at_once
@@ -210,14 +225,13 @@ def test_gathered_parts_at_the_peak(
 
 @pytest.mark.parametrize("at_once", [None, 1])
 def test_keys_of_the_window_are_not_gathered(
-    at_once: int | None, eight_ranks: int, monkeypatch: pytest.MonkeyPatch
+    at_once: int | None, eight_ranks: int, no_arithmetic: None
 ) -> None:
     """A rank holds its shard of them twice more, and the ends of all chunks, half a shard here; in
     the backward one part's gradients as attention makes them, of whole rows.
 
     Gathered, they were as many as the other keys and values, and so were their sums in float32.
     """
-    monkeypatch.setattr(attention, "nsa_attention", played)
     peaks = {}
     for own_window in (False, True):
         attend, inputs = attend_shards(at_once, own_window=own_window)
@@ -230,6 +244,18 @@ def test_keys_of_the_window_are_not_gathered(
     num_parts = 1 if at_once is None else NUM_HEADS // at_once
     of_both_chunks = (eight_ranks + 1 / 2) / num_parts
     assert of_both_chunks - 0.1 < trained / shard < of_both_chunks + 2
+
+
+def test_without_a_selected_branch_a_layer_needs_no_less_memory() -> None:
+    """It gathers less, and attention is given rows as long."""
+    config = NSAConfig()
+    apart = with_branches(config, "compressed", "sliding")
+    assert gathered_bytes(2**16, 4, LLAMA_8B, config=apart) < gathered_bytes(
+        2**16, 4, LLAMA_8B, config=config
+    )
+    assert training_memory(2**16, 4, LLAMA_8B, config=apart) == training_memory(
+        2**16, 4, LLAMA_8B, config=config
+    )
 
 
 def test_parts_of_the_total() -> None:

@@ -101,6 +101,9 @@ class Case:
 
 TWO_BRANCHES = dataclasses.replace(NSA, branches=("selected", "sliding"))
 COMPRESSED = dataclasses.replace(NSA, branches=("compressed",))
+NOT_SELECTED = dataclasses.replace(NSA, branches=("compressed", "sliding"))
+SELECTED = dataclasses.replace(NSA, branches=("selected",))
+SLIDING = dataclasses.replace(NSA, branches=("sliding",))
 WIDE = dataclasses.replace(NSA, compress_stride=2)  # blocks that reach three strides over an edge
 NO_EDGE = dataclasses.replace(NSA, compress_stride=8)
 POOLED = dataclasses.replace(NSA, selection="max_pool")
@@ -116,6 +119,9 @@ CASES: dict[str, dict[str, Any]] = {
     "keys of each branch": {"num_sets": 3, "lengths": (46, 30)},
     "selected and sliding": {"config": TWO_BRANCHES, "lengths": (47, 70), "phi": "mean"},
     "compressed alone": {"config": COMPRESSED, "lengths": (47, 70), "phi": "mean"},
+    "compressed and sliding": {"config": NOT_SELECTED, "lengths": (47, 70)},
+    "selected alone": {"config": SELECTED, "lengths": (44, 70), "steps": (1, 1, 5, 3, 1)},
+    "sliding alone": {"config": SLIDING, "lengths": (44, 70), "num_sets": 3},
     "three strides over the edge": {"config": WIDE, "lengths": (44, 70)},
     "blocks side by side": {"config": NO_EDGE, "lengths": (44, 70)},
     "max_pool": {"config": POOLED, "lengths": (44, 70)},
@@ -191,15 +197,19 @@ class Collectives(TorchDispatchMode):
 
 
 def test_collectives_and_bytes_are_those_of_the_closed_form(tmp_path: Path) -> None:
+    # Of each of 4 query heads two outputs of 8 and two log-sum-exps: nothing to select blocks by.
+    assert sent_bytes_per_step(2, 4, 2, 8, config=NOT_SELECTED) == 4 * (2 * 8 + 2) * 4
     on_ranks(2, "cpu", tmp_path, count_collectives)
 
 
 def count_collectives(device: torch.device) -> None:
-    for options in (
-        {"phi": "mean"},
-        {"dtype": torch.bfloat16, "steps": (2,)},
-        {"config": TWO_BRANCHES},
-        {"config": WIDE, "num_sets": 3},
+    for options, number in (
+        ({"phi": "mean"}, NUM_COLLECTIVES),
+        ({"dtype": torch.bfloat16, "steps": (2,)}, NUM_COLLECTIVES),
+        ({"config": TWO_BRANCHES}, NUM_COLLECTIVES),
+        ({"config": WIDE, "num_sets": 3}, NUM_COLLECTIVES),
+        ({"config": NOT_SELECTED}, 2),
+        ({"config": SLIDING}, 1),
     ):
         case = Case(**options)
         cache = ShardedCache(*case.phis, dist.group.WORLD, max_length=96, num_sets=case.num_sets)
@@ -215,7 +225,38 @@ def count_collectives(device: torch.device) -> None:
             num_tokens=step[0].shape[2],
             dtype=case.dtype,
         )
-        assert (counted.number, counted.sent) == (NUM_COLLECTIVES, expected)
+        assert (counted.number, counted.sent) == (number, expected)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+@pytest.mark.parametrize(("config", "read"), [(NSA, 2), (TWO_BRANCHES, 1), (SLIDING, 0)])
+def test_what_no_branch_reads_is_neither_compressed_nor_held(
+    config: NSAConfig, read: int, num_new: int, alone: dist.ProcessGroup
+) -> None:
+    case = Case(config=config, steps=(num_new,) * 8)
+    cache = ShardedCache(*case.phis, alone, max_length=96)
+    called: set[int] = set()
+    for place, phi in enumerate(case.phis):
+        phi.register_forward_hook(lambda *_, place=place: called.add(place))
+    (_, key, value, _), *steps = case.parts()
+    cache.fill(key, value, case.lengths)
+    for step in steps:
+        cache.step(*step)
+    assert called == set(range(read))
+    stored = cache.stored
+    held = [stored.key, stored.value, *stored[2 : 2 + read]]
+    assert cache.memory() == sum(x.untyped_storage().nbytes() for x in held)
+    for x in stored[2 + read : 4]:
+        assert x.untyped_storage().nbytes() == x[0, 0, 0].nbytes  # one row
 
 
 def test_a_rank_that_attends_alone_is_wrong(tmp_path: Path) -> None:
@@ -231,15 +272,6 @@ def perturb(device: torch.device) -> None:
         after = case.sharded(dist.group.WORLD)[0]
         assert float((after - before).abs().max()) > 1e-3
         before = after
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
-    )
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_refused(alone: dist.ProcessGroup) -> None:

@@ -67,9 +67,11 @@ def problem(case: Case, dtype: torch.dtype) -> tuple[Tensor, Stored, Tensor, Par
 
     slots, blocks = case.tokens + config.select_block_size, case.tokens // config.compress_stride
     heads, (dim, value_dim) = 2 * case.num_sets, case.dims
+    compressed = [tensor(2, blocks, dim), tensor(2, blocks, value_dim)]
+    if not config.has("compressed"):  # all rows are one, as of a ShardedCache
+        compressed[1] = compressed[1][0, 0, 0].clone().expand_as(compressed[1])
     stored = Stored(
-        *(tensor(heads, slots, dim), tensor(heads, slots, value_dim)),
-        *(tensor(2, blocks, dim), tensor(2, blocks, value_dim)),
+        *(tensor(heads, slots, dim), tensor(heads, slots, value_dim), *compressed),
         torch.tensor(case.positions, dtype=torch.int32, device=DEVICE),
     )
     query = tensor(2 * case.group, 1, dim)

@@ -192,6 +192,18 @@ def test_separate_keys_of_each_branch(kind: Any) -> None:
 
 
 @kernels
+def test_compressed_values_that_nobody_reads_have_one_row() -> None:
+    """As of a `ShardedCache` without a compressed branch: they may be written, into that row."""
+    problem, beside = Problem(Case(past=(21, 7))), Problem(Case())
+    problem.compressed[1] = beside.compressed[1][0, 0, 0].expand_as(problem.compressed[1])
+    kernel.store(*problem.args)
+    assert beside.compressed[1][0, 0, 1:].isnan().all()
+    for each in (problem.whole, problem.raw, problem.compressed, problem.phi):
+        each.pop()
+    problem.check()
+
+
+@kernels
 @pytest.mark.parametrize("past", [(0,), (21, 7)])
 def test_tokens_alone(past: tuple[int, ...]) -> None:
     problem = Problem(Case(past=past))
