@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -286,7 +287,9 @@ def test_on_a_gpu(case: str) -> None:
     for positions in ("whole", "shard"):
         command = [sys.executable, "-c", GPU, f"{case}, {positions}"]
         tests = str(Path(__file__).parents[1])
-        done = subprocess.run(command, cwd=tests, capture_output=True, text=True)
+        # Otherwise the process may end before the driver has printed the message.
+        blocking = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1"}
+        done = subprocess.run(command, cwd=tests, env=blocking, capture_output=True, text=True)
         output = done.stdout + done.stderr
         assert ("went through" in output) == (positions == "whole"), output
         assert ("break the rule" in output) == (positions == "shard"), output
