@@ -72,7 +72,7 @@ def compress_completed(
     """Write the row of every block that the last `num_new` tokens made whole, in place.
 
     Block i is made whole by token i·d + l - 1: `lengths < i·d + l <= lengths + num_new`. Other
-    rows stay as they are.
+    rows stay as they are, and so does what no branch of the config reads.
 
     Args:
         key: (B, Hkv, C, D), value: (B, Hkv, C, Dv), the new tokens among them.
@@ -80,8 +80,12 @@ def compress_completed(
         lengths: int32 (B,), tokens of each row before the new ones.
         compress_key, compress_value: φ.
     """
-    if key.shape[2] >= compress_key.config.compress_block_size:
+    config = compress_key.config
+    if key.shape[2] < config.compress_block_size:
+        return
+    if config.compresses:
         _compress(key, compressed_key, lengths, num_new, compress_key)
+    if config.has("compressed"):
         _compress(value, compressed_value, lengths, num_new, compress_value)
 
 
