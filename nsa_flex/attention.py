@@ -182,9 +182,7 @@ def nsa_attention(
 
     if is_decoded(facts, backend):
         out, aux = decode.attend(tensors, config, scale, query_offset, return_aux=return_aux)
-        if aux is None:
-            return out
-        return out, NSAAux(aux.blocks, BranchLSE(*aux.lse.unbind(-1)))
+        return out if aux is None else (out, aux_of_kernels(aux.blocks, aux.lse, config))
 
     if is_fused(choices, facts):
         core = fused.attend(
@@ -241,6 +239,12 @@ def nsa_attention(
         return out
     lse = BranchLSE(*(results[name][1] if name in results else None for name in BRANCHES))
     return out, NSAAux(blocks, lse)
+
+
+def aux_of_kernels(blocks: Tensor, lse: Tensor, config: NSAConfig) -> NSAAux:
+    """From what the decode kernels give: `blocks`, and `lse` (B, Hq, T, C) of C branches."""
+    found: Any = dict(zip(config.branches, lse.unbind(-1), strict=True))
+    return NSAAux(blocks if config.has("selected") else None, BranchLSE(*map(found.get, BRANCHES)))
 
 
 def with_stand_ins(

@@ -319,6 +319,16 @@ def compress_what_is_read(
     return (compress_key(key) if config.has("selected") else None), None
 
 
+def what_is_read(
+    config: NSAConfig, compressed_key: Tensor, compressed_value: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both, but None in the place of what no branch of the config reads."""
+    return (
+        compressed_key if config.compresses else None,
+        compressed_value if config.has("compressed") else None,
+    )
+
+
 def _are_alike(
     compress_key: Compression, compress_value: Compression, key: Tensor, value: Tensor
 ) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_flex.attention import BranchLSE, NSAAux, gated_sum
+from nsa_flex.attention import BranchLSE, NSAAux, aux_of_kernels, gated_sum
 from nsa_flex.backends.dense import masked_attention
 from nsa_flex.compression import Compression
 from nsa_flex.config import BRANCHES, PRODUCTS, BranchName, NSAConfig
@@ -272,9 +272,7 @@ def _on_kernels(
     if not return_aux:
         return result, None
     out, aux = result
-    lse: Any = dict(zip(config.branches, aux.lse.unbind(-1), strict=True))
-    blocks = aux.blocks if config.has("selected") else None
-    return out, NSAAux(blocks, BranchLSE(*map(lse.get, BRANCHES)))
+    return out, aux_of_kernels(aux.blocks, aux.lse, config)
 
 
 def step_by_operations(

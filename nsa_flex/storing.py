@@ -72,7 +72,7 @@ def compress_completed(
     """Write the row of every block that the last `num_new` tokens made whole, in place.
 
     Block i is made whole by token i·d + l - 1: `lengths < i·d + l <= lengths + num_new`. Other
-    rows stay as they are, and all of what no branch of the config reads.
+    rows stay as they are, and so does what no branch of the config reads.
 
     Args:
         key: (B, Hkv, C, D), value: (B, Hkv, C, Dv), the new tokens among them.

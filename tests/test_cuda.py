@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex import NSAAttention, NSAConfig, explain, nsa_attention, patch
+from nsa_flex.compression import what_is_read
 from nsa_flex.dispatch import BRANCHES
 from nsa_flex.masks import (
     compressed_mask_mod,
@@ -20,6 +22,7 @@ from nsa_flex.masks import (
 )
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, leaf, to_float64
+from reference.launches import SUBSETS
 
 pytestmark = pytest.mark.gpu
 
@@ -178,6 +181,31 @@ def test_few_queries_run_on_the_decode_kernels(
     arrays, blocks = [to_float64(x) for x in inputs], aux.blocks.cpu().numpy()
     scores = oracle.forward(*arrays, PAPER, offset=offset).scores
     assert oracle.choice_excess(blocks, scores, PAPER, offset) <= CHOICE_ROUNDING
+    want = oracle.forward(*arrays, PAPER, offset=offset, blocks=blocks)
+    assert_close("output", out, want.out, eager_with_masks(inputs, blocks, offset, None), dtype)
+
+
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_few_queries_of_some_branches_run_on_the_decode_kernels(branches: Any) -> None:
+    dtype, offset = torch.bfloat16, 600
+    query, *others, gates = (x.detach() for x in problem((64, 64, 4, dtype, PAPER, 800, 2)))
+    query, gates = query[:, :, :7], gates[:, :, :7]
+    there = [BRANCHES.index(name) for name in branches]
+    muted = torch.zeros_like(gates)
+    muted[..., there] = gates[..., there]
+    config = dataclasses.replace(PAPER, branches=branches)
+    given = (query, *others[:2], *what_is_read(config, *others[2:]), gates[..., there])
+    options: dict[str, Any] = {"config": config, "query_offset": offset, "return_aux": True}
+    nsa_attention(*given, **options)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        out, aux = nsa_attention(*given, **options)
+        torch.cuda.synchronize()
+    assert any(event.name.startswith("decode_combine") for event in profiler.events())
+    inputs = [query, *others, muted]
+    arrays = [to_float64(x) for x in inputs]
+    own = oracle.forward(*arrays, PAPER, offset=offset)
+    blocks = own.blocks if aux.blocks is None else aux.blocks.cpu().numpy()
+    assert oracle.choice_excess(blocks, own.scores, PAPER, offset) <= CHOICE_ROUNDING
     want = oracle.forward(*arrays, PAPER, offset=offset, blocks=blocks)
     assert_close("output", out, want.out, eager_with_masks(inputs, blocks, offset, None), dtype)
 

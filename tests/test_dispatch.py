@@ -90,7 +90,7 @@ FEW = replace(CUDA, whole=False, num_queries=16, needs_grad=False, decode_proble
         ({"needs_grad": True}, "auto", "they have no backward"),
         ({"documents": True}, "auto", "they take one document a row"),
         ({"decode_problem": "too many"}, "auto", "too many"),
-        ({}, {"sliding": "auto"}, "they run all three branches together"),
+        ({}, {"sliding": "auto"}, "they run all branches together"),
     ],
 )
 def test_few_queries_against_a_longer_past(

@@ -286,6 +286,14 @@ def test_few_queries_run_the_decode_kernels(on_device: bool) -> None:
     assert "128 query heads share a KV head; the decode kernels take" in tall["sliding"].reason
 
 
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_few_queries_of_some_branches_run_the_decode_kernels_of_those(branches: Any) -> None:
+    sizes: Any = {"device": GPU, "query_offset": 1000, "config": NSAConfig(branches=branches)}
+    told = explain(meta(1, 64, 16, 128), meta(1, 4, 65536, 128), needs_grad=False, **sizes)
+    assert {choice.backend for choice in told.choices.values()} == {"triton"}
+    assert [run.name for run in told.kernels.forward] == decode_kernels_of(branches, stores=False)
+
+
 def test_a_decode_step_runs_on_triton() -> None:
     told = explain(meta(1, 64, 1, 128), cache=filled_cache("mean"), device=GPU)
     assert {choice.backend for choice in told.choices.values()} == {"triton"}

@@ -11,6 +11,7 @@ import torch
 
 from nsa_flex import NSAAttention, NSAConfig, nsa_attention
 from nsa_flex.attention import NSAAux
+from nsa_flex.cache.buffers import num_rows
 from nsa_flex.config import BRANCHES
 from nsa_flex.selection import best_blocks, choose_blocks
 from reference import nsa_1b, oracle
@@ -139,16 +140,35 @@ def test_an_absent_branch_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert called == [("dense", "sliding")]
 
 
-@pytest.mark.parametrize("branches", [("selected",), ("sliding",)], ids="+".join)
-def test_a_cache_compresses_what_a_branch_reads(branches: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("max_length", [None, 401])
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_a_cache_compresses_what_a_branch_reads(
+    branches: tuple[str, ...], max_length: int | None
+) -> None:
+    """And has memory for that; one row beside it is where kernels put values that none reads."""
     config = dataclasses.replace(TILED, branches=branches)
-    layer = NSAAttention(24, 4, 2, config=config).double()
-    with torch.no_grad():
-        cache = layer.new_cache()
-        for part in torch.randn(1, 61, 24, dtype=torch.float64).split([30, 20, 1, 1, 9], 1):
-            layer(part, cache=cache)
-    number = config.num_compressed_blocks(61)
-    assert cache.buffers.compressed_key[:, :, :number].any() == ("selected" in branches)
+    layer = NSAAttention(24, 4, 2, config=config).double().requires_grad_(False)
+    x, real = torch.randn(2, 401, 24, dtype=torch.float64), torch.ones(2, 401)
+    real[1, :5] = 0
+    expected = layer(x, attention_mask=real)
+    seen = set()
+    for name in ("key", "value"):
+        phi = getattr(layer, f"compress_{name}")
+        phi.register_forward_hook(lambda *_, name=name: seen.add(name))
+    cache, found, start = layer.new_cache(max_length=max_length), [], 0
+    for count in (30, 300, 20, 1, 1, 1, 39, 9):
+        stop = start + count
+        found.append(layer(x[:, start:stop], cache=cache, attention_mask=real[:, start:stop]))
+        cache.reorder_cache(torch.tensor([0, 1]))
+        start = stop
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-13)
+    reads = {"key"} if config.compresses else set()
+    reads |= {"value"} if "compressed" in branches else set()
+    assert seen == reads
+    rows = num_rows(config, cache.capacity)
+    rows *= len(reads)
+    rows += len(reads) == 1
+    assert cache.memory().compressed == rows * 2 * 2 * 6 * 8
 
 
 @pytest.mark.parametrize(

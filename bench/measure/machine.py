@@ -69,7 +69,7 @@ def fingerprint() -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """The checkout's commit, "-dirty" behind it if files differ; outside of one NSA_FLEX_COMMIT."""
+    """The checkout's commit, "-dirty" behind it if files differ; else NSA_FLEX_COMMIT, or None."""
     found = _answer("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=10")
     return found or os.environ.get("NSA_FLEX_COMMIT") or None
 

@@ -114,9 +114,8 @@ def check_step(
 
     gating: offset and bias.
     """
-    key, value, compressed_key, _ = cache
-    check_cache(*cache, lengths, num_sets)
-    check_compressed(compressed_key, key, config)
+    key, value, *_ = cache
+    check_cache(*cache, lengths, num_sets, config)
     check_query(query, key, value, gates, config, num_sets)
     check_gating(*gating, query, key, len(config.branches))
     if new_key is None and new_value is None:
@@ -135,16 +134,24 @@ def check_cache(
     compressed_value: Tensor,
     lengths: Tensor,
     num_sets: int,
+    config: NSAConfig,
 ) -> None:
-    """Raises ValueError unless the four buffers and `lengths` belong together."""
+    """Raises ValueError unless the four buffers and `lengths` belong together.
+
+    Compressed values that no branch reads may have one row.
+    """
     batch, heads, capacity, head_dim = _four(key, "key")
     if num_sets not in (1, 3) or heads % num_sets:
         raise ValueError(f"num_sets is {num_sets}, key has {heads} heads: 1, or a divisor 3")
     blocks, value_dim = _four(compressed_key, "compressed_key")[2], _four(value, "value")[3]
+    is_one = not config.has("compressed") and _four(compressed_value, "compressed_value")[2] == 1
     wanted = {
         "value": (value, (batch, heads, capacity, value_dim)),
         "compressed_key": (compressed_key, (batch, heads // num_sets, blocks, head_dim)),
-        "compressed_value": (compressed_value, (batch, heads // num_sets, blocks, value_dim)),
+        "compressed_value": (
+            compressed_value,
+            (batch, heads // num_sets, 1 if is_one else blocks, value_dim),
+        ),
     }
     for name, (tensor, shape) in wanted.items():
         check_like(name, tensor, shape, key)
@@ -152,6 +159,11 @@ def check_cache(
         if tensor.stride(3) != 1 and tensor.shape[3] > 1:
             raise ValueError(f"{name} has stride {tensor.stride(3)} in its last dimension, not 1")
     check_lengths(lengths, key)
+    least = config.num_compressed_blocks(capacity) if config.compresses else 0
+    if blocks < least:
+        raise ValueError(
+            f"compressed_key has {blocks} rows; a capacity of {capacity} tokens needs {least}"
+        )
 
 
 def check_lengths(lengths: Tensor, key: Tensor) -> None:
@@ -170,16 +182,6 @@ def check_like(name: str, tensor: Tensor, shape: tuple[int, ...], key: Tensor) -
     if tensor.dtype != key.dtype or tensor.device != key.device:
         raise ValueError(
             f"{name} is {tensor.dtype} on {tensor.device}; key is {key.dtype} on {key.device}"
-        )
-
-
-def check_compressed(compressed_key: Tensor, key: Tensor, config: NSAConfig) -> None:
-    """Raises ValueError if the compressed buffers are too short for the capacity."""
-    least = config.num_compressed_blocks(key.shape[2])
-    if compressed_key.shape[2] < least:
-        raise ValueError(
-            f"compressed_key has {compressed_key.shape[2]} rows; a capacity of {key.shape[2]} "
-            f"tokens needs {least}"
         )
 
 

@@ -38,10 +38,12 @@ WRITTEN_COLUMNS = 32
 class ProductPlan(NamedTuple):
     """Sizes of both kernels.
 
-    blocks: how many a row of the batch may complete. parts: partial outputs of a token.
+    tensors: keys, and values where a branch reads them. blocks: how many a row of the batch may
+    complete. parts: partial outputs of a token.
     splits: CTAs that share the tokens of a block. tiles: those of columns, over all parts.
     """
 
+    tensors: int
     blocks: int
     parts: int
     block_m: int
@@ -69,13 +71,16 @@ class ProductPlan(NamedTuple):
         row_tiles = cdiv(rows, block_m)
         length = config.compress_block_size
         most_splits = min(MAX_SPLITS, length)
-        splits = max(1, min(most_splits, sizes_of_steps.TARGET_CTAS // (2 * tiles * row_tiles)))
+        tensors = 2 if config.has("compressed") else 1
+        ctas = tensors * tiles * row_tiles
+        splits = max(1, min(most_splits, sizes_of_steps.TARGET_CTAS // ctas))
         tokens_per_split = cdiv(length, splits)
         # As Triton 3.6 takes it: cached and new tokens have buffers of their own, as have both
         # halves of the weights and their difference.
         stage_bytes = (3 * block_m + 4 * block_n) * tile_width(max(dims)) * size
         most_stages = 1 if is_mlp and tokens_per_split < PIPELINED_TOKENS else 3
         return cls(
+            tensors,
             blocks,
             parts,
             block_m,
@@ -98,6 +103,8 @@ def launch_compress(
     pdl: bool,
 ) -> None:
     """Writes the compressed rows of the blocks that `num_new` tokens complete.
+
+    Of keys alone without a compressed branch.
 
     Args:
         source: the compressed branch's keys and values.
@@ -124,7 +131,7 @@ def launch_compress(
         _project(source, new, phi, plan, partial, sizes, constants)
         columns = cdiv(max(head_dim, value_dim), WRITTEN_COLUMNS)
         rows = cdiv(batch * heads * plan.blocks, WRITTEN_ROWS)
-        decode_write_blocks_kernel[(columns, rows, 2)](
+        decode_write_blocks_kernel[(columns, rows, plan.tensors)](
             *partial,
             phi.key[-1],
             phi.value[-1],
@@ -154,7 +161,7 @@ def _project(
 ) -> None:
     is_mlp = phi.kind == "mlp"
     new_key, new_value = (source.key, source.value) if new is None else (new.key, new.value)
-    decode_project_kernel[(plan.splits * plan.tiles, plan.row_tiles, 2)](
+    decode_project_kernel[(plan.splits * plan.tiles, plan.row_tiles, plan.tensors)](
         source.key,
         source.value,
         new_key,

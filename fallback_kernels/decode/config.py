@@ -142,8 +142,10 @@ class DecodePlan:
 
     def tuned(self) -> DecodePlan:
         """Enough CTAs to fill the device, and no more split outputs than that takes."""
-        tiles = cdiv(self.num_compressed, self.compressed_block_n)
-        splits = choose_num_splits(self.units, tiles, TARGET_CTAS, MAX_CTAS)
+        splits = 0
+        if self.config.compresses:
+            tiles = cdiv(self.num_compressed, self.compressed_block_n)
+            splits = choose_num_splits(self.units, tiles, TARGET_CTAS, MAX_CTAS)
         num_tiles = self.num_slots * self.tiles_per_block + self.window_tiles
         share = max(1, min(4, self.units * num_tiles // TARGET_CTAS))
         chunks = self._chunks()
@@ -152,7 +154,7 @@ class DecodePlan:
         slots = cdiv(self.units * self.num_topk, TARGET_CTAS) if chunks > 1 else share
         return replace(
             self,
-            compressed_splits=splits if self.config.compresses else 0,
+            compressed_splits=splits,
             chunks=chunks,
             topk_per_split=min(slots, self.config.num_selected_blocks),
             tiles_per_split=max(1, min(share, self.window_tiles)),

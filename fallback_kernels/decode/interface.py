@@ -97,7 +97,8 @@ def step(
         key: (B, H, C, D), value: (B, H, C, Dv), tokens from slot 0 of each row, last dimension
             contiguous. Nothing behind them is read; slots from C on are left out.
         compressed_key: (B, Hkv, Ncap, D), compressed_value: (B, Hkv, Ncap, Dv), with
-            Ncap >= (C - l) // d + 1.
+            Ncap >= (C - l) // d + 1. Without a compressed branch one row of values will do, which
+            takes anything; without a selected one as well Ncap may be 0.
         gates: (B, Hq, T, C), of the config's branches in its order; any float dtype and strides.
         lengths: int32 (B,), tokens of each row before the T new ones.
         scale: factor of the logits, 1/sqrt(D) unless given.

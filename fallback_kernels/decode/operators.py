@@ -65,6 +65,8 @@ def step(
         query, new_key, new_value, cache, gates, (gate_offset, gate_bias), lengths,
         (mapping.key, mapping.value), kind, may_complete, num_sets, config,
     )  # fmt: skip
+    # Kernels write values beside keys: to one row where no branch reads them.
+    compressed_value = compressed_value.expand(-1, -1, compressed_key.shape[2], -1)
     keys, values = _branches(key, num_sets), _branches(value, num_sets)
     rest = (compressed_key, compressed_value, lengths)
     compressed, selected, sliding = (Cache(k, v, *rest) for k, v in zip(keys, values, strict=True))

@@ -54,7 +54,8 @@ def attend(
         key: (pages, page size, Hkv, D), value: (pages, page size, Hkv, Dv), last dimension
             contiguous.
         compressed_key: (pages, page size / d, Hkv, D), compressed_value likewise: row r of a page
-            is of the block whose last token is token d·(r + 1) - 1 of the page.
+            is of the block whose last token is token d·(r + 1) - 1 of the page. No rows of what no
+            branch reads.
         gates: (B, Hq, 1, C), of the config's branches in its order.
         table: int32 or int64 (B, P), pages of each row in order, any page behind its last.
         positions: int32 (B,), of the queries, less than P · page size.
@@ -86,7 +87,7 @@ def attend(
 def _check(
     key: Tensor, compressed_key: Tensor, table: Tensor, positions: Tensor, config: NSAConfig
 ) -> None:
-    expected = key.shape[1] / config.compress_stride
+    expected = key.shape[1] / config.compress_stride if config.compresses else 0
     if compressed_key.shape[1] != expected:
         raise ValueError(
             f"a page has {compressed_key.shape[1]} compressed rows; {key.shape[1]} tokens of "

@@ -72,7 +72,7 @@ def store_tokens(
         key: (B, H, C, D), value: (B, H, C, Dv), tokens from slot 0 of each row, last dimension
             contiguous. Slots from C on are left out.
         compressed_key: (B, Hkv, Ncap, D), compressed_value: (B, Hkv, Ncap, Dv), of the first of
-            H = Hkv or 3 · Hkv heads.
+            H = Hkv or 3 · Hkv heads. Without a compressed branch one row of values takes them all.
         lengths: int32 (B,), tokens of each row before the new ones.
         logits: (Hkv, l) of keys and of values for φ weighted; none for mean.
         compresses: False stores the tokens alone, for any φ.
@@ -86,6 +86,7 @@ def store_tokens(
     for name, x, rows in zip(("key", "value"), logits, (compressed_key, compressed_value),
                              strict=False):  # fmt: skip
         checks.check_phi("weighted", [x], rows, config, name)
+    compressed_value = compressed_value.expand(-1, -1, compressed_key.shape[2], -1)
     new_key, new_value = rows_contiguous(new_key), rows_contiguous(new_value)
     batch, heads, num_new, head_dim = new_key.shape
     value_dim = new_value.shape[3]
@@ -142,8 +143,8 @@ def _check(
     config: NSAConfig,
 ) -> None:
     key, value, compressed_key, _ = cache
-    checks.check_cache(*cache, lengths, key.shape[1] // max(1, compressed_key.shape[1]))
-    checks.check_compressed(compressed_key, key, config)
+    num_sets = key.shape[1] // max(1, compressed_key.shape[1])
+    checks.check_cache(*cache, lengths, num_sets, config)
     checks.check_new(new_key, new_value, key, value, most=key.shape[2])
     reason = unsupported_reason(new_key, new_value, key)
     if reason is not None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_flex.backends.facts import ALL_BRANCHES, FEW_QUERIES, Facts
-from nsa_flex.config import BRANCHES, NSAConfig
+from nsa_flex.backends.facts import FEW_QUERIES, Facts
+from nsa_flex.config import NSAConfig
 from nsa_flex.installed import HAS_TRITON
 
 
@@ -111,8 +111,6 @@ class Inputs(NamedTuple):
 
     def _decode_problem(self, config: NSAConfig) -> str | None:
         """Why the decode kernels do not take these sizes; None if they do."""
-        if config.branches != BRANCHES:
-            return ALL_BRANCHES
         if self.sliding_key is not self.key or self.sliding_value is not self.value:
             return "the sliding branch has keys of its own"
         if not HAS_TRITON:

@@ -13,8 +13,8 @@ from nsa_flex.config import BRANCHES, BranchName, SelectionRule
 BackendName = Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"]
 Backend = BackendName | Mapping[BranchName, BackendName]
 
-# Why kernels that run a whole call do not take it, where a branch is absent or another runs it.
-ALL_BRANCHES = "they run all three branches together"
+# Why kernels that run a whole call do not take it, where a backend is named.
+ALL_BRANCHES = "they run all branches together"
 
 # Queries against a longer past: up to so many, tables cost more than they save.
 FEW_QUERIES = 16

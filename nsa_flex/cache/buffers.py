@@ -48,7 +48,9 @@ class Buffers:
     """Zeros where no token is: what no query sees is multiplied by 0, and must be finite.
 
     key: (B, H, C, D), value: (B, H, C, Dv).
-    compressed_key: (B, Hkv, N, D), compressed_value: (B, Hkv, N, Dv), N = `num_rows(C)`.
+    compressed_key: (B, Hkv, N, D), compressed_value: (B, Hkv, N, Dv), N = `num_rows(C)`. Without a
+        compressed branch there is one row of values, which kernels write and nobody reads, and
+        without a selected one as well there are no rows.
     """
 
     key: Tensor
@@ -63,9 +65,8 @@ class Buffers:
 
     def grown(self, capacity: int, config: NSAConfig) -> Buffers:
         """The same tokens, with room for `capacity`."""
-        lengths = (capacity, capacity, num_rows(config, capacity), num_rows(config, capacity))
         larger = []
-        for x, length in zip(self.tensors, lengths, strict=True):
+        for x, length in zip(self.tensors, _lengths(config, capacity), strict=True):
             new = x.new_zeros((*x.shape[:2], length, x.shape[3]))
             new[:, :, : x.shape[2]] = x
             larger.append(new)
@@ -81,8 +82,7 @@ class Buffers:
 
     def reorder(self, rows: Tensor, length: int, config: NSAConfig) -> None:
         """Row b becomes what row `rows[b]` was, in place, for the first `length` tokens."""
-        lengths = (length, length, num_rows(config, length), num_rows(config, length))
-        for x, used in zip(self.tensors, lengths, strict=True):
+        for x, used in zip(self.tensors, _lengths(config, length), strict=True):
             x[:, :, :used] = x[:, :, :used].index_select(0, rows)
 
 
@@ -91,15 +91,19 @@ def allocate(
 ) -> Buffers:
     """Buffers for tokens such as (B, H, T, D) keys and (B, H, T, Dv) values."""
     batch, heads = key.shape[:2]
-    raw = (
-        value.new_zeros((batch, heads, capacity, size)) for size in (key.shape[3], value.shape[3])
+    sizes = zip(
+        (heads, heads, heads // num_sets, heads // num_sets),
+        _lengths(config, capacity),
+        (key.shape[3], value.shape[3]) * 2,
+        strict=True,
     )
-    rows = num_rows(config, capacity)
-    compressed = (
-        value.new_zeros((batch, heads // num_sets, rows, size))
-        for size in (key.shape[3], value.shape[3])
-    )
-    return Buffers(*raw, *compressed)
+    return Buffers(*(value.new_zeros((batch, *size)) for size in sizes))
+
+
+def _lengths(config: NSAConfig, num_tokens: int) -> tuple[int, int, int, int]:
+    """Of each tensor, for so many tokens."""
+    rows = num_rows(config, num_tokens) if config.compresses else 0
+    return num_tokens, num_tokens, rows, rows if config.has("compressed") else min(rows, 1)
 
 
 def num_rows(config: NSAConfig, num_tokens: int) -> int:

@@ -13,7 +13,7 @@ from nsa_flex.attention import NSAAux, nsa_attention
 from nsa_flex.cache.buffers import num_rows
 from nsa_flex.cache.columns import IncomingBatch, count
 from nsa_flex.cache.state import CacheState, misfit
-from nsa_flex.compression import Compression, compress_both
+from nsa_flex.compression import Compression, compress_what_is_read, what_is_read
 from nsa_flex.decoding import MAX_STEP, New, Stored, decode_step, store, store_by_kernel
 from nsa_flex.dispatch import Backend
 from nsa_flex.gates import GateLogits
@@ -203,9 +203,10 @@ class LayerCache(CacheState):
         if start:
             key, value = buffers.key, buffers.value
         source = (self._branch(x, 0)[:, :, fresh] for x in (key, value))
-        new_key, new_value = compress_both(self.compress_key, self.compress_value, *source)
-        buffers.compressed_key[:, :, before:after] = new_key[:, :, : after - before]
-        buffers.compressed_value[:, :, before:after] = new_value[:, :, : after - before]
+        new = compress_what_is_read(self.compress_key, self.compress_value, *source)
+        for rows, blocks_of in zip(buffers.tensors[2:], new, strict=True):
+            if blocks_of is not None:
+                rows[:, :, before:after] = blocks_of[:, :, : after - before]
 
     def _new(self, key: Tensor, value: Tensor, start: int | None) -> New:
         """What is to be stored at `start`, the length if the host knows it."""
@@ -296,6 +297,7 @@ class LayerCache(CacheState):
             key, value = self._store(pending)
         gates = gates.gates() if isinstance(gates, GateLogits) else gates
         rows = num_rows(self.config, key.shape[2])
+        compressed = (x[:, :, :rows] for x in self.buffers.tensors[2:])
         options: dict[str, Any] = {}
         if self.num_sets == 3:
             options["sliding_key"] = self._branch(key, 2)
@@ -304,8 +306,7 @@ class LayerCache(CacheState):
             query,
             self._branch(key, 1),
             self._branch(value, 1),
-            self.buffers.compressed_key[:, :, :rows],
-            self.buffers.compressed_value[:, :, :rows],
+            *what_is_read(self.config, *compressed),
             incoming.align(gates),
             config=self.config,
             scale=scale,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_flex.attention import nsa_attention
-from nsa_flex.compression import Compression, compress_both
+from nsa_flex.compression import Compression, compress_what_is_read, what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
 from nsa_flex.documents import DocumentLayout
@@ -35,9 +35,16 @@ class PagedLayer(NamedTuple):
         """NSA's sizes."""
         return self.compress_key.config
 
-    def compress(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """φ of keys and of values (B, Hkv, S, D)."""
-        return compress_both(self.compress_key, self.compress_value, key, value)
+    def compress(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """φ of keys and of values (B, Hkv, S, D); None for what no branch reads."""
+        return compress_what_is_read(self.compress_key, self.compress_value, key, value)
+
+    def store_compressed(self, key: Tensor, value: Tensor | None, last: Slots) -> None:
+        """Write what `compress` gave of the first blocks, whose last tokens' slots are `last`."""
+        count = last.page.shape[0]
+        if count:
+            values = None if value is None else _rows(value)[:count]
+            self.pages.store_compressed(_rows(key)[:count], values, last)
 
 
 class NewTokens(NamedTuple):
@@ -113,18 +120,18 @@ def _attend_chunk(
         table = batch.table[run.requests.start, :num_pages]
         key, value = layer.pages.context(table, past + num_new)
     before, after = (config.num_compressed_blocks(n) for n in (past, past + num_new))
-    compressed = [x[:, :, :0] for x in (key, value)]
-    if after > before:
+    compressed: Any = (key[:, :, :0], value[:, :, :0])
+    if after > before and config.compresses:
         fresh = slice(before * config.compress_stride, None)
-        blocks = layer.compress(key[:, :, fresh], value[:, :, fresh])
-        compressed = [x[:, :, : after - before] for x in blocks]
+        compressed = layer.compress(key[:, :, fresh], value[:, :, fresh])
         first = before * config.compress_stride + config.compress_block_size - 1 - past
         last = Slots(*(x[run.tokens][first :: config.compress_stride] for x in batch.written))
-        layer.pages.store_compressed(_rows(compressed[0]), _rows(compressed[1]), last)
+        layer.store_compressed(compressed[0], compressed[1], last)
     if before:
-        compressed = [x[:, :, :after] for x in layer.pages.compressed_context(table[None], config)]
+        compressed = layer.pages.compressed_context(table[None], config)
+    compressed = (None if x is None else x[:, :, :after] for x in compressed)
     return nsa_attention(
-        *(new.query, key, value, *compressed, new.gates),
+        *(new.query, key, value, *what_is_read(config, *compressed), new.gates),
         config=config,
         scale=scale,
         backend=layer.backend,
@@ -139,14 +146,11 @@ def _attend_packed(
     layout = run.layout
     assert layout is not None
     query, key, value, gates = (layout.align(x) for x in new)
-    compressed = layer.compress(key, value)
-    last = _last_slots(layout, batch, run, layer.config)
-    count = last.page.shape[0]
-    if count:
-        rows = [_rows(x)[:count] for x in compressed]
-        layer.pages.store_compressed(rows[0], rows[1], last)
+    rows, value_rows = layer.compress(key, value)
+    if rows is not None:
+        layer.store_compressed(rows, value_rows, _last_slots(layout, batch, run, layer.config))
     out = nsa_attention(
-        *(query, key, value, *compressed, gates),
+        *(query, key, value, rows, value_rows, gates),
         config=layer.config,
         scale=scale,
         backend=layer.backend,

@@ -13,7 +13,8 @@ from nsa_flex.config import NSAConfig
 def rows_per_page(page_size: int, config: NSAConfig) -> int:
     """Rows (Hkv, D) of one layer's page: keys, values, compressed keys, compressed values.
 
-    Blocks end d tokens apart, so page_size / d of them end in each page.
+    Blocks end d tokens apart, so page_size / d of them end in each page. There is no memory for
+    what no branch reads.
 
     Raises:
         ValueError: `compress_stride` does not divide `page_size`.
@@ -23,7 +24,17 @@ def rows_per_page(page_size: int, config: NSAConfig) -> int:
             f"page_size={page_size} must be a multiple of compress_stride="
             f"{config.compress_stride}: each page keeps the compressed rows that end in it"
         )
-    return 2 * (page_size + page_size // config.compress_stride)
+    return sum(_rows(page_size, config))
+
+
+def _rows(page_size: int, config: NSAConfig) -> tuple[int, int, int, int]:
+    """Of each of the four."""
+    blocks = page_size // config.compress_stride
+    return (
+        *(page_size, page_size),
+        blocks if config.compresses else 0,
+        blocks if config.has("compressed") else 0,
+    )
 
 
 class LayerPages(NamedTuple):
@@ -31,7 +42,8 @@ class LayerPages(NamedTuple):
 
     key: (pages, page_size, Hkv, D), value: (pages, page_size, Hkv, Dv).
     compressed_key: (pages, page_size / d, Hkv, D), compressed_value likewise: row r of a page is
-        of the block whose last token is token d·(r + 1) - 1 of the page.
+        of the block whose last token is token d·(r + 1) - 1 of the page. No rows of what no
+        branch reads.
     """
 
     key: Tensor
@@ -60,12 +72,11 @@ class LayerPages(NamedTuple):
             first_row: where page 0 of the layer begins.
             rows_between: from one page of the layer to the next.
             page_size: tokens of a page.
-            config: for d.
+            config: for d and the branches.
         """
-        num_compressed = page_size // config.compress_stride
         num_pages = memory.shape[0] // rows_between
         views, row = [], first_row
-        for length in (page_size, page_size, num_compressed, num_compressed):
+        for length in _rows(page_size, config):
             heads, dim = memory.shape[1:]
             views.append(
                 memory.as_strided(
@@ -87,16 +98,17 @@ class LayerPages(NamedTuple):
         self.key[slots.page, slots.offset] = key
         self.value[slots.page, slots.offset] = value
 
-    def store_compressed(self, key: Tensor, value: Tensor, last: Slots) -> None:
+    def store_compressed(self, key: Tensor, value: Tensor | None, last: Slots) -> None:
         """Write compressed rows, in place.
 
         Args:
-            key: (N, Hkv, D), value: (N, Hkv, Dv).
+            key: (N, Hkv, D), value: (N, Hkv, Dv); None where no branch reads them.
             last: slot of the last token of each row's block.
         """
         row = last.offset // self.tokens_per_row
         self.compressed_key[last.page, row] = key
-        self.compressed_value[last.page, row] = value
+        if value is not None:
+            self.compressed_value[last.page, row] = value
 
     def slots(self, table: Tensor, tokens: Tensor) -> Slots:
         """Where tokens lie.

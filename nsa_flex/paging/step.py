@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa_flex.compression import Compression, compress_both
+from nsa_flex.compression import Compression, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.decoding import Stored, step_by_operations
 from nsa_flex.dispatch import Backend
@@ -43,11 +43,11 @@ def compress_step(
     back = torch.arange(1 - block, 1, device=positions.device)
     slots = pages.slots(table, positions[:, None] + back)  # [B, l]
     blocks = (x[slots.page, slots.offset].transpose(1, 2) for x in (pages.key, pages.value))
-    compressed = compress_both(compress_key, compress_value, *blocks)
-    key, value = (x[:, :, 0] for x in compressed)  # [B, Hkv, D]
+    key, value = compress_what_is_read(compress_key, compress_value, *blocks)
+    assert key is not None
     ends = (positions + 1 >= block) & ((positions + 1) % stride == 0)
     row = Slots(torch.where(ends, last.page, unused), last.offset)
-    pages.store_compressed(key, value, row)
+    pages.store_compressed(key[:, :, 0], None if value is None else value[:, :, 0], row)
 
 
 def attend_step(

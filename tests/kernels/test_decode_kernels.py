@@ -13,11 +13,12 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from nsa_flex import decoding
+from nsa_flex import decoding, nsa_attention
 from nsa_flex.backends import decode as few_queries
 from nsa_flex.backends.branch import Inputs
-from nsa_flex.compression import Compression
-from nsa_flex.config import BRANCHES, NSAConfig
+from nsa_flex.compression import Compression, what_is_read
+from nsa_flex.config import BRANCHES, PRODUCTS, NSAConfig
+from nsa_flex.dispatch import table
 from nsa_flex.gates import GateLogits
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
@@ -352,6 +353,34 @@ def test_few_queries_against_a_longer_past(tokens: int, past: tuple[int, ...]) -
     check(problem, out, aux)
     again, _ = few_queries.attend(inputs, SMALL, 0.25, offset, return_aux=False)
     assert torch.equal(again, out)
+
+
+@kernels
+@pytest.mark.kept(lambda branches, tokens: tokens == 7 or branches == ("selected",))
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_few_queries_of_some_branches(
+    branches: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call without what no branch reads runs the kernels of a decode step."""
+    monkeypatch.setattr(table, "decode_unsupported_reason", lambda facts: facts.decode_problem)
+    config = replace(SMALL, branches=branches)
+    problem = Problem(Case(config, past=(150, 150), tokens=tokens, kv_heads=2))
+    problem.store()
+    key, value, *compressed = (x.nan_to_num() for x in problem.cache)
+    with launched() as names, torch.no_grad():
+        out, aux = nsa_attention(
+            *(problem.query, key, value, *what_is_read(config, *compressed), problem.gates),
+            config=config,
+            query_offset=150,
+            return_aux=True,
+        )
+    assert names == decode_kernels_of(branches, stores=False)
+    assert [name for name, x in aux.lse._asdict().items() if x is not None] == list(branches)
+    assert (aux.blocks is None) == ("selected" not in branches)
+    problem.compressed_key, problem.compressed_value = compressed
+    lse = torch.stack([x for x in aux.lse if x is not None], -1)
+    check(problem, out, decode.DecodeAux(aux.blocks, lse))
 
 
 @kernels
@@ -695,6 +724,55 @@ def test_absent_branches_run_no_kernels(branches: Any) -> None:
 
 
 @kernels
+@pytest.mark.kept(lambda kind, num_sets: (kind, num_sets) in (("mean", 1), ("linear", 3)))
+@pytest.mark.parametrize("num_sets", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("mean", 1), ("weighted", 5), ("linear", 1), ("mlp", 5)]
+)
+def test_values_that_no_branch_reads_take_one_row(
+    kind: Any, tokens: int, num_sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys alone are compressed, or nothing; beside that row nothing is written. By a plan too."""
+    monkeypatch.setattr(plans, "DEVICES", {"cuda", "cpu"})
+    kept = operators.step._init_fn.plans
+    for branches in [x for x in SUBSETS if "compressed" not in x]:
+        config = replace(SMALL, branches=branches)
+        problem = Problem(Case(config, past=(150, 27), tokens=tokens, kv_heads=2))
+        for name in ("key", "value", "new_key", "new_value"):
+            setattr(problem, name, torch.cat([getattr(problem, name)] * num_sets, 1))
+        maps = random_phi(kind, config, 2, (16, 16), torch.float32)
+        options: dict[str, Any] = {"phi": phi_of(*maps), "num_sets": num_sets}
+        twin = copy.deepcopy(problem)
+        rows = torch.full((2, 2, 3, 16), float("nan"), device=DEVICE)
+        problem.compressed_value = rows[:, :, 1:2]
+        if branches == ("sliding",):
+            problem.compressed_key = problem.compressed_key[:, :, :0]
+        with plans.without_plans():
+            want, want_aux = twin.step(**options)
+        replayed = kept.replayed
+        for _ in range(3):
+            out, aux = problem.step(**options)
+        assert kept.replayed == replayed + 1, kept.problems
+        assert torch.equal(out, want)
+        assert torch.equal(aux.lse, want_aux.lse)
+        if branches != ("sliding",):
+            keys = (problem.compressed_key, twin.compressed_key)
+            torch.testing.assert_close(*keys, rtol=0, atol=0, equal_nan=True)
+            assert keys[0][:, :, 36 if tokens == 5 else 35].isfinite().any()
+        assert rows[:, :, ::2].isnan().all()
+        if kind in PRODUCTS or branches == ("sliding",):  # kernels that leave values out
+            assert rows.isnan().all()
+
+
+@kernels
+def test_one_row_of_compressed_values_is_refused_where_they_are_read() -> None:
+    problem = Problem(Case())
+    problem.compressed_value = problem.compressed_value[:, :, :1]
+    with pytest.raises(ValueError, match=r"compressed_value has shape \(1, 1, 1, 16\); expected"):
+        problem.step()
+
+
+@kernels
 @pytest.mark.parametrize("branches", [*SUBSETS[:2], BRANCHES[:2], BRANCHES], ids="+".join)
 def test_compressed_keys_give_what_is_read(branches: Any) -> None:
     """Scores for a selection, outputs for a compressed branch; what is not written is NaN."""
@@ -749,7 +827,10 @@ def test_the_kernels_run_a_step_of_some_branches(
     """Captured, so that kernels launched early overlap; aux has what is there."""
     config = replace(NSA_1B, branches=branches)
     problem = Problem(Case(config, (4999, 0, 300), 1, 5003, 2, 16, 64, 64, BF16))
-    stored = decoding.Stored(*problem.cache, problem.lengths)
+    rows = problem.compressed_value
+    if "compressed" not in branches:
+        rows = rows[:, :, :1].clone()
+    stored = decoding.Stored(*problem.cache[:3], rows, problem.lengths)
     phi = random_phi("mean", config, 2, (64, 64), BF16)
     new = decoding.New(problem.new_key, problem.new_value, (phi[0], phi[1]))
     monkeypatch.setattr(decoding, "step_by_operations", None)
@@ -903,7 +984,10 @@ def test_operators_obey_the_library_rules() -> None:
     for branches in ("selected", "sliding"):  # results of other shapes
         counts = replace(SMALL, branches=(branches,)).counts
         few = (problem.gates[..., :1], None, None, problem.lengths)
-        calls.append((problem.query, *new, *cache, *few, [], "mean", True, 1, 0.25, counts))
+        key, value = (x[:, :, :1].clone() for x in cache[2:])
+        read = (cache[2], value) if branches == "selected" else (key[:, :, :0], value[:, :, :0])
+        for used in (cache, (*cache[:2], *read)):
+            calls.append((problem.query, *new, *used, *few, [], "mean", True, 1, 0.25, counts))
     for arguments in calls:
         torch.library.opcheck(operators.step, arguments)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from nsa_flex.compression import what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.paging import LayerPages, rows_per_page
 from reference import oracle
@@ -91,7 +92,9 @@ def error(case: Case) -> float:
         )
         last = slice(config.compress_block_size - 1, None, config.compress_stride)
         ends = type(slots)(flat.page[last], flat.offset[last])
-        pages.store_compressed(ck[0].transpose(0, 1), cv[0].transpose(0, 1), ends)
+        rows = (None if x is None else x[0].transpose(0, 1) for x in what_is_read(config, ck, cv))
+        if config.compresses:
+            pages.store_compressed(*rows, ends)
         inputs = (to_float64(x) for x in (q, k, v, ck, cv))
         every = oracle.every_gate(to_float64(g), config.branches)
         expected.append(oracle.forward(*inputs, every, config).out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from nsa_flex.cache import LayerCache
 from nsa_flex.cache.columns import IncomingBatch, incoming_batch
 from nsa_flex.cache.layer import advance
 from nsa_flex.compression import Compression
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import BRANCHES, NSAConfig
 from reference.accuracy import assert_close
 from reference.interpreter import (
     DEVICE,
@@ -223,6 +223,26 @@ def test_new_tokens_are_rounded_to_the_dtype_of_the_cache() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("kind", ["mean", "weighted"])
+@pytest.mark.parametrize("branches", [("selected",), ("sliding",)], ids="+".join)
+def test_values_that_no_branch_reads_take_one_row(branches: Any, kind: Any) -> None:
+    problem = Problem(Case(replace(SMALL, branches=branches), past=(21, 0), kind=kind))
+    key, value = problem.compressed
+    problem.compressed = [key[:, :, :0] if branches == ("sliding",) else key, value[:, :, 1:2]]
+    *tensors, logits, _, counts = problem.args
+    kernel.store(*tensors, logits, branches != ("sliding",), counts)
+    assert value[:, :, 0].isnan().all()
+    assert value[:, :, 2:].isnan().all()
+    problem.compressed = [key, torch.full_like(value, torch.nan)]
+    if branches == ("sliding",):
+        return problem.check(compresses=False)
+    problem.whole, problem.raw, problem.compressed, problem.phi = (
+        x[:1] for x in (problem.whole, problem.raw, problem.compressed, problem.phi)
+    )
+    return problem.check()
+
+
+@kernels
 @pytest.mark.parametrize("layout", ["tokens first", "slice of a longer cache", "strided inputs"])
 def test_strides(layout: str) -> None:
     problem = Problem(Case(past=(21, 3), kind="weighted"))
@@ -415,10 +435,12 @@ def test_logits_that_take_gradients_are_left_to_operations(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("branches", [BRANCHES, ("selected",)], ids="+".join)
 @pytest.mark.parametrize("kind", ["mean", "weighted", "linear", "mlp"])
-def test_a_chunk_on_cuda_takes_the_kernel(kind: Any) -> None:
+def test_a_chunk_on_cuda_takes_the_kernel(kind: Any, branches: Any) -> None:
     """Nothing told it to; for mean and weighted it launches nothing else."""
-    phi = [Compression(PAPER, 2, 128, kind).to("cuda", torch.bfloat16) for _ in range(2)]
+    config = replace(PAPER, branches=branches)
+    phi = [Compression(config, 2, 128, kind).to("cuda", torch.bfloat16) for _ in range(2)]
     cache = LayerCache(*phi, max_length=4096)
     x = torch.randn(1, 2, 4096, 128, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -432,7 +454,9 @@ def test_a_chunk_on_cuda_takes_the_kernel(kind: Any) -> None:
     if kind in ("mean", "weighted"):
         assert not {name for name in names if "elementwise" in name or "reduce" in name}
     assert torch.equal(cache.buffers.key[:, :, :3000], x[:, :, :3000])
-    for found, want in zip(cache.buffers.tensors[2:], rows, strict=True):
+    assert cache.buffers.compressed_value.shape[2] == (255 if branches == BRANCHES else 1)
+    number = 2 if branches == BRANCHES else 1
+    for found, want in zip(cache.buffers.tensors[2:][:number], rows, strict=False):
         assert (found[:, :, :186] - want).norm() < 2**-7 * want.norm()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.compression import Compression
+from nsa_flex.config import BRANCHES
 from nsa_flex.paging import (
     LayerPages,
     Length,
@@ -23,6 +24,7 @@ from nsa_flex.paging import (
 )
 from patching.tiny_models import NSA
 from reference import oracle
+from reference.launches import SUBSETS
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 NUM_PAGES, UNUSED = 160, 3
@@ -37,17 +39,20 @@ class Request:
     def __init__(self, length: int, compress: tuple[Compression, Compression]) -> None:
         self.query = torch.randn(1, HEADS, length, DIM, dtype=torch.float64)
         self.key, self.value = torch.randn(2, 1, KV_HEADS, length, DIM, dtype=torch.float64)
-        self.gates = torch.rand(1, HEADS, length, 3, dtype=torch.float64)
+        config = compress[0].config
+        self.gates = torch.rand(1, HEADS, length, len(config.branches), dtype=torch.float64)
         self.pages: list[int] = []
         self.past, self.length = 0, length
-        config = compress[0].config
         count = config.num_compressed_blocks(length)
         ck, cv = (
             phi(x)[:, :, :count] for phi, x in zip(compress, (self.key, self.value), strict=True)
         )
         self.expected = torch.from_numpy(
             oracle.forward(
-                *(self.query, self.key, self.value, ck, cv, self.gates), config, scale=SCALE
+                *(self.query, self.key, self.value, ck, cv),
+                oracle.every_gate(self.gates, config.branches),
+                config,
+                scale=SCALE,
             ).out
         )
         self.outputs: list[Tensor] = []
@@ -60,8 +65,8 @@ class Request:
 class Engine:
     """Hands out pages in disorder, as an engine does that has run for a while."""
 
-    def __init__(self, page_size: int, kind: Any = "mlp") -> None:
-        config = replace(NSA, compression=kind)
+    def __init__(self, page_size: int, kind: Any = "mlp", branches: Any = BRANCHES) -> None:
+        config = replace(NSA, compression=kind, branches=branches)
         self.compress = tuple(
             Compression(config, KV_HEADS, DIM, dtype=torch.float64).requires_grad_(False)
             for _ in range(2)
@@ -99,7 +104,7 @@ class Engine:
             Slots(*torch.tensor(places).unbind(1)),
             None if fresh else torch.tensor(table),
             UNUSED,
-            NSA,
+            self.layer.config,
         )
         parts = [request.tokens(count) for request, count in chunks]
         new = NewTokens(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
@@ -126,6 +131,25 @@ def test_whole_prompts_then_tokens_are_each_request_alone(page_size: int, kind: 
     for _ in range(7):
         engine.run([(request, 1) for request in requests])
     assert_as_alone(requests)
+
+
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_absent_branches_have_no_memory(branches: Any) -> None:
+    """Prompts side by side, a chunk behind a past, single tokens."""
+    engine = Engine(12, "mean", branches)
+    reads = ("compressed" in branches) + engine.layer.config.compresses
+    assert rows_per_page(12, engine.layer.config) == 2 * 12 + reads * 3
+    compressed = []
+    for name, phi in zip(("key", "value"), engine.compress, strict=True):
+        phi.register_forward_hook(lambda *_, name=name: compressed.append(name))
+    requests = [Request(length, engine.compress) for length in (40, 70, 9)]
+    compressed.clear()
+    engine.run([(requests[0], 20), (requests[1], 30)])
+    engine.run([(requests[0], 13), (requests[1], 1), (requests[2], 2)])
+    for _ in range(7):
+        engine.run([(request, 1) for request in requests])
+    assert_as_alone(requests)
+    assert set(compressed) == set(("key", "value")[:reads])
 
 
 @pytest.mark.parametrize("seed", range(4))
