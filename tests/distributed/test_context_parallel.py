@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex import Compression, NSAConfig, nsa_attention
 from nsa_flex.compression import compress_what_is_read
+from nsa_flex.config import BRANCHES, BranchName
 from nsa_flex.parallel import (
     SequenceShards,
     context_parallel_attention,
@@ -416,12 +417,24 @@ def test_the_fused_core_runs_each_chunk(group: int, own_window: bool, tmp_path: 
     on_ranks(2, "cuda", tmp_path, long_rows, group, own_window)
 
 
-def long_rows(device: torch.device, group: int, own_window: bool) -> None:
+@pytest.mark.gpu
+@TWO_GPUS
+def test_without_a_selected_branch_on_two_gpus(tmp_path: Path) -> None:
+    on_ranks(2, "cuda", tmp_path, long_rows, 16, False, NOT_SELECTED.branches)
+
+
+def long_rows(
+    device: torch.device,
+    group: int,
+    own_window: bool,
+    branches: tuple[BranchName, ...] = BRANCHES,
+) -> None:
     """Long enough for cuDNN; against one GPU, whose sums have another order."""
-    config, tokens = NSAConfig(compression="mean"), 4 * 9216
+    config, tokens = NSAConfig(compression="mean", branches=branches), 4 * 9216
     shards = SequenceShards.of(dist.group.WORLD)
     torch.manual_seed(3)
-    sizes = [(2 * group, 128), (2, 128), (2, 128), (2 * group, 3), *[(2, 128)] * 2 * own_window]
+    gates = (2 * group, len(branches))
+    sizes = [(2 * group, 128), (2, 128), (2, 128), gates, *[(2, 128)] * 2 * own_window]
     whole = [
         torch.randn(1, tokens, *size, device=device, dtype=torch.bfloat16).transpose(1, 2)
         for size in (*sizes, sizes[0])
@@ -442,9 +455,10 @@ def long_rows(device: torch.device, group: int, own_window: bool) -> None:
         out = context_parallel_attention(*own[:4], *phis, mesh=shards, config=config, **window)
         found = [out, *torch.autograd.grad(out, own, shards.shard(grad, 2))]
     events = [event.name for event in trace.events()]
-    assert events.count("nsa_flex::core_forward") == 2
-    assert "compressed_past_bwd_kernel" in events
-    assert "gated_sum_fwd_kernel" not in events
+    if config.has("selected"):
+        assert events.count("nsa_flex::core_forward") == 2
+        assert "compressed_past_bwd_kernel" in events
+        assert "gated_sum_fwd_kernel" not in events
     for got, want in zip(found, wanted, strict=True):
         want = shards.shard(want.detach(), 2).double()
         assert (got.double() - want).norm() <= 2**-6 * want.norm()
