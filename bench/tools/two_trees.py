@@ -2,16 +2,16 @@
 
     python -m nsa_flex.bench.tools.two_trees --trees ../before . --out two_trees.json
 
-Each round runs every group once in each checkout, in a process of its own that imports nothing but
+Each round runs a group once in each checkout, in a process of its own that imports nothing but
 public names of it; a round that is not timed compiles. Rows have the median of the rounds for each
-tree, and the second over the first. Groups:
+tree, and the second over the first; they are written after every round. Groups:
 
     headline  nsa_attention against itself, 8k to 128k tokens, three head counts
     packed    65536 tokens of equal and of ragged documents
     short     rows of 512 to 2048 tokens, also padded, and 16 queries on a long past
     host      milliseconds until a call of 2048 tokens returns, from an idle device
     generate  ms per token of a patched Llama's `generate`, growing and static cache
-    model     a training step of 125M parameters, compiled
+    model     a training step of 125M parameters, layers compiled
 
 Times are wall times of a caller over a burst of calls; bytes are at the peak of forward and
 backward above inputs. Without CUDA sizes are tiny, and say nothing about speed.
@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ class Runner:
     ) -> None:
         """Rows of `nsa_attention` without gradients and with the backward; past: without."""
         import torch
+
         from nsa_flex import nsa_attention
 
         leaves, options = self.arguments(heads, tokens, batch, dim, past)
@@ -126,6 +127,7 @@ class Runner:
     ) -> tuple[list[Any], dict[str, Any]]:
         """Leaves of a call, in memory order (B, S, H, D), and its configuration."""
         import torch
+
         from nsa_flex import NSAConfig
 
         config = NSAConfig()
@@ -135,13 +137,17 @@ class Runner:
         keys = past + tokens
         blocks = config.num_compressed_blocks(keys)
         sizes = [(heads[0], tokens)] + [(heads[1], keys)] * 2 + [(heads[1], blocks)] * 2
-        kind: Any = {"device": self.device, "dtype": torch.float32 if self.tiny else torch.bfloat16}
+        kind: Any = {
+            "device": self.device,
+            "dtype": torch.float32 if self.tiny else torch.bfloat16,
+        }
         leaves = [torch.randn((batch, s, h, dim), **kind).transpose(1, 2) for h, s in sizes]
         leaves.append(torch.rand((batch, tokens, heads[0], 3), **kind).transpose(1, 2))
         return [x.requires_grad_() for x in leaves], {"config": config}
 
     def host(self) -> None:
         import torch
+
         from nsa_flex import nsa_attention
 
         def whole(*leaves: Any) -> Any:
@@ -171,9 +177,10 @@ class Runner:
             # Twice as many tokens less once as many: the prefill cancels.
             seconds = []
             for tokens in (count, 2 * count):
-                lengths = {"min_new_tokens": tokens, "max_new_tokens": tokens}
-                lengths["max_length"] = None  # type: ignore[assignment]
-                run = lambda n=lengths: model.generate(ids, **n, **options)  # noqa: E731, B023
+
+                def run(tokens: int = tokens, options: dict[str, Any] = options) -> None:
+                    model.generate(ids, min_new_tokens=tokens, max_new_tokens=tokens, **options)
+
                 seconds.append(self.best(run))
             each = 1e3 * (seconds[1] - seconds[0]) / count
             print(json.dumps({"call": f"{cache} cache", "ms_per_token": each}), flush=True)
@@ -182,14 +189,15 @@ class Runner:
         import torch
 
         model = self.llama(768, 2048, 12, (12, 2), 64, torch.float32)
+        for layer in () if self.tiny else model.model.layers:
+            layer.compile(dynamic=False)
         for batch, length in ((1, 64),) if self.tiny else ((16, 2048), (1, 2048)):
-            compiled = model if self.tiny else torch.compile(model, dynamic=False)
             ids = torch.randint(256, (batch, length), device=self.device)
 
-            def step(compiled: Any = compiled, ids: Any = ids) -> None:
+            def step(ids: Any = ids) -> None:
                 model.zero_grad(set_to_none=True)
                 with torch.autocast(self.device, torch.bfloat16):
-                    compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
             row = {"call": f"125M {batch} x {length}", "step_ms": self.timed(step)}
             print(json.dumps(row | {"peak_bytes": self.peak(step)}), flush=True)
@@ -197,9 +205,10 @@ class Runner:
     def llama(
         self, width: int, mlp: int, layers: int, heads: tuple[int, int], dim: int, dtype: Any
     ) -> Any:
-        import nsa_flex
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
+
+        import nsa_flex
 
         if self.tiny:
             width, mlp, layers, heads, dim = 64, 64, 2, (4, 2), 16
@@ -286,29 +295,40 @@ def rows_of(process: subprocess.Popen[str]) -> list[Row]:
     """What it printed; RuntimeError if it failed."""
     printed, _ = process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{process.args} ended with {process.returncode}")
+        raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
-def compare(trees: list[Path], group: str, rounds: int, milliseconds: float) -> list[Row]:
-    """Rows of a group: for each column the median of the rounds in each tree, and the ratio."""
+def compare(
+    trees: list[Path], group: str, rounds: int, milliseconds: float
+) -> Iterator[list[Row]]:
+    """After each round, the rows of a group: medians of the rounds so far, and their ratios."""
     for process in [start(tree, group, "--compile-only") for tree in trees]:
         rows_of(process)
     found: list[list[list[Row]]] = [[], []]
     for _ in range(rounds):
         for of_tree, tree in zip(found, trees, strict=True):
             of_tree.append(rows_of(start(tree, group, "--milliseconds", str(milliseconds))))
+        yield summary(group, found)
+
+
+def summary(group: str, found: list[list[list[Row]]]) -> list[Row]:
+    """Rows of both trees by round as one row a call: [before, after] and after / before.
+
+    >>> rounds = [[[{"call": "a", "ms": 2.0}]], [[{"call": "a", "ms": 3.0}]]]
+    >>> summary("short", rounds)
+    [{'group': 'short', 'call': 'a', 'ms': [2.0, 3.0], 'ms_ratio': 1.5}]
+    """
     rows = []
     for number, first in enumerate(found[0][0]):
         row: Row = {"group": group, "call": first["call"]}
-        for column in set(first) - {"call"}:
+        for column in first:
             pair = [[each[number][column] for each in of_tree] for of_tree in found]
-            if None not in pair[0] + pair[1]:
+            if column != "call" and None not in pair[0] + pair[1]:
                 before, after = (statistics.median(values) for values in pair)
                 row[column] = [round(before, 4), round(after, 4)]
                 row[f"{column}_ratio"] = round(after / before, 4)
         rows.append(row)
-        print(json.dumps(row), flush=True)
     return rows
 
 
@@ -330,16 +350,20 @@ def main() -> None:
         return
     if not arguments.trees or not arguments.out:
         parser.error("--trees and --out are needed")
-    from nsa_flex.bench.measure import machine
-
     import torch
+
+    from nsa_flex.bench.measure import machine
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = {"device": machine.device_name(device), "torch": torch.__version__}
-    rows: list[Row] = []
+    done: list[Row] = []
     for group in arguments.groups:
-        rows += compare(arguments.trees, group, arguments.rounds, arguments.milliseconds)
-        arguments.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        rows: list[Row] = []
+        for rows in compare(arguments.trees, group, arguments.rounds, arguments.milliseconds):
+            text = json.dumps({**about, "rows": done + rows}, indent=1)
+            arguments.out.write_text(text + "\n")
+        done += rows
+        print(*map(json.dumps, rows), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
