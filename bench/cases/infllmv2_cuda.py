@@ -3,16 +3,17 @@
 `infllmv2_cuda_impl` (module infllm_v2) must be installed; its pipeline here is that of MiniCPM4's
 own code: means of keys, scores, max-pooling, top-k, attention. One row, 32/2 heads of 128,
 bfloat16, random inputs, the published configuration without its dense part. Rows of JSON: medians
-in milliseconds by CUDA events; `distance` is that of both sparse outputs, over the norm.
+in milliseconds (`measure.timing`); `distance` is that of both sparse outputs, over the norm.
 
 Example: python -m nsa_flex.bench.cases.infllmv2_cuda --out infllmv2.json
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa_flex import InfLLMV2Config, infllm_v2_attention
 from nsa_flex.bench.command_line import pair_of, row_parser
 from nsa_flex.bench.measure import machine
+from nsa_flex.bench.measure.timing import milliseconds
 from nsa_flex.bench.report.rows import Row, write_rows
 
 CONFIG = InfLLMV2Config(dense_len=0)
@@ -95,59 +97,57 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """Median of a call, after two that warm up."""
-    times = []
-    for _ in range(2 + repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return round(statistics.median(times[2:]), 3)
+WAYS: dict[str, Attention] = {"infllmv2_cuda_impl": upstream, "nsa_flex": ours, "cudnn": dense}
 
 
-def main() -> None:
+def times_of(way: Attention, leaves: list[Tensor], budget_ms: float) -> dict[str, float]:
+    """Milliseconds on the device and a caller's, forward without gradients and both passes."""
+    grad = torch.randn_like(leaves[0])
+
+    def forward() -> None:
+        with torch.no_grad():
+            way(*leaves)
+
+    def both() -> None:
+        torch.autograd.grad(way(*leaves), leaves, grad)
+
+    found: dict[str, float] = {}
+    for name, step in (("forward", forward), ("forward_backward", both)):
+        step()
+        found |= milliseconds(name, step, grad.device, budget_ms)
+    return found
+
+
+def distance_of(leaves: list[Tensor]) -> float:
+    """Of both sparse outputs, over the norm of ours."""
+    with torch.no_grad():
+        theirs, own = (WAYS[name](*leaves).float() for name in ("infllmv2_cuda_impl", "nsa_flex"))
+        return float((theirs - own).norm() / own.norm())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = row_parser(__doc__, "32/2")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1 << 16, 1 << 17])
-    parser.add_argument("--repeats", type=int, default=5, help="calls a median is of")
-    arguments = parser.parse_args()
-    about = machine.describe(torch.device("cuda"))
-    ways: dict[str, Attention] = {"infllmv2_cuda_impl": upstream, "nsa_flex": ours, "cudnn": dense}
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--milliseconds", type=float, default=300, help="of each measurement")
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     rows: list[Row] = []
-    for heads in arguments.heads:
-        for tokens in arguments.tokens:
-            torch.manual_seed(0)
-            counts = (pair_of(heads)[0], *[pair_of(heads)[1]] * 2)
-            leaves = [
-                torch.randn(tokens, h, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-                for h in counts
-            ]
-            query, key, value = (x.requires_grad_() for x in leaves)
-            grad = torch.randn_like(query)
-            with torch.no_grad():
-                theirs, own = (way(query, key, value).float() for way in (upstream, ours))
-                distance = float((theirs - own).norm() / own.norm())
-                del theirs, own
-            for name, way in ways.items():
-
-                def forward(way: Attention = way, leaves: list[Tensor] = leaves) -> None:
-                    with torch.no_grad():
-                        way(*leaves)
-
-                def both(
-                    way: Attention = way, leaves: list[Tensor] = leaves, grad: Tensor = grad
-                ) -> None:
-                    torch.autograd.grad(way(*leaves), leaves, grad)
-
-                row: Row = {"name": name, "heads": heads, "tokens": tokens, "distance": distance}
-                row["forward_ms"] = milliseconds(forward, arguments.repeats)
-                row["forward_backward_ms"] = milliseconds(both, arguments.repeats)
-                rows.append({**row, **about})
-                print(json.dumps(rows[-1]), flush=True)
-                write_rows(arguments.out, rows)
+    for heads, tokens in itertools.product(arguments.heads, arguments.tokens):
+        torch.manual_seed(0)
+        query_heads, kv_heads = pair_of(heads)
+        leaves = [
+            torch.randn(tokens, count, HEAD_DIM, **options)
+            for count in (query_heads, kv_heads, kv_heads)
+        ]
+        shape: Row = {"heads": heads, "tokens": tokens, "distance": distance_of(leaves)}
+        for name, way in WAYS.items():
+            times = times_of(way, leaves, arguments.milliseconds)
+            rows.append({"name": name, **shape, **times, **machine.describe(device)})
+            print(json.dumps(rows[-1]), flush=True)
+            write_rows(arguments.out, rows)
 
 
 if __name__ == "__main__":

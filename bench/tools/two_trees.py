@@ -8,7 +8,7 @@ tree, and the second over the first; they are written after every round. Groups:
 
     headline  nsa_attention against itself, 8k to 128k tokens, three head counts
     packed    65536 tokens of equal and of ragged documents
-    short     rows of 512 to 2048 tokens, also padded, and 16 queries on a long past
+    short     rows of 512 to 2048 tokens, and 16 queries on a long past
     host      milliseconds until a call of 2048 tokens returns, from an idle device
     generate  ms per token of a patched Llama's `generate`, growing and static cache
     model     a training step of 125M parameters, layers compiled

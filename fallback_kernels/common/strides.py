@@ -12,8 +12,9 @@ def strides(tensor: Tensor) -> tuple[int, int, int]:
     Kernels take the last dimension as contiguous. Triton specialises each element of a tuple, as
     it does an integer; `do_not_specialize` has no effect on tuples (Triton 3.6 to 3.9).
     """
-    assert tensor.stride(3) == 1 or tensor.shape[3] == 1
-    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+    batch, head, token, last = tensor.stride()
+    assert last == 1 or tensor.shape[3] == 1
+    return batch, head, token
 
 
 def rows_contiguous(tensor: Tensor) -> Tensor:

@@ -68,31 +68,6 @@ def sizes_unsupported_reason(
     return None
 
 
-def check_call(
-    query: Tensor,
-    new_key: Tensor | None,
-    new_value: Tensor | None,
-    cache: tuple[Tensor, Tensor, Tensor, Tensor],
-    gates: Tensor,
-    gating: tuple[Tensor | None, Tensor | None],
-    lengths: Tensor,
-    phi: tuple[Sequence[Tensor], Sequence[Tensor]],
-    kind: str,
-    may_complete: bool,
-    num_sets: int,
-    config: NSAConfig,
-) -> None:
-    """`check_step`, and that φ fits: `phi` has the parameters of keys and those of values.
-
-    Products (linear, mlp) go without any where no block is completed.
-    """
-    check_step(query, new_key, new_value, cache, gates, gating, lengths, config, num_sets)
-    if kind in PRODUCTS and not may_complete and not (phi[0] or phi[1]):
-        return
-    for name, parameters, compressed in zip(("key", "value"), phi, cache[2:], strict=True):
-        check_phi(kind, parameters, compressed, config, name)
-
-
 def are_together(query: Tensor, *others: Tensor | None) -> bool:
     """Whether all that is given is on the query's device."""
     device = query.device
@@ -108,23 +83,30 @@ def check_step(
     gating: tuple[Tensor | None, Tensor | None],
     lengths: Tensor,
     config: NSAConfig,
-    num_sets: int,
+    num_sets: int = 1,
+    kind: str = "mean",
+    phi: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ()),
+    may_complete: bool = True,
 ) -> None:
     """Raises ValueError unless all tensors of a step belong together and the kernels take them.
 
-    gating: offset and bias.
+    gating: offset and bias. phi: parameters of keys, and of values; products (linear, mlp) go
+    without any where no block is completed.
     """
     key, value, *_ = cache
     check_cache(*cache, lengths, num_sets, config)
     check_query(query, key, value, gates, config, num_sets)
     check_gating(*gating, query, key, len(config.branches))
-    if new_key is None and new_value is None:
-        return
-    if new_key is None or new_value is None:
+    if (new_key is None) != (new_value is None):
         raise ValueError("new_key and new_value must be given together")
-    check_new(new_key, new_value, key, value)
-    if new_key.shape[2] != query.shape[2]:
-        raise ValueError(f"new_key has {new_key.shape[2]} tokens; query has {query.shape[2]}")
+    if new_key is not None and new_value is not None:
+        check_new(new_key, new_value, key, value)
+        if new_key.shape[2] != query.shape[2]:
+            raise ValueError(f"new_key has {new_key.shape[2]} tokens; query has {query.shape[2]}")
+    if kind in PRODUCTS and not may_complete and not (phi[0] or phi[1]):
+        return
+    for name, parameters, compressed in zip(("key", "value"), phi, cache[2:], strict=True):
+        check_phi(kind, parameters, compressed, config, name)
 
 
 def check_cache(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes
-from nsa_flex.fallback_kernels.common.strides import strides
+from nsa_flex.fallback_kernels.common.arch import shared_memory_bytes, supports_pdl
 from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, tile_width
 from nsa_flex.fallback_kernels.decode import config as sizes_of_steps
 from nsa_flex.fallback_kernels.decode.compress_blocks import (
@@ -19,10 +17,11 @@ from nsa_flex.fallback_kernels.decode.compress_blocks import (
 from nsa_flex.fallback_kernels.decode.config import in_one_allocation
 from nsa_flex.fallback_kernels.decode.launch import (
     Cache,
-    NewTokens,
+    Pair,
     Phi,
+    launch,
     padded_batch,
-    pdl_option,
+    values_of_stored,
 )
 
 MAX_ROWS = 64  # of a tile of the products: more of them share a read of the weights
@@ -94,13 +93,7 @@ class ProductPlan(NamedTuple):
 
 
 def launch_compress(
-    source: Cache,
-    num_new: int,
-    new: NewTokens | None,
-    phi: Phi,
-    config: NSAConfig,
-    *,
-    pdl: bool,
+    source: Cache, num_new: int, new: Pair | None, phi: Phi, config: NSAConfig
 ) -> None:
     """Writes the compressed rows of the blocks that `num_new` tokens complete.
 
@@ -111,79 +104,54 @@ def launch_compress(
         new: the tokens, where they are still to be stored; None where they are in the cache.
         phi: of the kind linear or mlp.
     """
-    batch, heads, capacity, head_dim = source.key.shape
-    value_dim = source.value.shape[3]
     plan = ProductPlan.of(source, num_new, phi, config)
+    batch, heads, _, head_dim = source.key.shape
     shape = (plan.splits, batch * heads * plan.blocks, plan.parts)
-    partial = in_one_allocation(source.key.device, (*shape, head_dim), (*shape, value_dim))
-    constants: dict[str, Any] = {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "COMPRESS": config.compress_block_size,
-        "STRIDE": config.compress_stride,
+    dims = (head_dim, source.value.shape[3])
+    partial_key, partial_value = in_one_allocation(
+        source.key.device, *((*shape, dim) for dim in dims)
+    )
+    pdl = supports_pdl(source.key.device)
+    first = 1 if phi.kind == "mlp" else 0  # of the weights of the first product
+    values = {
+        **values_of_stored(new or source.tokens, source, config),
+        "num_new": num_new,
+        "batch_size": batch,
+        "partial_key_ptr": partial_key,
+        "partial_value_ptr": partial_value,
+        "key_position_ptr": phi.key[0],
+        "value_position_ptr": phi.value[0],
+        "tokens_per_split": plan.tokens_per_split,
+        "tiles": plan.tiles,
         "COUNT": plan.blocks,
         "MLP": phi.kind == "mlp",
+        "READ_NEW": new is not None,
+        "STAGES": plan.stages,
+        "SPLITS": plan.splits,
         "PDL": pdl,
         "PADDED_BATCH": padded_batch(batch),
     }
-    sizes = (num_new, capacity, source.compressed_key.shape[2], batch, heads)
+    rows = cdiv(batch * heads * plan.blocks, WRITTEN_ROWS)
     with torch.cuda.device_of(source.key):
-        _project(source, new, phi, plan, partial, sizes, constants)
-        columns = cdiv(max(head_dim, value_dim), WRITTEN_COLUMNS)
-        rows = cdiv(batch * heads * plan.blocks, WRITTEN_ROWS)
-        decode_write_blocks_kernel[(columns, rows, plan.tensors)](
-            *partial,
-            phi.key[-1],
-            phi.value[-1],
-            source.compressed_key,
-            source.compressed_value,
-            source.lengths,
-            strides(source.compressed_key),
-            strides(source.compressed_value),
-            *sizes,
-            **constants,
+        launch(
+            decode_project_kernel,
+            (plan.splits * plan.tiles, plan.row_tiles, plan.tensors),
+            values,
+            num_warps=4,
+            pdl=pdl,
+            key_weight_ptr=phi.key[first],
+            value_weight_ptr=phi.value[first],
+            BLOCK_M=plan.block_m,
+            BLOCK_N=plan.block_n,
+        )
+        launch(
+            decode_write_blocks_kernel,
+            (cdiv(max(dims), WRITTEN_COLUMNS), rows, plan.tensors),
+            values,
+            num_warps=8,
+            pdl=pdl,
+            key_weight_ptr=phi.key[-1],
+            value_weight_ptr=phi.value[-1],
             BLOCK_M=WRITTEN_ROWS,
             BLOCK_N=WRITTEN_COLUMNS,
-            SPLITS=plan.splits,
-            num_warps=8,
-            **pdl_option(pdl),
         )
-
-
-def _project(
-    source: Cache,
-    new: NewTokens | None,
-    phi: Phi,
-    plan: ProductPlan,
-    partial: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
-    constants: dict[str, Any],
-) -> None:
-    is_mlp = phi.kind == "mlp"
-    new_key, new_value = (source.key, source.value) if new is None else (new.key, new.value)
-    decode_project_kernel[(plan.splits * plan.tiles, plan.row_tiles, plan.tensors)](
-        source.key,
-        source.value,
-        new_key,
-        new_value,
-        phi.key[1] if is_mlp else phi.key[0],
-        phi.value[1] if is_mlp else phi.value[0],
-        phi.key[0],
-        phi.value[0],
-        *partial,
-        source.lengths,
-        strides(source.key),
-        strides(source.value),
-        strides(new_key),
-        strides(new_value),
-        *sizes,
-        plan.tokens_per_split,
-        plan.tiles,
-        **constants,
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        READ_NEW=new is not None,
-        STAGES=plan.stages,
-        num_warps=4,
-        **pdl_option(constants["PDL"]),
-    )

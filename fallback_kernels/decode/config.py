@@ -344,24 +344,34 @@ class DecodePlan:
             blocks=empty(self.batch, self.kv_heads, self.tokens, slots, dtype=torch.int32),
         )
 
-    def attention_constants(self) -> dict[str, Any]:
-        """Compile-time arguments of the two attention kernels."""
-        config = self.config
+    def values(self) -> dict[str, Any]:
+        """Sizes, by the names that the parameters of a step's kernels have."""
+        config, selects = self.config, self.num_slots > 0
         return {
+            "capacity": self.capacity,
+            "num_compressed": self.num_compressed,
+            "kv_heads": self.kv_heads,
+            "num_tokens": self.tokens,
+            "num_compressed_splits": self.compressed_splits,
+            "num_splits": self.num_splits,
+            "window_splits": self.window_splits,
+            "initial_local_splits": self.initial_local_splits,
+            "initial_local_per_split": self.initial_local_per_split,
+            "topk_per_split": self.topk_per_split,
+            "tiles_per_split": self.tiles_per_split,
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
             "VALUE_DIM": self.value_dim,
+            "COMPRESS": config.compress_block_size,
+            "STRIDE": config.compress_stride,
             "SELECT": config.select_block_size,
-            "PADDED_BLOCKS": self.padded_blocks,
-            "PDL": self.pdl,
-        }
-
-    def slot_constants(self) -> dict[str, Any]:
-        """Compile-time arguments of kernels that know the slots of selected blocks."""
-        config, selects = self.config, self.num_slots > 0
-        return {
+            "WINDOW": self.window,
             "NUM_SLOTS": self.num_slots,
             "INITIAL": config.num_initial_blocks if selects else 0,
             "LOCAL": config.num_local_blocks if selects else 0,
             "TILED": config.selection == "tiled_top_k" and selects,
+            "BLOCK_N": self.block_n,
+            "PADDED_BLOCKS": self.padded_blocks,
+            "CHUNKS": self.chunks,
+            "PDL": self.pdl,
         }

@@ -129,10 +129,9 @@ def step(
         query, *new, *cache, gates, gate_offset, gate_bias, lengths, *parameters
     )
     if torch.compiler.is_compiling() or not is_known:
-        both, gating = (phi.key, phi.value), (gate_offset, gate_bias)
-        checks.check_call(
-            *(query, *new, cache, gates, gating, lengths, both, phi.kind),
-            *(may_complete, num_sets, config),
+        checks.check_step(
+            *(query, *new, cache, gates, (gate_offset, gate_bias), lengths, config, num_sets),
+            *(phi.kind, (phi.key, phi.value), may_complete),
         )
     args = (
         query,
@@ -207,7 +206,7 @@ def count_rows(
     int32 (B, Hkv, T, 3), compressed, selected and sliding. As many rows of values are loaded.
     """
     tensors = (key, value, compressed_key, compressed_value)
-    checks.check_step(query, None, None, tensors, gates, (None, None), lengths, config, 1)
+    checks.check_step(query, None, None, tensors, gates, (None, None), lengths, config)
     plan = DecodePlan.of(query, key, value, compressed_key, config)
     rows = torch.zeros((plan.units, plan.num_splits), dtype=torch.int32, device=query.device)
     cache = Cache(key, value, compressed_key, compressed_value, lengths)

@@ -1,9 +1,16 @@
-"""Launches of the kernels of a decode step. Grids depend on shapes alone."""
+"""Launches of the kernels of a decode step. Grids depend on shapes alone.
+
+Arguments go by the names of a kernel's parameters: `step_values` has those of a whole step, a
+launch adds or replaces what is its own, and `launch` picks what the kernel takes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +27,11 @@ from nsa_flex.fallback_kernels.decode.split_kv_selected import decode_selected_s
 from nsa_flex.fallback_kernels.decode.topk import decode_topk_kernel
 
 MAX_LENGTHS = 128  # of a batch that every CTA reads
+Pair = tuple[Tensor, Tensor]  # key (B, H, T, D), value (B, H, T, Dv)
+Values = dict[str, Any]  # by the name of a parameter
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """What a layer has stored, and where new tokens go.
 
     key (B, Hkv, C, D), value (B, Hkv, C, Dv), compressed_key (B, Hkv, Ncap, D), compressed_value
@@ -39,16 +47,23 @@ class Cache:
     lengths: Tensor
     table: Tensor | None = None
 
-    def pages(self, of: Tensor) -> dict[str, Any]:
-        """Arguments of a kernel that reads `of`, if it is in pages."""
+    @property
+    def tokens(self) -> Pair:
+        return self.key, self.value
+
+    @property
+    def compressed(self) -> Pair:
+        return self.compressed_key, self.compressed_value
+
+    def pages(self, of: Tensor) -> Values:
+        """Where a kernel that reads `of` finds its pages, if it is in pages."""
         if self.table is None:
-            return {}
+            return {"PAGE": 0, "table_ptr": None, "table_stride": 0}
         stride = self.table.stride(0)
         return {"PAGE": of.shape[2], "table_ptr": self.table, "table_stride": stride}
 
 
-@dataclass(frozen=True)
-class Phi:
+class Phi(NamedTuple):
     """The map from a block's tokens to its compressed row, as `nsa_flex.compression` has it.
 
     kind: "mean", "weighted", "linear" or "mlp". key, value: its parameters in their order, each
@@ -65,17 +80,13 @@ class Phi:
         """Whether kernels of their own compress, for the bytes of the weights."""
         return self.kind in PRODUCTS
 
-
-@dataclass(frozen=True)
-class NewTokens:
-    """What is to be stored, of one branch or of all: key (B, H, T, D), value (B, H, T, Dv)."""
-
-    key: Tensor
-    value: Tensor
+    @property
+    def logits(self) -> tuple[Tensor, ...]:
+        """Of the kind weighted; none of another."""
+        return self.key + self.value if self.kind == "weighted" else ()
 
 
-@dataclass(frozen=True)
-class Gating:
+class Gating(NamedTuple):
     """gates (B, Hq, T, C), or with `offset` (C,) what their sigmoid plus offset is.
 
     bias: (C · Hq,), added to each token's before the sigmoid, head by head.
@@ -86,14 +97,49 @@ class Gating:
     bias: Tensor | None = None
 
 
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    values: Values,
+    *,
+    num_warps: int,
+    pdl: bool = False,
+    **own: Any,
+) -> None:
+    """Launches a kernel with the arguments that `own` has for it, or else `values`.
+
+    pdl: it waits for the kernel before by itself, and may be launched before that is done.
+    """
+    options = {"launch_pdl": True} if pdl else {}
+    arguments = _picking_arguments(kernel.fn)({**values, **own})
+    kernel[grid](*arguments, num_warps=num_warps, **options)
+
+
+@functools.cache
+def _picking_arguments(function: Any) -> Callable[[Values], tuple[Any, ...]]:
+    """Of a kernel's function, in the order of its parameters; kept for the host's time."""
+    return itemgetter(*inspect.signature(function).parameters)
+
+
+def values_of(name: str, pair: Pair, dims: int = 3) -> Values:
+    """Keys and values, and strides of their leading `dims`; `name` is before "key" and "value"."""
+    key, value = pair
+    return {
+        f"{name}key_ptr": key,
+        f"{name}value_ptr": value,
+        f"{name}key_strides": strides(key)[:dims],
+        f"{name}value_strides": strides(value)[:dims],
+    }
+
+
 def run(
     plan: DecodePlan,
     query: Tensor,
     cache: Cache,
     gating: Gating,
     scale: float,
-    sliding: tuple[Tensor, Tensor] | None = None,
-    new: NewTokens | None = None,
+    sliding: Pair | None = None,
+    new: Pair | None = None,
     phi: Phi | None = None,
     rows_read: Tensor | None = None,
     *,
@@ -115,18 +161,16 @@ def run(
         device=query.device,
     )
     query = rows_contiguous(query)
-    sliding = (cache.key, cache.value) if sliding is None else sliding
     workspace = plan.workspace(query.device)
+    values = step_values(plan, query, cache, workspace, scale, sliding, new, phi, rows_read)
     with torch.cuda.device_of(query):
         if plan.compressed_splits:
-            launch_compressed(
-                plan, query, cache, workspace, scale, new, phi, rows_read, behind_phi=behind_phi
-            )
+            launch_compressed(plan, cache, values, behind_phi=behind_phi)
         if plan.num_slots:
-            launch_topk(plan, cache, workspace)
+            launch_topk(plan, values)
         if plan.selected_splits + plan.window_splits:
-            launch_selected_sliding(plan, query, cache, sliding, workspace, scale, new, rows_read)
-        launch_combine(plan, cache, workspace, gating, out, lse)
+            launch_selected_sliding(plan, cache, values)
+        launch_combine(plan, gating, out, lse, values)
     return out, workspace.blocks, lse
 
 
@@ -149,254 +193,159 @@ def padded_batch(batch: int) -> int:
     return padded if padded <= MAX_LENGTHS else 0
 
 
-def launch_append(
-    new: NewTokens, cache: Cache, compressed_heads: int, phi: Phi | None, config: NSAConfig
-) -> None:
+def step_values(
+    plan: DecodePlan,
+    query: Tensor,
+    cache: Cache,
+    workspace: Workspace,
+    scale: float,
+    sliding: Pair | None = None,
+    new: Pair | None = None,
+    phi: Phi | None = None,
+    rows_read: Tensor | None = None,
+) -> Values:
+    """Arguments of the kernels of a step; parameters as of `run`."""
+    return {
+        **plan.values(),
+        **values_of("", cache.tokens),
+        **values_of("sliding_", sliding or cache.tokens),
+        **values_of("new_", new or (query, query), dims=2),
+        **values_of_logits("weight", phi.logits if phi else (), query),
+        "query_ptr": query,
+        "query_strides": strides(query),
+        "lengths_ptr": cache.lengths,
+        "partial_ptr": workspace.partial,
+        "row_max_ptr": workspace.row_max,
+        "row_sum_ptr": workspace.row_sum,
+        "score_ptr": workspace.score,
+        "candidate_ptr": workspace.candidates,
+        "block_ptr": workspace.blocks,
+        "rows_read_ptr": workspace.blocks if rows_read is None else rows_read,
+        "scale_log2": base2_scale(scale),
+        "HAS_NEW_TOKEN": new is not None,
+        "WRITE_COMPRESSED": phi is not None,
+        "COUNT_ROWS": rows_read is not None,
+    }
+
+
+def values_of_logits(name: str, logits: Sequence[Tensor], unread: Tensor) -> Values:
+    """Logits of φ weighted, which kernels call `name`; without any, `unread` in their place."""
+    key, value = logits or (unread, unread)
+    return {f"key_{name}_ptr": key, f"value_{name}_ptr": value, "WEIGHTED": bool(logits)}
+
+
+def values_of_stored(new: Pair, cache: Cache, config: NSAConfig) -> Values:
+    """Arguments of the kernels that store new tokens, or compress what these complete."""
+    new_key, new_value = new
+    _, kv_heads, num_new, head_dim = new_key.shape
+    _, compressed_heads, num_compressed, _ = cache.compressed_key.shape
+    return {
+        **values_of("new_", new),
+        **values_of("", cache.tokens),
+        **values_of("compressed_", cache.compressed),
+        "lengths_ptr": cache.lengths,
+        "num_new": num_new,
+        "capacity": cache.key.shape[2],
+        "num_compressed": num_compressed,
+        "kv_heads": kv_heads,
+        "compressed_heads": compressed_heads,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": new_value.shape[3],
+        "COMPRESS": config.compress_block_size,
+        "STRIDE": config.compress_stride,
+    }
+
+
+def launch_append(new: Pair, cache: Cache, phi: Phi | None, config: NSAConfig) -> None:
     """Stores the new tokens, and the blocks that they complete in the first heads if `phi`."""
-    batch, kv_heads, tokens, head_dim = new.key.shape
-    value_dim = new.value.shape[3]
-    weights = phi.key + phi.value if phi is not None and phi.kind == "weighted" else ()
+    batch, kv_heads, tokens, _ = new[0].shape
     with torch.cuda.device_of(cache.key):
-        decode_append_kernel[(tokens, batch * kv_heads)](
-            new.key,
-            new.value,
-            cache.key,
-            cache.value,
-            cache.compressed_key,
-            cache.compressed_value,
-            *(weights or (cache.key, cache.key)),
-            cache.lengths,
-            strides(new.key),
-            strides(new.value),
-            strides(cache.key),
-            strides(cache.value),
-            strides(cache.compressed_key),
-            strides(cache.compressed_value),
-            cache.key.shape[2],
-            cache.compressed_key.shape[2],
-            kv_heads,
-            compressed_heads,
-            HEAD_DIM=head_dim,
-            VALUE_DIM=value_dim,
-            COMPRESS=config.compress_block_size,
-            STRIDE=config.compress_stride,
-            WRITE_COMPRESSED=phi is not None,
-            WEIGHTED=bool(weights),
+        launch(
+            decode_append_kernel,
+            (tokens, batch * kv_heads),
+            values_of_stored(new, cache, config),
             num_warps=4,
+            **values_of_logits("weight", phi.logits if phi else (), cache.key),
+            WRITE_COMPRESSED=phi is not None,
         )
 
 
 def launch_compressed(
-    plan: DecodePlan,
-    query: Tensor,
-    cache: Cache,
-    workspace: Workspace,
-    scale: float,
-    new: NewTokens | None = None,
-    phi: Phi | None = None,
-    rows_read: Tensor | None = None,
-    *,
-    behind_phi: bool = False,
+    plan: DecodePlan, cache: Cache, step: Values, *, behind_phi: bool = False
 ) -> None:
-    """Compressed branch; stores the one new token of each row first if `new`, see `run`."""
-    weights = phi.key + phi.value if phi is not None and phi.kind == "weighted" else ()
-    new_key, new_value = (query, query) if new is None else (new.key, new.value)
-    decode_compressed_kernel[(plan.compressed_splits, plan.tokens, plan.batch * plan.kv_heads)](
-        query,
-        cache.compressed_key,
-        cache.compressed_value,
-        cache.lengths,
-        workspace.partial,
-        workspace.row_max,
-        workspace.row_sum,
-        workspace.score,
-        workspace.row_max if rows_read is None else rows_read,
-        new_key,
-        new_value,
-        cache.key,
-        cache.value,
-        *(weights or (query, query)),
-        strides(query),
-        strides(cache.compressed_key),
-        strides(cache.compressed_value),
-        strides(new_key)[:2],
-        strides(new_value)[:2],
-        strides(cache.key),
-        strides(cache.value),
-        plan.capacity,
-        plan.num_compressed,
-        plan.kv_heads,
-        plan.compressed_splits,
-        plan.num_splits,
-        base2_scale(scale),
-        **plan.attention_constants(),
-        COMPRESS=plan.config.compress_block_size,
-        STRIDE=plan.config.compress_stride,
+    """Compressed branch; stores the one new token of each row first if there is one, see `run`."""
+    launch(
+        decode_compressed_kernel,
+        (plan.compressed_splits, plan.tokens, plan.batch * plan.kv_heads),
+        step,
+        num_warps=plan.warps,
+        pdl=plan.pdl,
+        **values_of("", cache.compressed),
+        **values_of("cache_", cache.tokens),
+        **cache.pages(cache.compressed_key),
+        rows_read_ptr=step["rows_read_ptr" if step["COUNT_ROWS"] else "row_max_ptr"],
         BLOCK_N=plan.compressed_block_n,
         BLOCK_POOL=tile_width(plan.tile_blocks + 1) if plan.num_slots else 0,
         STAGES=plan.stages,
-        HAS_NEW_TOKEN=new is not None,
-        WRITE_COMPRESSED=phi is not None,
-        WEIGHTED=bool(weights),
-        COUNT_ROWS=rows_read is not None,
         PADDED_BATCH=padded_batch(plan.batch) if behind_phi else 0,
         OUTPUT=plan.config.has("compressed"),
-        num_warps=plan.warps,
-        **cache.pages(cache.compressed_key),
-        **pdl_option(plan.pdl),
     )
 
 
-def launch_topk(plan: DecodePlan, cache: Cache, workspace: Workspace) -> None:
+def launch_topk(plan: DecodePlan, step: Values) -> None:
     """The top-k blocks of each chunk."""
-    config = plan.config
-    decode_topk_kernel[(plan.chunks, plan.tokens, plan.batch * plan.kv_heads)](
-        cache.lengths,
-        workspace.score,
-        workspace.row_max,
-        workspace.row_sum,
-        workspace.candidates,
-        workspace.blocks,
-        plan.capacity,
-        plan.num_compressed,
-        plan.kv_heads,
-        plan.compressed_splits,
-        plan.num_splits,
-        GROUP=plan.group,
-        COMPRESS=config.compress_block_size,
-        STRIDE=config.compress_stride,
-        SELECT=config.select_block_size,
-        **plan.slot_constants(),
+    launch(
+        decode_topk_kernel,
+        (plan.chunks, plan.tokens, plan.batch * plan.kv_heads),
+        step,
+        num_warps=plan.topk_warps,
+        pdl=plan.pdl,
         HEADS=plan.topk_heads,
         PADDED_COMPRESSED_SPLITS=plan.padded_compressed_splits,
-        PADDED_BLOCKS=plan.padded_blocks,
         CHUNK=plan.chunk,
         BLOCK_N=plan.compressed_block_n,
-        PDL=plan.pdl,
         LAUNCH_AFTER_WAIT=plan.launches_after_wait,
-        num_warps=plan.topk_warps,
-        **pdl_option(plan.pdl),
     )
 
 
-def launch_selected_sliding(
-    plan: DecodePlan,
-    query: Tensor,
-    cache: Cache,
-    sliding: tuple[Tensor, Tensor],
-    workspace: Workspace,
-    scale: float,
-    new: NewTokens | None = None,
-    rows_read: Tensor | None = None,
-    *,
-    selected: bool = True,
-    sliding_window: bool = True,
-) -> None:
-    """Selected and sliding branch, or, to be timed, one of them; `new` as above."""
-    window_splits = plan.window_splits if sliding_window else 0
-    splits = window_splits + (plan.selected_splits if selected else 0)
-    first_dependent_split = window_splits + (plan.initial_local_splits if plan.num_topk else 0)
-    first_dependent_split = min(first_dependent_split, splits - 1)
-    new_key, new_value = (query, query) if new is None else (new.key, new.value)
-    decode_selected_sliding_kernel[(plan.batch * plan.kv_heads, plan.tokens, splits)](
-        query,
-        cache.key,
-        cache.value,
-        *sliding,
-        new_key,
-        new_value,
-        cache.lengths,
-        workspace.candidates,
-        workspace.blocks,
-        workspace.partial,
-        workspace.row_max,
-        workspace.row_sum,
-        workspace.blocks if rows_read is None else rows_read,
-        strides(query),
-        strides(cache.key),
-        strides(cache.value),
-        strides(sliding[0]),
-        strides(sliding[1]),
-        strides(new_key)[:2],
-        strides(new_value)[:2],
-        plan.capacity,
-        plan.kv_heads,
-        plan.compressed_splits,
-        plan.num_splits,
-        window_splits,
-        plan.initial_local_splits,
-        first_dependent_split,
-        plan.initial_local_per_split,
-        plan.topk_per_split,
-        plan.tiles_per_split,
-        base2_scale(scale),
-        **plan.attention_constants(),
-        **plan.slot_constants(),
-        CHUNKS=plan.chunks,
-        WINDOW=plan.window,
-        BLOCK_N=plan.block_n,
-        STAGES=plan.selected_stages,
-        HAS_NEW_TOKEN=new is not None,
-        COUNT_ROWS=rows_read is not None,
+def launch_selected_sliding(plan: DecodePlan, cache: Cache, step: Values) -> None:
+    """Selected and sliding branch."""
+    splits = plan.window_splits + plan.selected_splits
+    independent = plan.window_splits + (plan.initial_local_splits if plan.num_topk else 0)
+    launch(
+        decode_selected_sliding_kernel,
+        (plan.batch * plan.kv_heads, plan.tokens, splits),
+        step,
         num_warps=plan.warps,
-        **cache.pages(cache.key),
         # As the first kernel of a step it is launched when all work before is done.
-        **pdl_option(plan.pdl and plan.config.compresses),
+        pdl=plan.pdl and plan.config.compresses,
+        **cache.pages(cache.key),
+        first_dependent_split=min(independent, splits - 1),
+        STAGES=plan.selected_stages,
     )
 
 
 def launch_combine(
-    plan: DecodePlan,
-    cache: Cache,
-    workspace: Workspace,
-    gating: Gating,
-    out: Tensor,
-    lse: Tensor,
+    plan: DecodePlan, gating: Gating, out: Tensor, lse: Tensor, step: Values
 ) -> None:
     """The gated sum: out (B, T, Hq, Dv) in its dtype, lse float32 (B, Hq, T, C)."""
-    config = plan.config
+    gates, offset, bias = gating
     block_dv = plan.combine_block_dv
-    decode_combine_kernel[(plan.block_dv // block_dv, plan.group, plan.units)](
-        workspace.partial,
-        workspace.row_max,
-        workspace.row_sum,
-        gating.gates,
-        gating.gates if gating.offset is None else gating.offset,
-        gating.gates if gating.bias is None else gating.bias,
-        cache.lengths,
-        out,
-        lse,
-        gating.gates.stride(),
-        plan.capacity,
-        plan.num_compressed,
-        plan.kv_heads,
-        plan.tokens,
-        plan.compressed_splits,
-        plan.num_splits,
-        plan.window_splits,
-        plan.initial_local_splits,
-        plan.initial_local_per_split,
-        plan.topk_per_split,
-        plan.tiles_per_split,
-        GROUP=plan.group,
-        VALUE_DIM=plan.value_dim,
-        BLOCK_DV=block_dv,
-        COMPRESS=config.compress_block_size,
-        STRIDE=config.compress_stride,
-        SELECT=config.select_block_size,
-        **plan.slot_constants(),
-        WINDOW=plan.window,
-        COMPRESSED_BLOCK_N=plan.compressed_block_n if config.has("compressed") else 0,
-        BLOCK_N=plan.block_n,
-        PADDED_SPLITS=plan.padded_splits,
-        FROM_LOGITS=gating.offset is not None,
-        HAS_BIAS=gating.bias is not None,
-        PDL=plan.pdl,
+    launch(
+        decode_combine_kernel,
+        (plan.block_dv // block_dv, plan.group, plan.units),
+        step,
         num_warps=1,
-        **pdl_option(plan.pdl),
+        pdl=plan.pdl,
+        out_ptr=out,
+        lse_ptr=lse,
+        gate_ptr=gates,
+        gate_offset_ptr=gates if offset is None else offset,
+        gate_bias_ptr=gates if bias is None else bias,
+        gate_strides=gates.stride(),
+        BLOCK_DV=block_dv,
+        COMPRESSED_BLOCK_N=plan.compressed_block_n if plan.config.has("compressed") else 0,
+        PADDED_SPLITS=plan.padded_splits,
+        FROM_LOGITS=offset is not None,
+        HAS_BIAS=bias is not None,
     )
-
-
-def pdl_option(pdl: bool) -> dict[str, bool]:
-    """Launch option of a kernel that waits for the one before by itself."""
-    return {"launch_pdl": True} if pdl else {}

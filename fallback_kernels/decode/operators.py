@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nsa_flex.config import NSAConfig
-from nsa_flex.fallback_kernels.common.arch import supports_pdl
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.decode import checks
 from nsa_flex.fallback_kernels.decode.compress_launch import launch_compress
@@ -21,7 +20,6 @@ from nsa_flex.fallback_kernels.decode.config import DecodePlan
 from nsa_flex.fallback_kernels.decode.launch import (
     Cache,
     Gating,
-    NewTokens,
     Phi,
     fake_results,
     launch_append,
@@ -61,9 +59,9 @@ def step(
     config = NSAConfig.of_counts(counts)
     half, cache = len(phi) // 2, (key, value, compressed_key, compressed_value)
     mapping = Phi(kind, tuple(phi[:half]), tuple(phi[half:]))
-    checks.check_call(
-        query, new_key, new_value, cache, gates, (gate_offset, gate_bias), lengths,
-        (mapping.key, mapping.value), kind, may_complete, num_sets, config,
+    checks.check_step(
+        query, new_key, new_value, cache, gates, (gate_offset, gate_bias), lengths, config,
+        num_sets, kind, (mapping.key, mapping.value), may_complete,
     )  # fmt: skip
     # Kernels write values beside keys: to one row where no branch reads them.
     compressed_value = compressed_value.expand(-1, -1, compressed_key.shape[2], -1)
@@ -73,14 +71,16 @@ def step(
     new = None
     query = rows_contiguous(query)  # no kernel may come between those of φ and attention
     if new_key is not None and new_value is not None:
-        new = NewTokens(*(rows_contiguous(x.to(key.dtype)) for x in (new_key, new_value)))
-    # One token of one set is left to the kernel of the compressed keys.
+        new = (rows_contiguous(new_key.to(key.dtype)), rows_contiguous(new_value.to(key.dtype)))
+    # One token of one set is left to the kernel of the compressed keys, with φ that is no product.
     waits = new is not None and num_sets == 1 and query.shape[2] == 1 and config.compresses
-    if new is not None:
-        whole = Cache(key, value, *rest)
-        _store(
-            new, whole, compressed, mapping, config, appends=not waits, may_compress=may_complete
-        )
+    multiplies = config.compresses and mapping.is_product
+    if new is not None and not waits:
+        compresses = config.compresses and not multiplies
+        launch_append(new, Cache(key, value, *rest), mapping if compresses else None, config)
+    behind_phi = new is not None and multiplies and may_complete
+    if behind_phi:
+        launch_compress(compressed, query.shape[2], new if waits else None, mapping, config)
     plan = DecodePlan.of(query, selected.key, selected.value, compressed_key, config)
     return run(
         plan,
@@ -91,7 +91,7 @@ def step(
         (sliding.key, sliding.value),
         new if waits else None,
         None if mapping.is_product or not waits else mapping,
-        behind_phi=new is not None and mapping.is_product and may_complete,
+        behind_phi=behind_phi,
     )
 
 
@@ -105,32 +105,6 @@ def output(*args: Any) -> Tensor:
 def _branches(x: Tensor, num_sets: int) -> tuple[Tensor, ...]:
     """Heads of the compressed, selected and sliding branch."""
     return (x, x, x) if num_sets == 1 else x.chunk(3, 1)
-
-
-def _store(
-    new: NewTokens,
-    whole: Cache,
-    compressed: Cache,
-    phi: Phi,
-    config: NSAConfig,
-    *,
-    appends: bool,
-    may_compress: bool,
-) -> None:
-    """What is stored before attention.
-
-    Args:
-        whole: heads of all branches; compressed: those of the compressed one.
-        appends: whether the tokens are, or are left to attention, with φ that is no product.
-        may_compress: False tells that no block is completed.
-    """
-    heads = compressed.key.shape[1]
-    if appends:
-        in_append = config.compresses and not phi.is_product
-        launch_append(new, whole, heads, phi if in_append else None, config)
-    if config.compresses and phi.is_product and may_compress:
-        tokens, pdl = new.key.shape[2], supports_pdl(new.key.device)
-        launch_compress(compressed, tokens, None if appends else new, phi, config, pdl=pdl)
 
 
 @step.register_fake

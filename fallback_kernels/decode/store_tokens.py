@@ -18,9 +18,15 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.fallback_kernels.common.arch import triton_unsupported_reason
 from nsa_flex.fallback_kernels.common.launches import recordable
-from nsa_flex.fallback_kernels.common.strides import rows_contiguous, strides
+from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.common.tiles import cdiv, tile_width, width_of
 from nsa_flex.fallback_kernels.decode import checks
+from nsa_flex.fallback_kernels.decode.launch import (
+    Cache,
+    launch,
+    values_of_logits,
+    values_of_stored,
+)
 from nsa_flex.fallback_kernels.launch.direct import directly
 from nsa_flex.fallback_kernels.launch.plans import planned
 
@@ -89,41 +95,21 @@ def store_tokens(
     compressed_value = compressed_value.expand(-1, -1, compressed_key.shape[2], -1)
     new_key, new_value = rows_contiguous(new_key), rows_contiguous(new_value)
     batch, heads, num_new, head_dim = new_key.shape
-    value_dim = new_value.shape[3]
     block, stride = config.compress_block_size, config.compress_stride
-    segments = TILE_ELEMENTS // tile_width(max(head_dim, value_dim))
+    segments = TILE_ELEMENTS // tile_width(max(head_dim, new_value.shape[3]))
     # Those of d tokens that the chunk lies in, and those before it that completed blocks begin in.
     most = (block if compresses else stride) // stride + cdiv(num_new - 1, stride)
+    cache = Cache(key, value, compressed_key, compressed_value, lengths)
     with torch.cuda.device_of(key):
-        store_tokens_kernel[(batch * heads * cdiv(most, segments), 2)](
-            new_key,
-            new_value,
-            key,
-            value,
-            compressed_key,
-            compressed_value,
-            *(logits or (key, key)),
-            lengths,
-            strides(new_key),
-            strides(new_value),
-            strides(key),
-            strides(value),
-            strides(compressed_key),
-            strides(compressed_value),
-            num_new,
-            key.shape[2],
-            compressed_key.shape[2],
-            batch * heads,
-            heads,
-            compressed_key.shape[1],
-            HEAD_DIM=head_dim,
-            VALUE_DIM=value_dim,
-            COMPRESS=block,
-            STRIDE=stride,
+        launch(
+            store_tokens_kernel,
+            (batch * heads * cdiv(most, segments), 2),
+            values_of_stored((new_key, new_value), cache, config),
+            num_warps=WARPS,
+            **values_of_logits("logit", logits, key),
+            rows=batch * heads,
             SEGMENTS=segments,
             WRITE_COMPRESSED=compresses,
-            WEIGHTED=bool(logits),
-            num_warps=WARPS,
         )
 
 

@@ -290,11 +290,8 @@ def is_of_any_length(query: Tensor, value: Tensor, config: NSAConfig, documents:
 
 
 def rows_kept(tokens: int, config: NSAConfig) -> int:
-    """`tokens`, up to those of the longest rows in which kernels other than "lists" may run.
-
-    Never 0, for which a graph of any length would have a guard.
-    """
-    return torch.sym_min(tokens, max(MASKED_TIMES, 1) * config.num_selected_tokens)
+    """`tokens`, up to those of the longest rows in which kernels other than "lists" may run."""
+    return torch.sym_min(tokens, MASKED_TIMES * config.num_selected_tokens)
 
 
 def _length_traced(length: Any) -> int:

@@ -16,7 +16,12 @@ from nsa_flex.decoding import unsupported_reason as step_unsupported_reason
 from nsa_flex.fallback_kernels.common.strides import rows_contiguous
 from nsa_flex.fallback_kernels.decode.attend_spans import attend_spans, merge_splits
 from nsa_flex.fallback_kernels.decode.config import DecodePlan
-from nsa_flex.fallback_kernels.decode.launch import Cache, launch_compressed, launch_topk
+from nsa_flex.fallback_kernels.decode.launch import (
+    Cache,
+    launch_compressed,
+    launch_topk,
+    step_values,
+)
 from nsa_flex.parallel.parts import Part, Partial
 
 LN2 = 0.6931471805599453
@@ -93,7 +98,8 @@ class KernelParts:
         workspace.row_sum.zero_()
         workspace.score.fill_(float("-inf"))
         with torch.cuda.device_of(self.query):
-            launch_compressed(plan, self.query, cache, workspace, self.scale)
+            values = step_values(plan, self.query, cache, workspace, self.scale)
+            launch_compressed(plan, cache, values)
         out, lse = merge_splits(*workspace[:3], 0, plan.compressed_splits, plan.query_heads)
         # log2 of what each head adds to a block, and each tile to the first block of the next.
         self.score = workspace.score
@@ -123,7 +129,7 @@ class KernelParts:
         lengths = torch.full_like(self.stored.lengths, self.tokens)
         cache = Cache(*self.stored[:4], lengths)
         with torch.cuda.device_of(self.query):
-            launch_topk(ranked, cache, workspace)
+            launch_topk(ranked, step_values(ranked, self.query, cache, workspace, self.scale))
         found = workspace.candidates[..., : ranked.num_topk].reshape(
             plan.batch, plan.kv_heads, 1, -1
         )

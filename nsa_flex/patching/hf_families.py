@@ -204,15 +204,20 @@ def local_attention(module: Any) -> str | None:
 
     A window at least as long as the context the model was made for is no limit.
     """
-    config, kind = module.config, layer_type(module)
-    if kind == "full_attention":
-        return None
-    if kind not in (None, "sliding_attention"):
+    kind, window = layer_type(module), window_of(module)
+    if kind not in (None, "full_attention", "sliding_attention"):
         return f"layer type {kind}"
-    window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-    if window is None or window >= getattr(config, "max_position_embeddings", float("inf")):
+    if window is None or window >= getattr(module.config, "max_position_embeddings", float("inf")):
         return None
     return f"sliding_window={window}"
+
+
+def window_of(module: Any) -> int | None:
+    """Tokens of the layer's sliding window; None if it has none."""
+    if layer_type(module) == "full_attention":
+        return None
+    own: int | None = getattr(module, "sliding_window", None)
+    return own or getattr(module.config, "sliding_window", None)
 
 
 def kind_of_mask(module: Any) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -346,16 +345,6 @@ def test_the_table_of_the_page() -> None:
     for heads, tokens, ranks, *told in rows:
         found = sent_bytes(int(tokens), int(ranks), int(heads), 128, config=NSAConfig())
         assert told == [f"{x / 1e9:.2f}" for x in found]
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """The process group of one rank."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
-    )
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_one_rank_alone(alone: dist.ProcessGroup) -> None:

@@ -228,15 +228,6 @@ def count_collectives(device: torch.device) -> None:
         assert (counted.number, counted.sent) == (number, expected)
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
-    )
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("num_new", [1, 3])
 @pytest.mark.parametrize(("config", "read"), [(NSA, 2), (TWO_BRANCHES, 1), (SLIDING, 0)])
 def test_what_no_branch_reads_is_neither_compressed_nor_held(
