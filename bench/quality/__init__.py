@@ -6,5 +6,6 @@
 
 `build` makes the corpus of packages, `run` trains and evaluates with `nsa-flex train`, two runs
 side by side, and `report` makes a table and a plot of the rows. `recall` and `recall_report` do
-the same for generated rows that ask for what stands far back.
+the same for generated rows that ask for what stands far back. `conversion` trains a dense model
+and measures what `nsa-flex convert` makes of it.
 """

@@ -150,8 +150,7 @@ def one_run(
         f"data.held_out_files=[{paths['held_out']}]",
     )
     config = config_of(name, size, (*overrides, *own))
-    rows = find_texts(config).held_out_rows(HELD_OUT_TOKENS // length)
-    held_out = torch.stack([torch.from_numpy(row.ids) for row in rows if row.real == length])
+    held_out = held_out_rows(config, HELD_OUT_TOKENS)
     started = {
         "case": f"quality/{size} {name} {length} seed {seed}",
         "target": "quality",
@@ -169,6 +168,13 @@ def one_run(
     with _kernels(variant):
         train(config, resume=True, callbacks=[evaluation])
     return json.loads((folder / ROW).read_text())
+
+
+def held_out_rows(config: TrainConfig, tokens: int) -> Tensor:
+    """int64 (rows, S): whole held-out rows of at most so many tokens."""
+    length = config.data.seq_len
+    rows = find_texts(config).held_out_rows(tokens // length)
+    return torch.stack([torch.from_numpy(row.ids) for row in rows if row.real == length])
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:

@@ -45,10 +45,10 @@ def quality(rows: list[Row]) -> pd.DataFrame:
                     "variant": name,
                     "parameters": f"{runs[0]['parameters'] / 1e6:.1f} M",
                     "seeds": str(len(runs)),
-                    "held-out loss": _spread([row["loss"] for row in runs]),
-                    "after dense": _spread(behind, "+.3f"),
-                    "last quarter": _spread([last_quarter(row) for row in runs]),
-                    "names far back": _spread([loss for row in runs for loss in _far(row)]),
+                    "held-out loss": spread([row["loss"] for row in runs]),
+                    "after dense": spread(behind, "+.3f"),
+                    "last quarter": spread([last_quarter(row) for row in runs]),
+                    "names far back": spread([loss for row in runs for loss in _far(row)]),
                     "tokens/s": f"{speed:,.0f}",
                     "commit": runs[0]["commit"],
                 }
@@ -76,10 +76,10 @@ def _groups(rows: list[Row]) -> dict[tuple[Any, ...], list[Row]]:
     return groups
 
 
-def _spread(values: list[float], style: str = ".3f") -> str:
+def spread(values: list[float], style: str = ".3f") -> str:
     """Mean ± half the range.
 
-    >>> _spread([1.0, 1.1, 1.5]), _spread([2.0]), _spread([])
+    >>> spread([1.0, 1.1, 1.5]), spread([2.0]), spread([])
     ('1.200 ± 0.250', '2.000', '-')
     """
     if not values:

@@ -166,7 +166,8 @@ def recalls(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     """Layer, block_recall and score_recall of each NSA layer on one row (1, S) of text.
 
     Dense attention is that over the layer's own queries and keys, at `QUERIES` queries evenly
-    spread. block_recall is None where every block is selected.
+    spread. block_recall is None where every block is selected. Computed eagerly: the hooks would
+    have compiled layers compiled once more.
     """
     found: list[dict[str, Any]] = []
 
@@ -202,7 +203,10 @@ def recalls(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     ]
     training = model.training
     try:
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda),
+        ):
             model.eval()(input_ids=ids, use_cache=False, logits_to_keep=1)
     finally:
         model.train(training)

@@ -7,7 +7,6 @@ import json
 import lzma
 import signal
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from training.small_corpus import SHARED, wheel, write_corpus
 
 from nsa_flex.bench.quality import one_run as one_run_module
 from nsa_flex.bench.quality.build import (
@@ -37,32 +37,12 @@ from nsa_flex.config import BRANCHES
 from nsa_flex.training.models import build_model
 from nsa_flex.training.tokenization import BYTES
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 64
-SOURCES = sorted((ROOT / "masks").glob("*.py"))
-SHARED = "licence of everybody\n" * 20
-
-
-def wheel(folder: Path, name: str, files: dict[str, str]) -> None:
-    folder.mkdir(exist_ok=True)
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out, downloads = tmp_path_factory.mktemp("corpus"), tmp_path_factory.mktemp("downloads")
-    text = "".join(path.read_text() for path in SOURCES)
-    halves = {"trained": text[: len(text) // 2], "kept_back": text[len(text) // 2 :]}
-    for name, half in halves.items():
-        wheel(downloads, name, {f"{name}/a.py": half + "é", f"{name}/licence.txt": SHARED})
-    projects = (
-        Project("kept-back", "wheel", 1.0, held_out=True),
-        Project("trained", "wheel", 1.0),
-    )
-    build(out, downloads, projects)
-    return out
+    return write_corpus(tmp_path_factory.mktemp("corpus"), tmp_path_factory.mktemp("downloads"))
 
 
 def documents(corpus: Path, split: str) -> list[str]:

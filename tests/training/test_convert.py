@@ -16,7 +16,7 @@ import nsa_flex
 from nsa_flex import NSAConfig
 from nsa_flex.patching import NSALayer
 from nsa_flex.selection import choose_blocks
-from nsa_flex.training.alignment import base_frozen
+from nsa_flex.training.alignment import base_frozen, recalls
 from nsa_flex.training.block_mass import (
     compressed_block_mass,
     dense_block_mass,
@@ -25,8 +25,10 @@ from nsa_flex.training.block_mass import (
     recall_of,
 )
 from nsa_flex.training.convert import Stage, convert
+from nsa_flex.training.models import build_model, decoder_layers
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows, schema
+from nsa_flex.training.tokenization import BYTES
 
 SMALL = NSAConfig(8, 4, 8, 4, window_size=12, compression="mean")
 TOKENS = 100
@@ -189,6 +191,26 @@ def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Pa
         overrides=settings(**{"data.format": "chat", "training.batch_size": 1}),
     )
     assert 0 < result["recall"]["1-chat"]["score_recall"][0] <= 1
+
+
+def test_recall_of_a_compiled_model_compiles_nothing() -> None:
+    config = small_config(Path("run"), Path("text"), model={"nsa": NSA})
+    model = build_model(config.model, config.data, BYTES)
+    compiled: list[Any] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=False, backend=compiler)
+    ids = torch.randint(1, 256, (1, 64))
+    found = recalls(model, ids)
+    assert len(found) == len(decoder_layers(model))
+    assert not compiled
+    with torch.no_grad():
+        model(ids)
+    assert compiled
 
 
 @pytest.mark.gpu

@@ -1,0 +1,97 @@
+"""The table of the rows that `conversion` writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from nsa_flex.bench.quality.report import last_quarter, spread
+from nsa_flex.bench.report.cells import EMPTY
+from nsa_flex.bench.report.cells import tokens as length_cell
+from nsa_flex.bench.report.rows import Row
+
+CONTROL = "continued"
+
+
+def conversion(rows: list[Row]) -> pd.DataFrame:
+    """One line a model: mean of the seeds ± half their range; losses are held-out nats a token.
+
+    "After continued" is how far its loss lies above that of the dense model trained on as it is,
+    in percent, mean of the seeds that have both. Models that were patched and not trained come
+    before those that were. Recall is that in the shorter rows, before and after their stages.
+    """
+    rows = [row for row in rows if row["target"] == "conversion"]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if "patched" in row:
+            groups.setdefault(("patched", row["variant"]), []).append(_untrained(row))
+    for row in rows:
+        if row["status"] == "ok":
+            groups.setdefault((row["piece"], row["variant"]), []).append(row)
+    controls = {row["seed"]: row for row in groups.get((CONTROL, "dense"), [])}
+    lines = []
+    for (piece, variant), runs in groups.items():
+        runs = list({row["seed"]: row for row in runs}.values())
+        lines.append(
+            {
+                "model": piece,
+                "attention": variant,
+                "tokens": f"{runs[0]['tokens'] / 1e6:.1f} M",
+                "seeds": str(len(runs)),
+                **_columns(runs, controls),
+                "block recall": _recall(runs, "block_recall"),
+                "score recall": _recall(runs, "score_recall"),
+                "seconds": f"{np.mean([row['seconds'] for row in runs]):.0f}",
+                "commit": runs[0]["commit"],
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def behind(row: Row, control: Row, length: int) -> float:
+    """How far a held-out loss at rows of `length` lies above the control's, in percent."""
+    ours, theirs = (each["losses"][str(length)]["loss"] for each in (row, control))
+    return 100 * (ours / theirs - 1)
+
+
+def _untrained(row: Row) -> Row:
+    """The row of a model as it was before its first stage."""
+    return {**row, "losses": row["patched"], "tokens": 0, "seconds": 0.0, "stages": []}
+
+
+def _columns(runs: list[Row], controls: dict[int, Row]) -> dict[str, str]:
+    recipe = runs[0]["recipe"]
+    columns: dict[str, str] = {}
+    for length in (recipe["length"], recipe["long_length"]):
+        cell = length_cell(length)
+        columns[f"loss at {cell}"] = spread([row["losses"][str(length)]["loss"] for row in runs])
+        columns[f"after continued, {cell}"] = _percent(
+            [behind(row, controls[row["seed"]], length) for row in runs if row["seed"] in controls]
+        )
+    last = [last_quarter(row["losses"][str(recipe["long_length"])]) for row in runs]
+    return columns | {"last quarter": spread(last)}
+
+
+def _percent(values: list[float]) -> str:
+    """Mean ± half the range.
+
+    >>> _percent([0.5, 1.5]), _percent([])
+    ('+1.0 ± 0.5 %', '-')
+    """
+    if not values:
+        return EMPTY
+    mean = f"{np.mean(values):+.1f}"
+    return f"{mean} %" if len(values) == 1 else f"{mean} ± {np.ptp(values) / 2:.1f} %"
+
+
+def _recall(runs: list[Row], column: str) -> str:
+    """Before and after, in percent, mean of the seeds; dense models have none."""
+    ends: list[list[float]] = []
+    for row in runs:
+        short = [each for each in row["stages"] if each["seq_len"] == row["recipe"]["length"]]
+        if short and column in short[0]:
+            ends.append([short[0][column][0], short[-1][column][1]])
+    if not ends:
+        return EMPTY
+    before, after = 100 * np.mean(np.array(ends, float), 0)
+    return f"{before:.0f} → {after:.0f} %"
