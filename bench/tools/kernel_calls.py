@@ -206,7 +206,7 @@ def spans(
     first = torch.arange(config.num_selected_blocks, device=query.device).int() * size
     stop = first + torch.tensor([size, 0, 5], device=query.device).repeat(len(first))[: len(first)]
     table = torch.stack((first, stop.int()), -1).expand(rows, kv_heads, -1, -1)
-    attend_spans(plan, query, (key, value), (key, value), table, table[:, :, :3], 0.1)
+    attend_spans(plan, query, (key, value), (key, value), table.contiguous(), 3, 0.1)
 
 
 def _weights(

@@ -7,6 +7,8 @@ are merged per branch, with their log-sum-exps, which other ranks need.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from torch import Tensor
 from nsa_flex.fallback_kernels.common.launches import recordable
 from nsa_flex.fallback_kernels.common.softmax import base2_scale
 from nsa_flex.fallback_kernels.common.strides import strides
-from nsa_flex.fallback_kernels.common.tiles import cdiv, next_power_of_2, precision_of, width_of
+from nsa_flex.fallback_kernels.common.tiles import next_power_of_2, precision_of, width_of
 from nsa_flex.fallback_kernels.decode.config import TARGET_CTAS, DecodePlan
 from nsa_flex.fallback_kernels.decode.tiles import (
     load_query_group,
@@ -38,8 +40,8 @@ def decode_spans_kernel(
 ):  # fmt: skip
     """CTA (split, KV head of a batch row): some spans, of up to SPAN keys, for a group's heads.
 
-    span_ptr int32 (units, splits · spans_per_split, 2): first key and the one behind the last;
-    equal where there is none. Splits from `first_sliding_split` on read the sliding keys.
+    span_ptr int32 (units, splits · spans_per_split, 2): first key and the one behind the last,
+    no later where there is none. Splits from `first_sliding_split` on read the sliding keys.
     """
     BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
     BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)
@@ -138,32 +140,32 @@ def attend_spans(
     cache: tuple[Tensor, Tensor],
     sliding: tuple[Tensor, Tensor],
     spans: Tensor,
-    sliding_spans: Tensor,
+    num_sliding: int,
     scale: float,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+) -> list[tuple[Tensor, Tensor]]:
     """Out and lse, as of `merge_splits`, over the selected spans and over those of the window.
+
+    Of either, if there are any.
 
     Args:
         plan: of one new token a row.
         query: (B, Hq, 1, D), last dimension contiguous.
         cache, sliding: key (B, Hkv, C, D) and value (B, Hkv, C, Dv) of the two branches.
-        spans, sliding_spans: int32 (B, Hkv, spans, 2), each of at most l' keys: the first, and
-            the one behind the last.
+        spans: int32 (B, Hkv, spans, 2), contiguous, each of at most l' keys: the first, and the
+            one behind the last, no later than the first where there are none.
+        num_sliding: how many of them, the last ones, are of the window.
     """
-    counts = (spans.shape[2], sliding_spans.shape[2])
-    each = max(1, min(4, plan.units * sum(counts) // TARGET_CTAS))
-    splits = [cdiv(count, each) for count in counts]
-    listed = [
-        torch.nn.functional.pad(x, (0, 0, 0, number * each - x.shape[2]))
-        for x, number in zip((spans, sliding_spans), splits, strict=True)
-    ]
-    table = torch.cat(listed, 2).contiguous()
+    counts = (spans.shape[2] - num_sliding, num_sliding)
+    # A power of two that divides both, at most 4.
+    most = max(1, min(4, plan.units * sum(counts) // TARGET_CTAS))
+    each = gcd(1 << most.bit_length() - 1, *counts)
+    splits = [count // each for count in counts]
     sizes = (plan.units, plan.group, sum(splits))
     partial = query.new_empty((*sizes, plan.value_dim), dtype=torch.float32)
     row_max, row_sum = (query.new_empty(sizes, dtype=torch.float32) for _ in range(2))
     with torch.cuda.device_of(query):
         decode_spans_kernel[(sum(splits), plan.units)](
-            query, *cache, *sliding, table, partial, row_max, row_sum,
+            query, *cache, *sliding, spans, partial, row_max, row_sum,
             *map(strides, (query, *cache, *sliding)),
             plan.kv_heads, splits[0], sum(splits), each, base2_scale(scale),
             GROUP=plan.group, HEAD_DIM=plan.head_dim, VALUE_DIM=plan.value_dim,
@@ -171,7 +173,8 @@ def attend_spans(
             num_warps=plan.warps,
         )  # fmt: skip
     found = (partial, row_max, row_sum)
-    return (
-        merge_splits(*found, 0, splits[0], plan.query_heads),
-        merge_splits(*found, splits[0], splits[1], plan.query_heads),
-    )
+    return [
+        merge_splits(*found, first, count, plan.query_heads)
+        for first, count in zip((0, splits[0]), splits, strict=True)
+        if count
+    ]

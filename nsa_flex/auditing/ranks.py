@@ -62,7 +62,7 @@ def find_ranks_apart(
     if name is None:
         return None
     own = values[name]
-    ids = all_gather(shards, own)[0].transpose(0, 1).flatten(1)  # [B, P * T]
+    ids = all_gather(shards, own).transpose(0, 1).flatten(1)  # [B, P * T]
 
     def run(of_rank: Tensor) -> Tensor:
         args, kwargs = split(_with(values, name, of_rank))
@@ -87,7 +87,7 @@ def _try(run: Callable[[Tensor], Tensor], own: Tensor, shards: SequenceShards) -
             run(own)
     except Exception as raised:
         error = raised
-    failed = all_gather(shards, own.new_full((1,), error is not None, dtype=torch.int32))[0]
+    failed = all_gather(shards, own.new_full((1,), error is not None, dtype=torch.int32))
     if error is not None:
         raise error
     others = [rank for rank, each in enumerate(failed.flatten().tolist()) if each]

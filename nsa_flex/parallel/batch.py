@@ -65,7 +65,7 @@ def last_tokens(
     is_last = places == lengths.to(x.device)[:, None] - 1
     is_last = is_last.view(*x.shape[:2], *[1] * (x.dim() - 2))
     own = torch.where(is_last, x, 0).sum(1)
-    return all_gather(shards, own)[0].sum(0)
+    return all_gather(shards, own).sum(0)
 
 
 def shard_batch(

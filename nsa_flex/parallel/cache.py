@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_flex.compression import Compression, compress_what_is_read
 from nsa_flex.config import NSAConfig, checked_int
-from nsa_flex.decoding import MAX_STEP, New, Stored, store
+from nsa_flex.decoding import MAX_STEP, New, Stored, store_by_kernel
 from nsa_flex.gates import GateLogits
 from nsa_flex.parallel.decoding import step_over_ranks
 from nsa_flex.parallel.parts import Part
@@ -214,27 +214,23 @@ class ShardedCache:
         return self.config.compress_block_size - self.config.compress_stride
 
     def _store(self, new_key: Tensor, new_value: Tensor, own: Stored) -> None:
-        """New tokens at `own.lengths`, counted from the part; others go to the slot behind it."""
-        num_new = new_key.shape[2]
-        last = end = self.part.tokens + self._halo
-        own = own._replace(key=own.key[:, :, : end + 1], value=own.value[:, :, : end + 1])
-        if num_new == 1:  # for which there is a kernel; at the last slot it completes no block
-            is_own = (own.lengths >= 0) & (own.lengths < end)
-            store(
-                New(new_key, new_value, self.phi),
-                own._replace(lengths=torch.where(is_own, own.lengths, last)),
-            )
-            return
-        slots = own.lengths[:, None] + torch.arange(num_new, device=own.key.device)
-        is_own = (slots >= 0) & (slots < end)
-        slots = torch.where(is_own, slots, last)
-        write_slots(own.key, slots, new_key)
-        write_slots(own.value, slots, new_value)
-        compressed = (own.compressed_key, own.compressed_value)
-        compress_completed(*own.branch(0), *compressed, own.lengths, num_new, *self.phi)
+        """New tokens at `own.lengths`, counted from the part; the kernel leaves others out, and
+        operations store them in the slot behind it.
+        """
+        num_new, end = new_key.shape[2], self.part.tokens + self._halo
+        held = own._replace(key=own.key[:, :, :end], value=own.value[:, :, :end])
+        has_tokens, has_blocks = store_by_kernel(New(new_key, new_value, self.phi), held)
+        if not has_tokens:
+            slots = own.lengths[:, None] + torch.arange(num_new, device=own.key.device)
+            slots = torch.where((slots >= 0) & (slots < end), slots, end)
+            write_slots(own.key, slots, new_key)
+            write_slots(own.value, slots, new_value)
+        if not has_blocks:
+            compressed = (own.compressed_key, own.compressed_value)
+            compress_completed(*held.branch(0), *compressed, own.lengths, num_new, *self.phi)
 
     def _held(self, stored: Stored) -> tuple[Tensor, ...]:
-        """Those of the four tensors that are read. In each of the others all rows are one."""
+        """Those of the four tensors that are read."""
         return stored[: 2 + num_compressed(self.config)]
 
     def _allocate(self, key: Tensor, value: Tensor) -> Stored:
@@ -248,9 +244,8 @@ class ShardedCache:
         raw = [value.new_empty(batch, heads, slots, x.shape[3]) for x in (key, value)]
         compressed = []
         for place, x in enumerate((key, value)):
-            shape = (batch, heads // self.num_sets, rows, x.shape[3])
-            own = shape if place < read else shape[3:]
-            compressed.append(value.new_empty(own).expand(shape))
+            shape = (batch, heads // self.num_sets, rows if place < read else 1, x.shape[3])
+            compressed.append(value.new_empty(shape))
         lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)
         return Stored(raw[0], raw[1], compressed[0], compressed[1], lengths)
 

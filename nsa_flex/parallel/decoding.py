@@ -10,7 +10,7 @@ Every rank has the same queries and new tokens. Three ways to share tokens out:
 
 A layer sends three small things, each by one all-gather: `sent_bytes_per_step`.
 
-1. Log-sum-exps of the compressed branch, and, to select blocks, the probabilities of the last
+1. Log-sum-exps of the compressed branch, and, to select blocks, the logits of the last
    compressed blocks, which overlap the next rank's first block.
 2. The best blocks of each rank, as ranks of score and index.
 3. Outputs of each branch, and the log-sum-exps of the selected and sliding ones.
@@ -28,7 +28,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from nsa_flex.decoding import Stored
 from nsa_flex.installed import HAS_TRITON
-from nsa_flex.parallel.parts import Part, Partial
+from nsa_flex.parallel.parts import LN2, UNSEEN, Part, Partial
 from nsa_flex.parallel.shards import SequenceShards, all_gather
 from nsa_flex.selection import RULES, ranks_of_blocks, take_best
 from nsa_flex.storing import take_slots
@@ -70,29 +70,29 @@ def step_over_ranks(
             f'"{config.selection}": keep the cache on one rank'
         )
     part = Part.of(shards, tokens)
-    new = torch.arange(query.shape[2], device=query.device)
-    positions = stored.lengths[:, None] + new  # [B, T]
-    precision = torch.promote_types(query.dtype, torch.float32)
-    gate: dict[str, Tensor] = dict(
-        zip(config.branches, gates.to(precision).unbind(-1), strict=True)
-    )
-    own = _parts(query, stored, config)(query, stored, positions, part, config, scale)
-    parts: dict[str, Partial] = {}
+    own = _parts(query, stored, config)(query, stored, part, config, scale)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
     blocks: Tensor | None = None
     if config.compresses:
-        out, own_lse, tail = own.compressed()
-        lses, *tails = all_gather(shards, own_lse, *([tail] if config.has("selected") else []))
-        lse = lses.logsumexp(0)
-        weight = _weight(lses, lse)[..., None]  # [P, B, Hq, T, 1]
-        parts["compressed"] = Partial(out * weight[shards.rank], lse)
+        (out, lse), tail = own.compressed()
+        sent = torch.cat((lse[..., None], tail), -1) if config.has("selected") else lse[..., None]
+        found = all_gather(shards, sent)  # [P, B, Hq, T, 1 + l / d - 1]
+        if config.has("compressed"):
+            outs, lses = [out], [found[..., :1]]
         if config.has("selected"):
-            before = shards.rank - 1
-            edge = tails[0][before] * weight[before] * (0.0 if shards.rank == 0 else 1.0)
+            # Before the first rank there is nothing.
+            edge = found[shards.rank - 1, ..., 1:] - (0.0 if shards.rank else float("inf"))
             total = part.total // config.select_block_size
-            best = own.candidates(lse, edge)
+            best = own.candidates(_lse_over_ranks(found[..., 0]), edge)
             blocks = choose_over_ranks(best, shards, total, config.num_selected_blocks)
-    parts |= own.local(blocks)
-    return merge(parts, gate, shards).to(query.dtype)
+    return merge(outs, lses, own.local(blocks), gates, shards).to(query.dtype)
+
+
+def _lse_over_ranks(lses: Tensor) -> Tensor:
+    """Log-sum-exp of (P, ...), finite; the first rank sees something where any does."""
+    finite = lses.clamp(min=UNSEEN)
+    return finite[0] - finite.log_softmax(0)[0]  # three kernels, where logsumexp has nine
 
 
 def _parts(query: Tensor, stored: Stored, config: NSAConfig) -> type[Any]:
@@ -105,19 +105,27 @@ def _parts(query: Tensor, stored: Stored, config: NSAConfig) -> type[Any]:
     return OperationParts
 
 
-def merge(parts: dict[str, Partial], gate: dict[str, Tensor], shards: SequenceShards) -> Tensor:
-    """The gated sum of all branches over all ranks, from each rank's parts of them."""
-    local = [name for name in ("selected", "sliding") if name in gate]
-    lse = torch.stack([parts[name].lse for name in local], -1) if local else None
-    out = [parts[name].out * gate[name][..., None] for name in gate]
-    found = all_gather(shards, torch.cat(out, -1), *([] if lse is None else [lse]))
-    outs = dict(zip(gate, found[0].chunk(len(gate), -1), strict=True))  # [P, B, Hq, T, Dv]
-    total = outs["compressed"].sum(0) if "compressed" in gate else 0.0
-    for i, name in enumerate(local):
-        lses = found[1][..., i]
-        total = total + (outs[name] * _weight(lses, lses.logsumexp(0))[..., None]).sum(0)
-    assert isinstance(total, Tensor)
-    return total
+def merge(
+    outs: list[Tensor],
+    lses: list[Tensor],
+    local: list[Partial],
+    gates: Tensor,
+    shards: SequenceShards,
+) -> Tensor:
+    """The gated sum of all branches over all ranks, from each rank's parts of them.
+
+    Args:
+        outs: (B, Hq, T, Dv) of the compressed branch, if there is one.
+        lses: (P, B, Hq, T, 1) of that branch, of all ranks.
+        local: of the other branches.
+        gates: (B, Hq, T, C).
+    """
+    outs = [*outs, *(each.out for each in local)]
+    sent = torch.cat((*outs, *(each.lse[..., None] for each in local)), -1)
+    found = all_gather(shards, sent).split([sent.shape[-1] - len(local), len(local)], -1)
+    # Where no rank saw anything, out is 0 on all of them.
+    weight = torch.cat((*lses, found[1]), -1).clamp(min=UNSEEN).softmax(0) * gates
+    return (found[0].unflatten(-1, (len(outs), -1)) * weight[..., None]).sum((0, -2))
 
 
 class OperationParts:
@@ -127,41 +135,41 @@ class OperationParts:
         self,
         query: Tensor,
         stored: Stored,
-        positions: Tensor,
         part: Part,
         config: NSAConfig,
         scale: float,
     ) -> None:
-        self.query, self.stored, self.positions = query, stored, positions
+        self.query, self.stored = query, stored
         self.part, self.config, self.scale = part, config, scale
+        new = torch.arange(query.shape[2], device=query.device)
+        self.positions = stored.lengths[:, None] + new  # [B, T]
 
-    def compressed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The compressed branch's out and lse, and probabilities (B, Hq, T, l / d - 1) of the
-        blocks that reach over the end of the part.
+    def compressed(self) -> tuple[Partial, Tensor]:
+        """The compressed branch, and base-2 logits (B, Hq, T, l / d - 1) of the blocks that
+        reach over the end of the part.
         """
         config = self.config
         rows = self.part.tokens // config.compress_stride
-        key, value = (x[:, :, :rows] for x in self.stored[2:4])
+        key, value = self.stored[2:4]
+        value = value.expand(-1, -1, rows, -1)  # one row where no branch reads them
         start = torch.arange(rows, device=key.device) * config.compress_stride
         last = self.part.base + start + config.compress_block_size - 1
         visible = last <= self.positions[..., None]  # [B, T, N]
-        (out, self.lse), self.probabilities = _attend(
-            self.query, key, value, visible[:, None, None], self.scale
-        )
+        found, self.logits = _attend(self.query, key, value, visible[:, None, None], self.scale)
         reaching = config.compress_block_size // config.compress_stride - 1
-        return out, self.lse, self.probabilities[..., rows - reaching :]
+        return found, self.logits[..., rows - reaching :] / LN2
 
     def candidates(self, lse: Tensor, edge: Tensor) -> Tensor:
         """Ranks of the best of this rank's blocks, int64 (B, Hkv, T, at most n), -1 for none.
 
         Args:
-            lse: (B, Hq, T), over all ranks.
-            edge: probabilities (B, Hq, T, l / d - 1) of blocks that reach into this part.
+            lse: (B, Hq, T), over all ranks, finite.
+            edge: base-2 logits (B, Hq, T, l / d - 1) of blocks that reach into this part.
         """
         config = self.config
-        own = self.probabilities * _weight(self.lse, lse)[..., None]
+        p = (torch.cat((edge * LN2, self.logits), -1) - lse[..., None]).exp()
         kv_heads = self.stored.compressed_key.shape[1]
-        summed = torch.cat((edge, own), -1).unflatten(1, (kv_heads, -1)).sum(2).float()
+        summed = p.unflatten(1, (kv_heads, -1)).sum(2).float()
         per_block = config.select_block_size // config.compress_stride
         # One more block in front, of which nothing but what reaches over its end is there.
         rows = torch.nn.functional.pad(summed, (per_block - edge.shape[-1], 0))
@@ -178,32 +186,31 @@ class OperationParts:
         best = min(config.num_selected_blocks, number)
         return rank.topk(best, -1, sorted=False).values
 
-    def local(self, blocks: Tensor | None) -> dict[str, Partial]:
+    def local(self, blocks: Tensor | None) -> list[Partial]:
         """The selected branch over those of `blocks` that this rank holds, and the sliding one."""
-        query, stored, positions, part = self.query, self.stored, self.positions, self.part
-        config, scale, found = self.config, self.scale, {}
+        query, positions, part = self.query, self.positions, self.part
+        config, scale, found = self.config, self.scale, []
         if blocks is not None:
-            found["selected"] = selected_part(
-                query, *stored.branch(1), blocks, positions, part, config, scale
-            )
+            selected = self.stored.branch(1)
+            found = [selected_part(query, *selected, blocks, positions, part, config, scale)]
         if config.has("sliding"):
-            found["sliding"] = sliding_part(
-                query, *stored.branch(2), positions, part, config, scale
-            )
+            sliding = self.stored.branch(2)
+            found.append(sliding_part(query, *sliding, positions, part, config, scale))
         return found
 
 
 def choose_over_ranks(own: Tensor, shards: SequenceShards, total: int, number: int) -> Tensor:
-    """int32 (B, Hkv, T, n): the chosen blocks of whole rows, in any order, -1 for none.
+    """int32 (B, Hkv, T, n): the chosen blocks of whole rows, in any order.
+
+    Where there are fewer, the others lie behind the query, or are block `total`.
 
     Args:
         own: int64 (B, Hkv, T, at most n), ranks of this rank's best blocks, -1 for none.
         total: blocks of a full cache. number: n.
     """
-    (everywhere,) = all_gather(shards, own)
-    candidates = torch.cat(everywhere.unbind(0), -1)
+    candidates = all_gather(shards, own).movedim(0, -2).flatten(-2)
     best = candidates.topk(min(number, candidates.shape[-1]), -1, sorted=False).values
-    return torch.where(best >= 0, total - 1 - (best & 0xFFFFFFFF), -1).to(torch.int32)
+    return total - 1 - best.view(torch.int32)[..., ::2]  # the lower halves
 
 
 def selected_part(
@@ -220,7 +227,7 @@ def selected_part(
     batch, kv_heads, num_queries, _ = blocks.shape
     size = config.select_block_size
     own = blocks - part.base // size
-    held = (blocks >= 0) & (own >= 0) & (own < part.tokens // size)
+    held = (own >= 0) & (own < part.tokens // size)
     slots = own[..., None] * size + torch.arange(size, device=key.device)
     visible = held[..., None] & (part.base + slots <= positions[:, None, :, None, None])
     slots = slots.clamp(0, part.tokens - 1).flatten(2)  # [B, Hkv, T * n * l']
@@ -258,25 +265,15 @@ def sliding_part(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
 ) -> tuple[Partial, Tensor]:
-    """Softmax attention under a mask (B, Hkv or 1, 1, T, K), and its weights (B, Hq, T, K)."""
+    """Softmax attention under a mask (B, Hkv or 1, 1, T, K), and its logits (B, Hq, T, K)."""
     precision = torch.promote_types(query.dtype, torch.float32)  # of the choice of blocks, too
     grouped = query.unflatten(1, (key.shape[1], -1)).to(precision)  # [B, Hkv, G, T, D]
     logits = grouped @ key[:, :, None].mT.to(precision) * scale
     logits = logits.masked_fill(~visible, float("-inf"))
     lse = logits.logsumexp(-1)
-    weights = (logits - _finite(lse)[..., None]).exp()
+    weights = (logits - lse.clamp(min=UNSEEN)[..., None]).exp()
     out = weights.to(value.dtype) @ value[:, :, None]
-    return Partial(out.to(precision).flatten(1, 2), lse.flatten(1, 2)), weights.flatten(1, 2)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """0 where nothing was seen: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN."""
-    return lse.masked_fill(lse == float("-inf"), 0.0)
-
-
-def _weight(lses: Tensor, lse: Tensor) -> Tensor:
-    """Share of each rank (P, ...) in a branch whose log-sum-exp over all ranks is `lse`."""
-    return (lses - _finite(lse)).exp()
+    return Partial(out.to(precision).flatten(1, 2), lse.flatten(1, 2)), logits.flatten(1, 2)
 
 
 NUM_COLLECTIVES = 3  # of a layer's step

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from nsa_flex.parallel.shards import SequenceShards
 
+LN2 = 0.6931471805599453
+UNSEEN = -1e30  # for a log-sum-exp of -inf, which minus itself would be NaN
+
 
 class Part(NamedTuple):
     """The tokens of a rank: `tokens` of them from `base` on, of `total` that there may be."""

@@ -230,9 +230,8 @@ def _add_chunks(total: Tensor, grad: Tensor) -> None:
         total[row, :, : of_chunk.shape[1]].add_(of_chunk)
 
 
-def all_gather(shards: SequenceShards, *own: Tensor) -> list[Tensor]:
-    """(P, *shape) of each rank's tensors of one dtype, by one collective; without gradients."""
-    flat = torch.cat([x.flatten() for x in own])
-    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, shards.size, shards.group))
-    parts = whole.view(shards.size, -1).split([x.numel() for x in own], 1)
-    return [part.view(shards.size, *x.shape) for part, x in zip(parts, own, strict=True)]
+def all_gather(shards: SequenceShards, own: Tensor) -> Tensor:
+    """(P, *shape) of each rank's tensor, by one collective; without gradients."""
+    sent = _ops.all_gather_into_tensor(own.flatten(), shards.size, shards.group)
+    whole: Tensor = _ops.wait_tensor(sent)
+    return whole.view(shards.size, *own.shape)

@@ -68,7 +68,7 @@ def ranks_apart(
         raise ValueError("the mesh has 1 rank; check_ranks needs several")
     share = shards.shard if shard is None else shard
     places = share(torch.arange(input_ids.shape[1], device=input_ids.device)[None])
-    whole = all_gather(shards, places)[0].flatten(1)  # [P, T]
+    whole = all_gather(shards, places).flatten(1)  # [P, T]
     firsts = whole.amin(1).tolist()
     with torch.no_grad():
         before = loss(share(input_ids)).double()
@@ -79,7 +79,7 @@ def ranks_apart(
             token = input_ids[:, first]
             changed[:, first] = torch.where(token > 0, token - 1, token + 1)
             moves.append((loss(share(changed)).double() - before).abs() > 4 * noise)
-    moved = all_gather(shards, torch.stack(moves).flatten())[0]  # [P, P], of rank, by other
+    moved = all_gather(shards, torch.stack(moves).flatten())  # [P, P], of rank, by other
     return [
         f"rank {rank} does not see those of rank {other}"
         for rank, last in enumerate(whole.amax(1).tolist())

@@ -180,6 +180,25 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("kind", ["mean", "weighted"])
+def test_what_lies_before_a_part_or_behind_it_is_left_out(kind: Any, tokens: int) -> None:
+    """As of a `ShardedCache`: tokens 32 to 67 of rows, whose lengths count from token 32."""
+    past = (0, 27, 29, 31, 32, 40, 63, 65, 67, 68, 90)
+    problem = Problem(Case(past=past, tokens=tokens, capacity=96, kind=kind))
+    raw = [x[:, :, 32:68].clone() for x in problem.raw]
+    compressed = [x[:, :, 8:16].clone() for x in problem.compressed]
+    rest = (problem.lengths - 32, *problem.args[7:])
+    kernel.store(*problem.new, *raw, *compressed, *rest)
+    kernel.store(*problem.args)
+    for found, whole in zip((*raw, *compressed), (*problem.raw, *problem.compressed), strict=True):
+        first = 32 if found.shape[2] == 36 else 8
+        want = whole[:, :, first : first + found.shape[2]]
+        torch.testing.assert_close(found, want, equal_nan=True)
+    assert not compressed[0].isnan().all()
+
+
+@kernels
 def test_a_cache_shorter_than_a_block() -> None:
     check(Case(PAPER, past=(0, 3), tokens=9, capacity=20))
 
@@ -193,11 +212,13 @@ def test_separate_keys_of_each_branch(kind: Any) -> None:
 
 @kernels
 def test_compressed_values_that_nobody_reads_have_one_row() -> None:
-    """As of a `ShardedCache` without a compressed branch: they may be written, into that row."""
-    problem, beside = Problem(Case(past=(21, 7))), Problem(Case())
-    problem.compressed[1] = beside.compressed[1][0, 0, 0].expand_as(problem.compressed[1])
+    """As of a cache without a compressed branch: they may be written, into that row."""
+    problem = Problem(Case(replace(SMALL, branches=("selected", "sliding")), past=(21, 7)))
+    beside = problem.compressed[1]
+    problem.compressed[1] = beside[:, :, 1:2]
     kernel.store(*problem.args)
-    assert beside.compressed[1][0, 0, 1:].isnan().all()
+    assert beside[:, :, 0].isnan().all()
+    assert beside[:, :, 2:].isnan().all()
     for each in (problem.whole, problem.raw, problem.compressed, problem.phi):
         each.pop()
     problem.check()
