@@ -40,8 +40,8 @@ def decode_spans_kernel(
 ):  # fmt: skip
     """CTA (split, KV head of a batch row): some spans, of up to SPAN keys, for a group's heads.
 
-    span_ptr int32 (units, splits · spans_per_split, 2): first key and the one behind the last;
-    equal where there is none. Splits from `first_sliding_split` on read the sliding keys.
+    span_ptr int32 (units, splits · spans_per_split, 2): first key and the one behind the last,
+    no later where there is none. Splits from `first_sliding_split` on read the sliding keys.
     """
     BLOCK_D: tl.constexpr = width_of(HEAD_DIM)
     BLOCK_DV: tl.constexpr = width_of(VALUE_DIM)

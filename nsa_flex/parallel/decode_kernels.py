@@ -61,7 +61,7 @@ class PartPlan(DecodePlan):
         return max(128, next_power_of_2(blocks))
 
 
-def _ranking(plan: PartPlan) -> PartPlan:
+def _ranking(plan: DecodePlan) -> DecodePlan:
     """The plan of the top-k kernel over all blocks of a part, whatever a query's own is."""
     config = dataclasses.replace(
         plan.config,
@@ -159,9 +159,9 @@ class KernelParts:
         config, size = self.config, self.config.select_block_size
         seen = config.window_size if config.has("sliding") else 0
         end = self.own + 1  # [B], behind the last key that the query sees
-        window = end[:, None] + torch.arange(-seen, 0, size, device=end.device)  # [B, count]
-        window = window[:, None].expand(-1, blocks.shape[1], -1)
-        first = torch.cat((blocks[:, :, 0] * size - self.base, window), -1).to(torch.int32)
+        back = torch.arange(-seen, 0, size, dtype=torch.int32, device=end.device)
+        window = (end[:, None] + back)[:, None].expand(-1, blocks.shape[1], -1)
+        first = torch.cat((blocks[:, :, 0] * size - self.base, window), -1)  # [B, Hkv, spans]
         # Of other parts' keys none are left.
         stop = torch.minimum(first + size, end.clamp(max=self.tokens)[:, None, None])
         return [
@@ -172,7 +172,7 @@ class KernelParts:
                 self.stored.branch(1),
                 self.stored.branch(2),
                 torch.stack((first.clamp(min=0), stop), -1),
-                window.shape[-1],
+                len(back),
                 self.scale,
             )
         ]

@@ -188,12 +188,14 @@ class OperationParts:
 
     def local(self, blocks: Tensor | None) -> list[Partial]:
         """The selected branch over those of `blocks` that this rank holds, and the sliding one."""
-        query, stored, found = self.query, self.stored, []
-        rest = (self.positions, self.part, self.config, self.scale)
+        query, positions, part = self.query, self.positions, self.part
+        config, scale, found = self.config, self.scale, []
         if blocks is not None:
-            found.append(selected_part(query, *stored.branch(1), blocks, *rest))
-        if self.config.has("sliding"):
-            found.append(sliding_part(query, *stored.branch(2), *rest))
+            selected = self.stored.branch(1)
+            found = [selected_part(query, *selected, blocks, positions, part, config, scale)]
+        if config.has("sliding"):
+            sliding = self.stored.branch(2)
+            found.append(sliding_part(query, *sliding, positions, part, config, scale))
         return found
 
 

@@ -232,6 +232,6 @@ def _add_chunks(total: Tensor, grad: Tensor) -> None:
 
 def all_gather(shards: SequenceShards, own: Tensor) -> Tensor:
     """(P, *shape) of each rank's tensor, by one collective; without gradients."""
-    flat = own.flatten()
-    whole: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, shards.size, shards.group))
+    sent = _ops.all_gather_into_tensor(own.flatten(), shards.size, shards.group)
+    whole: Tensor = _ops.wait_tensor(sent)
     return whole.view(shards.size, *own.shape)

@@ -53,6 +53,7 @@ CASES = {
     "no whole tile": Case(tokens=176, positions=(180, 360, 353, 170), group=1, config=WIDE),
     "G 16, keys of each branch": Case(group=16, num_sets=3, positions=(400,), dims=(24, 16)),
     "no window": Case(config=replace(SMALL, branches=("selected",))),
+    "blocks in chunks": Case(tokens=4096, positions=(5000,), group=2),
     "many rows": Case(positions=(300, 400, 500) * 14, group=2),
 }
 
