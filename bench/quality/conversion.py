@@ -284,7 +284,8 @@ def _trained(
 ) -> dict[str, Any]:
     """The result of `train`, or of `convert` with the stage alone."""
     gc.collect()  # the model of the stage before
-    torch.compiler.reset()
+    if stage.steps >= study.recipe.compile_from:
+        torch.compiler.reset()  # lest the stages before count towards the limit of recompilations
     out = study.folder(piece)
     own = _settings(study, stage)
     deadline = Deadline(study.until)
