@@ -45,13 +45,12 @@ from nsa_flex.training.models import build_model
 from nsa_flex.training.run import MODEL_FOLDER, train
 from nsa_flex.training.tokenization import BYTES
 
-FORWARD_TOKENS = 1 << 16  # of an evaluation
 DENSE = "dense"  # the piece that the others start from
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sizes of the study; steps are of `tokens_per_step` tokens at every length.
+    """Sizes of the study; steps are of `tokens_per_step` tokens at every length, as forwards are.
 
     Args:
         size: of the model, as of `variants`.
@@ -285,7 +284,8 @@ def _trained(
 ) -> dict[str, Any]:
     """The result of `train`, or of `convert` with the stage alone."""
     gc.collect()  # the model of the stage before
-    torch.compiler.reset()
+    if stage.steps >= study.recipe.compile_from:
+        torch.compiler.reset()  # lest the stages before count towards the limit of recompilations
     out = study.folder(piece)
     own = _settings(study, stage)
     deadline = Deadline(study.until)
@@ -354,7 +354,7 @@ def _losses(
     with best_dense() if variant == "dense" else contextlib.nullcontext():
         for length in (recipe.length, recipe.long_length):
             rows = held_out.reshape(-1, length)
-            losses = token_losses(model, rows, max(1, FORWARD_TOKENS // length), device)
+            losses = token_losses(model, rows, recipe.tokens_per_step // length, device)
             found[str(length)] = summary(losses.numpy(), rows.numpy().astype(np.uint8))
     return found
 

@@ -176,6 +176,13 @@ def test_losses_are_told_relative_to_the_control_of_the_same_seed() -> None:
     assert list(table["tokens"]) == ["0.0 M", "2.0 M", "2.0 M", "2.0 M"]
 
 
+def test_a_conversion_takes_at_most_a_fifth_of_the_pretraining() -> None:
+    recipe = Recipe()
+    dense, *others = pieces(recipe)
+    for piece in others:
+        assert 5 * sum(stage.steps for stage in piece.stages) <= dense.stages[0].steps
+
+
 def test_lengths_that_do_not_fit_a_step_are_refused() -> None:
     with pytest.raises(ValueError, match=r"length=60 must divide long_length=128, and that"):
         dataclasses.replace(TINY, length=60)
