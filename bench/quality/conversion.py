@@ -34,7 +34,7 @@ from nsa_flex.bench.quality.build import MANIFEST, sha256
 from nsa_flex.bench.quality.conversion_report import conversion
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.evaluation import summary, token_losses
-from nsa_flex.bench.quality.one_run import ROW, held_out_rows
+from nsa_flex.bench.quality.one_run import ROW, held_out_rows, write_row
 from nsa_flex.bench.quality.variants import config_of
 from nsa_flex.bench.report.cells import markdown
 from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
@@ -200,7 +200,9 @@ def run_piece(study: Study, piece: Piece, held_out: Tensor, note: Callable[[Row]
     is_first = piece.variant != "dense" and first_of[piece.variant] == piece.name
     if is_first and "patched" not in row:
         row["patched"] = _losses(recipe, piece.variant, model, held_out)
-        note(_written(folder, row))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_row(folder, row)
+        note(row)
     done = {stage["name"] for stage in row["stages"]}
     for stage in piece.stages:
         first, count = seen.get(stage.seq_len, 0), _rows_of(stage, recipe)
@@ -216,7 +218,7 @@ def run_piece(study: Study, piece: Piece, held_out: Tensor, note: Callable[[Row]
             _add(row, stage, result)
             if stage == piece.stages[-1]:
                 row["status"] = "ok"
-            _written(folder, row)
+            write_row(folder, row)
         note(row)
         model = folder / stage.name / MODEL_FOLDER
     return row
@@ -269,14 +271,6 @@ def _add(row: Row, stage: Stage, result: dict[str, Any]) -> None:
     row["steps"] += stage.steps
     row["tokens"] += tokens
     row["seconds"] = round(row["seconds"] + result["seconds"], 2)
-
-
-def _written(folder: Path, row: Row) -> Row:
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f"{ROW}.new"
-    draft.write_text(json.dumps(row) + "\n")
-    draft.replace(folder / ROW)
-    return row
 
 
 def _trained(

@@ -116,9 +116,14 @@ class Evaluation(TrainerCallback):
             "training_losses": [[row["step"], round(row["loss"], 3)] for row in losses[::4]],
             "shares": _shares(read_rows(self.folder, "gates")),
         }
-        draft = self.folder / f"{ROW}.new"
-        draft.write_text(json.dumps(self.row) + "\n")
-        draft.replace(self.folder / ROW)
+        write_row(self.folder, self.row)
+
+
+def write_row(folder: Path, row: Row) -> None:
+    """What `ROW` in the folder of a run holds from now on."""
+    draft = folder / f"{ROW}.new"
+    draft.write_text(json.dumps(row) + "\n")
+    draft.replace(folder / ROW)
 
 
 def _shares(gates: list[dict[str, Any]]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from distributed.test_context_parallel import Problem
 
 from nsa_flex import NSAConfig, attention
 from nsa_flex.parallel import shard_sequence
-from reference.interpreter import INTERPRETED
+from reference.interpreter import INTERPRETED, noted_kernels
 
 pytest.importorskip("triton")
 
@@ -30,8 +29,6 @@ def test_chunks_run_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def chunks(_device: torch.device) -> None:
     """Both chunks of each rank, with gradients, against one process in float64."""
-    from triton.runtime import interpreter
-
     assert INTERPRETED
     warnings.simplefilter("ignore", RuntimeWarning)  # log2(0), and what masks hide
     config = NSAConfig(8, 4, 16, 4, window_size=20)
@@ -44,14 +41,7 @@ def chunks(_device: torch.device) -> None:
     problem.grad = problem.grad.float()
     problem.phis.float()
 
-    ran: list[str] = []
-    run = interpreter.GridExecutor.__call__
-
-    def noting(self: Any, *args: Any, **options: Any) -> None:
-        ran.append(self.fn.__name__)
-        run(self, *args, **options)
-
-    interpreter.GridExecutor.__call__ = noting
+    ran = noted_kernels()
     attention.is_fused = lambda *_: True  # as on CUDA
     own, found = problem.sharded(dist.group.WORLD)
     # One kernel ends the forward of each chunk; the first chunk of all is short.

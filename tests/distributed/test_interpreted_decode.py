@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from distributed.ranks import on_ranks
 from nsa_flex import Compression, NSAConfig, decoding
 from nsa_flex.parallel import ShardedCache
 from nsa_flex.parallel import decoding as parallel_decoding
-from reference.interpreter import INTERPRETED
+from reference.interpreter import INTERPRETED, noted_kernels
 
 pytest.importorskip("triton")
 
@@ -43,20 +42,11 @@ def test_steps_by_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @torch.no_grad()
 def steps(_device: torch.device) -> None:
     """Rows that end at and around the edge of the first part, and short ones; against float64."""
-    from triton.runtime import interpreter
-
     from nsa_flex.parallel import decode_kernels
 
     assert INTERPRETED
     warnings.simplefilter("ignore", RuntimeWarning)  # log2(0), and what masks hide
-    ran: list[str] = []
-    run = interpreter.GridExecutor.__call__
-
-    def noting(self: Any, *args: Any, **options: Any) -> None:
-        ran.append(self.fn.__name__)
-        run(self, *args, **options)
-
-    interpreter.GridExecutor.__call__ = noting
+    ran = noted_kernels()
     operations, on_cpu = parallel_decoding._parts, decoding.store_unsupported_reason
     part = 176
     lengths = (3, 15, 40, part - 20, part - 1, part, part + 7, part + 33, 2 * part - 2)

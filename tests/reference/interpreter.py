@@ -47,6 +47,21 @@ def run_in_the_interpreter(
     assert " passed" in result.stdout
 
 
+def noted_kernels() -> list[str]:
+    """Names of the kernels that this process runs in the interpreter from now on, in order."""
+    from triton.runtime import interpreter
+
+    ran: list[str] = []
+    run = interpreter.GridExecutor.__call__
+
+    def noting(self: Any, *args: Any, **options: Any) -> None:
+        ran.append(self.fn.__name__)
+        run(self, *args, **options)
+
+    interpreter.GridExecutor.__call__ = noting
+    return ran
+
+
 def _xor_sums_by_numpy() -> None:
     """Mends the interpreter's slowest reduction, which `tl.sort` is made of.
 
