@@ -129,9 +129,10 @@ class KernelParts:
             self.blocks[..., : config.num_initial_blocks] = float("inf")
         block = self.own[:, None] // size - torch.arange(local, device=self.own.device)
         # Those of other parts to the end of a row of scores, which is not read any more.
-        block = block.masked_fill(block >= number, -1).clamp(min=-1)
-        row = torch.arange(plan.batch, device=block.device)[:, None]
-        self.score.unflatten(0, (plan.batch, -1))[row, :, :, block] = float("inf")
+        score = self.score.view(plan.batch, -1, self.score.shape[-1])
+        end = score.shape[-1] - 1
+        block = block.masked_fill((block < 0) | (block >= number), end)
+        score.scatter_(2, block[:, None].expand(-1, score.shape[1], -1), float("inf"))
         ranked = _ranking(plan)
         workspace = ranked.workspace(self.query.device)._replace(score=self.score)
         torch.div(lse.view(first.shape), LN2, out=workspace.row_max[..., 0])
