@@ -114,6 +114,10 @@ def pieces(recipe: Recipe) -> tuple[Piece, ...]:
         Piece("converted-mlp", "mlp", (align, sparse, long)),
         Piece("aligned-sparse", "mean", (align, aligned, long)),
         Piece("no-long", "mean", (align, never_long)),
+        Piece("max-pool", "max-pool", (all_short, long)),
+        Piece("more-blocks", "blocks-32", (all_short, long)),
+        Piece("small-blocks", "small-blocks", (all_short, long)),
+        Piece("half-dense", "dense-nsa", (all_short, long)),
     )
 
 
@@ -284,14 +288,15 @@ def _trained(
     own = _settings(study, stage)
     deadline = Deadline(study.until)
     if piece.variant != "dense":
-        nsa = config_of(piece.variant, study.recipe.size).to_dict()["model"]["nsa"]
+        model_of = config_of(piece.variant, study.recipe.size).to_dict()["model"]
+        chosen = [f"model.{name}={json.dumps(model_of[name])}" for name in ("nsa", "dense_layers")]
         return convert(
             str(model),
             out,
             [str(text)],
             tokenizer="bytes",
             stages=[stage],
-            overrides=[*own, f"model.nsa={json.dumps(nsa)}"],
+            overrides=[*own, *chosen],
             callbacks=lambda config: [deadline],
         )
     own += [
@@ -341,6 +346,7 @@ def _losses(
         attention=config.model.attention,
         init="dense",
         nsa=config.model.nsa,
+        dense_layers=config.model.dense_layers,
     )
     device = _device()
     model = build_model(section, config.data, BYTES).to(device)

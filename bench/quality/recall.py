@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from nsa_flex import NSAConfig, patch
+from nsa_flex import NSAConfig
 from nsa_flex.bench.cases.models import best_dense
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
@@ -32,6 +31,9 @@ from nsa_flex.bench.quality.recall_causes import causes_of
 from nsa_flex.bench.quality.recall_tasks import TASKS, VOCABULARY, Batch, Task, make_batch
 from nsa_flex.bench.quality.variants import variants
 from nsa_flex.bench.report.rows import Row, write_rows
+from nsa_flex.training.config import DataSection, ModelSection
+from nsa_flex.training.models import build_model
+from nsa_flex.training.tokenization import BYTES
 
 ROW = "recall.json"
 STATE = "state.pt"
@@ -105,29 +107,31 @@ class Recipe:
 def build(recipe: Recipe, variant: str, seed: int) -> Any:
     """A fresh model of a variant of the study: one of its attentions."""
     found = variants()[variant]
-    if found.layers:
-        raise ValueError(f"variant is {variant!r}; expected one whose layers are all of a kind")
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=VOCABULARY,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=3 * recipe.hidden_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.num_heads,
-        num_key_value_heads=recipe.num_kv_heads,
-        head_dim=recipe.head_dim,
-        rope_theta=1e5,
-        max_position_embeddings=2 * max(length for length, _ in recipe.tests),
-        use_cache=False,
+    if "window" in found.layers:
+        raise ValueError(f"variant is {variant!r}; expected one without layers of windows alone")
+    sizes = dataclasses.replace(
+        recipe.nsa, compression=found.compression, branches=found.branches, **found.nsa
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if found.attention == "nsa":
-        sizes = dataclasses.replace(
-            recipe.nsa, compression=found.compression, branches=found.branches
-        )
-        patch(model, sizes)
-    return model
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": VOCABULARY,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": 3 * recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "head_dim": recipe.head_dim,
+        "rope_theta": 1e5,
+        "max_position_embeddings": 2 * max(length for length, _ in recipe.tests),
+    }
+    section = ModelSection(
+        config=config,
+        attention=found.attention,
+        nsa=sizes,
+        dense_layers=found.dense_layers(recipe.num_layers),
+    )
+    torch.manual_seed(seed)
+    return build_model(section, DataSection(files=()), BYTES)
 
 
 class Steps(Dataset):

@@ -9,9 +9,10 @@ does: windows by chunks instead of a mask over S × S.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +37,9 @@ class Variant:
     Args:
         attention: "nsa" patches the layers that `layers` does not name otherwise.
         compression: φ.
-        layers: kinds of the layers, repeated; those that are not of NSA are the model's own. Empty
-            for all of the one kind that `attention` says.
+        layers: kinds of the layers, repeated. Empty for all of the one kind that `attention` says.
         branches: of NSA. Without the compressed one its keys still choose the blocks.
+        nsa: other sizes of NSA than the config's.
         parameters_of: a variant; the MLP is widened until this one has as many parameters.
     """
 
@@ -46,7 +47,16 @@ class Variant:
     compression: CompressionKind = "mlp"
     layers: tuple[LayerKind, ...] = ()
     branches: tuple[BranchName, ...] = BRANCHES
+    nsa: dict[str, Any] = field(default_factory=dict)
     parameters_of: str | None = None
+
+    def kinds(self, count: int) -> tuple[LayerKind, ...]:
+        """Of `count` layers; none where all are of one kind."""
+        return tuple(each for each, _ in zip(cycle(self.layers), range(count), strict=False))
+
+    def dense_layers(self, count: int) -> tuple[int, ...]:
+        """As of `ModelSection`: numbers of those of `count` layers beside NSA's that are dense."""
+        return tuple(i for i, kind in enumerate(self.kinds(count)) if kind == "dense")
 
 
 @cache
@@ -76,12 +86,16 @@ def config_of(name: str, size: str, overrides: tuple[str, ...] = ()) -> TrainCon
     variant = variants()[name]
     config = read_config(str(_configs() / f"{size}.yaml"), overrides)
     nsa = dataclasses.replace(
-        config.model.nsa, compression=variant.compression, branches=variant.branches
+        config.model.nsa,
+        compression=variant.compression,
+        branches=variant.branches,
+        **variant.nsa,
     )
     model = dataclasses.replace(
         config.model,
         attention=variant.attention,
         nsa=nsa,
+        dense_layers=variant.dense_layers(_num_layers(config)),
         config={**(config.model.config or {}), **_layer_types(variant, config)},
     )
     config = dataclasses.replace(config, model=model)
@@ -96,22 +110,17 @@ def parameters(config: TrainConfig) -> int:
 
 
 def _layer_types(variant: Variant, config: TrainConfig) -> dict[str, Any]:
-    """What transformers calls them. `patch` leaves layers with a window as they are.
-
-    A dense layer beside NSA's is one whose window is longer than a row, though not than what the
-    model was made for.
-    """
-    if not variant.layers:
+    """What transformers calls them. `patch` leaves layers with a window as they are."""
+    if "window" not in variant.layers:
         return {}
-    count, length = (config.model.config or {})["num_hidden_layers"], config.data.seq_len
-    kinds = [variant.layers[i % len(variant.layers)] for i in range(count)]
-    names = ["full_attention" if kind == "nsa" else "sliding_attention" for kind in kinds]
-    return {
-        "layer_types": names,
-        "use_sliding_window": True,
-        "sliding_window": config.model.nsa.window_size if "window" in kinds else length + 1,
-        "max_position_embeddings": 2 * length,
-    }
+    kinds = variant.kinds(_num_layers(config))
+    names = ["sliding_attention" if kind == "window" else "full_attention" for kind in kinds]
+    window = config.model.nsa.window_size
+    return {"layer_types": names, "use_sliding_window": True, "sliding_window": window}
+
+
+def _num_layers(config: TrainConfig) -> int:
+    return (config.model.config or {})["num_hidden_layers"]
 
 
 def _widened(config: TrainConfig, wanted: int) -> TrainConfig:

@@ -33,6 +33,8 @@ class ModelSection:
         init: where the gates start, "paper" or "dense".
         backend: as of `nsa_attention`.
         nsa: sizes of NSA; of a patched checkpoint its own hold.
+        dense_layers: numbers of decoder layers that keep the attention that they have; of a
+            patched checkpoint those that it was patched with.
     """
 
     preset: str | None = None
@@ -42,6 +44,7 @@ class ModelSection:
     init: GateInit = "paper"
     backend: Literal["auto", "dense", "flex", "sdpa", "fa2", "triton"] = "auto"
     nsa: NSAConfig = field(default_factory=NSAConfig)
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         given = [name for name in ("preset", "config", "checkpoint") if getattr(self, name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 
 from nsa_flex.patching import load, patch
 from nsa_flex.patching.checkpoint import patch_as_recorded
+from nsa_flex.patching.sites import Filter, choose_sites
 from nsa_flex.training.config import DataSection, EngineSection, ModelSection
 from nsa_flex.training.config_reading import unknown_key
 from nsa_flex.training.errors import blamed_on
@@ -125,7 +126,21 @@ def _from_config(
 
 def _patch(model: Any, section: ModelSection) -> None:
     if section.attention == "nsa" and not _is_patched(model):
-        patch(model, section.nsa, init=section.init, backend=section.backend)
+        chosen = _without(model, section.dense_layers) if section.dense_layers else None
+        patch(model, section.nsa, init=section.init, filter_fn=chosen, backend=section.backend)
+
+
+def _without(model: Any, dense_layers: Collection[int]) -> Filter:
+    """What `patch` chooses by itself, but for these layers."""
+    layers = decoder_layers(model)
+    for number in dense_layers:
+        if not 0 <= number < len(layers):
+            raise ValueError(
+                f"dense_layers has {number}; the model's layers are 0 to {len(layers) - 1}"
+            )
+    kept = {module for number in dense_layers for module in layers[number].modules()}
+    chosen = {site.module for site in choose_sites(model, None)} - kept
+    return lambda module, name: module in chosen
 
 
 def _check_vocabulary(size: int, tokenizer: Tokenizer) -> None:

@@ -123,9 +123,11 @@ def test_rows_too_short_for_the_facts_are_refused() -> None:
         make_batch(np.random.default_rng(0), ["single"], 64)
 
 
-def test_variants_of_mixed_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="variant is 'dense-nsa'; expected one whose layers"):
-        build(TINY, "dense-nsa", 0)
+def test_layers_are_those_of_the_variant() -> None:
+    layers = build(TINY, "dense-nsa", 0).model.layers
+    assert [hasattr(layer.self_attn, "nsa") for layer in layers] == [False, True]
+    with pytest.raises(ValueError, match="variant is 'window'; expected one without layers of"):
+        build(TINY, "window", 0)
 
 
 def test_a_cause_is_what_a_layer_selected_and_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
