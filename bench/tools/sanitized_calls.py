@@ -42,6 +42,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 HALF, OTHER_HALF = (torch.bfloat16 if CUDA else FP16), FP16
 NORMAL = tokens_first(DEVICE)
 SMALL = NSAConfig(8, 4, 16, 5, window_size=20)
+TILED = NSAConfig(8, 4, 16, 6, 0, 1, window_size=20, selection="tiled_top_k")
 
 # B, Hq, Hkv, S, D, dtype
 Shape = tuple[int, int, int, int, int, torch.dtype]
@@ -77,6 +78,7 @@ def core() -> Calls:
         Core(4, 1030, 192, kv_heads=2),
         Core(3, 2101, 80, 80, kv_heads=2),  # tiles that no rows fill
         Core(2, 8210, 64, 64, FP16, kv_heads=1),  # long enough for the fold
+        Core(2, 9250, 64, 64, FP16, queries=8210, offset=1040, kv_heads=1),  # and behind a past
     )
     # Queries behind a past, with keys after them; the last with keys of its own for the window.
     chunks = (
@@ -194,6 +196,10 @@ def choice() -> Calls:
         ((1, 3, 1, 400, 32, HALF), SMALL, 0, True, False),
         ((1, 1, 1, 9, 32, OTHER_HALF), NSAConfig(4, 4, 4, 32, 2, 3), 4400, False, False),
         ((1, 2, 1, 250, 32, HALF), NSAConfig(8, 4, 16, 3, 0, 1), 0, False, False),
+        ((1, 4, 1, 500, 32, HALF), replace(SMALL, selection="max_pool"), 0, True, True),
+        ((2, 4, 2, 300, 64, OTHER_HALF), replace(SMALL, selection="max_pool"), 60, False, False),
+        ((1, 4, 2, 500, 64, HALF), TILED, 0, False, True),
+        ((1, 2, 1, 200, 32, OTHER_HALF), TILED, 160, True, False),
     )
     return [partial(choose, *case) for case in cases]
 
