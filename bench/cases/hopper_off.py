@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_flex import nsa_attention
+from nsa_flex import NSAConfig, nsa_attention
 from nsa_flex.bench.cases.host_time import CONFIG, WARM_UP, make
 from nsa_flex.bench.command_line import row_parser
 from nsa_flex.bench.measure.machine import describe
@@ -46,16 +46,16 @@ def _forget() -> None:
     plans.forget_plans()
 
 
-def calls_of(leaves: list[Tensor]) -> dict[str, Call]:
+def calls_of(leaves: list[Tensor], config: NSAConfig = CONFIG) -> dict[str, Call]:
     """A forward without gradients, and one with its backward."""
     grad = torch.ones_like(leaves[0])
 
     def forward() -> Any:
         with torch.no_grad():
-            return nsa_attention(*leaves, config=CONFIG)
+            return nsa_attention(*leaves, config=config)
 
     def forward_backward() -> Any:
-        return torch.autograd.grad(nsa_attention(*leaves, config=CONFIG), leaves, grad)
+        return torch.autograd.grad(nsa_attention(*leaves, config=config), leaves, grad)
 
     return {"forward": forward, "forward_backward": forward_backward}
 

@@ -35,10 +35,10 @@ HEAD_DIM = 128
 WARM_UP = 5  # calls: compilation, and the recording of launch plans
 
 
-def make(heads: str, tokens: int, device: str) -> list[Tensor]:
+def make(heads: str, tokens: int, device: str, config: NSAConfig = CONFIG) -> list[Tensor]:
     """Query, key, value, compressed key and value, gates: leaves in memory order (B, S, H, D)."""
     query_heads, kv_heads = pair_of(heads)
-    blocks = CONFIG.num_compressed_blocks(tokens)
+    blocks = config.num_compressed_blocks(tokens)
     sizes = [(query_heads, tokens), (kv_heads, tokens), (kv_heads, tokens)]
     sizes += [(kv_heads, blocks), (kv_heads, blocks)]
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}

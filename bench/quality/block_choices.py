@@ -3,7 +3,7 @@
     python -m nsa_flex.bench.quality.block_choices --corpus corpus --out block_choices.json \\
         --checkpoint runs/conversion/dense-0/pretraining/model
 
-One row a choice: losses at both lengths of the study of conversion and what the selected blocks
+`--times` tells what the core takes with each. One row a choice: losses at both lengths of the study of conversion and what the selected blocks
 hold of dense attention. "exact" selects by the dense attention itself: what it loses no better
 scores win back. "layer I" patches that layer alone; "dense I J" leaves those dense that lost most.
 """
@@ -11,7 +11,7 @@ scores win back. "layer I" patches that layer alone; "dense I J" leaves those de
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 from nsa_flex import NSAConfig, selected_attention
+from nsa_flex.bench.cases.hopper_off import calls_of
+from nsa_flex.bench.cases.host_time import make
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
+from nsa_flex.bench.measure.timing import milliseconds
 from nsa_flex.bench.quality.conversion import Recipe, Study
 from nsa_flex.bench.quality.evaluation import summary, token_losses
 from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
@@ -37,6 +40,7 @@ from nsa_flex.training.tokenization import BYTES
 TOKENS = 32768  # of a forward
 QUERIES = 512  # whose exact blocks are found at once
 PROBES = 4  # rows that recall is measured on
+HEADS, CORE_TOKENS, BUDGET_MS = "32/8", 32768, 600.0  # of the times
 
 
 @dataclass(frozen=True)
@@ -75,20 +79,15 @@ MAX = {"selection": "max_pool"}
 CHOICES = (
     Choice("n=16"),
     Choice("n=16 exact", exact=True),
-    Choice("n=16 max-pool", MAX),
-    Choice("n=32", _blocks(64, 2048, 32)),
-    Choice("n=32 exact", _blocks(64, 2048, 32), exact=True),
-    Choice("n=48", _blocks(64, 3072, 32)),
-    Choice("l=16", _blocks(64, 1024, 16)),
-    Choice("l=16 max-pool", _blocks(64, 1024, 16, **MAX)),
-    Choice("l=8", _blocks(64, 1024, 8)),
-    Choice("l=8 max-pool", _blocks(64, 1024, 8, **MAX)),
-    Choice("l'=32 l=16", _blocks(32, 1024, 16)),
     Choice("l'=32 l=8", _blocks(32, 1024, 8)),
-    Choice("l'=32 l=8 max-pool", _blocks(32, 1024, 8, **MAX)),
+    Choice("l=8", _blocks(64, 1024, 8)),
+    Choice("l=16", _blocks(64, 1024, 16)),
+    Choice("l'=32 l=16", _blocks(32, 1024, 16)),
+    Choice("n=32", _blocks(64, 2048, 32)),
+    Choice("l=8 max-pool", _blocks(64, 1024, 8, **MAX)),
+    Choice("l'=32 exact", _blocks(32, 1024, 8), exact=True),
+    Choice("n=16 max-pool", MAX),
     Choice("l'=16 l=8", _blocks(16, 1024, 8)),
-    Choice("l'=16 exact", _blocks(16, 1024, 8), exact=True),
-    Choice("l'=32 l=8 n=64", _blocks(32, 2048, 8)),
 )
 
 
@@ -108,10 +107,10 @@ class Bench:
     lengths: tuple[int, int]
     device: torch.device
 
-    def losses_of(self, model: Any) -> dict[str, Any]:
-        """`summary` of the same tokens in rows of either length."""
+    def losses_of(self, model: Any, lengths: Sequence[int]) -> dict[str, Any]:
+        """`summary` of the same tokens in rows of each length."""
         found = {}
-        for length in self.lengths:
+        for length in lengths:
             rows = self.rows.reshape(-1, length)
             losses = token_losses(model, rows, max(1, TOKENS // length), self.device)
             found[str(length)] = summary(losses.numpy(), rows.numpy().astype(np.uint8))
@@ -125,23 +124,26 @@ class Bench:
     def row(self, choice: Choice) -> Row:
         """What a choice loses."""
         model = self.model(nsa=choice.config, dense_layers=choice.dense_layers)
-        with exact_blocks(model) if choice.exact else contextlib.nullcontext():
-            row = self._row(choice.name, model)
+        if choice.exact:  # whose cost grows with the square of the length
+            with exact_blocks(model):
+                row = self._row(choice.name, model, self.lengths[:1])
+        else:
+            row = self._row(choice.name, model, self.lengths)
         row |= {"nsa": choice.config.to_dict(), "dense_layers": list(choice.dense_layers)}
         return row if choice.exact else row | self._held(model)
 
     def dense_row(self) -> Row:
         """What all are compared with."""
-        return self._row("dense", self.model(attention="dense"))
+        return self._row("dense", self.model(attention="dense"), self.lengths)
 
-    def _row(self, name: str, model: Any) -> Row:
+    def _row(self, name: str, model: Any, lengths: Sequence[int]) -> Row:
         return {
             "case": f"block choices/{name}",
             "target": "block_choices",
             "choice": name,
             **machine.describe(self.device),
             "status": "ok",
-            "losses": self.losses_of(model),
+            "losses": self.losses_of(model, lengths),
         }
 
     def _held(self, model: Any) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def run(bench: Bench, out: Path) -> list[Row]:
             done[name] = bench.dense_row() if choice is None else bench.row(choice)
             rows = merged(rows, [done[name]])
             write_rows(out, rows)
-            losses = [done[name]["losses"][str(length)]["loss"] for length in bench.lengths]
+            losses = [found["loss"] for found in done[name]["losses"].values()]
             print(name, *losses, flush=True)
         return done[name]
 
@@ -221,14 +223,37 @@ def run(bench: Bench, out: Path) -> list[Row]:
     return rows
 
 
+def times(out: Path) -> list[Row]:
+    """What the core takes with the blocks of each choice: milliseconds on a GPU of its own."""
+    device, rows = torch.device("cuda"), []
+    for choice in CHOICES:
+        if choice.exact:
+            continue
+        leaves = make(HEADS, CORE_TOKENS, "cuda", choice.config)
+        row: Row = {"target": "block_times", "choice": choice.name, **machine.describe(device)}
+        for name, call in calls_of(leaves, choice.config).items():
+            call()
+            row |= milliseconds(name, call, device, BUDGET_MS)
+        rows.append({"case": f"block times/{choice.name}", "status": "ok", **row})
+        write_rows(out, rows)
+        print({name: value for name, value in row.items() if name.endswith("_ms")}, flush=True)
+    return rows
+
+
 def main() -> None:
     """Measure."""
     parser = parser_of(__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="dense, of transformers")
-    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path, help="dense, of transformers")
+    parser.add_argument("--corpus", type=Path)
+    parser.add_argument("--times", action="store_true", help="of the core instead of losses")
     parser.add_argument("--work", type=Path, default=Path("runs/conversion"), help="of cut text")
     parser.add_argument("--out", type=Path, required=True, help="file of rows")
     given = parser.parse_args()
+    if given.times:
+        times(given.out)
+        return
+    if given.checkpoint is None or given.corpus is None:
+        parser.error("losses need --checkpoint and --corpus")
     recipe = Recipe()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = Study(given.corpus, given.work, seed=0, recipe=recipe).held_out()

@@ -118,6 +118,7 @@ def pieces(recipe: Recipe) -> tuple[Piece, ...]:
         Piece("more-blocks", "blocks-32", (all_short, long)),
         Piece("small-blocks", "small-blocks", (all_short, long)),
         Piece("half-dense", "dense-nsa", (all_short, long)),
+        Piece("small-fifth", "small-fifth", (all_short, long)),
     )
 
 

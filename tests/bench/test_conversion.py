@@ -58,7 +58,7 @@ def test_every_piece_of_the_study_is_a_row(finished: tuple[Study, list[Row]]) ->
         is_nsa = row["variant"] != "dense"
         assert all(("block_recall" in stage) == is_nsa for stage in row["stages"])
     with_patched = [row["piece"] for row in rows if "patched" in row]
-    others = ["max-pool", "more-blocks", "small-blocks", "half-dense"]
+    others = ["max-pool", "more-blocks", "small-blocks", "half-dense", "small-fifth"]
     assert with_patched == ["converted", "converted-mlp", *others]
     by_name = {row["piece"]: row for row in rows}
     # Gates that let the selected branch alone through, which at this length sees half the row.
