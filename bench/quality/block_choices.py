@@ -3,9 +3,10 @@
     python -m nsa_flex.bench.quality.block_choices --corpus corpus --out block_choices.json \\
         --checkpoint runs/conversion/dense-0/pretraining/model
 
-`--times` tells what the core takes with each. One row a choice: losses at both lengths of the study of conversion and what the selected blocks
+One row a choice: losses at both lengths of the study of conversion and what the selected blocks
 hold of dense attention. "exact" selects by the dense attention itself: what it loses no better
 scores win back. "layer I" patches that layer alone; "dense I J" leaves those dense that lost most.
+With --times what the core takes with each choice's blocks.
 """
 
 from __future__ import annotations
