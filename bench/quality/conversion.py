@@ -199,7 +199,10 @@ def run_piece(study: Study, piece: Piece, held_out: Tensor, note: Callable[[Row]
     model: Path | None = None
     seen: dict[int, int] = {}  # rows by their length
     if piece.name != DENSE:
-        model = study.work / f"{DENSE}-{study.seed}" / pretraining.name / MODEL_FOLDER
+        dense = study.work / f"{DENSE}-{study.seed}"
+        model = dense / pretraining.name / MODEL_FOLDER
+        losses = json.loads((dense / ROW).read_text())["losses"]
+        row["started_from"] = {length: found["loss"] for length, found in losses.items()}
         seen[pretraining.seq_len] = _rows_of(pretraining, recipe)
     first_of = {each.variant: each.name for each in reversed(pieces(recipe))}
     is_first = piece.variant != "dense" and first_of[piece.variant] == piece.name

@@ -16,9 +16,10 @@ CONTROL = "continued"
 def conversion(rows: list[Row]) -> pd.DataFrame:
     """One line a model: mean of the seeds ± half their range; losses are held-out nats a token.
 
-    "After continued" is how far its loss lies above that of the dense model trained on as it is,
-    in percent, mean of the seeds that have both. Models that were patched and not trained come
-    before those that were. Recall is that in the shorter rows, before and after their stages.
+    "Over dense" is how far its loss lies above that of the dense model that it started from, in
+    percent, and "after continued" above that of the dense model of the same seed trained on as it
+    is, where there is one. Models that were patched and not trained come before those that were.
+    Recall is that in the shorter rows, before and after their stages.
     """
     rows = [row for row in rows if row["target"] == "conversion"]
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -41,7 +42,6 @@ def conversion(rows: list[Row]) -> pd.DataFrame:
                 **_columns(runs, controls),
                 "block recall": _recall(runs, "block_recall"),
                 "score recall": _recall(runs, "score_recall"),
-                "seconds": f"{np.mean([row['seconds'] for row in runs]):.0f}",
                 "commit": runs[0]["commit"],
             }
         )
@@ -52,6 +52,12 @@ def behind(row: Row, control: Row, length: int) -> float:
     """How far a held-out loss at rows of `length` lies above the control's, in percent."""
     ours, theirs = (each["losses"][str(length)]["loss"] for each in (row, control))
     return 100 * (ours / theirs - 1)
+
+
+def over_dense(row: Row, length: int) -> float:
+    """Likewise above that of the dense model that it started from."""
+    ours: float = row["losses"][str(length)]["loss"]
+    return 100 * (ours / row["started_from"][str(length)] - 1)
 
 
 def _untrained(row: Row) -> Row:
@@ -65,6 +71,10 @@ def _columns(runs: list[Row], controls: dict[int, Row]) -> dict[str, str]:
     for length in (recipe["length"], recipe["long_length"]):
         cell = length_cell(length)
         columns[f"loss at {cell}"] = spread([row["losses"][str(length)]["loss"] for row in runs])
+        if length == recipe["length"]:  # the dense model has seen no longer rows
+            columns[f"over dense, {cell}"] = _percent(
+                [over_dense(row, length) for row in runs if "started_from" in row]
+            )
         columns[f"after continued, {cell}"] = _percent(
             [behind(row, controls[row["seed"]], length) for row in runs if row["seed"] in controls]
         )

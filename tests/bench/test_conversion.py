@@ -61,6 +61,8 @@ def test_every_piece_of_the_study_is_a_row(finished: tuple[Study, list[Row]]) ->
     others = ["max-pool", "more-blocks", "small-blocks", "half-dense", "small-fifth"]
     assert with_patched == ["converted", "converted-mlp", *others]
     by_name = {row["piece"]: row for row in rows}
+    start = {length: found["loss"] for length, found in by_name["dense"]["losses"].items()}
+    assert all(row["started_from"] == start for row in rows if row["piece"] != "dense")
     # Gates that let the selected branch alone through, which at this length sees half the row.
     patched, dense = by_name["converted"]["patched"], by_name["dense"]["losses"]
     assert patched["64"]["loss"] == pytest.approx(dense["64"]["loss"], abs=0.1)
@@ -163,7 +165,7 @@ def test_losses_are_told_relative_to_the_control_of_the_same_seed() -> None:
         row_of("continued", 0, 1.0),
         row_of("continued", 1, 2.0),
         row_of("converted", 0, 1.01, stages=stages, patched=patched),
-        row_of("converted", 1, 2.06, stages=stages),
+        row_of("converted", 1, 2.06, stages=stages, started_from={"64": 2.0}),
         row_of("no-align", 7, 3.0),
         {"target": "quality"},
     ]
@@ -171,6 +173,8 @@ def test_losses_are_told_relative_to_the_control_of_the_same_seed() -> None:
     table = conversion(rows).set_index("model")
     assert list(table.index) == ["patched", "continued", "converted", "no-align"]
     assert list(table["after continued, 64"]) == ["+50.0 %", "+0.0 ± 0.0 %", "+2.0 ± 1.0 %", "-"]
+    assert list(table["over dense, 64"]) == ["-", "-", "+3.0 %", "-"]
+    assert "over dense, 128" not in table
     assert table["loss at 128"]["converted"] == "1.535 ± 0.525"
     assert table["block recall"]["converted"] == "40 → 75 %"
     assert table["score recall"]["continued"] == "-"
