@@ -114,6 +114,41 @@ def test_a_dry_run_counts_a_patched_checkpoint_as_it_is(tmp_path: Path) -> None:
     assert found["parameters_of_nsa"] == sum(added)
 
 
+def test_layers_that_stay_dense(tmp_path: Path) -> None:
+    """Beside those with a window, which stay as they are; a checkpoint keeps what it has."""
+    sizes = {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+    }
+
+    def patched(**section: Any) -> list[bool]:
+        model = build_model(of("model", **section).model, of("model").data, BYTES)
+        model.save_pretrained(tmp_path / "last")
+        return [hasattr(layer.self_attn, "nsa") for layer in model.model.layers]
+
+    own = {"preset": None, "config": sizes}
+    assert patched(**own) == [True, True, True, False]
+    assert patched(**own, dense_layers=[0, 2]) == [False, True, False, False]
+    saved = {"preset": None, "checkpoint": str(tmp_path / "last")}
+    assert patched(**saved, dense_layers=[1]) == [False, True, False, False]
+    for layers, message in (
+        ([4], "dense_layers has 4; the model's layers are 0 to 3"),
+        ([-1], "dense_layers has -1; the model's"),
+        ([0, 1, 2], "filter_fn chose none of the attention modules"),
+        (["a"], r"dense_layers\[0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            patched(**own, dense_layers=layers)
+
+
 def test_overrides(tmp_path: Path) -> None:
     chosen = read_config("125m", ("training.steps=7", "data.files=[a, b]", "out=here"))
     assert (chosen.training.steps, chosen.data.files, chosen.out) == (7, ("a", "b"), "here")
