@@ -2,7 +2,8 @@
 
     python -m nsa_flex.bench.quality.recall mean --out runs/recall/mean-0 --seconds 240
 
-Goes on with what the folder holds; stopped in time, it saves its state and is tested all the same.
+With --checkpoint the model is one that was trained on text. Goes on with what the folder holds;
+stopped in time, it saves its state and is tested all the same.
 Its row, recall.json there, has the share of right answers by task, length and depth, and for the
 wrong ones whether the blocks that the answer stands in were selected and how the gates stood.
 """
@@ -104,14 +105,38 @@ class Recipe:
         return self.learning_rate * warm * (1 - 0.9 * step / self.steps)
 
 
-def build(recipe: Recipe, variant: str, seed: int) -> Any:
-    """A fresh model of a variant of the study: one of its attentions."""
+# Of a model that has learnt from text, and with it to match what came before.
+FROM_TEXT = Recipe(
+    stages=(
+        Stage(256, 128, 300),
+        Stage(1024, 32, 300),
+        Stage(4096, 8, 300),
+        Stage(32768, 1, 200),
+    ),
+    tests=((8192, 64), (16384, 64), (32768, 48)),
+    learning_rate=5e-4,
+)
+
+
+def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = None) -> Any:
+    """A model of a variant of the study: one of its attentions.
+
+    Args:
+        checkpoint: a dense or patched one of transformers; its tokens make room for those of the
+            tasks. Fresh weights if None.
+    """
     found = variants()[variant]
     if "window" in found.layers:
         raise ValueError(f"variant is {variant!r}; expected one without layers of windows alone")
     sizes = dataclasses.replace(
         recipe.nsa, compression=found.compression, branches=found.branches, **found.nsa
     )
+    torch.manual_seed(seed)
+    if checkpoint is not None:
+        section = ModelSection(checkpoint=str(checkpoint), attention=found.attention)
+        model = build_model(section, DataSection(files=()), BYTES)
+        model.resize_token_embeddings(VOCABULARY)
+        return model
     config = {
         "model_type": "qwen3",
         "vocab_size": VOCABULARY,
@@ -130,7 +155,6 @@ def build(recipe: Recipe, variant: str, seed: int) -> Any:
         nsa=sizes,
         dense_layers=found.dense_layers(recipe.num_layers),
     )
-    torch.manual_seed(seed)
     return build_model(section, DataSection(files=()), BYTES)
 
 
@@ -154,9 +178,16 @@ class Steps(Dataset):
 class Run:
     """Training of one model; `state` is what a later piece goes on with."""
 
-    def __init__(self, recipe: Recipe, variant: str, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        variant: str,
+        seed: int,
+        device: torch.device,
+        checkpoint: Path | None = None,
+    ) -> None:
         self.recipe, self.seed, self.device = recipe, seed, device
-        self.model = build(recipe, variant, seed).to(device)
+        self.model = build(recipe, variant, seed, checkpoint).to(device)
         if device.type == "cuda":  # the host bounds short rows: half as long a step
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
@@ -290,15 +321,21 @@ def _share(values: np.ndarray) -> float:
 
 
 def recall(
-    variant: str, seed: int, folder: Path, seconds: float, recipe: Recipe | None = None
+    variant: str,
+    seed: int,
+    folder: Path,
+    seconds: float,
+    recipe: Recipe | None = None,
+    checkpoint: Path | None = None,
 ) -> Row:
     """Train and test within `seconds`; returns the row."""
     begun = time.monotonic()
-    recipe = Recipe() if recipe is None else recipe
+    if recipe is None:
+        recipe = Recipe() if checkpoint is None else FROM_TEXT
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder.mkdir(parents=True, exist_ok=True)
     with _kernels(variant):
-        run = Run(recipe, variant, seed, device)
+        run = Run(recipe, variant, seed, device, checkpoint)
         if (folder / STATE).exists():
             run.load(folder / STATE)
         run.train(begun + seconds * (1 - CLOSING))
@@ -306,10 +343,11 @@ def recall(
         with torch.compiler.set_stance("force_eager"):  # so that hooks look on
             tests = test(run, begun + seconds)
     row = {
-        "case": f"recall/{variant} seed {seed}",
+        "case": f"recall/{variant}{' from text' if checkpoint else ''} seed {seed}",
         "target": "recall",
         "variant": variant,
         "seed": seed,
+        "from_text": checkpoint is not None,
         "recipe": dataclasses.asdict(recipe),
         **machine.describe(device),
         "status": "ok" if run.step == recipe.steps else "stopped",
@@ -337,8 +375,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--checkpoint", type=Path, help="trained on text, of that variant")
     given = parser.parse_args()
-    row = recall(given.variant, given.seed, given.out, given.seconds)
+    row = recall(given.variant, given.seed, given.out, given.seconds, checkpoint=given.checkpoint)
     print({name: row[name] for name in ("case", "status", "steps", "seconds")})
 
 

@@ -22,12 +22,16 @@ from nsa_flex.bench.quality.recall_tasks import (
     SET,
     TASKS,
     VALUES,
+    VOCABULARY,
     WORDS,
     Batch,
     Task,
     make_batch,
 )
+from nsa_flex.bench.quality.variants import config_of
 from nsa_flex.bench.report.rows import read_rows
+from nsa_flex.training.models import build_model
+from nsa_flex.training.tokenization import BYTES
 
 TINY = Recipe(
     stages=(Stage(240, 2, 2), Stage(256, 1, 2)),
@@ -176,6 +180,21 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
     assert list(table.columns)[3:5] == ["240", "320"]
     draw([row], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5_000
+
+
+def test_a_run_from_a_model_of_text(tmp_path: Path) -> None:
+    """Its layers, patched or not, and places for the tokens of the tasks."""
+    for variant, patched in (("dense", False), ("mean", True)):
+        config = config_of(variant, "tiny")
+        before = build_model(config.model, config.data, BYTES)
+        before.save_pretrained(tmp_path / variant)
+        model = build(TINY, variant, 0, tmp_path / variant)
+        assert model.get_output_embeddings().weight.shape[0] == VOCABULARY
+        assert hasattr(model.model.layers[0].self_attn, "nsa") == patched
+        for name, value in before.model.layers.state_dict().items():
+            assert torch.equal(model.model.layers.state_dict()[name], value), name
+    row = recall("mean", 0, tmp_path / "run", 1e6, TINY, tmp_path / "mean")
+    assert (row["status"], row["from_text"]) == ("ok", True)
 
 
 def test_a_run_without_time_is_stopped_and_says_so(tmp_path: Path) -> None:
