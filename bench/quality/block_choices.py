@@ -12,6 +12,7 @@ With --times what the core takes with each choice's blocks.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from nsa_flex.bench.cases.host_time import make
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.measure.timing import milliseconds
+from nsa_flex.bench.quality.build import sha256
 from nsa_flex.bench.quality.conversion import Recipe, Study
 from nsa_flex.bench.quality.evaluation import summary, token_losses
 from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
@@ -108,6 +110,12 @@ class Bench:
     lengths: tuple[int, int]
     device: torch.device
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Tells checkpoints apart."""
+        weights = sorted(self.checkpoint.glob("*.safetensors"))
+        return " ".join(sha256(path)[:12] for path in weights)
+
     def losses_of(self, model: Any, lengths: Sequence[int]) -> dict[str, Any]:
         """`summary` of the same tokens in rows of each length."""
         found = {}
@@ -142,6 +150,7 @@ class Bench:
             "case": f"block choices/{name}",
             "target": "block_choices",
             "choice": name,
+            "checkpoint": self.digest,
             **machine.describe(self.device),
             "status": "ok",
             "losses": self.losses_of(model, lengths),
@@ -194,7 +203,9 @@ def _best(query: Tensor, key: Tensor, config: NSAConfig, scale: float) -> Tensor
 def run(bench: Bench, out: Path) -> list[Row]:
     """Every choice that `out` does not hold yet; each layer alone; the worst layers left dense."""
     rows = read_rows(out) if out.exists() else []
-    done = {row["choice"]: row for row in rows}
+    done = {row["choice"]: row for row in rows if row["target"] == "block_choices"}
+    if any(row["checkpoint"] != bench.digest for row in done.values()):
+        raise ValueError(f"{out} holds rows of another checkpoint; choose another --out")
 
     def measure(choice: Choice | None) -> Row:
         nonlocal rows
@@ -226,7 +237,8 @@ def run(bench: Bench, out: Path) -> list[Row]:
 
 def times(out: Path) -> list[Row]:
     """What the core takes with the blocks of each choice: milliseconds on a GPU of its own."""
-    device, rows = torch.device("cuda"), []
+    device = torch.device("cuda")
+    rows = read_rows(out) if out.exists() else []
     for choice in CHOICES:
         if choice.exact:
             continue
@@ -235,7 +247,7 @@ def times(out: Path) -> list[Row]:
         for name, call in calls_of(leaves, choice.config).items():
             call()
             row |= milliseconds(name, call, device, BUDGET_MS)
-        rows.append({"case": f"block times/{choice.name}", "status": "ok", **row})
+        rows = merged(rows, [{"case": f"block times/{choice.name}", "status": "ok", **row}])
         write_rows(out, rows)
         print({name: value for name, value in row.items() if name.endswith("_ms")}, flush=True)
     return rows

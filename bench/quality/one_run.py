@@ -185,8 +185,9 @@ def held_out_rows(config: TrainConfig, tokens: int) -> Tensor:
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """What tells runs apart, without paths."""
     told = config.to_dict()
+    names = ("attention", "config", "nsa", "dense_layers")
     return {
-        "model": {name: told["model"][name] for name in ("attention", "config", "nsa")},
+        "model": {name: told["model"][name] for name in names},
         "training": told["training"],
     }
 

@@ -36,6 +36,7 @@ from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
 from nsa_flex.fallback_kernels.topk.interface import select_topk_blocks
+from nsa_flex.indexer import indexer_topk
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -201,7 +202,24 @@ def choice() -> Calls:
         ((1, 4, 2, 500, 64, HALF), TILED, 0, False, True),
         ((1, 2, 1, 200, 32, OTHER_HALF), TILED, 160, True, False),
     )
-    return [partial(choose, *case) for case in cases]
+    shapes = ((1, 4, 1, 300, 128, HALF), (2, 2, 1, 141, 32, torch.float32))
+    by_keys = (partial(choose_by_keys, *each) for each in zip(shapes, (False, True), strict=True))
+    return [*(partial(choose, *case) for case in cases), *by_keys]
+
+
+def choose_by_keys(shape: Shape, documents: bool) -> None:
+    """As of an indexer: by keys themselves, the highest of a block."""
+    batch, _, _, length, _, _ = shape
+    q, k, _ = heads_of(shape)
+    starts = torch.arange(length, device=DEVICE, dtype=torch.int32) // 96 * 96
+    indexer_topk(
+        q,
+        k,
+        block_size=32,
+        num_blocks=3,
+        num_local_blocks=1,
+        document_start=starts.expand(batch, -1) if documents else None,
+    )
 
 
 def choose(shape: Shape, config: NSAConfig, past: int, documents: bool, has_lse: bool) -> None:

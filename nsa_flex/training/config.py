@@ -51,6 +51,8 @@ class ModelSection:
         if len(given) != 1:
             what = " and ".join(given) or "none"
             raise ValueError(f"got {what}; expected one of preset, config and checkpoint")
+        if self.dense_layers and self.attention != "nsa":
+            raise ValueError("dense_layers are layers beside NSA's; expected attention nsa")
 
 
 @dataclass(frozen=True)

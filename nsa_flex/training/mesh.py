@@ -41,6 +41,12 @@ def check_mesh(config: TrainConfig) -> None:
             f"engine.context_parallel is {sharing}, and model.attention {config.model.attention}: "
             "only NSA attends over ranks; set model.attention nsa, or context_parallel 1"
         )
+    if config.model.dense_layers:
+        raise ValueError(
+            f"engine.context_parallel is {sharing}, and model.dense_layers "
+            f"{list(config.model.dense_layers)}: only NSA attends over ranks; leave them out, or "
+            "set context_parallel 1"
+        )
 
 
 def share_sequences(model: Any, config: TrainConfig, device: torch.device) -> DeviceMesh | None:

@@ -132,14 +132,16 @@ def _patch(model: Any, section: ModelSection) -> None:
 
 def _without(model: Any, dense_layers: Collection[int]) -> Filter:
     """What `patch` chooses by itself, but for these layers."""
-    layers = decoder_layers(model)
+    last = model.config.get_text_config().num_hidden_layers - 1
     for number in dense_layers:
-        if not 0 <= number < len(layers):
+        if not 0 <= number <= last:
             raise ValueError(
-                f"dense_layers has {number}; the model's layers are 0 to {len(layers) - 1}"
+                f"model.dense_layers has {number}; the model's layers are 0 to {last}"
             )
-    kept = {module for number in dense_layers for module in layers[number].modules()}
-    chosen = {site.module for site in choose_sites(model, None)} - kept
+    sites = choose_sites(model, None)
+    chosen = {site.module for site in sites if site.module.layer_idx not in dense_layers}
+    if not chosen:
+        raise ValueError("model.dense_layers leaves no layer to NSA; set model.attention dense")
     return lambda module, name: module in chosen
 
 

@@ -15,6 +15,7 @@ from nsa_flex.training.config import TrainConfig, read_config, shipped_configs
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.dry_run import dry_run
 from nsa_flex.training.flops import num_parameters
+from nsa_flex.training.mesh import check_mesh
 from nsa_flex.training.models import PRESETS, build_model
 from nsa_flex.training.texts import find_texts
 from nsa_flex.training.tokenization import BYTES
@@ -140,13 +141,32 @@ def test_layers_that_stay_dense(tmp_path: Path) -> None:
     saved = {"preset": None, "checkpoint": str(tmp_path / "last")}
     assert patched(**saved, dense_layers=[1]) == [False, True, False, False]
     for layers, message in (
-        ([4], "dense_layers has 4; the model's layers are 0 to 3"),
-        ([-1], "dense_layers has -1; the model's"),
-        ([0, 1, 2], "filter_fn chose none of the attention modules"),
+        ([4], "model.dense_layers has 4; the model's layers are 0 to 3"),
+        ([-1], "model.dense_layers has -1; the model's"),
+        ([0, 1, 2], "model.dense_layers leaves no layer to NSA"),
         (["a"], r"dense_layers\[0\]"),
     ):
         with pytest.raises(ValueError, match=message):
             patched(**own, dense_layers=layers)
+
+
+def test_layers_that_stay_dense_without_nsa_or_over_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="model: dense_layers are layers beside NSA's; expected"):
+        of("model", attention="dense", dense_layers=[0])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = of("model", dense_layers=[0])
+    engine = dataclasses.replace(config.engine, context_parallel=2)
+    with pytest.raises(ValueError, match=r"parallel is 2, and model.dense_layers \[0\]: on"):
+        check_mesh(dataclasses.replace(config, engine=engine))
+
+
+def test_layers_are_numbered_whatever_their_list_is_called() -> None:
+    sizes = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}
+    section = of("model", preset=None, config=sizes, dense_layers=[0]).model
+    layers = build_model(section, of("model").data, BYTES).transformer.h
+    assert [hasattr(layer.attn, "nsa") for layer in layers] == [False, True]
 
 
 def test_overrides(tmp_path: Path) -> None:
