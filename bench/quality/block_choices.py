@@ -30,7 +30,7 @@ from nsa_flex.bench.measure import machine
 from nsa_flex.bench.measure.timing import milliseconds
 from nsa_flex.bench.quality.build import sha256
 from nsa_flex.bench.quality.conversion import Recipe, Study
-from nsa_flex.bench.quality.evaluation import summary, token_losses
+from nsa_flex.bench.quality.evaluation import losses_by_length
 from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
 from nsa_flex.patching import NSALayer
 from nsa_flex.selection import best_blocks
@@ -116,15 +116,6 @@ class Bench:
         weights = sorted(self.checkpoint.glob("*.safetensors"))
         return " ".join(sha256(path)[:12] for path in weights)
 
-    def losses_of(self, model: Any, lengths: Sequence[int]) -> dict[str, Any]:
-        """`summary` of the same tokens in rows of each length."""
-        found = {}
-        for length in lengths:
-            rows = self.rows.reshape(-1, length)
-            losses = token_losses(model, rows, max(1, TOKENS // length), self.device)
-            found[str(length)] = summary(losses.numpy(), rows.numpy().astype(np.uint8))
-        return found
-
     def model(self, **section: Any) -> Any:
         """Built anew from the checkpoint."""
         given = ModelSection(checkpoint=str(self.checkpoint), init="dense", **section)
@@ -153,7 +144,7 @@ class Bench:
             "checkpoint": self.digest,
             **machine.describe(self.device),
             "status": "ok",
-            "losses": self.losses_of(model, lengths),
+            "losses": losses_by_length(model, self.rows, lengths, TOKENS, self.device),
         }
 
     def _held(self, model: Any) -> dict[str, Any]:

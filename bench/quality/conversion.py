@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from torch import Tensor
@@ -33,7 +32,7 @@ from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.build import MANIFEST, sha256
 from nsa_flex.bench.quality.conversion_report import conversion
 from nsa_flex.bench.quality.cutting import cut
-from nsa_flex.bench.quality.evaluation import summary, token_losses
+from nsa_flex.bench.quality.evaluation import losses_by_length
 from nsa_flex.bench.quality.one_run import ROW, held_out_rows, write_row
 from nsa_flex.bench.quality.variants import config_of
 from nsa_flex.bench.report.cells import markdown
@@ -354,13 +353,9 @@ def _losses(
     )
     device = _device()
     model = build_model(section, config.data, BYTES).to(device)
-    found = {}
+    lengths = (recipe.length, recipe.long_length)
     with best_dense() if variant == "dense" else contextlib.nullcontext():
-        for length in (recipe.length, recipe.long_length):
-            rows = held_out.reshape(-1, length)
-            losses = token_losses(model, rows, recipe.tokens_per_step // length, device)
-            found[str(length)] = summary(losses.numpy(), rows.numpy().astype(np.uint8))
-    return found
+        return losses_by_length(model, held_out, lengths, recipe.tokens_per_step, device)
 
 
 def _device() -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,6 +88,23 @@ def summary(losses: np.ndarray, rows: np.ndarray) -> dict[str, Any]:
         },
         "held_out_rows": len(rows),
     }
+
+
+def losses_by_length(
+    model: Any, held_out: Tensor, lengths: Sequence[int], tokens: int, device: torch.device
+) -> dict[str, Any]:
+    """`summary` of the same tokens in rows of each length, by the length.
+
+    Args:
+        held_out: int64 (rows, S), S divisible by the lengths.
+        tokens: of a forward, at least one row.
+    """
+    found = {}
+    for length in lengths:
+        rows = held_out.reshape(-1, length)
+        losses = token_losses(model, rows, max(1, tokens // length), device)
+        found[str(length)] = summary(losses.numpy(), rows.numpy().astype(np.uint8))
+    return found
 
 
 @torch.no_grad()
