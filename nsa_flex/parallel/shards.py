@@ -137,6 +137,15 @@ class Sent(NamedTuple):
 _ops: Any = torch.ops._c10d_functional
 
 
+def _sent(begun: Tensor) -> Tensor:
+    """A collective's result, under way on a GPU.
+
+    On the CPU it is waited for: torch 2.13's gloo has two threads that write the name of the last
+    collective without a lock, and two collectives under way may free it twice.
+    """
+    return _ops.wait_tensor(begun) if begun.device.type == "cpu" else begun
+
+
 class _Gather(torch.autograd.Function):
     """Rows of all ranks one behind the other, [2, N] -> [2P, N], which nobody has waited for, and
     the ticket of `Sent`, whose gradient nobody has waited for either.
@@ -146,7 +155,7 @@ class _Gather(torch.autograd.Function):
     def forward(own: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(own.dtype, torch.float32)
         ticket = own.new_empty((), dtype=wide).expand(own.shape)
-        return _ops.all_gather_into_tensor(own, size, group), ticket
+        return _sent(_ops.all_gather_into_tensor(own, size, group)), ticket
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -216,7 +225,7 @@ class _Arrive(torch.autograd.Function):
                 if grad is not None:
                     of_chunk = ctx.sizes[i % len(parts)]
                     _add_chunks(parts[i % len(parts)].unflatten(1, of_chunk), grad)
-            own = _ops.reduce_scatter_tensor(total, "sum", ctx.size, ctx.group)
+            own = _sent(_ops.reduce_scatter_tensor(total, "sum", ctx.size, ctx.group))
         behind = zip(grads[num_whole:], ctx.lengths, strict=True)
         windows = [None if grad is None else grad[:, :, -n:] for grad, n in behind]
         return (None, own, None, None, None, None, *windows, None, None, None, None)[:10]
