@@ -34,7 +34,7 @@ from nsa_flex.bench.quality.evaluation import losses_by_length
 from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
 from nsa_flex.patching import NSALayer
 from nsa_flex.selection import best_blocks
-from nsa_flex.training.alignment import recalls
+from nsa_flex.training.alignment import recalls, what_it_attends
 from nsa_flex.training.block_mass import dense_block_mass
 from nsa_flex.training.config import DataSection, ModelSection
 from nsa_flex.training.models import build_model
@@ -162,9 +162,7 @@ def exact_blocks(model: Any) -> Iterator[None]:
     """Within, NSA layers answer with attention to the blocks of most dense mass."""
 
     def attend(layer: NSALayer, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Tensor:
-        query, key, value = args[1:4]
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+        query, key, value, scale = what_it_attends(args, kwargs)
         blocks = _best(query, key, layer.config, scale)
         found = selected_attention(query, key, value, blocks, config=layer.config, scale=scale)
         assert isinstance(found, Tensor)

@@ -50,14 +50,17 @@ def conversion(rows: list[Row]) -> pd.DataFrame:
 
 def behind(row: Row, control: Row, length: int) -> float:
     """How far a held-out loss at rows of `length` lies above the control's, in percent."""
-    ours, theirs = (each["losses"][str(length)]["loss"] for each in (row, control))
-    return 100 * (ours / theirs - 1)
+    return _above(row, control["losses"][str(length)]["loss"], length)
 
 
 def over_dense(row: Row, length: int) -> float:
     """Likewise above that of the dense model that it started from."""
+    return _above(row, row["started_from"][str(length)], length)
+
+
+def _above(row: Row, loss: float, length: int) -> float:
     ours: float = row["losses"][str(length)]["loss"]
-    return 100 * (ours / row["started_from"][str(length)] - 1)
+    return 100 * (ours / loss - 1)
 
 
 def _untrained(row: Row) -> Row:

@@ -93,10 +93,8 @@ class AlignmentCallback(TrainerCallback):
         """Of one call in training: note how far it is from dense; frozen, answer with dense."""
         if not layer.training:
             return None
-        query, key, value = (x.detach() for x in args[1:4])
-        query, key = query.to(value.dtype), key.to(value.dtype)
         check_rows(kwargs.get("rows"))
-        scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+        query, key, value, scale = what_it_attends(args, kwargs)
         with torch.no_grad():
             dense = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
@@ -137,6 +135,15 @@ def _mass_loss(layer: NSALayer, query: Tensor, key: Tensor, scale: float) -> Ten
     return divergence(dense, ours, free_blocks(positions, number, config))
 
 
+def what_it_attends(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Query, key and value, detached, and scale of an NSA layer's call, which a hook is given."""
+    query, key, value = (x.detach() for x in args[1:4])
+    scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+    return query.to(value.dtype), key.to(value.dtype), value, scale
+
+
 def check_rows(rows: Any) -> None:
     """Raise ValueError if rows hold several documents, or padding."""
     if rows is not None and (rows.queries is not None or rows.keys is not None):
@@ -173,10 +180,8 @@ def recalls(model: Any, ids: Tensor) -> list[dict[str, Any]]:
 
     def measure(name: str) -> Callable[..., None]:
         def hook(layer: NSALayer, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-            query, key, value = args[1:4]
-            query, key = query.to(value.dtype), key.to(value.dtype)
+            query, key, _, scale = what_it_attends(args, kwargs)
             config, tokens = layer.config, key.shape[2]
-            scale = kwargs.get("scale") or query.shape[-1] ** -0.5
             positions = spread_queries(tokens, key.device)
             query = query[:, :, positions]
             dense = dense_block_mass(query, key, positions, config, scale)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+
+from torch import nn
 
 from nsa_flex.training.arguments import (
     check_device,
@@ -52,7 +55,7 @@ def dry_run(config: TrainConfig) -> dict[str, Any]:
         "flops_per_token": flops,
         "flops": flops * step * config.training.steps,
         "memory_bytes": memory(config, model),
-        "compiled": _compiled(config, len(layers), type(layers[0]).__name__),
+        "compiled": _compiled(config, layers),
     }
 
 
@@ -96,8 +99,12 @@ _PARTS = {"8bit": 0.25, "4bit": 0.125}
 _MOMENTS = {"adafactor": 0, "adagrad": 1, "rmsprop": 1, "sgd": 0, "lion": 1, "muon": 1}
 
 
-def _compiled(config: TrainConfig, num_layers: int, name: str) -> list[str]:
+def _compiled(config: TrainConfig, layers: nn.ModuleList) -> list[str]:
     if not config.engine.compile:
         return []
+    kinds = Counter(bool(nsa_layers(layer)) for layer in layers)
+    graphs = "one graph for all"
+    if len(kinds) > 1:
+        graphs = f"one graph for the {kinds[True]} of NSA, one for the {kinds[False]} dense"
     how = "" if config.engine.checkpointing == "none" else ", recomputed in the backward pass"
-    return [f"{num_layers} layers {name}, one graph for all{how}", "the loss"]
+    return [f"{len(layers)} layers {type(layers[0]).__name__}, {graphs}{how}", "the loss"]

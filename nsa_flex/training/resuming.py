@@ -92,12 +92,7 @@ def changes_between(
     Traceback (most recent call last):
     ValueError: runs/a was started with another config: seed is 1 in the run and 2 here, ...
     """
-    old, new = _flat(before), _flat(now)
-    found = [
-        Change(key, old.get(key), new.get(key))
-        for key in dict.fromkeys((*old, *new))
-        if old.get(key) != new.get(key)
-    ]
+    found = differences(before, now)
     refused = [
         _refusal(each)
         for each in found
@@ -106,6 +101,16 @@ def changes_between(
     if refused:
         raise ValueError(f"{run} was started with another config: {'; '.join(refused)}")
     return [each for each in found if each.key != "out"]
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """All settings that differ between two configs, as `TrainConfig.to_dict` gives them."""
+    old, new = _flat(before), _flat(now)
+    return [
+        Change(key, old.get(key), new.get(key))
+        for key in dict.fromkeys((*old, *new))
+        if old.get(key) != new.get(key)
+    ]
 
 
 def _under(key: str, names: Collection[str]) -> bool:

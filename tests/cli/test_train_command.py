@@ -74,6 +74,13 @@ def test_the_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
         "2 layers LlamaDecoderLayer, one graph for all",
         "the loss",
     ]
+    mixed = invoke(
+        *(config, "--dry-run", "--json", "--set", "engine.compile=true"),
+        *("--set", "model.dense_layers=[0]"),
+    )
+    assert json.loads(mixed.stdout)["compiled"][0] == (
+        "2 layers LlamaDecoderLayer, one graph for the 1 of NSA, one for the 1 dense"
+    )
     memory = told["memory_bytes"]
     assert memory["weights"] == memory["gradients"] == 4 * told["parameters"]
     assert memory["optimizer"] == 8 * told["parameters"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from training.small_config import CUDA, small_config, write_texts
+from training.small_config import CUDA, NSA, small_config, write_texts
 from training.tiny_run import batch, loss_of, patched, rows_of
 
 import nsa_flex
@@ -55,6 +55,25 @@ def test_one_graph_serves_all_layers_and_batches(
     assert dict(counters["graph_break"]) == {}
     assert counters["stats"]["unique_graphs"] == 2  # the layer, and the loss
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
+
+
+def test_dense_layers_share_a_graph_of_their_own(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "prepare", functools.partial(prepare, compiler="aot_eager"))
+    sizes = CUDA["model"]["config"] | {"hidden_size": 32, "num_hidden_layers": 4}
+    config = small_config(
+        tmp_path / "run",
+        texts,
+        model={"preset": None, "config": sizes, "nsa": NSA, "dense_layers": [0, 2]},
+        engine={"compile": True},
+        training={"steps": 4},
+    )
+    torch.compiler.reset()
+    counters.clear()
+    train(config)
+    assert dict(counters["graph_break"]) == {}
+    assert counters["stats"]["unique_graphs"] == 3  # NSA's layers, the dense ones, the loss
 
 
 def saved_bytes(checkpointing: str) -> int:

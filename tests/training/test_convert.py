@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,21 @@ def test_a_dense_checkpoint_is_converted_in_stages(
         dense, out, [str(texts)], tokenizer="bytes", stages=STAGES, overrides=settings()
     )
     assert (again["seconds"], again["recall"]) == (0.0, result["recall"])
+    out.rename(tmp_path / "moved")
+    other = dataclasses.replace(STAGES[1], alignment=0.25)
+    for stages, changes, text in (
+        (STAGES, {"seed": 3}, "seed was 0 and is 3"),
+        ((STAGES[0], other), {}, "alignment was 0.5 and is 0.25"),
+    ):
+        with pytest.raises(ValueError, match=f"was run with other settings: {text}; repeat them"):
+            convert(
+                dense,
+                tmp_path / "moved",
+                [str(texts)],
+                tokenizer="bytes",
+                stages=stages,
+                overrides=settings(**changes),
+            )
 
 
 def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:
