@@ -4,7 +4,8 @@
 
 downloads the packages of `PROJECTS`, each wholly trained on or held out (`--downloads` keeps
 them), and writes train.jsonl.xz, held_out.jsonl.xz and corpus.json, which names every package, its
-hash and what was taken of it.
+hash and what was taken of it. Another version of a package makes another corpus, and rows of two
+corpora cannot be compared: with --any-version for what is offered no longer.
 
 A document is a folder: its text files one after another, each under its path, so that what a file
 names lies in the same context. Long folders are cut into documents of 256k characters. A file
@@ -24,12 +25,13 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple, cast
 
 from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.report.rows import Row, read_rows
 
 SUFFIXES = {
     *(".c", ".cc", ".cpp", ".go", ".h", ".java", ".rs", ".S"),
@@ -49,42 +51,44 @@ class Project:
 
     Args:
         package: its name.
+        version: None takes what is offered.
         kind: "debian" (`apt-get download`) or "wheel" (`pip download`).
         megabytes: of text at most, folders drawn at random.
         held_out: all of it is, or none.
     """
 
     package: str
+    version: str | None
     kind: Literal["debian", "wheel"]
     megabytes: float
     held_out: bool = False
 
 
-PROJECTS = (
-    Project("linux-source-6.1", "debian", 40.0),
-    Project("gcc-12-source", "debian", 12.0),
-    Project("golang-1.19-src", "debian", 10.0),
-    Project("openjdk-17-source", "debian", 10.0),
-    Project("rust-src", "debian", 8.0),
-    Project("transformers", "wheel", 8.0),
-    Project("sympy", "wheel", 6.0),
-    Project("astropy", "wheel", 6.0),
-    Project("sglang", "wheel", 6.0),
-    Project("pandas", "wheel", 5.0),
-    Project("scikit-learn", "wheel", 5.0),
-    Project("matplotlib", "wheel", 5.0),
-    Project("SQLAlchemy", "wheel", 4.0),
-    Project("networkx", "wheel", 4.0),
-    Project("Django", "wheel", 4.0),
-    Project("ansible-core", "wheel", 4.0),
-    Project("mypy", "wheel", 3.0),
-    Project("nltk", "wheel", 3.0),
-    Project("python3.11-doc", "debian", 3.0, held_out=True),
-    Project("openvswitch-source", "debian", 3.0, held_out=True),
-    Project("glibc-source", "debian", 3.0, held_out=True),
-    Project("scipy", "wheel", 3.0, held_out=True),
-    Project("Twisted", "wheel", 3.0, held_out=True),
-    Project("Sphinx", "wheel", 2.0, held_out=True),
+PROJECTS: tuple[Project, ...] = (
+    Project("linux-source-6.1", "6.1.176-1", "debian", 40.0),
+    Project("gcc-12-source", "12.2.0-14+deb12u1", "debian", 12.0),
+    Project("golang-1.19-src", "1.19.8-2", "debian", 10.0),
+    Project("openjdk-17-source", "17.0.19+10-1~deb12u2", "debian", 10.0),
+    Project("rust-src", "1.63.0+dfsg1-2", "debian", 8.0),
+    Project("transformers", "5.24.0", "wheel", 8.0),
+    Project("sympy", "1.14.0", "wheel", 6.0),
+    Project("astropy", "8.0.2", "wheel", 6.0),
+    Project("sglang", "0.5.23", "wheel", 6.0),
+    Project("pandas", "3.1.1", "wheel", 5.0),
+    Project("scikit-learn", "1.9.1", "wheel", 5.0),
+    Project("matplotlib", "3.11.2", "wheel", 5.0),
+    Project("SQLAlchemy", "2.1.9", "wheel", 4.0),
+    Project("networkx", "3.6.1", "wheel", 4.0),
+    Project("Django", "5.2.19", "wheel", 4.0),
+    Project("ansible-core", "2.19.14", "wheel", 4.0),
+    Project("mypy", "2.4.1", "wheel", 3.0),
+    Project("nltk", "3.10.4", "wheel", 3.0),
+    Project("python3.11-doc", "3.11.2-6+deb12u8", "debian", 3.0, held_out=True),
+    Project("openvswitch-source", "3.1.0-2+deb12u1", "debian", 3.0, held_out=True),
+    Project("glibc-source", "2.36-9+deb12u14", "debian", 3.0, held_out=True),
+    Project("scipy", "1.17.1", "wheel", 3.0, held_out=True),
+    Project("Twisted", "26.10.0", "wheel", 3.0, held_out=True),
+    Project("Sphinx", "9.0.4", "wheel", 2.0, held_out=True),
 )
 
 
@@ -93,7 +97,12 @@ def fetch(project: Project, folder: Path) -> Path:
     found = package_file(project, folder)
     if found is None:
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(_command(project), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run(_command(project), cwd=folder, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            raise FileNotFoundError(
+                f"{project.package} {project.version or ''} is not to be had: --any-version takes "
+                "what is offered"
+            )
         found = package_file(project, folder)
     if found is None:
         raise FileNotFoundError(f"{project.package}: nothing in {folder} after its download")
@@ -101,27 +110,24 @@ def fetch(project: Project, folder: Path) -> Path:
 
 
 def package_file(project: Project, folder: Path) -> Path | None:
-    """The newest file of the package, by name; None if there is none."""
-    suffix = ".deb" if project.kind == "debian" else ".whl"
-    name = project.package if project.kind == "debian" else _wheel_name(project.package)
-    found = [
-        path
-        for path in folder.glob(f"*{suffix}")
-        if (path.name.split("_")[0] if suffix == ".deb" else path.name.split("-")[0].lower())
-        == name
-    ]
+    """The package's file of that version, or the newest by name; None if there is none."""
+    name, between, suffix = project.package, "_", ".deb"
+    if project.kind == "wheel":
+        name, between, suffix = name.lower().replace("-", "_"), "-", ".whl"
+    found = []
+    for path in folder.glob(f"*{suffix}"):
+        told, version, *_ = path.name.split(between)
+        if told.lower() == name and project.version in (None, version):
+            found.append(path)
     return max(found, default=None)
 
 
-def _wheel_name(package: str) -> str:
-    return package.lower().replace("-", "_")
-
-
 def _command(project: Project) -> list[str]:
+    name, version = project.package, project.version
     if project.kind == "debian":
-        return ["apt-get", "download", project.package]
+        return ["apt-get", "download", name if version is None else f"{name}={version}"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    return [*pip, "--only-binary=:all:", project.package]
+    return [*pip, "--only-binary=:all:", name if version is None else f"{name}=={version}"]
 
 
 class File(NamedTuple):
@@ -272,22 +278,41 @@ def build(
 
 
 def write(texts: list[str], split: str, out: Path, seed: int) -> dict[str, Any]:
-    """One file of documents in a random order; its hash, and how much it holds."""
-    path = corpus_file(out, split)
+    """One file of documents in a random order; how much it holds, and the hash of its text."""
     random.Random(f"{seed}/{split}").shuffle(texts)
-    with lzma.open(path, "wt", encoding="ascii", preset=9) as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    with lzma.open(corpus_file(out, split), "wt", encoding="ascii", preset=9) as file:
+        file.writelines(lines)
     return {
         "documents": len(texts),
         "tokens": sum(map(len, texts)),
         "longest": max(map(len, texts), default=0),
-        "sha256": sha256(path),
+        "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
     }
 
 
 def corpus_file(folder: Path, split: str) -> Path:
     """The documents of a split in a corpus."""
     return folder / f"{split}.jsonl.xz"
+
+
+def digest(corpus: Path) -> str:
+    """What rows call a corpus: 12 hexadecimal digits of the hashes of its text."""
+    splits = json.loads((corpus / MANIFEST).read_text())["splits"]
+    hashes = "".join(splits[split]["sha256"] for split in SPLITS)
+    return hashlib.sha256(hashes.encode()).hexdigest()[:12]
+
+
+def rows_of_corpus(out: Path, corpus: Path) -> list[Row]:
+    """The rows that `out` holds, if any.
+
+    Raises:
+        ValueError: they are of another corpus.
+    """
+    rows = read_rows(out) if out.exists() else []
+    if any(row["corpus"] != digest(corpus) for row in rows):
+        raise ValueError(f"{out} holds rows of another corpus; choose another --out")
+    return rows
 
 
 def sha256(path: Path) -> str:
@@ -301,9 +326,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("corpus"))
     parser.add_argument("--downloads", type=Path, help="default: in --out")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--any-version", action="store_true")
     given = parser.parse_args()
     downloads = given.downloads or given.out / "downloads"
-    print(json.dumps(build(given.out, downloads, seed=given.seed)["splits"], indent=1))
+    projects = PROJECTS
+    if given.any_version:
+        projects = tuple(replace(each, version=None) for each in PROJECTS)
+    print(json.dumps(build(given.out, downloads, projects, given.seed)["splits"], indent=1))
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ from transformers import TrainerCallback
 from nsa_flex.bench.cases.models import best_dense
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
-from nsa_flex.bench.quality.build import MANIFEST, sha256
+from nsa_flex.bench.quality.build import digest, rows_of_corpus
 from nsa_flex.bench.quality.conversion_report import conversion
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.evaluation import losses_by_length
 from nsa_flex.bench.quality.one_run import ROW, held_out_rows, write_row
 from nsa_flex.bench.quality.variants import config_of
 from nsa_flex.bench.report.cells import markdown
-from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
+from nsa_flex.bench.report.rows import Row, merged, write_rows
 from nsa_flex.training.config import ModelSection, TrainConfig
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.convert import Stage, convert
@@ -253,7 +253,7 @@ def _row_of(study: Study, piece: Piece) -> Row:
         "variant": piece.variant,
         "seed": study.seed,
         "recipe": recipe,
-        "corpus": sha256(study.corpus / MANIFEST)[:12],
+        "corpus": digest(study.corpus),
         **machine.describe(_device()),
         "status": "running",
         "steps": 0,
@@ -368,7 +368,7 @@ def run(study: Study, out: Path, names: Collection[str] = ()) -> list[Row]:
     Args:
         names: of pieces, none for all; `dense` runs in any case.
     """
-    rows = read_rows(out) if out.exists() else []
+    rows = rows_of_corpus(out, study.corpus)
     held_out = study.held_out()
 
     def note(row: Row) -> None:

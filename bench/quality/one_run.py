@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from nsa_flex.bench.cases.models import best_dense
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
-from nsa_flex.bench.quality.build import MANIFEST, sha256
+from nsa_flex.bench.quality.build import digest
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.evaluation import summary, token_losses
 from nsa_flex.bench.quality.variants import Variant, config_of, variants
@@ -165,7 +165,7 @@ def one_run(
         "seed": seed,
         "planned_steps": config.training.steps,
         "tokens_per_step": tokens_per_step(config),
-        "corpus": sha256(corpus / MANIFEST)[:12],
+        "corpus": digest(corpus),
         "settings": _settings(config),
         **machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     }

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.quality.build import rows_of_corpus
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.one_run import HELD_OUT_TOKENS, ROW
 from nsa_flex.bench.quality.variants import config_of, sizes, variants
@@ -97,6 +98,7 @@ def run_piece(
     """
     begun = clock()
     piece.work.mkdir(parents=True, exist_ok=True)
+    rows_of_corpus(piece.out, piece.corpus)
     length = config_of(piece.runs[0][0], piece.size, piece.overrides).data.seq_len
     cut(piece.corpus, length, piece.work / "cut", HELD_OUT_TOKENS // length)
     waiting = [run for run in piece.runs if not _finished(piece, run)]
@@ -134,7 +136,7 @@ def run_piece(
 
 def collect(piece: Piece) -> list[Row]:
     """What all runs have said so far, with the rows that --out held."""
-    rows = read_rows(piece.out) if piece.out.exists() else []
+    rows = rows_of_corpus(piece.out, piece.corpus)
     found = (piece.folder(run) / ROW for run in piece.runs)
     rows = merged(rows, [json.loads(path.read_text()) for path in found if path.exists()])
     write_rows(piece.out, rows)

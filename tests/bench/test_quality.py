@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import lzma
@@ -32,7 +33,7 @@ from nsa_flex.bench.quality.report import draw, quality
 from nsa_flex.bench.quality.run import POLL_SECONDS, Piece, _environment, in_order, run_piece
 from nsa_flex.bench.quality.variants import config_of, parameters, variants
 from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
-from nsa_flex.bench.report.rows import merged, read_rows
+from nsa_flex.bench.report.rows import merged, read_rows, write_rows
 from nsa_flex.config import BRANCHES
 from nsa_flex.training.models import build_model
 from nsa_flex.training.tokenization import BYTES
@@ -76,7 +77,10 @@ def test_archives_in_packages_are_read(tmp_path: Path) -> None:
 
 def test_no_more_of_a_project_than_asked(tmp_path: Path) -> None:
     wheel(tmp_path, "many", {f"many/{i}/a.py": f"{i}" * 5000 for i in range(9)})
-    projects = (Project("many", "wheel", 0.012), Project("many", "wheel", 1.0, held_out=True))
+    projects = tuple(
+        Project("many", None, "wheel", size, held_out=held)
+        for size, held in ((0.012, False), (1.0, True))
+    )
     counts = build(tmp_path / "out", tmp_path, projects)["splits"]
     assert counts["train"]["documents"] == 3
     assert counts["held_out"]["documents"] == 6  # those that were trained on are left out
@@ -90,9 +94,12 @@ def test_a_package_is_told_from_others_by_its_name(tmp_path: Path) -> None:
         ("ansible-core", "wheel", names[0]),
         ("gcc-12-source", "debian", "gcc-12-source_12_all.deb"),
     ):
-        project = Project(package, kind, 1.0)
-        assert package_file(project, tmp_path) == tmp_path / name
-    assert package_file(Project("gcc", "debian", 1.0), tmp_path) is None
+        version = "2" if kind == "wheel" else "12"
+        for known in (version, None):
+            project = Project(package, known, kind, 1.0)
+            assert package_file(project, tmp_path) == tmp_path / name
+        assert package_file(Project(package, "13", kind, 1.0), tmp_path) is None
+    assert package_file(Project("gcc", None, "debian", 1.0), tmp_path) is None
 
 
 def test_rows_are_pieces_of_documents(corpus: Path, tmp_path: Path) -> None:
@@ -261,6 +268,10 @@ def test_runs_become_a_table(
         present = variants()[row["variant"]].branches
         if row["shares"]:
             assert [name for name in BRANCHES if row["shares"][name]] == list(present)
+    write_rows(tmp_path / "others.json", [{**rows[0], "corpus": "0123456789ab"}])
+    mixed = dataclasses.replace(piece, out=tmp_path / "others.json")
+    with pytest.raises(ValueError, match=r"others\.json holds rows of another corpus; choose"):
+        run_piece(mixed, Done, sleep=lambda seconds: None)
     table = quality(rows)
     assert list(table.variant) == list(TRAINED)
     assert list(table["seeds"])[:2] == ["2", "1"]

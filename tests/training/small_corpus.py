@@ -26,8 +26,8 @@ def write_corpus(out: Path, downloads: Path) -> Path:
     for name, half in halves.items():
         wheel(downloads, name, {f"{name}/a.py": half + "é", f"{name}/licence.txt": SHARED})
     projects = (
-        Project("kept-back", "wheel", 1.0, held_out=True),
-        Project("trained", "wheel", 1.0),
+        Project("kept-back", "1.0", "wheel", 1.0, held_out=True),
+        Project("trained", "1.0", "wheel", 1.0),
     )
     build(out, downloads, projects)
     return out
