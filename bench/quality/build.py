@@ -310,7 +310,7 @@ def rows_of_corpus(out: Path, corpus: Path) -> list[Row]:
         ValueError: they are of another corpus.
     """
     rows = read_rows(out) if out.exists() else []
-    if any(row["corpus"] != digest(corpus) for row in rows):
+    if any(row.get("corpus") != digest(corpus) for row in rows):
         raise ValueError(f"{out} holds rows of another corpus; choose another --out")
     return rows
 
