@@ -250,15 +250,15 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder layers of a transformers model.
 
     Raises:
-        ValueError: it has none by the usual name.
+        ValueError: it has none by the usual names.
     """
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{type(model).__name__} has no list of decoder layers: set engine.compile false and "
-            "engine.checkpointing none"
-        )
-    return layers
+    for name in ("layers", "h"):  # of GPT-2 and Falcon
+        layers = getattr(model.get_decoder(), name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise ValueError(
+        f"{type(model).__name__} has no list of decoder layers by the name layers or h"
+    )
 
 
 def prepare(model: Any, engine: EngineSection, *, compiler: str = "inductor") -> None:
