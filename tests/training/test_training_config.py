@@ -16,7 +16,7 @@ from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.dry_run import dry_run
 from nsa_flex.training.flops import num_parameters
 from nsa_flex.training.mesh import check_mesh
-from nsa_flex.training.models import PRESETS, build_model
+from nsa_flex.training.models import PRESETS, build_model, decoder_layers
 from nsa_flex.training.texts import find_texts
 from nsa_flex.training.tokenization import BYTES
 
