@@ -531,6 +531,15 @@ def test_refused_arguments(tmp_path):
         model(ids_of(1, 20))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.uint8])
+def test_a_mask_of_the_callers_own_is_refused(dtype):
+    mask = torch.ones(1, 1, 20, 20).tril().to(dtype)
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \(1, 1, 20, 20\); expected pad"
+    ):
+        built()(ids_of(1, 20), attention_mask=mask)
+
+
 def test_it_makes_way_for_transformers_own():
     """Where transformers has a model type, nothing of ours is registered for it."""
     code = (
