@@ -81,8 +81,8 @@ def load(
     wants_report, adapter = kwargs.pop("output_loading_info", False), _pop_adapter(kwargs)
     _check_no_pipeline(kwargs.get("distributed_config"))
     config, kwargs = _read_config(path, hub, kwargs)
-    if _is_minicpm(config):
-        return _load_minicpm(path, config, backend, wants_report, kwargs)
+    if _is_minicpm(config) and getattr(config, "nsa_flex", None) is None:
+        return _load_minicpm(path, config, model_class, backend, wants_report, kwargs)
     record = _pop_record(config, path)
     attention = config._attn_implementation or kwargs.get("attn_implementation")
     model, report = _load_unpatched(path, model_class, {**kwargs, "config": config}, record)
@@ -114,7 +114,12 @@ def _is_minicpm(config: Any) -> bool:
 
 
 def _load_minicpm(
-    path: str | Path, config: Any, backend: Any, wants_report: bool, kwargs: dict[str, Any]
+    path: str | Path,
+    config: Any,
+    model_class: Any,
+    backend: Any,
+    wants_report: bool,
+    kwargs: dict[str, Any],
 ) -> Any:
     """A MiniCPM4, which nothing is patched in: its class has the attention it was trained with."""
     from transformers import AutoModelForCausalLM
@@ -124,11 +129,15 @@ def _load_minicpm(
             f"backend={backend!r} is for patched models; of a {config.model_type} leave it out"
         )
     options = {**kwargs, "use_safetensors": True, "output_loading_info": wants_report}
-    return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    loader = AutoModelForCausalLM if model_class is None else model_class
+    return loader.from_pretrained(path, config=config, **options)
 
 
 def patch_as_recorded(model: Any, record: dict[str, Any], backend: Backend | None = None) -> None:
     """Patch the layers that `record` names, the entry nsa_flex of a patched model's config."""
+    own = model.config.get_text_config()
+    if record.get("kept_masks") and own._attn_implementation == "nsa_flex":
+        model.set_attn_implementation(record["attn_implementation"])  # a MiniCPM4's other layers
     chosen = {site.module for site in _recorded_sites(model, record["layers"])}
     patch(
         model,
@@ -258,11 +267,14 @@ def _load_unpatched(
 
 
 def _saved_class(config: Any) -> Any:
-    """The class of the model that was saved; for one that comes with its code an Auto class."""
+    """The class of the model that was saved; an Auto class for one that comes with its code.
+
+    And for a MiniCPM4, whose class is not transformers'.
+    """
     import transformers
 
     names = config.architectures or []
-    if not names or hasattr(config, "auto_map"):
+    if not names or hasattr(config, "auto_map") or _is_minicpm(config):
         return transformers.AutoModelForCausalLM
     found = getattr(transformers, names[0], None)
     if found is None:

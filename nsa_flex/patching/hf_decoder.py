@@ -43,6 +43,7 @@ from nsa_flex.patching.hf_hooks import (
     remove_copies,
 )
 from nsa_flex.patching.hf_layers import (
+    IMPLEMENTATIONS,
     Attention,
     Decoder,
     is_attention,
@@ -53,6 +54,7 @@ from nsa_flex.patching.hf_refusals import (
     refuse_dropped_bounds,
 )
 from nsa_flex.patching.layer import NSALayer
+from nsa_flex.patching.minicpm_config import is_own
 from nsa_flex.patching.split_heads import split_heads as split_heads
 
 Groups = dict[Decoder, list[Attention]]
@@ -184,8 +186,16 @@ def _check_decoder(decoder: Decoder, patched: set[nn.Module]) -> None:
             "model.config.nsa_flex first"
         )
     _check_cache_layers(decoder, patched)
+    if not _kept_modules(decoder, patched):
+        return
+    if is_own(decoder.config) and decoder.config._attn_implementation in IMPLEMENTATIONS:
+        raise ValueError(
+            "some attention layers stay unpatched, and InfLLM-V2 cannot run beside NSA: patch all "
+            "layers, or call model.set_attn_implementation('sdpa') before patch, with which the "
+            "others are dense"
+        )
     implementation = former_implementation(decoder.config)
-    if not _kept_modules(decoder, patched) or implementation in ("eager", "sdpa"):
+    if implementation in ("eager", "sdpa"):
         return
     raise ValueError(
         f"some attention layers stay unpatched, and {implementation!r} cannot run beside NSA: "

@@ -172,9 +172,10 @@ class MiniCPMForCausalLM(MiniCPMPreTrainedModel, MiniCPM3ForCausalLM):
         """
         model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         for kind, what in (("missing", "lacks"), ("unexpected", "has more tensors:")):
-            names = ", ".join(sorted(report[f"{kind}_keys"]))
+            # What `patch` added is read by `nsa_flex.load`.
+            names = sorted(key for key in report[f"{kind}_keys"] if ".nsa." not in key)
             if names:
-                raise ValueError(f"the checkpoint {what} {names}")
+                raise ValueError(f"the checkpoint {what} {', '.join(names)}")
         if model.tp_size:
             from nsa_flex.patching.split_heads import check_heads_divide
 

@@ -74,8 +74,9 @@ def rows_of_call(
     """`rows_of_mask`, or the lengths of packed documents (cu_seq_lens_q), if they are given.
 
     Raises:
-        ValueError: these beside a cache or padding.
+        ValueError: these beside a cache or padding, or a mask of the caller's own.
     """
+    check_mask(mask)
     offsets = arguments.get("cu_seq_lens_q")
     if offsets is None:
         return rows_of_mask(mask, query.shape[2], key.shape[2], config, position_ids)
@@ -107,6 +108,15 @@ def rows_of_mask(
     return padded_rows(real_slots(mask), num_queries, _first_new(mask))
 
 
+def check_mask(mask: Tensor | None) -> None:
+    """ValueError for a mask that `mask_for_rows` did not make: transformers hands on 4-D ones."""
+    if mask is not None and (mask.dtype != torch.uint8 or mask.shape[1:3] != (1, 1)):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; expected padding (batch, tokens): "
+            "attention is causal, and custom masks are not supported"
+        )
+
+
 def real_slots(mask: Tensor) -> Tensor:
     """Which slots are real tokens, bool (B, Sk), by a mask of `mask_for_rows`."""
     return mask[:, 0, 0] & REAL != 0
@@ -127,7 +137,11 @@ def dense_mask(
     """What SDPA takes, bool (1 or B, 1, Sq, Sk), of a mask of `mask_for_rows`; None for causal.
 
     offsets: int (documents + 1,), where packed documents begin and the last ends.
+
+    Raises:
+        ValueError: a mask of the caller's own.
     """
+    check_mask(mask)
     num_queries, num_keys = query.shape[2], key.shape[2]
     place = torch.arange(num_keys, device=key.device)
     if offsets is not None:

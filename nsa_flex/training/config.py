@@ -34,7 +34,7 @@ class ModelSection:
         backend: as of `nsa_attention`.
         nsa: sizes of NSA; of a patched checkpoint its own hold.
         dense_layers: numbers of decoder layers that keep the attention that they have; of a
-            patched checkpoint those that it was patched with.
+            patched checkpoint, layers that it was not patched in.
     """
 
     preset: str | None = None

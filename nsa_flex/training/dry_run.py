@@ -72,7 +72,8 @@ def memory(config: TrainConfig, model: Any) -> dict[str, int]:
     weights = 4 * num_parameters(model) // (world_size() if is_sharded(config) else 1)
     tokens = config.training.batch_size * config.data.seq_len // config.engine.context_parallel
     item = 2 if is_bf16(config) else 4
-    hidden, wide = sizes.hidden_size, sizes.intermediate_size
+    hidden = sizes.hidden_size
+    wide = getattr(sizes, "intermediate_size", 4 * hidden)  # GPT-2, OPT and Falcon have other names
     kept = {
         "none": 10 * hidden + 3 * wide,
         "selective": 6 * hidden + 2 * wide,

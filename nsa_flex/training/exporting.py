@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from nsa_flex.patching.hf_edited import number_of_layer
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.data_report import DATA_REPORT
 from nsa_flex.training.record import read_record
@@ -105,8 +106,10 @@ def _copy(model: Path, out: Path, config: TrainConfig | None) -> None:
 def _facts(
     settings: dict[str, Any], config: TrainConfig | None, run: Path | None, model: Path
 ) -> dict[str, Any]:
+    record = settings.get("nsa_flex", {})
     facts: dict[str, Any] = {
-        "nsa": settings.get("nsa_flex", {}).get("config"),
+        "nsa": record.get("config"),
+        "layers": [number_of_layer(name) for name in record.get("layers", [])],
         "versions": {
             "nsa_flex": __version__,
             "torch": torch.__version__,
@@ -151,7 +154,7 @@ def _card(name: str, facts: dict[str, Any], average: bool) -> str:
     parts = [f"---\n{about.to_yaml()}\n---\n\n# {name}\n", _NSA if is_nsa else _DENSE]
     if is_nsa:
         parts.append(_LIMITS)
-        parts.append(_table("Attention", facts["nsa"]))
+        parts.append(_table("Attention", {"layers": facts["layers"], **facts["nsa"]}))
     if average:
         parts.append("Averages over the training; losses and sample are of the last weights.\n")
     for part in ("run", "data", "versions"):

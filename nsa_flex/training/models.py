@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from nsa_flex.patching import load, patch
 from nsa_flex.patching.checkpoint import patch_as_recorded
-from nsa_flex.patching.sites import Filter, choose_sites
+from nsa_flex.patching.sites import Filter, choose_sites, patched_sites
 from nsa_flex.training.config import DataSection, EngineSection, ModelSection
 from nsa_flex.training.config_reading import unknown_key
 from nsa_flex.training.errors import blamed_on
@@ -121,13 +123,27 @@ def _from_config(
         _patch(model, section)
     else:
         patch_as_recorded(model, record)
+        _check_dense_layers(model, section)
     return model
 
 
 def _patch(model: Any, section: ModelSection) -> None:
-    if section.attention == "nsa" and not _is_patched(model):
+    if _is_patched(model):
+        _check_dense_layers(model, section)
+    elif section.attention == "nsa":
         chosen = _without(model, section.dense_layers) if section.dense_layers else None
         patch(model, section.nsa, init=section.init, filter_fn=chosen, backend=section.backend)
+
+
+def _check_dense_layers(model: Any, section: ModelSection) -> None:
+    """Of a patched checkpoint: ValueError for a layer that runs NSA in it."""
+    numbers = {site.module.layer_idx for site in patched_sites(model)}
+    for number in section.dense_layers:
+        if number in numbers:
+            raise ValueError(
+                f"model.dense_layers has {number}, a layer that {section.checkpoint} was patched "
+                "in: a patched checkpoint keeps its layers"
+            )
 
 
 def _without(model: Any, dense_layers: Collection[int]) -> Filter:
@@ -207,11 +223,19 @@ def _check_keys(config: Any, given: Mapping[str, Any], where: str) -> None:
     """
     known = {"model_type", *vars(type(config)()), *config.attribute_map}
     for key, value in given.items():
-        if key in vars(config) and key not in known:
+        if key in vars(config) and key not in known and not _is_read(config, key):
             raise ValueError(unknown_key(f"{where}.{key}", key, _public(known)))
         part = getattr(config, key, None)
         if isinstance(value, Mapping) and key in config.sub_configs:
             _check_keys(part, value, f"{where}.{key}")
+
+
+def _is_read(config: Any, key: str) -> bool:
+    """Whether the model reads `key` though its config class lacks it: head_dim of Qwen3-MoE."""
+    model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or config.sub_configs:
+        return False
+    return f'getattr(config, "{key}"' in inspect.getsource(sys.modules[model_class.__module__])
 
 
 def _public(names: set[str]) -> list[str]:
@@ -226,15 +250,15 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder layers of a transformers model.
 
     Raises:
-        ValueError: it has none by the usual name.
+        ValueError: it has none by the usual names.
     """
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{type(model).__name__} has no list of decoder layers: set engine.compile false and "
-            "engine.checkpointing none"
-        )
-    return layers
+    for name in ("layers", "h"):  # of GPT-2 and Falcon
+        layers = getattr(model.get_decoder(), name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise ValueError(
+        f"{type(model).__name__} has no list of decoder layers by the name layers or h"
+    )
 
 
 def prepare(model: Any, engine: EngineSection, *, compiler: str = "inductor") -> None:

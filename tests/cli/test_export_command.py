@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 assert "nsa_flex" not in sys.modules
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 ids = torch.tensor([json.loads(sys.argv[2])])
-print(type(model.model.layers[0].self_attn.nsa).__name__)
+print(type(model.model.layers[1].self_attn.nsa).__name__)
 print(json.dumps(model(ids).logits[0, -1].tolist()))
 """
 
@@ -43,7 +43,11 @@ def invoke(*arguments: str | Path) -> Result:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
     texts = write_texts(folder / "texts")
-    options: dict[str, Any] = {"training": {"ema": 0.5}, "data": {"cache": str(folder / "cache")}}
+    options: dict[str, Any] = {
+        "model": {"dense_layers": [0]},
+        "training": {"ema": 0.5},
+        "data": {"cache": str(folder / "cache")},
+    }
     train(small_config(folder / "run", texts, **options))
     return folder / "run"
 
@@ -63,6 +67,7 @@ def test_what_a_run_exports(run: Path, tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     for text in (
         "library_name: transformers",
+        "| layers | [1] |",
         "| window size | 12 |",
         f"| perplexity | {told['run']['perplexity']:.4g} |",
         f"| fingerprint | {told['data']['fingerprint']} |",

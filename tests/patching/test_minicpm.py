@@ -21,6 +21,7 @@ import nsa_flex
 from nsa_flex.patching import minicpm, minicpm_attention
 from nsa_flex.patching.hf_versions import CACHE
 from nsa_flex.patching.minicpm_config import MiniCPM4Config, MiniCPMConfig
+from patching.tiny_models import moved
 from reference import infllm_v2 as reference
 
 MODEL = reference.Model()
@@ -391,6 +392,41 @@ def test_patch_puts_nsa_in_its_place():
     assert torch.equal(logits(model, ids), sparse)
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("reader", ["auto", "load"])
+def test_a_patched_one_is_written_and_read_again(tmp_path, reader, sparse):
+    model, ids = built(MODEL if sparse else replace(MODEL, sparse=None)), ids_of(1, 110)
+    moved(nsa_flex.patch(model, nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16)))
+    model.save_pretrained(tmp_path)
+    read = nsa_flex.load if reader == "load" else transformers.AutoModelForCausalLM.from_pretrained
+    again = read(tmp_path)
+    assert type(again) is minicpm.MiniCPMForCausalLM
+    torch.testing.assert_close(logits(again, ids), logits(model, ids), rtol=0, atol=1e-12)
+
+
+def test_layers_left_out_of_patch_are_dense_when_told(tmp_path):
+    """Not unasked: InfLLM-V2 does not run beside NSA."""
+    model, ids = built(), ids_of(1, 110)
+
+    def patch_last() -> None:
+        sizes = nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16)
+        nsa_flex.patch(model, sizes, filter_fn=lambda module, _: module.layer_idx == 1)
+
+    with pytest.raises(ValueError, match="InfLLM-V2 cannot run beside NSA: patch all layers"):
+        patch_last()
+    model.set_attn_implementation("sdpa")
+    patch_last()
+    model.save_pretrained(tmp_path)
+    again = nsa_flex.load(tmp_path)
+    assert again.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(logits(again, ids), logits(model, ids), rtol=0, atol=1e-12)
+
+
+def test_the_class_that_is_asked_for(tmp_path):
+    write(tmp_path, MODEL)
+    assert type(nsa_flex.load(tmp_path, model_class=minicpm.MiniCPMModel)) is minicpm.MiniCPMModel
+
+
 def test_compiled_whole_without_a_host_sync():
     torch._dynamo.reset()
     model = built()
@@ -493,6 +529,15 @@ def test_refused_arguments(tmp_path):
     model = built(attention_dropout=0.1).train()
     with pytest.raises(ValueError, match=r"dropout=0\.1 is not supported in sparse layers"):
         model(ids_of(1, 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.uint8])
+def test_a_mask_of_the_callers_own_is_refused(dtype):
+    mask = torch.ones(1, 1, 20, 20).tril().to(dtype)
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \(1, 1, 20, 20\); expected pad"
+    ):
+        built()(ids_of(1, 20), attention_mask=mask)
 
 
 def test_it_makes_way_for_transformers_own():

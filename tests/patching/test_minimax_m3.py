@@ -359,6 +359,15 @@ def test_dropout_is_refused(models):
             layer.attention_dropout = 0.0
 
 
+def test_a_mask_of_the_callers_own_is_refused(models):
+    _, ours = models
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \(1, 1, 20, 20\); expected pad"
+    ):
+        ours(tokens(1, 20), attention_mask=mask)
+
+
 def test_the_full_size_is_taken():
     """On meta: 64 query and 4 KV heads, blocks of 128, one sparse and one dense layer."""
     config = tiny(

@@ -16,7 +16,7 @@ from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.dry_run import dry_run
 from nsa_flex.training.flops import num_parameters
 from nsa_flex.training.mesh import check_mesh
-from nsa_flex.training.models import PRESETS, build_model
+from nsa_flex.training.models import PRESETS, build_model, decoder_layers
 from nsa_flex.training.texts import find_texts
 from nsa_flex.training.tokenization import BYTES
 
@@ -139,7 +139,9 @@ def test_layers_that_stay_dense(tmp_path: Path) -> None:
     assert patched(**own) == [True, True, True, False]
     assert patched(**own, dense_layers=[0, 2]) == [False, True, False, False]
     saved = {"preset": None, "checkpoint": str(tmp_path / "last")}
-    assert patched(**saved, dense_layers=[1]) == [False, True, False, False]
+    assert patched(**saved) == patched(**saved, dense_layers=[0]) == [False, True, False, False]
+    with pytest.raises(ValueError, match=r"model.dense_layers has 1, a layer that .*last was pat"):
+        patched(**saved, dense_layers=[0, 1])
     for layers, message in (
         ([4], "model.dense_layers has 4; the model's layers are 0 to 3"),
         ([-1], "model.dense_layers has -1; the model's"),
@@ -165,8 +167,23 @@ def test_layers_that_stay_dense_without_nsa_or_over_ranks(
 def test_layers_are_numbered_whatever_their_list_is_called() -> None:
     sizes = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}
     section = of("model", preset=None, config=sizes, dense_layers=[0]).model
-    layers = build_model(section, of("model").data, BYTES).transformer.h
+    model = build_model(section, of("model").data, BYTES)
+    layers = model.transformer.h
     assert [hasattr(layer.attn, "nsa") for layer in layers] == [False, True]
+    assert decoder_layers(model) is layers
+
+
+def test_head_dim_of_a_family_whose_config_class_lacks_it() -> None:
+    """Qwen3-MoE's published configs have one; GPT-2's attention reads none."""
+    moe = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 2, "head_dim": 24}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    data = of("data").data
+    section = of("model", preset=None, config={**moe, **sizes}).model
+    model = build_model(section, data, BYTES, values="none")
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (48, 32)
+    section = of("model", preset=None, config={"model_type": "gpt2", "head_dim": 24}).model
+    with pytest.raises(ValueError, match=r"unknown key model\.config\.head_dim"):
+        build_model(section, data, BYTES, values="none")
 
 
 def test_overrides(tmp_path: Path) -> None:
