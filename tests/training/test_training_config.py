@@ -164,13 +164,16 @@ def test_layers_that_stay_dense_without_nsa_or_over_ranks(
         check_mesh(dataclasses.replace(config, engine=engine))
 
 
-def test_layers_are_numbered_whatever_their_list_is_called() -> None:
+def test_layers_are_numbered_whatever_their_list_is_called(tmp_path: Path) -> None:
     sizes = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}
     section = of("model", preset=None, config=sizes, dense_layers=[0]).model
     model = build_model(section, of("model").data, BYTES)
     layers = model.transformer.h
     assert [hasattr(layer.attn, "nsa") for layer in layers] == [False, True]
     assert decoder_layers(model) is layers
+    (tmp_path / "a.txt").write_text("text")
+    data = dataclasses.replace(of("data").data, files=(str(tmp_path / "a.txt"),))
+    assert dry_run(dataclasses.replace(of("model"), model=section, data=data))["flops"] > 0
 
 
 def test_head_dim_of_a_family_whose_config_class_lacks_it() -> None:
