@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class SampleCallback(TrainerCallback):
         trainer: whose model writes, as it trains: under autocast, sharded or not.
         telemetry: writes the row.
         row: the held-out one; the prompt is its first `PROMPT_TOKENS` tokens.
-        num_tokens: at most so many new ones.
+        num_tokens: at most so many new ones, and no more than the model has positions for.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class SampleCallback(TrainerCallback):
         model: Any = self.trainer.accelerator.unwrap_model(
             self.trainer.model, keep_torch_compile=False
         )
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+        room = positions - prompt.shape[1] + 1  # the last new token is not read
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             ids = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=self.num_tokens,
+                max_new_tokens=min(self.num_tokens, room),
                 do_sample=False,
                 use_cache=False,
                 pad_token_id=self.tokenizer.end,
