@@ -99,10 +99,8 @@ def fetch(project: Project, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(_command(project), cwd=folder, stdout=subprocess.DEVNULL)
         if done.returncode:
-            raise FileNotFoundError(
-                f"{project.package} {project.version or ''} is not to be had: --any-version takes "
-                "what is offered"
-            )
+            advice = ": --any-version takes what is offered" if project.version else ""
+            raise FileNotFoundError(f"no {_command(project)[-1]} to download{advice}")
         found = package_file(project, folder)
     if found is None:
         raise FileNotFoundError(f"{project.package}: nothing in {folder} after its download")
@@ -116,8 +114,8 @@ def package_file(project: Project, folder: Path) -> Path | None:
         name, between, suffix = name.lower().replace("-", "_"), "-", ".whl"
     found = []
     for path in folder.glob(f"*{suffix}"):
-        told, version, *_ = path.name.split(between)
-        if told.lower() == name and project.version in (None, version):
+        told, _, rest = path.name.partition(between)
+        if told.lower() == name and project.version in (None, rest.split(between)[0]):
             found.append(path)
     return max(found, default=None)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from nsa_flex.bench.quality.build import SPLITS, corpus_file
+from nsa_flex.bench.quality.build import SPLITS, corpus_file, digest
 from nsa_flex.training.tokenization import BYTES
 
 
@@ -25,12 +26,19 @@ def cut(corpus: Path, seq_len: int, out: Path, held_out_rows: int) -> dict[str, 
         held_out_rows: at most, each of one document; first every document's first one.
 
     Raises:
-        ValueError: no document is long enough for a row.
+        ValueError: no document is long enough for a row, or `out` holds rows of another corpus.
     """
     paths = {split: out / f"{split}-{seq_len}.jsonl" for split in SPLITS}
+    out.mkdir(parents=True, exist_ok=True)
+    source = out / "corpus"
+    if not source.exists() and not any(out.glob("*.jsonl")):
+        draft = out / f"corpus.{os.getpid()}"
+        draft.write_text(digest(corpus))
+        draft.replace(source)
+    if not source.exists() or source.read_text() != digest(corpus):
+        raise ValueError(f"{out} holds rows of another corpus; choose another --work")
     if paths["held_out"].exists():
         return paths
-    out.mkdir(parents=True, exist_ok=True)
     length = seq_len - 1
     rows = list(training_rows(texts(corpus_file(corpus, "train")), length))
     random.Random(0).shuffle(rows)

@@ -267,14 +267,15 @@ def _load_unpatched(
 
 
 def _saved_class(config: Any) -> Any:
-    """The class of the model that was saved; an Auto class for one that comes with its code.
-
-    And for a MiniCPM4, whose class is not transformers'.
-    """
+    """The class of the model that was saved; an Auto class for one that comes with its code."""
     import transformers
 
     names = config.architectures or []
-    if not names or hasattr(config, "auto_map") or _is_minicpm(config):
+    if _is_minicpm(config):
+        from nsa_flex.patching import minicpm
+
+        return getattr(minicpm, "".join(names), transformers.AutoModelForCausalLM)
+    if not names or hasattr(config, "auto_map"):
         return transformers.AutoModelForCausalLM
     found = getattr(transformers, names[0], None)
     if found is None:

@@ -125,6 +125,34 @@ class MiniCPMPreTrainedModel(MiniCPM3PreTrainedModel):
             attn_implementation = hf_attention.IMPLEMENTATIONS[0]
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
+    @classmethod
+    def from_pretrained(
+        cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As of PreTrainedModel.
+
+        Raises:
+            ValueError: the checkpoint lacks tensors, or has some that the model does not take; or
+                tensor parallelism over ranks that do not divide the KV heads.
+        """
+        model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        # What `patch` added is read by `nsa_flex.load`; a model without a head leaves one out.
+        beside = (".nsa.",) if hasattr(model, "lm_head") else (".nsa.", "lm_head.")
+        for kind, what in (("missing", "lacks"), ("unexpected", "has more tensors:")):
+            names = sorted(
+                key for key in report[f"{kind}_keys"] if not any(part in key for part in beside)
+            )
+            if names:
+                raise ValueError(f"the checkpoint {what} {', '.join(names)}")
+        if model.tp_size:
+            from nsa_flex.patching.split_heads import check_heads_divide
+
+            sizes = model.config
+            heads = (sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
+            shape = AttentionShape(sizes.hidden_size, *heads)
+            check_heads_divide("each layer", shape, model.tp_size, "tensor parallelism")
+        return (model, report) if output_loading_info else model
+
 
 class MiniCPMModel(MiniCPMPreTrainedModel, MiniCPM3Model):
     """Embeddings, layers and the last norm."""
@@ -159,31 +187,6 @@ class MiniCPMForCausalLM(MiniCPMPreTrainedModel, MiniCPM3ForCausalLM):
         if is_own(self.config):
             refuse_continuous_batching(self)
         return super().init_continuous_batching(*args, **kwargs)
-
-    @classmethod
-    def from_pretrained(
-        cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
-    ) -> Any:
-        """As of PreTrainedModel.
-
-        Raises:
-            ValueError: the checkpoint lacks tensors, or has some that the model does not take; or
-                tensor parallelism over ranks that do not divide the KV heads.
-        """
-        model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        for kind, what in (("missing", "lacks"), ("unexpected", "has more tensors:")):
-            # What `patch` added is read by `nsa_flex.load`.
-            names = sorted(key for key in report[f"{kind}_keys"] if ".nsa." not in key)
-            if names:
-                raise ValueError(f"the checkpoint {what} {', '.join(names)}")
-        if model.tp_size:
-            from nsa_flex.patching.split_heads import check_heads_divide
-
-            sizes = model.config
-            heads = (sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
-            shape = AttentionShape(sizes.hidden_size, *heads)
-            check_heads_divide("each layer", shape, model.tp_size, "tensor parallelism")
-        return (model, report) if output_loading_info else model
 
 
 class MiniCPM4ForCausalLM(MiniCPMForCausalLM):

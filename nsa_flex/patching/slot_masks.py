@@ -104,7 +104,8 @@ def rows_of_mask(
         return Rows()
     if mask.shape[3] == 0:
         assert position_ids is not None  # of which transformers told that there are documents
-        return packed_rows(align_positions(position_ids, config))
+        each = position_ids.expand(mask.shape[0], -1)  # transformers makes one row for all
+        return packed_rows(align_positions(each, config))
     return padded_rows(real_slots(mask), num_queries, _first_new(mask))
 
 

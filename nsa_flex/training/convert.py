@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +12,25 @@ from transformers import TrainerCallback
 
 from nsa_flex.training.alignment import AlignmentCallback
 from nsa_flex.training.arguments import world_size
-from nsa_flex.training.config import TrainConfig, config_of
-from nsa_flex.training.resuming import FREE, differences
+from nsa_flex.training.config import TrainConfig, config_of, read_config
+from nsa_flex.training.resuming import CONFIG_FILE, FREE, differences
 from nsa_flex.training.run import MODEL_FOLDER, summary, train
 from nsa_flex.training.telemetry import read_rows
 from nsa_flex.training.texts import find_texts
 from nsa_flex.training.tokenization import plain_ids
 
-STAGE_FILE = "stage.json"
+# May be others than those of a finished stage: files and folders have several names, and a later
+# stage may want smaller batches.
+ASIDE = {
+    *FREE,
+    "data.files",
+    "data.held_out_files",
+    "data.tokenizer",
+    "model.checkpoint",
+    "run.eval_rows",
+    "training.accumulate",
+    "training.batch_size",
+}
 
 
 @dataclass(frozen=True)
@@ -150,33 +159,25 @@ def _check(stage: Stage, config: TrainConfig) -> None:
             f'data.documents is "{config.data.documents}"; expected "joined" for stage '
             f"{stage.name}, which compares rows with dense attention"
         )
-    _check_before(stage, config)
+    _check_before(config)
 
 
-def _check_before(stage: Stage, config: TrainConfig) -> None:
+def _check_before(config: TrainConfig) -> None:
     """What was trained to its end is not trained again: it must be what is asked for."""
     run = Path(config.out)
-    if not (run / STAGE_FILE).exists():
+    if not (run / MODEL_FOLDER).exists():
         return
-    before = json.loads((run / STAGE_FILE).read_text())
+    before = read_config(str(run / CONFIG_FILE))
     other = [
         f"{each.key} was {each.before} and is {each.after}"
-        for each in differences(before, _settings(stage, config))
-        if each.key not in FREE
+        for each in differences(before.to_dict(), config.to_dict())
+        if each.key not in ASIDE and not each.key.startswith("engine.")
     ]
     if other:
         raise ValueError(
             f"{run} was run with other settings: {'; '.join(other)}; repeat them, or choose "
             "another out"
         )
-
-
-def _settings(stage: Stage, config: TrainConfig) -> dict[str, Any]:
-    """As JSON keeps them, with the checkpoint's place beside the stage's: folders may be moved."""
-    values = {**config.to_dict(), "alignment": stage.alignment, "frozen": stage.frozen}
-    values["model"]["checkpoint"] = os.path.relpath(values["model"]["checkpoint"], config.out)
-    found: dict[str, Any] = json.loads(json.dumps(values))
-    return found
 
 
 def _run(
@@ -193,10 +194,7 @@ def _run(
         probe=torch.from_numpy(plain_ids(row.ids))[None],
         every=config.run.gates_every or config.training.steps,
     )
-    result = train(config, resume=run.exists(), callbacks=[alignment, *callbacks])
-    if not result["stopped"]:
-        (run / STAGE_FILE).write_text(json.dumps(_settings(stage, config), indent=2))
-    return result
+    return train(config, resume=run.exists(), callbacks=[alignment, *callbacks])
 
 
 def recall_of(run: Path) -> dict[str, list[float | None]]:

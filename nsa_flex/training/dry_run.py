@@ -73,9 +73,8 @@ def memory(config: TrainConfig, model: Any) -> dict[str, int]:
     tokens = config.training.batch_size * config.data.seq_len // config.engine.context_parallel
     item = 2 if is_bf16(config) else 4
     hidden = sizes.hidden_size
-    wide = getattr(
-        sizes, "intermediate_size", 4 * hidden
-    )  # GPT-2, OPT and Falcon have other names
+    # GPT-2, OPT and Falcon have other names.
+    wide = getattr(sizes, "intermediate_size", 4 * hidden)
     kept = {
         "none": 10 * hidden + 3 * wide,
         "selective": 6 * hidden + 2 * wide,

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from nsa_flex.patching import load, patch
 from nsa_flex.patching.checkpoint import patch_as_recorded
+from nsa_flex.patching.minicpm_config import is_own
 from nsa_flex.patching.sites import Filter, choose_sites, patched_sites
 from nsa_flex.training.config import DataSection, EngineSection, ModelSection
 from nsa_flex.training.config_reading import unknown_key
@@ -131,12 +132,17 @@ def _patch(model: Any, section: ModelSection) -> None:
     if _is_patched(model):
         _check_dense_layers(model, section)
     elif section.attention == "nsa":
-        chosen = _without(model, section.dense_layers) if section.dense_layers else None
+        chosen = None
+        if section.dense_layers:
+            chosen = _without(model, section.dense_layers)
+            if is_own(model.config):  # InfLLM-V2 cannot run beside NSA
+                model.set_attn_implementation("sdpa")
         patch(model, section.nsa, init=section.init, filter_fn=chosen, backend=section.backend)
 
 
 def _check_dense_layers(model: Any, section: ModelSection) -> None:
     """Of a patched checkpoint: ValueError for a layer that runs NSA in it."""
+    _check_numbers(model, section.dense_layers)
     numbers = {site.module.layer_idx for site in patched_sites(model)}
     for number in section.dense_layers:
         if number in numbers:
@@ -148,17 +154,21 @@ def _check_dense_layers(model: Any, section: ModelSection) -> None:
 
 def _without(model: Any, dense_layers: Collection[int]) -> Filter:
     """What `patch` chooses by itself, but for these layers."""
+    _check_numbers(model, dense_layers)
+    sites = choose_sites(model, None)
+    chosen = {site.module for site in sites if site.module.layer_idx not in dense_layers}
+    if not chosen:
+        raise ValueError("model.dense_layers leaves no layer to NSA; set model.attention dense")
+    return lambda module, name: module in chosen
+
+
+def _check_numbers(model: Any, dense_layers: Collection[int]) -> None:
     last = model.config.get_text_config().num_hidden_layers - 1
     for number in dense_layers:
         if not 0 <= number <= last:
             raise ValueError(
                 f"model.dense_layers has {number}; the model's layers are 0 to {last}"
             )
-    sites = choose_sites(model, None)
-    chosen = {site.module for site in sites if site.module.layer_idx not in dense_layers}
-    if not chosen:
-        raise ValueError("model.dense_layers leaves no layer to NSA; set model.attention dense")
-    return lambda module, name: module in chosen
 
 
 def _check_vocabulary(size: int, tokenizer: Tokenizer) -> None:
@@ -231,11 +241,16 @@ def _check_keys(config: Any, given: Mapping[str, Any], where: str) -> None:
 
 
 def _is_read(config: Any, key: str) -> bool:
-    """Whether the model reads `key` though its config class lacks it: head_dim of Qwen3-MoE."""
+    """Whether attention reads `key` though the config class lacks it: head_dim of Qwen3-MoE."""
     model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or config.sub_configs:
         return False
-    return f'getattr(config, "{key}"' in inspect.getsource(sys.modules[model_class.__module__])
+    own = vars(sys.modules[model_class.__module__]).items()
+    return any(
+        f'getattr(config, "{key}"' in inspect.getsource(each)
+        for name, each in own
+        if name.endswith("Attention") and each.__module__ == model_class.__module__
+    )
 
 
 def _public(names: set[str]) -> list[str]:

@@ -112,6 +112,18 @@ def test_rows_are_pieces_of_documents(corpus: Path, tmp_path: Path) -> None:
     assert len(rows["train"]) * (LENGTH - 1) > 0.9 * len("".join(documents(corpus, "train")))
 
 
+def test_rows_of_two_corpora_are_not_cut_into_one_folder(corpus: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        cut(corpus, LENGTH, tmp_path, 5)
+    wheel(tmp_path / "downloads", "other", {"other/a.py": "other\n" * 2000})
+    projects = tuple(
+        Project("other", "1.0", "wheel", 1.0, held_out=held) for held in (False, True)
+    )
+    build(tmp_path / "corpus_2", tmp_path / "downloads", projects)
+    with pytest.raises(ValueError, match="holds rows of another corpus; choose another --work"):
+        cut(tmp_path / "corpus_2", 2 * LENGTH, tmp_path, 5)
+
+
 def test_a_corpus_without_a_whole_row_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no row of 16777216 tokens in train"):
         cut(corpus, 1 << 24, tmp_path, 5)

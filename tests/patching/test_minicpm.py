@@ -427,14 +427,30 @@ def test_the_class_that_is_asked_for(tmp_path):
     assert type(nsa_flex.load(tmp_path, model_class=minicpm.MiniCPMModel)) is minicpm.MiniCPMModel
 
 
+def test_a_checkpoint_of_another_class_is_checked_too(tmp_path: Path):
+    """A patched model without a head is read as it was saved; no class takes random weights."""
+    base = built().model
+    for parameter in base.parameters():
+        parameter.data = parameter.data.float()
+    nsa_flex.patch(base).save_pretrained(tmp_path / "base")
+    assert type(nsa_flex.load(tmp_path / "base")) is minicpm.MiniCPMModel
+    whole = built()
+    whole.save_pretrained(tmp_path / "whole")
+    weights = {name: x for name, x in whole.state_dict().items() if "layers.0.mlp.up" not in name}
+    save_file(weights, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks layers\.0\.mlp\.up_proj\.weight"):
+        nsa_flex.load(tmp_path / "whole", model_class=minicpm.MiniCPMModel)
+
+
 def test_compiled_whole_without_a_host_sync():
     torch._dynamo.reset()
     model = built()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    ids = ids_of(1, 100)
-    with torch.no_grad():
-        found = compiled(ids, use_cache=False).logits
-    torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-10)
+    for rows in (1, 2):  # transformers makes one row of position_ids for all
+        ids = ids_of(rows, 100)
+        with torch.no_grad():
+            found = compiled(ids, use_cache=False).logits
+        torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-10)
 
 
 def test_another_attention_is_dense_everywhere():

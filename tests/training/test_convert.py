@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +177,12 @@ def test_a_dense_checkpoint_is_converted_in_stages(
     )
     assert (again["seconds"], again["recall"]) == (0.0, result["recall"])
     out.rename(tmp_path / "moved")
-    other = dataclasses.replace(STAGES[1], alignment=0.25)
-    for stages, changes, text in (
-        (STAGES, {"seed": 3}, "seed was 0 and is 3"),
-        ((STAGES[0], other), {}, "alignment was 0.5 and is 0.25"),
-    ):
-        with pytest.raises(ValueError, match=f"was run with other settings: {text}; repeat them"):
-            convert(
-                dense,
-                tmp_path / "moved",
-                [str(texts)],
-                tokenizer="bytes",
-                stages=stages,
-                overrides=settings(**changes),
-            )
+    given = (dense, tmp_path / "moved", [str(texts)])
+    smaller = settings(**{"engine.checkpointing": "full", "training.batch_size": 1})
+    kept = convert(*given, tokenizer="bytes", stages=STAGES, overrides=smaller)
+    assert kept["seconds"] == 0.0
+    with pytest.raises(ValueError, match=r"other settings: seed was 0 and is 3; repeat"):
+        convert(*given, tokenizer="bytes", stages=STAGES[2:], overrides=settings(seed=3))
 
 
 def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:

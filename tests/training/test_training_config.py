@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from training.small_config import small_mapping, write_texts
 
@@ -142,6 +143,8 @@ def test_layers_that_stay_dense(tmp_path: Path) -> None:
     assert patched(**saved) == patched(**saved, dense_layers=[0]) == [False, True, False, False]
     with pytest.raises(ValueError, match=r"model.dense_layers has 1, a layer that .*last was pat"):
         patched(**saved, dense_layers=[0, 1])
+    with pytest.raises(ValueError, match=r"dense_layers has 9; the model's layers are 0 to 3"):
+        patched(**saved, dense_layers=[9])
     for layers, message in (
         ([4], "model.dense_layers has 4; the model's layers are 0 to 3"),
         ([-1], "model.dense_layers has -1; the model's"),
@@ -184,9 +187,27 @@ def test_head_dim_of_a_family_whose_config_class_lacks_it() -> None:
     section = of("model", preset=None, config={**moe, **sizes}).model
     model = build_model(section, data, BYTES, values="none")
     assert model.model.layers[0].self_attn.q_proj.weight.shape == (48, 32)
-    section = of("model", preset=None, config={"model_type": "gpt2", "head_dim": 24}).model
-    with pytest.raises(ValueError, match=r"unknown key model\.config\.head_dim"):
-        build_model(section, data, BYTES, values="none")
+    for model_type in ("gpt2", "gpt_neox"):  # whose rotary embedding alone reads it
+        section = of("model", preset=None, config={"model_type": model_type, "head_dim": 24}).model
+        with pytest.raises(ValueError, match=r"unknown key model\.config\.head_dim"):
+            build_model(section, data, BYTES, values="none")
+
+
+def test_dense_layers_of_a_minicpm4() -> None:
+    """Beside NSA they are dense: its own sparse attention cannot run there."""
+    sizes = {
+        "model_type": "minicpm",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "sparse_config": {},
+    }
+    section = of("model", preset=None, config=sizes, dense_layers=[0]).model
+    model = build_model(section, of("model").data, BYTES)
+    assert [hasattr(layer.self_attn, "nsa") for layer in model.model.layers] == [False, True]
+    assert model(torch.randint(1, 256, (2, 40))).logits.isfinite().all()
 
 
 def test_overrides(tmp_path: Path) -> None:
