@@ -165,7 +165,7 @@ def _check(stage: Stage, config: TrainConfig) -> None:
 def _check_before(config: TrainConfig) -> None:
     """What was trained to its end is not trained again: it must be what is asked for."""
     run = Path(config.out)
-    if not (run / MODEL_FOLDER).exists():
+    if not ((run / MODEL_FOLDER).exists() and (run / CONFIG_FILE).exists()):
         return
     before = read_config(str(run / CONFIG_FILE))
     other = [
