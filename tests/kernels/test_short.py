@@ -114,7 +114,10 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
     }
     if case.own:
         shapes |= {"sliding_key": shapes["key"], "sliding_value": shapes["value"]}
-    return {name: leaf(shape, case.dtype, DEVICE, grad=False) for name, shape in shapes.items()}
+    found = {name: leaf(shape, case.dtype, DEVICE, grad=False) for name, shape in shapes.items()}
+    # Where a query sees one key, all branches are its value: gates of two signs would cancel out.
+    found["gates"] = found["gates"].abs() * found["gates"][..., :1].sign()
+    return found
 
 
 def run(
