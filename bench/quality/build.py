@@ -5,7 +5,7 @@
 downloads the packages of `PROJECTS`, each wholly trained on or held out (`--downloads` keeps
 them), and writes train.jsonl.xz, held_out.jsonl.xz and corpus.json, which names every package, its
 hash and what was taken of it. Another version of a package makes another corpus, and rows of two
-corpora cannot be compared: with --any-version for what is offered no longer.
+corpora cannot be compared; where one is gone, --any-version takes what is offered of all.
 
 A document is a folder: its text files one after another, each under its path, so that what a file
 names lies in the same context. Long folders are cut into documents of 256k characters. A file
@@ -308,7 +308,7 @@ def rows_of_corpus(out: Path, corpus: Path) -> list[Row]:
         ValueError: they are of another corpus.
     """
     rows = read_rows(out) if out.exists() else []
-    if any(row.get("corpus") != digest(corpus) for row in rows):
+    if {row.get("corpus") for row in rows} - {digest(corpus)}:
         raise ValueError(f"{out} holds rows of another corpus; choose another --out")
     return rows
 

@@ -30,12 +30,12 @@ def cut(corpus: Path, seq_len: int, out: Path, held_out_rows: int) -> dict[str, 
     """
     paths = {split: out / f"{split}-{seq_len}.jsonl" for split in SPLITS}
     out.mkdir(parents=True, exist_ok=True)
-    source = out / "corpus"
+    name, source = digest(corpus), out / "corpus"
     if not source.exists() and not any(out.glob("*.jsonl")):
         draft = out / f"corpus.{os.getpid()}"
-        draft.write_text(digest(corpus))
+        draft.write_text(name)
         draft.replace(source)
-    if not source.exists() or source.read_text() != digest(corpus):
+    if not source.exists() or source.read_text() != name:
         raise ValueError(f"{out} holds rows of another corpus; choose another --work")
     if paths["held_out"].exists():
         return paths

@@ -274,7 +274,7 @@ def _saved_class(config: Any) -> Any:
     if _is_minicpm(config):
         from nsa_flex.patching import minicpm
 
-        return getattr(minicpm, "".join(names), transformers.AutoModelForCausalLM)
+        return getattr(minicpm, names[0] if names else "", transformers.AutoModelForCausalLM)
     if not names or hasattr(config, "auto_map"):
         return transformers.AutoModelForCausalLM
     found = getattr(transformers, names[0], None)

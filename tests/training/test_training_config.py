@@ -180,14 +180,14 @@ def test_layers_are_numbered_whatever_their_list_is_called(tmp_path: Path) -> No
 
 
 def test_head_dim_of_a_family_whose_config_class_lacks_it() -> None:
-    """Qwen3-MoE's published configs have one; GPT-2's attention reads none."""
+    """Qwen3-MoE's published configs have one; where attention reads none, it is an error."""
     moe = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 2, "head_dim": 24}
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     data = of("data").data
     section = of("model", preset=None, config={**moe, **sizes}).model
     model = build_model(section, data, BYTES, values="none")
     assert model.model.layers[0].self_attn.q_proj.weight.shape == (48, 32)
-    for model_type in ("gpt2", "gpt_neox"):  # whose rotary embedding alone reads it
+    for model_type in ("gpt2", "gpt_neox"):  # GPT-NeoX's rotary embedding alone reads it
         section = of("model", preset=None, config={"model_type": model_type, "head_dim": 24}).model
         with pytest.raises(ValueError, match=r"unknown key model\.config\.head_dim"):
             build_model(section, data, BYTES, values="none")
