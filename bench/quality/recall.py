@@ -2,8 +2,9 @@
 
     python -m nsa_flex.bench.quality.recall mean --out runs/recall/mean-0 --seconds 240
 
-With --checkpoint the model is one that was trained on text. Goes on with what the folder holds;
-stopped in time, it saves its state and is tested all the same.
+With --checkpoint the model is one that was trained on text, or (--recipe conversion, patched) one
+that learnt the tasks with dense attention: model in the folder of its run. Goes on with what the
+folder holds; stopped in time, it saves its state and is tested all the same.
 Its row, recall.json there, has the share of right answers by task, length and depth, and for the
 wrong ones whether the blocks that the answer stands in were selected and how the gates stood.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,8 +40,9 @@ from nsa_flex.training.tokenization import BYTES
 
 ROW = "recall.json"
 STATE = "state.pt"
+MODEL = "model"  # what a conversion starts from
 WORKERS = 2  # processes that make rows
-# Of the tasks in what is trained on: associations have the most questions a row.
+# Of the tasks in what is trained on: matching keys is what the others build on.
 SHARES = [0.4 if task == "associative" else 0.1 for task in TASKS]
 DEPTHS = 8
 CLOSING = 0.2  # of the seconds, for the tests
@@ -63,6 +66,7 @@ class Recipe:
         tests: (length, rows of each task).
     """
 
+    name: str = "scratch"
     stages: tuple[Stage, ...] = (
         Stage(256, 128, 4500),
         Stage(1024, 32, 2200),
@@ -106,24 +110,36 @@ class Recipe:
 
 
 # Of a model that has learnt from text, and with it to match what came before.
-FROM_TEXT = Recipe(
+TEXT = Recipe(
+    name="text",
     stages=(
-        Stage(256, 128, 300),
+        Stage(256, 128, 400),
         Stage(1024, 32, 300),
         Stage(4096, 8, 300),
-        Stage(32768, 1, 200),
+        Stage(16384, 2, 150),
+        Stage(65536, 1, 100),
     ),
-    tests=((8192, 64), (16384, 64), (32768, 48)),
+    tests=((8192, 64), (16384, 32), (32768, 32), (65536, 24)),
     learning_rate=5e-4,
 )
+# Of one that has learnt the tasks with dense attention: a fifth of the tokens that it took.
+CONVERSION = dataclasses.replace(
+    TEXT,
+    name="conversion",
+    stages=(Stage(4096, 8, 80), Stage(16384, 2, 60), Stage(65536, 1, 60)),
+    learning_rate=3e-4,
+    warmup_steps=20,
+)
+PATCHED = dataclasses.replace(CONVERSION, name="patched", stages=())
+RECIPES = {each.name: each for each in (Recipe(), TEXT, CONVERSION, PATCHED)}
 
 
 def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = None) -> Any:
     """A model of a variant of the study: one of its attentions.
 
     Args:
-        checkpoint: a dense or patched one of transformers; its tokens make room for those of the
-            tasks. Fresh weights if None.
+        checkpoint: a dense or patched one of transformers; a dense one is patched, and bytes make
+            room for the tokens of the tasks. Fresh weights if None.
     """
     found = variants()[variant]
     if "window" in found.layers:
@@ -133,7 +149,14 @@ def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = Non
     )
     torch.manual_seed(seed)
     if checkpoint is not None:
-        section = ModelSection(checkpoint=str(checkpoint), attention=found.attention)
+        layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+        section = ModelSection(
+            checkpoint=str(checkpoint),
+            attention=found.attention,
+            init="dense",
+            nsa=sizes,
+            dense_layers=found.dense_layers(layers),
+        )
         model = build_model(section, DataSection(files=()), BYTES)
         model.resize_token_embeddings(VOCABULARY)
         return model
@@ -218,7 +241,9 @@ class Run:
         rows, number = np.nonzero(batch.places >= 0)
         logits = self.logits(batch, rows, number)
         answers = torch.from_numpy(batch.answers[rows, number]).to(self.device)
-        loss = F.cross_entropy(logits, answers)
+        asked = (batch.places >= 0).sum(1)  # rows count alike, of one question or of 32
+        share = torch.from_numpy(1 / (len(asked) * asked[rows])).to(self.device, torch.float32)
+        loss = (F.cross_entropy(logits, answers, reduction="none") * share).sum()
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate_at(self.step)
         self.optimizer.zero_grad()
@@ -325,13 +350,11 @@ def recall(
     seed: int,
     folder: Path,
     seconds: float,
-    recipe: Recipe | None = None,
+    recipe: Recipe,
     checkpoint: Path | None = None,
 ) -> Row:
     """Train and test within `seconds`; returns the row."""
     begun = time.monotonic()
-    if recipe is None:
-        recipe = Recipe() if checkpoint is None else FROM_TEXT
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder.mkdir(parents=True, exist_ok=True)
     with _kernels(variant):
@@ -340,19 +363,20 @@ def recall(
             run.load(folder / STATE)
         run.train(begun + seconds * (1 - CLOSING))
         run.save(folder / STATE)
+        if variant == "dense" and run.step == recipe.steps:
+            run.model.save_pretrained(folder / MODEL)
         with torch.compiler.set_stance("force_eager"):  # so that hooks look on
             tests = test(run, begun + seconds)
     row = {
-        "case": f"recall/{variant}{' from text' if checkpoint else ''} seed {seed}",
+        "case": f"recall/{variant} {recipe.name} seed {seed}",
         "target": "recall",
         "variant": variant,
         "seed": seed,
-        "from_text": checkpoint is not None,
         "recipe": dataclasses.asdict(recipe),
         **machine.describe(device),
         "status": "ok" if run.step == recipe.steps else "stopped",
         "steps": run.step,
-        "trained_length": recipe.stage_at(run.step - 1).length,
+        "trained_length": recipe.stage_at(run.step - 1).length if recipe.stages else 0,
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "seconds": round(time.monotonic() - begun, 1),
         "losses": run.losses,
@@ -364,7 +388,9 @@ def recall(
 
 @contextlib.contextmanager
 def _kernels(variant: str) -> Iterator[None]:
-    with best_dense() if variants()[variant].attention == "dense" else contextlib.nullcontext():
+    found = variants()[variant]
+    has_dense = found.attention == "dense" or "dense" in found.layers
+    with best_dense() if has_dense else contextlib.nullcontext():
         yield
 
 
@@ -375,9 +401,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--checkpoint", type=Path, help="trained on text, of that variant")
+    parser.add_argument("--recipe", choices=RECIPES, help="text with --checkpoint, else scratch")
+    parser.add_argument("--checkpoint", type=Path, help="dense, or of that variant")
     given = parser.parse_args()
-    row = recall(given.variant, given.seed, given.out, given.seconds, checkpoint=given.checkpoint)
+    recipe = RECIPES[given.recipe or ("text" if given.checkpoint else "scratch")]
+    if (recipe.name == "scratch") != (given.checkpoint is None):
+        parser.error(f"--recipe {recipe.name}: expected --checkpoint with all but scratch")
+    row = recall(given.variant, given.seed, given.out, given.seconds, recipe, given.checkpoint)
     print({name: row[name] for name in ("case", "status", "steps", "seconds")})
 
 

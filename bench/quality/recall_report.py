@@ -21,21 +21,22 @@ MAPPED = ("single", "multi_key", "associative")
 
 
 def recall(rows: list[Row]) -> pd.DataFrame:
-    """One line a variant and task: percent of right answers by length, mean of the seeds.
+    """One line a variant, recipe and task: percent of right answers by length, mean of the seeds.
 
     Of wrong answers at the longest length: percent of needles whose block was selected, and mean
     share of the selected branch in the gates of the heads that did.
     """
     lines = []
-    variants = _by_variant(rows)
-    lengths = _lengths([row for runs in variants.values() for row in runs])
-    for variant, runs in variants.items():
+    models = _by_model(rows)
+    lengths = _lengths([row for runs in models.values() for row in runs])
+    for (variant, recipe), runs in models.items():
         for task in TASKS:
             found = {n: _tests(runs, task, n) for n in lengths}
             wrong = [test["causes"]["wrong"] for test in found[lengths[-1]] if _has_wrong(test)]
             lines.append(
                 {
                     "variant": variant,
+                    "recipe": recipe,
                     "task": task.replace("_", " "),
                     "seeds": str(len(runs)),
                     **{length_cell(n): _percent(x["right"] for x in found[n]) for n in lengths},
@@ -47,11 +48,13 @@ def recall(rows: list[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _by_variant(rows: list[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def _by_model(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
+    """By variant and recipe."""
+    found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["target"] == "recall" and row["tests"]:
-            found.setdefault(row["variant"], []).append(row)
+            model = row["variant"], row["recipe"].get("name", "scratch")
+            found.setdefault(model, []).append(row)
     return found
 
 
@@ -86,18 +89,18 @@ def draw(rows: list[Row], path: Path) -> None:
     """One PNG: for each variant and some tasks, right answers by the needle's depth and length."""
     from matplotlib.figure import Figure
 
-    variants = _by_variant(rows)
-    figure = Figure(figsize=(3.4 * len(MAPPED), 2.2 * len(variants) + 0.6), layout="constrained")
-    axes = figure.subplots(len(variants), len(MAPPED), squeeze=False)
+    models = _by_model(rows)
+    figure = Figure(figsize=(3.4 * len(MAPPED), 2.2 * len(models) + 0.6), layout="constrained")
+    axes = figure.subplots(len(models), len(MAPPED), squeeze=False)
     picture: Any = None
-    for places, (variant, runs) in zip(axes, variants.items(), strict=True):
+    for places, ((variant, recipe), runs) in zip(axes, models.items(), strict=True):
         lengths = _lengths(runs)
         for place, task in zip(places, MAPPED, strict=True):
             cells = [_mean_by_depth(_tests(runs, task, n)) for n in lengths]
             picture = place.imshow(np.array(cells).T, vmin=0, vmax=1, aspect="auto")
             place.set_xticks(range(len(lengths)), [length_cell(n) for n in lengths])
             place.set_yticks([])
-            place.set_title(f"{variant}: {task.replace('_', ' ')}", fontsize=9)
+            place.set_title(f"{variant}, {recipe}: {task.replace('_', ' ')}", fontsize=9)
         places[0].set_ylabel("depth, start above")
     figure.colorbar(picture, ax=axes, label="share of right answers")
     path.parent.mkdir(parents=True, exist_ok=True)

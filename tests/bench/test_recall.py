@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,19 @@ import pytest
 import torch
 
 from nsa_flex import NSAConfig
-from nsa_flex.bench.quality.recall import ROW, STATE, Recipe, Run, Stage, Steps, build, recall
+from nsa_flex.bench.quality.recall import (
+    MODEL,
+    PATCHED,
+    RECIPES,
+    ROW,
+    STATE,
+    Recipe,
+    Run,
+    Stage,
+    Steps,
+    build,
+    recall,
+)
 from nsa_flex.bench.quality.recall_causes import causes_of
 from nsa_flex.bench.quality.recall_report import draw
 from nsa_flex.bench.quality.recall_report import recall as table_of
@@ -177,7 +190,7 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
     assert all(("causes" in test) == (variant == "mean") for test in row["tests"])
     table = table_of([row])
     assert list(table.task)[2] == "multi key"
-    assert list(table.columns)[3:5] == ["240", "320"]
+    assert list(table.columns)[4:6] == ["240", "320"]
     draw([row], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5_000
 
@@ -194,12 +207,48 @@ def test_a_run_from_a_model_of_text(tmp_path: Path) -> None:
         for name, value in before.model.layers.state_dict().items():
             assert torch.equal(model.model.layers.state_dict()[name], value), name
     row = recall("mean", 0, tmp_path / "run", 1e6, TINY, tmp_path / "mean")
-    assert (row["status"], row["from_text"]) == ("ok", True)
+    assert row["status"] == "ok"
+
+
+def test_what_learnt_the_tasks_with_dense_attention_is_patched_and_goes_on(tmp_path: Path) -> None:
+    recall("dense", 0, tmp_path / "dense", 1e6, TINY)
+    learnt = tmp_path / "dense" / MODEL
+    untrained = dataclasses.replace(PATCHED, tests=TINY.tests, nsa=TINY.nsa)
+    for variant, patched in (("dense", (False, False)), ("dense-nsa", (False, True))):
+        row = recall(variant, 0, tmp_path / f"{variant}-patched", 1e6, untrained, learnt)
+        assert (row["status"], row["steps"], row["trained_length"]) == ("ok", 0, 0)
+        assert row["case"] == f"recall/{variant} patched seed 0"
+        assert len(row["tests"]) == 2 * len(TASKS)
+        layers = build(untrained, variant, 0, learnt).model.layers
+        assert tuple(hasattr(layer.self_attn, "nsa") for layer in layers) == patched
+    state = torch.load(tmp_path / "dense" / STATE, weights_only=True)["model"]
+    for name, value in build(untrained, "dense", 0, learnt).state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_a_conversion_takes_a_fifth_of_the_tokens_of_what_it_starts_from() -> None:
+    tokens = {
+        name: sum(stage.length * stage.rows * stage.steps for stage in recipe.stages)
+        for name, recipe in RECIPES.items()
+    }
+    assert 0.18 <= tokens["conversion"] / tokens["text"] <= 0.2
+    assert tokens["patched"] == 0
+
+
+def test_rows_count_alike_in_the_loss_however_many_questions_they_have() -> None:
+    run = Run(TINY, "dense", 0, torch.device("cpu"))
+    batch = make_batch(np.random.default_rng(0), ["common", "associative"], 320)
+    rows, number = np.nonzero(batch.places >= 0)
+    logits = run.logits(batch, rows, number).detach()
+    losses = -logits.log_softmax(-1)[range(len(rows)), batch.answers[rows, number]]
+    expected = (losses[:1].mean() + losses[1:].mean()) / 2
+    torch.testing.assert_close(run._step(batch), expected)
 
 
 def test_a_run_without_time_is_stopped_and_says_so(tmp_path: Path) -> None:
     row = recall("dense", 0, tmp_path, 0.0, TINY)
     assert (row["status"], row["steps"], row["tests"]) == ("stopped", 0, [])
+    assert not (tmp_path / MODEL).exists()
 
 
 @pytest.mark.gpu
