@@ -28,10 +28,10 @@ from nsa_flex.bench.cases.host_time import make
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.measure.timing import milliseconds
-from nsa_flex.bench.quality.build import sha256
+from nsa_flex.bench.quality.build import digest, sha256
 from nsa_flex.bench.quality.conversion import Recipe, Study
 from nsa_flex.bench.quality.evaluation import losses_by_length
-from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
+from nsa_flex.bench.report.rows import Row, earlier_rows, merged, write_rows
 from nsa_flex.patching import NSALayer
 from nsa_flex.selection import best_blocks
 from nsa_flex.training.alignment import recalls, what_it_attends
@@ -102,10 +102,12 @@ class Bench:
     """A dense checkpoint and the text that it is measured on.
 
     Args:
+        corpus: digest of that which `rows` are of.
         rows: int64 (rows, S), S the longer of `lengths`.
     """
 
     checkpoint: Path
+    corpus: str
     rows: Tensor
     lengths: tuple[int, int]
     device: torch.device
@@ -142,6 +144,7 @@ class Bench:
             "target": "block_choices",
             "choice": name,
             "checkpoint": self.digest,
+            "corpus": self.corpus,
             **machine.describe(self.device),
             "status": "ok",
             "losses": losses_by_length(model, self.rows, lengths, TOKENS, self.device),
@@ -191,10 +194,11 @@ def _best(query: Tensor, key: Tensor, config: NSAConfig, scale: float) -> Tensor
 
 def run(bench: Bench, out: Path) -> list[Row]:
     """Every choice that `out` does not hold yet; each layer alone; the worst layers left dense."""
-    rows = read_rows(out) if out.exists() else []
+    rows = earlier_rows(out)
     done = {row["choice"]: row for row in rows if row["target"] == "block_choices"}
-    if any(row["checkpoint"] != bench.digest for row in done.values()):
-        raise ValueError(f"{out} holds rows of another checkpoint; choose another --out")
+    measured = {(row["checkpoint"], row.get("corpus")) for row in done.values()}
+    if measured - {(bench.digest, bench.corpus)}:
+        raise ValueError(f"{out} holds rows of another checkpoint or corpus; choose another --out")
 
     def measure(choice: Choice | None) -> Row:
         nonlocal rows
@@ -227,7 +231,7 @@ def run(bench: Bench, out: Path) -> list[Row]:
 def times(out: Path) -> list[Row]:
     """What the core takes with the blocks of each choice: milliseconds on a GPU of its own."""
     device = torch.device("cuda")
-    rows = read_rows(out) if out.exists() else []
+    rows = earlier_rows(out)
     for choice in CHOICES:
         if choice.exact:
             continue
@@ -260,7 +264,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = Study(given.corpus, given.work, seed=0, recipe=recipe).held_out()
     lengths = (recipe.length, recipe.long_length)
-    run(Bench(given.checkpoint, rows, lengths, device), given.out)
+    run(Bench(given.checkpoint, digest(given.corpus), rows, lengths, device), given.out)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple, cast
 
 from nsa_flex.bench.command_line import parser_of
-from nsa_flex.bench.report.rows import Row, read_rows
+from nsa_flex.bench.report.rows import Row, earlier_rows
 
 SUFFIXES = {
     *(".c", ".cc", ".cpp", ".go", ".h", ".java", ".rs", ".S"),
@@ -307,7 +307,7 @@ def rows_of_corpus(out: Path, corpus: Path) -> list[Row]:
     Raises:
         ValueError: they are of another corpus.
     """
-    rows = read_rows(out) if out.exists() else []
+    rows = earlier_rows(out)
     if {row.get("corpus") for row in rows} - {digest(corpus)}:
         raise ValueError(f"{out} holds rows of another corpus; choose another --out")
     return rows

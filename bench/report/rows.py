@@ -28,6 +28,11 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def earlier_rows(path: Path) -> list[Row]:
+    """`read_rows`, and none if there is no such file yet."""
+    return read_rows(path) if path.exists() else []
+
+
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Replaces the file in one step: who interrupts loses at most the row being measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +70,7 @@ class Notebook:
     def __init__(self, path: Path, shared: Row, *, fresh: bool = False) -> None:
         self.path = path
         self.shared = shared
-        self.rows: list[Row] = [] if fresh or not path.exists() else read_rows(path)
+        self.rows: list[Row] = [] if fresh else earlier_rows(path)
 
     def done(self, key: str) -> list[Row]:
         """Rows of this case that need not be measured again; failures are."""

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import commit
-from nsa_flex.bench.report.rows import Row, read_rows, write_rows
+from nsa_flex.bench.report.rows import Row, earlier_rows, write_rows
 from nsa_flex.bench.report.table import fill
 from nsa_flex.bench.tools.environments import ROOT, InstallError, find_python, fresh, layer
 from nsa_flex.bench.tools.pytest_summary import summarize
@@ -226,7 +226,7 @@ def _outcome(row: Row) -> str:
 
 def record(row: Row) -> None:
     """Puts a row in the place of the one before of its environment, and fills the page."""
-    rows = {old["case"]: old for old in (read_rows(RESULTS) if RESULTS.exists() else [])}
+    rows = {old["case"]: old for old in earlier_rows(RESULTS)}
     rows[row["case"]] = row
     write_rows(RESULTS, [rows[name] for name in ENVIRONMENTS if name in rows])
     PAGE.write_text(fill(PAGE.read_text(), ROOT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from nsa_flex.bench.quality.variants import config_of
 from nsa_flex.training.models import build_model
 from nsa_flex.training.tokenization import BYTES
 
+CORPUS = "0123456789ab"
 TINY = {"compress_block_size": 8, "compress_stride": 8, "select_block_size": 16}
 
 
@@ -28,7 +30,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     path = tmp_path_factory.mktemp("dense")
     model.save_pretrained(path)
     rows = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(1))
-    return Bench(path, rows, (64, 128), torch.device("cpu"))
+    return Bench(path, CORPUS, rows, (64, 128), torch.device("cpu"))
 
 
 def loss_of(bench: Bench, choice: Choice | None, length: int = 128) -> float:
@@ -86,3 +88,6 @@ def test_rows_are_written_as_they_come_and_not_measured_again(
     monkeypatch.setattr(Bench, "row", lambda *given: pytest.fail("measured again"))
     monkeypatch.setattr(Bench, "dense_row", lambda *given: pytest.fail("measured again"))
     assert run(bench, tmp_path / "rows.json") == rows
+    assert {row["corpus"] for row in rows} == {CORPUS}
+    with pytest.raises(ValueError, match="holds rows of another checkpoint or corpus"):
+        run(replace(bench, corpus="other"), tmp_path / "rows.json")
