@@ -22,7 +22,12 @@ from nsa_flex.patching.hf_config import KeptLayers
 from nsa_flex.patching.hf_edited import PatchedLayers
 from nsa_flex.patching.hf_generation import read_paged_call
 from nsa_flex.patching.hf_head_shards import head_shards_of, whole_rows
-from nsa_flex.patching.hf_layers import IMPLEMENTATIONS, Attention, Decoder
+from nsa_flex.patching.hf_layers import (
+    IMPLEMENTATIONS,
+    Attention,
+    Decoder,
+    refuse_attention_weights,
+)
 from nsa_flex.patching.hf_shards import shard_rows, shards_of, take_sharded_cache
 from nsa_flex.patching.hf_tokens import (
     assert_cached_positions,
@@ -83,11 +88,7 @@ class CallHook:
             return args, kwargs  # switched by set_attn_implementation, for a while
         head_shards = head_shards_of(self.modules[0])
         check_parallelism(config._attn_implementation, head_shards, training=decoder.training)
-        if call.get("output_attentions") or getattr(config, "output_attentions", False):
-            raise ValueError(
-                "output_attentions=True is not supported: NSA never forms attention weights; "
-                "unpatch the model to look at them"
-            )
+        refuse_attention_weights(config, call)
         max_documents = call.pop("nsa_max_documents", None)
         # Without `_replace`: torch 2.11 cannot return what that makes from a graph of this hook.
         told: dict[str, Any] = {"passed": tuple(call), "full_masks": "full" in self.kept_masks}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -118,6 +119,19 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
 def _takes_any_argument(module: Attention) -> bool:
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def refuse_attention_weights(config: Any, arguments: Mapping[str, Any]) -> None:
+    """That nobody asks for attention weights, by an argument of the call or by the config.
+
+    Raises:
+        ValueError: somebody does.
+    """
+    if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise ValueError(
+            "output_attentions=True is not supported: sparse attention never forms attention "
+            "weights; transformers' own does: model.set_attn_implementation('eager')"
+        )
 
 
 def refuse_continuous_batching(model: Any) -> None:

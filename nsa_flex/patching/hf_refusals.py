@@ -187,13 +187,14 @@ def check_mask_kept(name: str, call: dict[str, Any]) -> None:
         )
 
 
+_ALONE = "pass one document a row, padded (in nsa-flex train: data.documents joined)"
 _RECURRENT = (
     "the recurrent layers (linear attention, convolutions) carry their state from one document to "
-    "the next: pass one document a row, padded"
+    f"the next: {_ALONE}"
 )
 _MASKS = (
     "the decoder makes the masks of its unpatched attention layers without position_ids, so that "
-    "they mix documents: pass one document a row, padded"
+    f"they mix documents: {_ALONE}"
 )
 
 

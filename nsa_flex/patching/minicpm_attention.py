@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from nsa_flex.compression import mean_of_blocks, split_segments
 from nsa_flex.config import NSAConfig
 from nsa_flex.infllm import InfLLMV2Config, infllm_v2_attention
+from nsa_flex.patching.hf_layers import refuse_attention_weights
 from nsa_flex.patching.slot_masks import real_slots, rows_of_call
 
 
@@ -79,8 +80,9 @@ def attend(
         (B, Sq, Hq, Dv), contiguous, and None in the place of attention weights.
 
     Raises:
-        ValueError: dropout, or cu_seq_lens_q beside a cache or padding.
+        ValueError: dropout, attention weights, or cu_seq_lens_q beside a cache or padding.
     """
+    refuse_attention_weights(module.config, kwargs)
     if dropout:
         raise ValueError(f"dropout={dropout} is not supported in sparse layers")
     sizes = getattr(module, "infllm", None)

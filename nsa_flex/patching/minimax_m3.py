@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nsa_flex.backends.gathered import gathered_attention
 from nsa_flex.config import NSAConfig
 from nsa_flex.indexer import indexer_topk
-from nsa_flex.patching.hf_layers import refuse_continuous_batching
+from nsa_flex.patching.hf_layers import refuse_attention_weights, refuse_continuous_batching
 from nsa_flex.patching.rows import Rows
 from nsa_flex.patching.slot_masks import dense_mask, rows_of_call
 from nsa_flex.selected import selected_attention
@@ -121,9 +121,10 @@ def attend(
         (B, Sq, Hq, Dv), contiguous, and None in the place of attention weights.
 
     Raises:
-        ValueError: dropout in a sparse layer; cu_seq_lens_q beside a cache or padding; or blocks
-            by slot of rows that have padding or packed documents.
+        ValueError: dropout in a sparse layer; attention weights; cu_seq_lens_q beside a cache or
+            padding; or blocks by slot of rows that have padding or packed documents.
     """
+    refuse_attention_weights(module.config, kwargs)
     if block_indices is None:
         if module.config.model_type.endswith("text"):
             packed = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")

@@ -542,6 +542,8 @@ def test_refused_arguments(tmp_path):
     write(tmp_path, MODEL)
     with pytest.raises(ValueError, match="backend='dense' is for patched models"):
         nsa_flex.load(tmp_path, backend="dense")
+    with pytest.raises(ValueError, match="output_attentions=True is not supported"):
+        built()(ids_of(1, 20), output_attentions=True)
     model = built(attention_dropout=0.1).train()
     with pytest.raises(ValueError, match=r"dropout=0\.1 is not supported in sparse layers"):
         model(ids_of(1, 20))

@@ -360,6 +360,11 @@ def test_dropout_is_refused(models):
             layer.attention_dropout = 0.0
 
 
+def test_attention_weights_are_refused(models):
+    with pytest.raises(ValueError, match="output_attentions=True is not supported"):
+        models[1](tokens(1, 20), output_attentions=True)
+
+
 def test_a_mask_of_the_callers_own_is_refused(models):
     _, ours = models
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()

@@ -373,10 +373,10 @@ def afmoe(*kinds: str) -> nn.Module:
 
 def test_documents_beside_layers_whose_masks_know_none() -> None:
     model = nsa_flex.patch(afmoe("sliding_attention", "full_attention"), NSA)
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q .* masks .* without position"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q .* masks .* data\.documents joined"):
         logits(model, IDS[:1], cu_seq_lens_q=torch.tensor([0, 13, 40]), use_cache=False)
     restart = (torch.arange(40) % 20)[None]
-    with pytest.raises(RuntimeError, match=r"position_ids restart.* masks .* without"):
+    with pytest.raises(RuntimeError, match=r"position_ids restart.* data\.documents joined"):
         logits(model, IDS[:1], position_ids=restart, use_cache=False)
     alone = nsa_flex.patch(afmoe("full_attention", "full_attention"), NSA)
     logits(alone, IDS[:1], position_ids=restart, use_cache=False)
