@@ -73,8 +73,7 @@ def memory(config: TrainConfig, model: Any) -> dict[str, int]:
     tokens = config.training.batch_size * config.data.seq_len // config.engine.context_parallel
     item = 2 if is_bf16(config) else 4
     hidden = sizes.hidden_size
-    # GPT-2, OPT and Falcon have other names.
-    wide = getattr(sizes, "intermediate_size", 4 * hidden)
+    wide = next((x for x in (getattr(sizes, name, None) for name in _WIDTHS) if x), 4 * hidden)
     kept = {
         "none": 10 * hidden + 3 * wide,
         "selective": 6 * hidden + 2 * wide,
@@ -89,6 +88,10 @@ def memory(config: TrainConfig, model: Any) -> dict[str, int]:
         "logits": tokens * sizes.vocab_size * (item + 4),
     }
     return {**parts, "total": sum(parts.values())}
+
+
+# Of the MLP, by Llama, by OPT, by Falcon, by GPT-2.
+_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 
 
 def _moments(optimizer: str) -> float:

@@ -14,7 +14,7 @@ from training.small_config import small_mapping, write_texts
 
 from nsa_flex.training.config import TrainConfig, read_config, shipped_configs
 from nsa_flex.training.config_reading import from_mapping
-from nsa_flex.training.dry_run import dry_run
+from nsa_flex.training.dry_run import dry_run, memory
 from nsa_flex.training.flops import num_parameters
 from nsa_flex.training.mesh import check_mesh
 from nsa_flex.training.models import PRESETS, build_model, decoder_layers
@@ -114,6 +114,27 @@ def test_a_dry_run_counts_a_patched_checkpoint_as_it_is(tmp_path: Path) -> None:
     assert found["parameters"] == num_parameters(loaded)
     added = [x.numel() for name, x in loaded.named_parameters() if ".nsa." in name]
     assert found["parameters_of_nsa"] == sum(added)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("n_inner", {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}),
+        ("ffn_dim", {"model_type": "opt", "num_hidden_layers": 1, "hidden_size": 768}),
+        ("ffn_hidden_size", {"model_type": "falcon", "num_hidden_layers": 1}),
+    ],
+)
+def test_a_dry_run_takes_the_width_of_the_mlp_from_the_config(
+    name: str, sizes: dict[str, Any]
+) -> None:
+    tokens_times_bytes = 4 * 2 * 64  # of the small config, float32
+
+    def activations(**changes: int) -> int:
+        config = of("model", preset=None, config={**sizes, **changes})
+        model = build_model(config.model, config.data, BYTES, values="none")
+        return memory(config, model)["activations"]
+
+    assert activations(**{name: 96}) - activations(**{name: 64}) == 3 * 32 * tokens_times_bytes
 
 
 def test_layers_that_stay_dense(tmp_path: Path) -> None:
