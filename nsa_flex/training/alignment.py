@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from nsa_flex.training.block_mass import (
 )
 from nsa_flex.training.telemetry.observe import nsa_layers
 from nsa_flex.training.telemetry.rows import RowFile
+
+# In a run's folder: `weight` and `frozen`, which its config does not have.
+ALIGNMENT_FILE = "alignment.json"
 
 
 class AlignmentCallback(TrainerCallback):
@@ -63,7 +67,10 @@ class AlignmentCallback(TrainerCallback):
         self._measure(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure now and then."""
+        """Measure now and then; note once how the run is trained."""
+        noted = self.folder / ALIGNMENT_FILE
+        if not noted.exists():
+            noted.write_text(json.dumps({"alignment": self.weight, "frozen": self.frozen}))
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._measure(state.global_step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from nsa_flex.training.alignment import AlignmentCallback
+from nsa_flex.training.alignment import ALIGNMENT_FILE, AlignmentCallback
 from nsa_flex.training.arguments import world_size
 from nsa_flex.training.config import TrainConfig, config_of, read_config
 from nsa_flex.training.resuming import CONFIG_FILE, FREE, differences
@@ -92,7 +93,7 @@ def convert(
     Raises:
         ValueError: what `train` raises; or there are several processes, or rows of a frozen stage
             that are too short for scores to select anything, or a finished stage in `out` was
-            run with other settings.
+            run with other settings, or any with another alignment.
     """
     if world_size() > 1:
         raise ValueError("a conversion runs in one process for now: start it without torchrun")
@@ -159,18 +160,23 @@ def _check(stage: Stage, config: TrainConfig) -> None:
             f'data.documents is "{config.data.documents}"; expected "joined" for stage '
             f"{stage.name}, which compares rows with dense attention"
         )
-    _check_before(config)
+    _check_before(stage, config)
 
 
-def _check_before(config: TrainConfig) -> None:
+def _check_before(stage: Stage, config: TrainConfig) -> None:
     """What was trained to its end is not trained again: it must be what is asked for."""
     run = Path(config.out)
-    if not ((run / MODEL_FOLDER).exists() and (run / CONFIG_FILE).exists()):
-        return
-    before = read_config(str(run / CONFIG_FILE))
+    before: dict[str, Any] = {}
+    now: dict[str, Any] = {}
+    if (run / ALIGNMENT_FILE).exists():
+        before |= json.loads((run / ALIGNMENT_FILE).read_text())
+        now |= {"alignment": stage.alignment, "frozen": stage.frozen}
+    if (run / MODEL_FOLDER).exists() and (run / CONFIG_FILE).exists():
+        before |= read_config(str(run / CONFIG_FILE)).to_dict()
+        now |= config.to_dict()
     other = [
         f"{each.key} was {each.before} and is {each.after}"
-        for each in differences(before.to_dict(), config.to_dict())
+        for each in differences(before, now)
         if each.key not in ASIDE and not each.key.startswith("engine.")
     ]
     if other:

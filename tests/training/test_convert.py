@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,11 @@ def test_a_dense_checkpoint_is_converted_in_stages(
     assert kept["seconds"] == 0.0
     with pytest.raises(ValueError, match=r"other settings: seed was 0 and is 3; repeat"):
         convert(*given, tokenizer="bytes", stages=STAGES[2:], overrides=settings(seed=3))
+    other = [dataclasses.replace(STAGES[1], alignment=0.25)]
+    for _ in ("finished", "begun"):
+        with pytest.raises(ValueError, match=r"2-sparse .*: alignment was 0\.5 and is 0\.25; rep"):
+            convert(*given, tokenizer="bytes", stages=other, overrides=settings())
+        shutil.rmtree(tmp_path / "moved" / "2-sparse" / "model", ignore_errors=True)
 
 
 def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:
