@@ -32,7 +32,7 @@ class ModelSection:
         attention: "nsa", or "dense" for the unpatched twin.
         init: where the gates start, "paper" or "dense".
         backend: as of `nsa_attention`.
-        nsa: sizes of NSA; of a patched checkpoint its own hold.
+        nsa: sizes of NSA; a patched checkpoint keeps its own, and others are an error.
         dense_layers: numbers of decoder layers that keep the attention that they have; of a
             patched checkpoint, layers that it was not patched in.
     """

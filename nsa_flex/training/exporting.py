@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import transformers
 
+from nsa_flex.patching.formats import FORMATS
 from nsa_flex.patching.hf_edited import number_of_layer
+from nsa_flex.patching.hf_saved_config import MODEL_TYPE, from_saved
 from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.data_report import DATA_REPORT
 from nsa_flex.training.record import read_record
@@ -65,7 +67,7 @@ def export(source: Path, out: Path, *, average: bool = False) -> dict[str, Any]:
     facts = _facts(settings, config, run, model)
     out.mkdir(parents=True, exist_ok=True)
     _copy(model, out, config)
-    if settings["model_type"] == "nsa_flex":
+    if settings["model_type"] in (MODEL_TYPE, *FORMATS):
         (out / f"{SHIM}.py").write_text(_SHIM)
         settings["auto_map"] = {"AutoConfig": f"{SHIM}.NSACheckpointConfig"}
         (out / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -106,7 +108,7 @@ def _copy(model: Path, out: Path, config: TrainConfig | None) -> None:
 def _facts(
     settings: dict[str, Any], config: TrainConfig | None, run: Path | None, model: Path
 ) -> dict[str, Any]:
-    record = settings.get("nsa_flex", {})
+    record = from_saved(settings).get("nsa_flex", {})
     facts: dict[str, Any] = {
         "nsa": record.get("config"),
         "layers": [number_of_layer(name) for name in record.get("layers", [])],

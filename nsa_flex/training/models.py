@@ -19,8 +19,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from nsa_flex.config import NSAConfig
 from nsa_flex.patching import load, patch
 from nsa_flex.patching.checkpoint import patch_as_recorded
+from nsa_flex.patching.hf_saved_config import from_saved
 from nsa_flex.patching.minicpm_config import is_own
 from nsa_flex.patching.sites import Filter, choose_sites, patched_sites
 from nsa_flex.training.config import DataSection, EngineSection, ModelSection
@@ -124,13 +126,13 @@ def _from_config(
         _patch(model, section)
     else:
         patch_as_recorded(model, record)
-        _check_dense_layers(model, section)
+        _check_patched(model, section)
     return model
 
 
 def _patch(model: Any, section: ModelSection) -> None:
     if _is_patched(model):
-        _check_dense_layers(model, section)
+        _check_patched(model, section)
     elif section.attention == "nsa":
         chosen = None
         if section.dense_layers:
@@ -140,8 +142,20 @@ def _patch(model: Any, section: ModelSection) -> None:
         patch(model, section.nsa, init=section.init, filter_fn=chosen, backend=section.backend)
 
 
-def _check_dense_layers(model: Any, section: ModelSection) -> None:
-    """Of a patched checkpoint: ValueError for a layer that runs NSA in it."""
+def _check_patched(model: Any, section: ModelSection) -> None:
+    """Of a patched checkpoint: ValueError for other sizes than it has; for a layer that runs NSA.
+
+    Sizes that are `NSAConfig`'s defaults count as not given.
+    """
+    record = model.config.get_text_config().nsa_flex
+    own, default = NSAConfig.from_dict(record["config"]).to_dict(), NSAConfig().to_dict()
+    for name, value in section.nsa.to_dict().items():
+        if value not in (default[name], own[name]):
+            raise ValueError(
+                f"model.nsa.{name} is {value}, and {section.checkpoint} was patched with "
+                f"{own[name]}: a patched checkpoint keeps its sizes; leave this out, or start "
+                "from a dense one"
+            )
     _check_numbers(model, section.dense_layers)
     numbers = {site.module.layer_idx for site in patched_sites(model)}
     for number in section.dense_layers:
@@ -194,7 +208,7 @@ def _from_checkpoint(section: ModelSection) -> Any:
             f"model.checkpoint: {file} does not exist; expected what save_pretrained wrote"
         )
     with blamed_on(f"model.checkpoint: {file} cannot be read"):
-        saved = "nsa_flex" in json.loads(file.read_text())
+        saved = "nsa_flex" in from_saved(json.loads(file.read_text()))
     _check_dense(section, patched=saved)
     with blamed_on(f"model.checkpoint: {path} cannot be loaded"):
         if saved:

@@ -53,7 +53,7 @@ TINY = Recipe(
     num_layers=2,
     head_dim=8,
     warmup_steps=1,
-    nsa=NSAConfig(8, 4, 8, 4, window_size=16),
+    nsa=NSAConfig(8, 4, 8, 4, window_size=12),
 )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import nsa_flex
 from nsa_flex.cli.app import app
 from nsa_flex.training.config import read_config
 from nsa_flex.training.run import train
+from patching.test_llama_nsa import NSA, write
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS = list(b"the sparse branch reads a block")
@@ -81,9 +83,8 @@ def test_what_a_run_exports(run: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_stranger_loads_it(run: Path, tmp_path: Path) -> None:
-    """By transformers alone with trust_remote_code, and by `nsa_flex.load`."""
-    assert invoke(run, tmp_path / "out").exit_code == 0
+def loaded_by_a_stranger(tmp_path: Path) -> list[str]:
+    """What `LOADS` prints of the folder `out`."""
     environment: Any = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOADS, str(tmp_path / "out"), json.dumps(IDS)],
@@ -92,7 +93,13 @@ def test_a_stranger_loads_it(run: Path, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    kind, logits = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_a_stranger_loads_it(run: Path, tmp_path: Path) -> None:
+    """By transformers alone with trust_remote_code, and by `nsa_flex.load`."""
+    assert invoke(run, tmp_path / "out").exit_code == 0
+    kind, logits = loaded_by_a_stranger(tmp_path)
     assert kind == "NSALayer"
     ids = torch.tensor([IDS])
     for folder in (run / "model", tmp_path / "out"):
@@ -100,6 +107,26 @@ def test_a_stranger_loads_it(run: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(json.loads(logits)), expected)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("the", add_special_tokens=False)["input_ids"] == list(b"the")
+
+
+def test_a_checkpoint_of_others_trained_on(tmp_path: Path) -> None:
+    """NSA-1B's own names and config.json, and what a card says of NSA."""
+    write(tmp_path / "given", replace(NSA, vocab_size=260))
+    section = {"preset": None, "checkpoint": str(tmp_path / "given"), "nsa": {}}
+    texts = write_texts(tmp_path / "texts")
+    with pytest.raises(ValueError, match="a patched checkpoint: attention cannot be dense"):
+        train(small_config(tmp_path / "run", texts, model={**section, "attention": "dense"}))
+    options: dict[str, Any] = {"training": {"steps": 2}, "run": {"eval_every": 0}}
+    train(small_config(tmp_path / "run", texts, model=section, **options))
+    assert invoke(tmp_path / "run", tmp_path / "out").exit_code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "A language model with Native Sparse Attention" in card
+    assert "| layers | [0, 1] |" in card
+    assert "| window size | 6 |" in card
+    kind, logits = loaded_by_a_stranger(tmp_path)
+    assert kind == "NSALayer"
+    expected = nsa_flex.load(tmp_path / "run" / "model")(torch.tensor([IDS])).logits[0, -1]
+    torch.testing.assert_close(torch.tensor(json.loads(logits)), expected)
 
 
 # The same where nsa_flex is not installed.

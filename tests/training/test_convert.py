@@ -190,6 +190,17 @@ def test_a_dense_checkpoint_is_converted_in_stages(
         with pytest.raises(ValueError, match=r"2-sparse .*: alignment was 0\.5 and is 0\.25; rep"):
             convert(*given, tokenizer="bytes", stages=other, overrides=settings())
         shutil.rmtree(tmp_path / "moved" / "2-sparse" / "model", ignore_errors=True)
+    aligned = str(tmp_path / "moved" / "1-align" / "model")
+    with pytest.raises(ValueError, match=r"window_size is 16, and .* was patched with 12: a patc"):
+        convert(
+            aligned,
+            tmp_path / "other",
+            [str(texts)],
+            tokenizer="bytes",
+            stages=STAGES[1:],
+            overrides=settings(**{"model.nsa.window_size": 16}),
+        )
+    assert not (tmp_path / "other").exists()
 
 
 def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:
