@@ -40,6 +40,10 @@ def convert(
         float,
         typer.Option(help="Weight of the distance from dense attention in the second stage."),
     ] = 0.0,
+    keep_dense: Annotated[
+        int,
+        typer.Option(help="Layers that stay dense: those that lose most as NSA are found first."),
+    ] = 0,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="section.key=value of nsa-flex train, for all stages."),
@@ -70,7 +74,9 @@ def convert(
                 text,
                 tokenizer=tokenizer,
                 stages=stages,
+                keep_dense=keep_dense,
                 overrides=overrides or (),
+                note=lambda text: console.print(text, markup=False),
                 callbacks=lambda config: [_progress(config, console, bars)],
             )
     except (ValueError, OSError, ModuleNotFoundError) as error:

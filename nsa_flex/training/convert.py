@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from nsa_flex.training.alignment import ALIGNMENT_FILE, AlignmentCallback
 from nsa_flex.training.arguments import world_size
 from nsa_flex.training.config import TrainConfig, config_of, read_config
+from nsa_flex.training.dense_choice import choose_dense_layers
 from nsa_flex.training.resuming import CONFIG_FILE, FREE, differences
 from nsa_flex.training.run import MODEL_FOLDER, summary, train
 from nsa_flex.training.telemetry import read_rows
@@ -70,7 +71,9 @@ def convert(
     *,
     tokenizer: str | None = None,
     stages: Sequence[Stage] = STAGES,
+    keep_dense: int = 0,
     overrides: Collection[str] = (),
+    note: Callable[[str], None] = lambda text: None,
     callbacks: Callable[[TrainConfig], Sequence[TrainerCallback]] = lambda config: (),
 ) -> dict[str, Any]:
     """Patch a dense checkpoint and train it stage by stage; goes on with what `out` holds.
@@ -83,7 +86,10 @@ def convert(
         out: folder; each stage has its own in it.
         files: text, as `data.files` of a training config.
         tokenizer: "bytes" or a directory; the checkpoint's if None.
+        keep_dense: how many layers stay dense: those without whose attention the checkpoint loses
+            most (`choose_dense_layers`, on rows as long as the first stage's).
         overrides: "section.key=value" for all stages.
+        note: called with a line on each layer that is measured for that.
         callbacks: gives further ones for the Trainer of a stage.
 
     Returns:
@@ -93,10 +99,19 @@ def convert(
     Raises:
         ValueError: what `train` raises; or there are several processes, or rows of a frozen stage
             that are too short for scores to select anything, or a finished stage in `out` was
-            run with other settings, or any with another alignment.
+            run with other settings, or any with another alignment; or `keep_dense` is no fewer
+            than the layers, or dense layers are in `overrides` too.
     """
     if world_size() > 1:
         raise ValueError("a conversion runs in one process for now: start it without torchrun")
+    if keep_dense:
+        first = _config(stages[0], checkpoint, out, files, tokenizer or checkpoint, overrides)
+        if first.model.dense_layers:
+            raise ValueError(
+                f"keep_dense={keep_dense} beside model.dense_layers: give one of them"
+            )
+        chosen = choose_dense_layers(first, keep_dense, out, note)
+        overrides = [*overrides, f"model.dense_layers={chosen}"]
     configs: list[TrainConfig] = []
     source = checkpoint
     for stage in stages:

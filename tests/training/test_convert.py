@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from nsa_flex.training.block_mass import (
     free_blocks,
     recall_of,
 )
+from nsa_flex.training.config import ModelSection
 from nsa_flex.training.convert import Stage, convert
+from nsa_flex.training.dense_choice import CHOICE_FILE, ROWS, lost_by_layer
 from nsa_flex.training.models import build_model, decoder_layers
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows, schema
-from nsa_flex.training.tokenization import BYTES
+from nsa_flex.training.texts import find_texts
+from nsa_flex.training.tokenization import BYTES, plain_ids
 
 SMALL = NSAConfig(8, 4, 8, 4, window_size=12, compression="mean")
 TOKENS = 100
@@ -201,6 +205,72 @@ def test_a_dense_checkpoint_is_converted_in_stages(
             overrides=settings(**{"model.nsa.window_size": 16}),
         )
     assert not (tmp_path / "other").exists()
+
+
+def test_layers_that_lose_most_stay_dense(dense: str, texts: Path, tmp_path: Path) -> None:
+    stages, lines = STAGES[1:2], list[str]()
+    own = settings(**{"data.held_out_share": 0.3})
+
+    def run(keep_dense: int, *more: str) -> dict[str, Any]:
+        return convert(
+            dense,
+            tmp_path / "out",
+            [str(texts)],
+            tokenizer="bytes",
+            stages=stages,
+            keep_dense=keep_dense,
+            overrides=[*own, *more],
+            note=lines.append,
+        )
+
+    with pytest.raises(ValueError, match=r"got 2 dense layers; the model has 2, leave one to NSA"):
+        run(2)
+    lost = json.loads((tmp_path / "out" / CHOICE_FILE).read_text())["lost"]
+    assert [line.split()[1] for line in lines] == ["0", "1"] == list(lost)
+    result = run(1)
+    assert len(lines) == 2  # measured once
+    worst = max(lost, key=lambda layer: lost[layer])
+    layers = decoder_layers(nsa_flex.load(result["model"]))
+    is_dense = [not hasattr(layer.self_attn, "nsa") for layer in layers]
+    assert is_dense == [str(number) == worst for number in (0, 1)]
+    with pytest.raises(ValueError, match=r"keep_dense=1 beside model.dense_layers"):
+        run(1, "model.dense_layers=[0]")
+    stages = [dataclasses.replace(STAGES[1], seq_len=32)]
+    with pytest.raises(ValueError, match=r"rows have 32 tokens, all of which are selected"):
+        run(1)
+
+
+def test_what_a_layer_loses_is_what_patching_it_alone_costs(texts: Path, tmp_path: Path) -> None:
+    fresh = small_config(tmp_path, texts, model={"attention": "dense"})
+    torch.manual_seed(0)
+    model = build_model(fresh.model, fresh.data, BYTES)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for name in ("q", "k", "v", "o"):  # so that single tokens count, and much
+                getattr(layer.self_attn, f"{name}_proj").weight *= 10
+    checkpoint = str(tmp_path / "sharp")
+    model.save_pretrained(checkpoint)
+    config = small_config(
+        tmp_path,
+        texts,
+        model={"checkpoint": checkpoint, "preset": None, "nsa": NSA},
+        data={"documents": "joined", "seq_len": 128},
+    )
+    rows = find_texts(config).held_out_rows(ROWS)
+    ids = torch.stack([torch.from_numpy(plain_ids(row.ids)) for row in rows])
+
+    def loss(**section: Any) -> float:
+        given = ModelSection(checkpoint=checkpoint, init="dense", nsa=config.model.nsa, **section)
+        with torch.no_grad():
+            return build_model(given, config.data, BYTES).eval()(ids, labels=ids).loss.item()
+
+    before = loss(attention="dense")
+    found = dict(lost_by_layer(config))
+    assert list(found) == [0, 1]
+    for layer, lost in found.items():
+        expected = loss(dense_layers=(1 - layer,)) - before
+        assert abs(expected) > 1e-3
+        assert lost == pytest.approx(expected, abs=1e-5)
 
 
 def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:
