@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor
@@ -33,6 +34,7 @@ from nsa_flex.bench.quality.build import digest, rows_of_corpus
 from nsa_flex.bench.quality.conversion_report import conversion
 from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.evaluation import losses_by_length
+from nsa_flex.bench.quality.needles import KINDS, hide, needles
 from nsa_flex.bench.quality.one_run import ROW, held_out_rows, write_row
 from nsa_flex.bench.quality.variants import config_of
 from nsa_flex.bench.report.cells import markdown
@@ -58,6 +60,7 @@ class Recipe:
             `long_length`; `align_rate` is that of the first, `rate` of the others.
         alignment: weight of the distance from dense attention in a sparse stage that has it.
         held_out_tokens: at most; the same ones in rows of both lengths.
+        fact_rows: one row of training text in so many has facts to find (`needles`); 0 for none.
         compile_from: stages of as many steps are compiled.
     """
 
@@ -74,6 +77,7 @@ class Recipe:
     rate: float = 3e-4
     alignment: float = 0.5
     held_out_tokens: int = 1 << 20
+    fact_rows: int = 4
     compile_from: int = 300
 
     def __post_init__(self) -> None:
@@ -86,11 +90,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Piece:
-    """A model, and how it is trained after the pretraining; `variant` as of `variants`."""
+    """A model, and how it is trained after the pretraining; `variant` as of `variants`.
+
+    Args:
+        keep_dense: layers that stay dense, those that lose most as NSA.
+    """
 
     name: str
     variant: str
     stages: tuple[Stage, ...]
+    keep_dense: int = 0
 
 
 def pieces(recipe: Recipe) -> tuple[Piece, ...]:
@@ -118,6 +127,8 @@ def pieces(recipe: Recipe) -> tuple[Piece, ...]:
         Piece("small-blocks", "small-blocks", (all_short, long)),
         Piece("half-dense", "dense-nsa", (all_short, long)),
         Piece("small-fifth", "small-fifth", (all_short, long)),
+        Piece("one-dense", "mean", (all_short, long), keep_dense=1),
+        Piece("two-dense", "mean", (all_short, long), keep_dense=2),
     )
 
 
@@ -166,15 +177,31 @@ class Study:
         return held_out_rows(config, self.recipe.held_out_tokens)
 
     def text(self, length: int, first: int, count: int) -> Path:
-        """A file of `count` training rows of a length from number `first` on, in their order."""
+        """A file of `count` training rows of a length from number `first` on, in their order.
+
+        Some of them have facts to find, the same ones in each call.
+        """
         whole = self.cut(length)["train"]
         part = whole.with_name(f"{whole.stem}-{first}-{count}.jsonl")
         if not part.exists():
             lines = whole.read_text().splitlines(keepends=True)
             draft = part.with_suffix(".new")
-            draft.write_text("".join(lines[i % len(lines)] for i in range(first, first + count)))
+            rows = (
+                self._with_facts(i, lines[i % len(lines)]) for i in range(first, first + count)
+            )
+            draft.write_text("".join(rows))
             draft.replace(part)
         return part
+
+    def _with_facts(self, number: int, line: str) -> str:
+        """Row `number` of the training text, as a line of its file."""
+        every = self.recipe.fact_rows
+        if not every or number % every:
+            return line
+        kind = list(KINDS.values())[number // every % len(KINDS)]
+        text = json.loads(line)["text"].encode()
+        hidden = hide(np.random.default_rng((len(text), number)), text, kind)
+        return json.dumps({"text": hidden.text.decode()}) + "\n"
 
     def cut(self, length: int) -> dict[str, Path]:
         """Files of rows of a length, by split."""
@@ -206,7 +233,8 @@ def run_piece(study: Study, piece: Piece, held_out: Tensor, note: Callable[[Row]
     first_of = {each.variant: each.name for each in reversed(pieces(recipe))}
     is_first = piece.variant != "dense" and first_of[piece.variant] == piece.name
     if is_first and "patched" not in row:
-        row["patched"] = _losses(recipe, piece.variant, model, held_out)
+        before = _measured(recipe, piece.variant, model, held_out)
+        row |= {"patched": before["losses"], "patched_needles": before["needles"]}
         folder.mkdir(parents=True, exist_ok=True)
         write_row(folder, row)
         note(row)
@@ -221,7 +249,7 @@ def run_piece(study: Study, piece: Piece, held_out: Tensor, note: Callable[[Row]
             result = _trained(study, piece, stage, text, model)
             if result["stopped"]:
                 return row
-            row["losses"] = _losses(recipe, piece.variant, Path(result["model"]), held_out)
+            row |= _measured(recipe, piece.variant, Path(result["model"]), held_out)
             _add(row, stage, result)
             if stage == piece.stages[-1]:
                 row["status"] = "ok"
@@ -299,6 +327,7 @@ def _trained(
             [str(text)],
             tokenizer="bytes",
             stages=[stage],
+            keep_dense=piece.keep_dense if stage == piece.stages[0] else 0,
             overrides=[*own, *chosen],
             callbacks=lambda config: [deadline],
         )
@@ -339,10 +368,13 @@ def _from_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
     return dataclasses.replace(config, model=model)
 
 
-def _losses(
+def _measured(
     recipe: Recipe, variant: str, checkpoint: Path | None, held_out: Tensor
 ) -> dict[str, Any]:
-    """`summary` of the same tokens in rows of either length; a dense checkpoint is patched."""
+    """Columns of a row, by the length of rows: `summary` of the same tokens, and `needles`.
+
+    A dense checkpoint is patched.
+    """
     config = config_of(variant, recipe.size)
     section = ModelSection(
         checkpoint=str(checkpoint),
@@ -353,9 +385,14 @@ def _losses(
     )
     device = _device()
     model = build_model(section, config.data, BYTES).to(device)
-    lengths = (recipe.length, recipe.long_length)
+    lengths, tokens = (recipe.length, recipe.long_length), recipe.tokens_per_step
+    found: dict[str, Any] = {"needles": {}}
     with best_dense() if variant == "dense" else contextlib.nullcontext():
-        return losses_by_length(model, held_out, lengths, recipe.tokens_per_step, device)
+        found["losses"] = losses_by_length(model, held_out, lengths, tokens, device)
+        if recipe.fact_rows:
+            for length in lengths:
+                found["needles"][str(length)] = needles(model, held_out, length, tokens, device)
+    return found
 
 
 def _device() -> torch.device:

@@ -1,10 +1,11 @@
-"""The table of the rows that `conversion` writes."""
+"""The tables of the rows that `conversion` and `block_choices` write."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
+from nsa_flex.bench.quality.needles import KINDS
 from nsa_flex.bench.quality.report import last_quarter, spread
 from nsa_flex.bench.report.cells import EMPTY
 from nsa_flex.bench.report.cells import tokens as length_cell
@@ -19,7 +20,8 @@ def conversion(rows: list[Row]) -> pd.DataFrame:
     "Over dense" is how far its loss lies above that of the dense model that it started from, in
     percent, and "after continued" above that of the dense model of the same seed trained on as it
     is, where there is one. Models that were patched and not trained come before those that were.
-    Recall is that in the shorter rows, before and after their stages.
+    Needles are percent of right digits of each of their `KINDS`. Recall is that in the shorter
+    rows, before and after their stages.
     """
     rows = [row for row in rows if row["target"] == "conversion"]
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -48,6 +50,35 @@ def conversion(rows: list[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def choices(rows: list[Row]) -> pd.DataFrame:
+    """One line a way to patch a dense model, untrained; layers that were patched alone left out.
+
+    Losses are held-out nats a token; mass is that of dense attention in the selected blocks, mean
+    of the layers; times are those of the core.
+    """
+    found = {row["choice"]: row for row in rows if row["target"] == "block_choices"}
+    times = {row["choice"]: row for row in rows if row["target"] == "block_times"}
+    trained = min(found["dense"]["losses"], key=int)  # the dense model has seen no longer rows
+    lines = []
+    for name, row in found.items():
+        if name.startswith("layer "):
+            continue
+        line = {"choice": name}
+        for length, dense in found["dense"]["losses"].items():
+            cell, loss = length_cell(int(length)), row["losses"].get(length, {}).get("loss")
+            line[f"loss at {cell}"] = EMPTY if loss is None else f"{loss:.3f}"
+            if length == trained:
+                over = f"{100 * (row['losses'][length]['loss'] / dense['loss'] - 1):+.1f} %"
+                line[f"over dense, {cell}"] = EMPTY if name == "dense" else over
+            held = row.get("held_mass", {}).get(length)
+            line[f"mass, {cell}"] = f"{100 * np.mean(held):.0f} %" if held else EMPTY
+        for title in ("forward", "forward_backward"):
+            ms = times.get(name, {}).get(f"{title}_ms")
+            line[f"{title.replace('_', ' + ')}, ms"] = f"{ms:.1f}" if ms else EMPTY
+        lines.append(line | {"commit": row["commit"]})
+    return pd.DataFrame(lines)
+
+
 def behind(row: Row, control: Row, length: int) -> float:
     """How far a held-out loss at rows of `length` lies above the control's, in percent."""
     return _above(row, control["losses"][str(length)]["loss"], length)
@@ -65,7 +96,8 @@ def _above(row: Row, loss: float, length: int) -> float:
 
 def _untrained(row: Row) -> Row:
     """The row of a model as it was before its first stage."""
-    return {**row, "losses": row["patched"], "tokens": 0, "seconds": 0.0, "stages": []}
+    found = {"losses": row["patched"], "needles": row.get("patched_needles", {})}
+    return {**row, **found, "tokens": 0, "seconds": 0.0, "stages": []}
 
 
 def _columns(runs: list[Row], controls: dict[int, Row]) -> dict[str, str]:
@@ -81,8 +113,18 @@ def _columns(runs: list[Row], controls: dict[int, Row]) -> dict[str, str]:
         columns[f"after continued, {cell}"] = _percent(
             [behind(row, controls[row["seed"]], length) for row in runs if row["seed"] in controls]
         )
+        columns[f"needles, {cell}"] = _needles(runs, str(length))
     last = [last_quarter(row["losses"][str(recipe["long_length"])]) for row in runs]
     return columns | {"last quarter": spread(last)}
+
+
+def _needles(runs: list[Row], length: str) -> str:
+    """Percent of right digits by kind, means of the seeds."""
+    found = [row["needles"][length] for row in runs if row.get("needles")]
+    if not found:
+        return EMPTY
+    shares = [100 * np.mean([each[kind]["right"] for each in found]) for kind in KINDS]
+    return " / ".join(f"{share:.0f}" for share in shares)
 
 
 def _percent(values: list[float]) -> str:

@@ -240,9 +240,7 @@ class Run:
         rows, number = np.nonzero(batch.places >= 0)
         logits = self.logits(batch, rows, number)
         answers = torch.from_numpy(batch.answers[rows, number]).to(self.device)
-        asked = (batch.places >= 0).sum(1)  # rows count alike, of one question or of 32
-        share = torch.from_numpy(1 / (len(asked) * asked[rows])).to(self.device, torch.float32)
-        loss = (F.cross_entropy(logits, answers, reduction="none") * share).sum()
+        loss = F.cross_entropy(logits, answers)
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate_at(self.step)
         self.optimizer.zero_grad()

@@ -20,7 +20,7 @@ import pandas as pd
 from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS, WHOLE
 from nsa_flex.bench.command_line import parser_of
-from nsa_flex.bench.quality.conversion_report import conversion
+from nsa_flex.bench.quality.conversion_report import choices, conversion
 from nsa_flex.bench.quality.recall_report import recall
 from nsa_flex.bench.quality.report import quality
 from nsa_flex.bench.report.cells import (
@@ -376,6 +376,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "quality": quality,
     "recall": recall,
     "conversion": conversion,
+    "choices": choices,
     "reasons": reasons,
 }
 

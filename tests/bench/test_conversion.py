@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,15 @@ from typing import Any
 import pytest
 from training.small_corpus import write_corpus
 
+from nsa_flex import load
 from nsa_flex.bench.quality import conversion as study_of
+from nsa_flex.bench.quality import conversion_report as report_of
+from nsa_flex.bench.quality import needles as needles_of
 from nsa_flex.bench.quality.conversion import Recipe, Study, pieces, run
 from nsa_flex.bench.quality.conversion_report import behind, conversion
+from nsa_flex.bench.quality.needles import Kind
 from nsa_flex.bench.report.rows import Row, read_rows
+from nsa_flex.training.dense_choice import CHOICE_FILE
 
 TINY = Recipe(
     size="tiny",
@@ -26,8 +32,10 @@ TINY = Recipe(
     sparse=2,
     lengthen=1,
     held_out_tokens=512,
+    fact_rows=0,
 )
-NAMES = [piece.name for piece in pieces(TINY)]
+PIECES = [piece for piece in pieces(TINY) if piece.keep_dense < 2]  # the model has two layers
+NAMES = [piece.name for piece in PIECES]
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +48,14 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[St
     """All pieces, run once."""
     work = tmp_path_factory.mktemp("work")
     study = Study(corpus, work, seed=0, recipe=TINY)
-    return study, run(study, work / "rows.json")
+    return study, run(study, work / "rows.json", NAMES)
 
 
 def test_every_piece_of_the_study_is_a_row(finished: tuple[Study, list[Row]]) -> None:
     study, rows = finished
     assert rows == read_rows(study.work / "rows.json")
     assert [row["piece"] for row in rows] == NAMES
-    for row, piece in zip(rows, pieces(TINY), strict=True):
+    for row, piece in zip(rows, PIECES, strict=True):
         assert row["status"] == "ok"
         assert [stage["name"] for stage in row["stages"]] == [each.name for each in piece.stages]
         assert row["seconds"] > 0
@@ -88,6 +96,33 @@ def test_all_that_follow_have_as_many_tokens_and_the_same_text(
     assert (cut / "train-128-0-2.jsonl").exists()
 
 
+def test_layers_that_lose_most_stay_dense_and_some_rows_have_facts(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {"single": Kind(1, 1), "multi_value": Kind(2, 2, one_name=True)}
+    for module in (study_of, needles_of, report_of):
+        monkeypatch.setattr(module, "KINDS", kinds)
+    recipe = dataclasses.replace(TINY, length=128, long_length=256, fact_rows=3)
+    study = Study(corpus, tmp_path, seed=0, recipe=recipe)
+    rows = run(study, tmp_path / "rows.json", ["one-dense"])
+    assert [row["piece"] for row in rows] == ["dense", "one-dense"]
+    for row in rows:
+        assert list(row["needles"]) == ["128", "256"]
+        for found in row["needles"]["256"].values():
+            assert 0 <= found["right"] < 0.6  # of ten digits, after four steps
+            assert found["questions"] == 128
+    model = load(tmp_path / "one-dense-0" / "3-long" / "model")
+    lost = json.loads((tmp_path / "one-dense-0" / CHOICE_FILE).read_text())["lost"]
+    worst = int(max(lost, key=lambda layer: lost[layer]))
+    is_dense = [not hasattr(layer.self_attn, "nsa") for layer in model.model.layers]
+    assert is_dense == [number == worst for number in range(len(lost))]
+    lines = (tmp_path / "cut" / "train-128-0-8.jsonl").read_text().splitlines()
+    whole = (tmp_path / "cut" / "train-128.jsonl").read_text().splitlines()
+    assert [a == b for a, b in zip(lines, whole, strict=False)] == [i % 3 > 0 for i in range(8)]
+    cells = conversion(rows).set_index("model")["needles, 256"]
+    assert all(re.fullmatch(r"\d+ / \d+", cell) for cell in cells)
+
+
 def test_text_that_ends_begins_anew(corpus: Path, tmp_path: Path) -> None:
     study = Study(corpus, tmp_path, seed=0, recipe=TINY)
     whole = study.cut(64)["train"].read_text().splitlines()
@@ -99,9 +134,9 @@ def test_what_is_finished_is_not_run_again(
     finished: tuple[Study, list[Row]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, rows = finished
-    for name in ("_trained", "_losses"):
+    for name in ("_trained", "_measured"):
         monkeypatch.setattr(study_of, name, lambda *given, name=name: pytest.fail(name))
-    assert run(study, tmp_path / "rows.json") == rows
+    assert run(study, tmp_path / "rows.json", NAMES) == rows
     other = dataclasses.replace(study, recipe=dataclasses.replace(TINY, rate=1e-5))
     with pytest.raises(ValueError, match="holds a run of another recipe; choose another --work"):
         run(other, tmp_path / "rows.json")

@@ -235,16 +235,6 @@ def test_a_conversion_takes_few_of_the_tokens_of_what_it_starts_from() -> None:
     assert tokens["patched"] == 0
 
 
-def test_rows_count_alike_in_the_loss_however_many_questions_they_have() -> None:
-    run = Run(TINY, "dense", 0, torch.device("cpu"))
-    batch = make_batch(np.random.default_rng(0), ["common", "associative"], 320)
-    rows, number = np.nonzero(batch.places >= 0)
-    logits = run.logits(batch, rows, number).detach()
-    losses = -logits.log_softmax(-1)[range(len(rows)), batch.answers[rows, number]]
-    expected = (losses[:1].mean() + losses[1:].mean()) / 2
-    torch.testing.assert_close(run._step(batch), expected)
-
-
 def test_a_run_without_time_is_stopped_and_says_so(tmp_path: Path) -> None:
     row = recall("dense", 0, tmp_path, 0.0, TINY)
     assert (row["status"], row["steps"], row["tests"]) == ("stopped", 0, [])
