@@ -70,7 +70,7 @@ class NSAConfig:
     num_initial_blocks: int = 1
     num_local_blocks: int = 2
     window_size: int = 512
-    compression: CompressionKind = "mlp"
+    compression: CompressionKind = "mean"
     selection: SelectionRule = "top_k"
     branches: tuple[BranchName, ...] = BRANCHES
 

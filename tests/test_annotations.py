@@ -28,7 +28,7 @@ with jaxtyping.install_import_hook(
     import nsa_flex
 typing.TYPE_CHECKING = False
 from nsa_flex import NSAAttention, NSAConfig, nsa_attention, selected_attention
-config = NSAConfig(8, 4, 16, 4, window_size=20)
+config = NSAConfig(8, 4, 16, 4, window_size=20, compression="mlp")
 q, k, v = (torch.randn(2, h, 50, d) for h, d in ((4, 8), (2, 8), (2, 6)))
 ck, cv = (x.unfold(2, 8, 4).mean(-1) for x in (k, v))
 gates = torch.rand(2, 4, 50, 3)

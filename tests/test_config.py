@@ -16,7 +16,7 @@ from nsa_flex import NSAConfig
 
 
 def test_defaults_are_the_papers() -> None:
-    assert NSAConfig() == NSAConfig(32, 16, 64, 16, 1, 2, 512, "mlp")
+    assert NSAConfig() == NSAConfig(32, 16, 64, 16, 1, 2, 512, "mean")
     assert NSAConfig().num_forced_blocks == 3
 
 

@@ -26,11 +26,11 @@ from reference.launches import SUBSETS
 
 pytestmark = pytest.mark.gpu
 
-PAPER = NSAConfig()
-SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
-NARROW = NSAConfig(select_block_size=32, num_selected_blocks=8, window_size=100)
-WIDE = NSAConfig(64, 32, 128, 5, window_size=200)
-MANY = NSAConfig(8, 4, 16, 64, window_size=50)
+PAPER = NSAConfig(compression="mlp")
+SMALL = NSAConfig(8, 4, 16, 4, window_size=20, compression="mlp")
+NARROW = NSAConfig(select_block_size=32, num_selected_blocks=8, window_size=100, compression="mlp")
+WIDE = NSAConfig(64, 32, 128, 5, window_size=200, compression="mlp")
+MANY = NSAConfig(8, 4, 16, 64, window_size=50, compression="mlp")
 NAMES = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
 # Blocks whose group scores are this close may be swapped: float32 sums of G probabilities.
 CHOICE_ROUNDING = 1e-4

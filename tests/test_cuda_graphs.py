@@ -27,7 +27,7 @@ from nsa_flex.hot_path.torch_internals import cudagraph_skips
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = NSAConfig()
+CONFIG = NSAConfig(compression="mlp")
 TOKENS = 1000
 # The first call runs as it is, the second is recorded, the third is a replay.
 CALLS = 4

@@ -22,6 +22,7 @@ CONFIG = NSAConfig(
     num_selected_blocks=3,
     num_local_blocks=1,
     window_size=5,
+    compression="mlp",
 )
 LENGTHS = (19, 1, 40, 3, 16)
 
@@ -128,7 +129,7 @@ def test_dense_start_is_dense_causal_attention():
 
 @pytest.mark.parametrize("separate_branch_kv", [False, True])
 def test_gradients_against_finite_differences(separate_branch_kv):
-    config = NSAConfig(4, 2, 8, 3, 1, 1, 5)  # 17 tokens are 3 blocks: no choice that could jump
+    config = NSAConfig(4, 2, 8, 3, 1, 1, 5, compression="mlp")  # 17 tokens are 3 blocks: no choice that could jump
     module = layer(config=config, separate_branch_kv=separate_branch_kv, dtype=torch.float64)
     names = [name for name, _ in module.named_parameters()]
     x = torch.randn(1, 17, 24, dtype=torch.float64, requires_grad=True)

@@ -189,7 +189,7 @@ def test_device_map_over_two_gpus(kind: str, tmp_path: Path) -> None:
 
     torch.manual_seed(9)
     sizes = {"hidden_size": 256, "head_dim": 64}
-    config = nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128)
+    config = nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128, compression="mlp")
     nsa_flex.patch(tiny_model(**sizes), config).to(torch.bfloat16).save_pretrained(tmp_path)
     # Loaded as well: `.to` rounds the frequencies of the rotary embedding, which no file holds.
     model = nsa_flex.load(tmp_path, dtype=torch.bfloat16).cuda()

@@ -14,7 +14,7 @@ from nsa_flex import NSAConfig, indexer_topk, nsa_attention, patch, topk_blocks
 from patching.tiny_models import tiny_model
 
 pytestmark = [pytest.mark.gpu, TWO_GPUS]
-CONFIG = NSAConfig()
+CONFIG = NSAConfig(compression="mlp")
 
 
 def numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -38,7 +38,7 @@ def blocks(device: str) -> list[Tensor]:
 
 def generated(device: str, cache: str | None) -> list[Tensor]:
     torch.manual_seed(0)
-    model = patch(tiny_model(), config=NSAConfig(window_size=64)).bfloat16().to(device)
+    model = patch(tiny_model(), config=NSAConfig(window_size=64, compression="mlp")).bfloat16().to(device)
     ids = (torch.arange(300) * 7 % 60)[None].to(device)
     return [model.generate(ids, max_new_tokens=8, cache_implementation=cache, do_sample=False)]
 

@@ -380,7 +380,7 @@ def test_a_step_in_a_cuda_graph(tmp_path: Path) -> None:
 @torch.no_grad()
 def captured(device: torch.device) -> None:
     """Replays find what steps find that Python launches, on both sides of the edge of a part."""
-    config, tokens_before, steps = NSAConfig(), 2040, 24
+    config, tokens_before, steps = NSAConfig(compression="mlp"), 2040, 24
     torch.manual_seed(8)
 
     def tensor(heads: int, tokens: int, width: int = 64) -> Tensor:

@@ -26,7 +26,7 @@ LENGTHS = (5000, 300, 31, 4096)
 
 
 def random_layer() -> PagedLayer:
-    config = NSAConfig()
+    config = NSAConfig(compression="mlp")
     rows = rows_per_page(PAGE, config)
     memory = torch.randn(NUM_PAGES * rows, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     pages = LayerPages.carve(memory, 0, rows, PAGE, config)

@@ -151,7 +151,7 @@ def on_cuda() -> Any:
     """A model in float32 for the kernels."""
     wide = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 4}
     model: Any = tiny_model("llama", **wide, head_dim=32, max_position_embeddings=4096)
-    return nsa_flex.patch(model, nsa_flex.NSAConfig()).cuda()
+    return nsa_flex.patch(model, nsa_flex.NSAConfig(compression="mlp")).cuda()
 
 
 @pytest.mark.gpu

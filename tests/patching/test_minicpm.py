@@ -385,7 +385,7 @@ def test_continuous_batching_is_refused():
 def test_patch_puts_nsa_in_its_place():
     model, ids = built(), ids_of(1, 60)
     sparse = logits(model, ids)
-    nsa_flex.patch(model, nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16))
+    nsa_flex.patch(model, nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16, compression="mlp"))
     patched = logits(model, ids)
     assert not torch.allclose(patched, sparse)
     nsa_flex.unpatch(model)
@@ -396,7 +396,7 @@ def test_patch_puts_nsa_in_its_place():
 @pytest.mark.parametrize("reader", ["auto", "load"])
 def test_a_patched_one_is_written_and_read_again(tmp_path, reader, sparse):
     model, ids = built(MODEL if sparse else replace(MODEL, sparse=None)), ids_of(1, 110)
-    moved(nsa_flex.patch(model, nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16)))
+    moved(nsa_flex.patch(model, nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16, compression="mlp")))
     model.save_pretrained(tmp_path)
     read = nsa_flex.load if reader == "load" else transformers.AutoModelForCausalLM.from_pretrained
     again = read(tmp_path)
@@ -409,7 +409,7 @@ def test_layers_left_out_of_patch_are_dense_when_told(tmp_path):
     model, ids = built(), ids_of(1, 110)
 
     def patch_last() -> None:
-        sizes = nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16)
+        sizes = nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16, compression="mlp")
         nsa_flex.patch(model, sizes, filter_fn=lambda module, _: module.layer_idx == 1)
 
     with pytest.raises(ValueError, match="InfLLM-V2 cannot run beside NSA: patch all layers"):

@@ -208,7 +208,7 @@ def test_generation_equals_one_forward_a_step(family: str, padding: int, cache: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu_it_errs_as_eager_attention_does(family: str) -> None:
     # S <= n * l': every block is chosen, so that rounding cannot choose others.
-    config = NSAConfig(num_selected_blocks=4, window_size=64)
+    config = NSAConfig(num_selected_blocks=4, window_size=64, compression="mlp")
     wide = {"hidden_size": 256}
     if not family.startswith("falcon"):  # whose head_dim follows from the hidden size
         wide["head_dim"] = 64

@@ -258,7 +258,7 @@ GPU = """
 import sys, torch, nsa_flex
 from nsa_flex import NSACache
 from patching.tiny_models import tiny_model, tokens
-config = nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128)
+config = nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128, compression="mlp")
 sizes = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
 model, case = nsa_flex.patch(tiny_model(**sizes), config).to("cuda", torch.bfloat16), sys.argv[1]
 ids, places = tokens(2, 640).cuda(), torch.arange(640, device="cuda")[None]

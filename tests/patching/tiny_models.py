@@ -21,6 +21,7 @@ NSA = NSAConfig(
     num_initial_blocks=1,
     num_local_blocks=2,
     window_size=12,
+    compression="mlp",  # with parameters
 )
 
 SIZES: dict[str, Any] = {

@@ -16,6 +16,7 @@ NSA = {
     "select_block_size": 8,
     "num_selected_blocks": 4,
     "window_size": 12,
+    "compression": "mlp",
 }
 
 # As large as the kernels ask for.
@@ -31,7 +32,7 @@ CUDA: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 1,
             "head_dim": 64,
         },
-        "nsa": {"num_selected_blocks": 4, "window_size": 64},
+        "nsa": {"num_selected_blocks": 4, "window_size": 64, "compression": "mlp"},
     },
     "engine": {"device": "cuda", "compile": True, "checkpointing": "none"},
 }
