@@ -129,7 +129,8 @@ def test_dense_start_is_dense_causal_attention():
 
 @pytest.mark.parametrize("separate_branch_kv", [False, True])
 def test_gradients_against_finite_differences(separate_branch_kv):
-    config = NSAConfig(4, 2, 8, 3, 1, 1, 5, compression="mlp")  # 17 tokens are 3 blocks: no choice that could jump
+    # 17 tokens are 3 blocks: no choice that could jump
+    config = NSAConfig(4, 2, 8, 3, 1, 1, 5, compression="mlp")
     module = layer(config=config, separate_branch_kv=separate_branch_kv, dtype=torch.float64)
     names = [name for name, _ in module.named_parameters()]
     x = torch.randn(1, 17, 24, dtype=torch.float64, requires_grad=True)

@@ -23,7 +23,8 @@ LENGTH = {"cpu": 72, "cuda": 640}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 # On a GPU as large as the kernels ask for.
 SIZES: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"hidden_size": 256, "head_dim": 64}}
-CONFIG = {"cpu": NSA, "cuda": nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128, compression="mlp")}
+CUDA = nsa_flex.NSAConfig(num_selected_blocks=5, window_size=128, compression="mlp")
+CONFIG = {"cpu": NSA, "cuda": CUDA}
 
 
 @dataclass(frozen=True)

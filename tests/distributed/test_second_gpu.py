@@ -38,7 +38,8 @@ def blocks(device: str) -> list[Tensor]:
 
 def generated(device: str, cache: str | None) -> list[Tensor]:
     torch.manual_seed(0)
-    model = patch(tiny_model(), config=NSAConfig(window_size=64, compression="mlp")).bfloat16().to(device)
+    config = NSAConfig(window_size=64, compression="mlp")
+    model = patch(tiny_model(), config=config).bfloat16().to(device)
     ids = (torch.arange(300) * 7 % 60)[None].to(device)
     return [model.generate(ids, max_new_tokens=8, cache_implementation=cache, do_sample=False)]
 

@@ -396,7 +396,8 @@ def test_patch_puts_nsa_in_its_place():
 @pytest.mark.parametrize("reader", ["auto", "load"])
 def test_a_patched_one_is_written_and_read_again(tmp_path, reader, sparse):
     model, ids = built(MODEL if sparse else replace(MODEL, sparse=None)), ids_of(1, 110)
-    moved(nsa_flex.patch(model, nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16, compression="mlp")))
+    config = nsa_flex.NSAConfig(8, 4, 16, 4, window_size=16, compression="mlp")
+    moved(nsa_flex.patch(model, config))
     model.save_pretrained(tmp_path)
     read = nsa_flex.load if reader == "load" else transformers.AutoModelForCausalLM.from_pretrained
     again = read(tmp_path)

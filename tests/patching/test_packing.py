@@ -147,7 +147,8 @@ def test_a_layer_moves_five_tensors_and_their_gradients_once(way: str) -> None:
 def test_on_cuda_a_packed_step_waits_for_nothing_and_errs_as_documents_alone_do(way: str) -> None:
     lengths = [1, 700, 64, 0, 33, 900]
     sizes = {"head_dim": 64, "max_position_embeddings": 2048}
-    exact = nsa_flex.patch(tiny_model(**sizes), nsa_flex.NSAConfig(num_selected_blocks=4, compression="mlp"))
+    config = nsa_flex.NSAConfig(num_selected_blocks=4, compression="mlp")
+    exact = nsa_flex.patch(tiny_model(**sizes), config)
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
             if ".nsa." in name:
