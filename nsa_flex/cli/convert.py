@@ -42,7 +42,7 @@ def convert(
     ] = 0.0,
     keep_dense: Annotated[
         int,
-        typer.Option(help="Layers that stay dense: those that lose most as NSA are found first."),
+        typer.Option(min=0, help="Layers that stay dense: those that lose most as NSA."),
     ] = 0,
     overrides: Annotated[
         list[str] | None,

@@ -130,7 +130,8 @@ def refuse_attention_weights(config: Any, arguments: Mapping[str, Any]) -> None:
     if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
         raise ValueError(
             "output_attentions=True is not supported: sparse attention never forms attention "
-            "weights; transformers' own does: model.set_attn_implementation('eager')"
+            "weights; nsa_flex.unpatch(model), or where it was not patched take "
+            "model.set_attn_implementation('eager')"
         )
 
 

@@ -93,41 +93,65 @@ def convert(
         callbacks: gives further ones for the Trainer of a stage.
 
     Returns:
-        The last stage's summary (`nsa_flex.training.train`), and for each stage that ran to its
-        end the block and score recall at its first and last step, means of the layers.
+        The last stage's summary (`nsa_flex.training.train`), with `keep_dense` the layers that are
+        dense, and for each stage that ran to its end the block and score recall at its first and
+        last step, means of the layers.
 
     Raises:
         ValueError: what `train` raises; or there are several processes, or rows of a frozen stage
             that are too short for scores to select anything, or a finished stage in `out` was
-            run with other settings, or any with another alignment; or `keep_dense` is no fewer
-            than the layers, or dense layers are in `overrides` too.
+            run with other settings, or any with another alignment; or what `choose_dense_layers`
+            raises, or `keep_dense` is negative, stands beside dense layers in `overrides`, or is
+            another number than the first stage began with.
     """
     if world_size() > 1:
         raise ValueError("a conversion runs in one process for now: start it without torchrun")
-    if keep_dense:
-        first = _config(stages[0], checkpoint, out, files, tokenizer or checkpoint, overrides)
-        if first.model.dense_layers:
-            raise ValueError(
-                f"keep_dense={keep_dense} beside model.dense_layers: give one of them"
-            )
-        chosen = choose_dense_layers(first, keep_dense, out, note)
-        overrides = [*overrides, f"model.dense_layers={chosen}"]
-    configs: list[TrainConfig] = []
-    source = checkpoint
-    for stage in stages:
-        configs.append(_config(stage, source, out, files, tokenizer or checkpoint, overrides))
-        source = str(out / stage.name / MODEL_FOLDER)
-    for stage, config in zip(stages, configs, strict=True):  # before any of them takes hours
+    if not stages:
+        raise ValueError("no stage has steps")
+
+    def configs(*more: str) -> list[TrainConfig]:
+        given = (out, files, tokenizer or checkpoint, [*overrides, *more])
+        trained = [str(out / stage.name / MODEL_FOLDER) for stage in stages[:-1]]
+        sources = [checkpoint, *trained]
+        return [
+            _config(stage, source, *given) for stage, source in zip(stages, sources, strict=True)
+        ]
+
+    found = configs()
+    for stage, config in zip(stages, found, strict=True):  # before any of them takes hours
         _check(stage, config)
+    if keep_dense:
+        found = configs(f"model.dense_layers={_dense_layers(found[0], keep_dense, out, note)}")
+    for stage, config in zip(stages, found, strict=True):
+        _check_before(stage, config)
     result: dict[str, Any] = {}
     recall: dict[str, Any] = {}
-    for stage, config in zip(stages, configs, strict=True):
+    for stage, config in zip(stages, found, strict=True):
         run = Path(config.out)
         result = _run(stage, config, callbacks(config))
         if result["stopped"]:
             break
         recall[stage.name] = recall_of(run)
-    return {**result, "recall": recall}
+    chosen = {"dense_layers": list(found[0].model.dense_layers)} if keep_dense else {}
+    return {**result, "recall": recall, **chosen}
+
+
+def _dense_layers(
+    first: TrainConfig, count: int, out: Path, note: Callable[[str], None]
+) -> list[int]:
+    """Those of the first stage, if it has begun; else they are measured."""
+    if first.model.dense_layers or count < 0:
+        raise ValueError(f"keep_dense={count} must be at least 0, and without model.dense_layers")
+    begun = Path(first.out) / CONFIG_FILE
+    if not begun.exists():
+        return choose_dense_layers(first, count, out, note)
+    chosen = list(read_config(str(begun)).model.dense_layers)
+    if len(chosen) != count:
+        raise ValueError(
+            f"{first.out} was begun with dense layers {chosen}, and keep_dense={count}: repeat "
+            "their number, or choose another out"
+        )
+    return chosen
 
 
 def _config(
@@ -175,7 +199,6 @@ def _check(stage: Stage, config: TrainConfig) -> None:
             f'data.documents is "{config.data.documents}"; expected "joined" for stage '
             f"{stage.name}, which compares rows with dense attention"
         )
-    _check_before(stage, config)
 
 
 def _check_before(stage: Stage, config: TrainConfig) -> None:

@@ -95,7 +95,7 @@ def build_model(
     if values == "all" and section.checkpoint is not None:
         model = _from_checkpoint(section)
         _check_vocabulary(model.get_input_embeddings().num_embeddings, tokenizer)
-        _patch(model, section)
+        patch_layers(model, section)
     else:
         model = _from_config(section, data, tokenizer, values)
     if values == "buffers":
@@ -123,14 +123,15 @@ def _from_config(
         model = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()  # undone where parameters went to the meta device one by one
     if record is None:
-        _patch(model, section)
+        patch_layers(model, section)
     else:
         patch_as_recorded(model, record)
         _check_patched(model, section)
     return model
 
 
-def _patch(model: Any, section: ModelSection) -> None:
+def patch_layers(model: Any, section: ModelSection) -> None:
+    """The layers that a section gives NSA; a patched model must fit it."""
     if _is_patched(model):
         _check_patched(model, section)
     elif section.attention == "nsa":
@@ -153,8 +154,8 @@ def _check_patched(model: Any, section: ModelSection) -> None:
         if value not in (default[name], own[name]):
             raise ValueError(
                 f"model.nsa.{name} is {value}, and {section.checkpoint} was patched with "
-                f"{own[name]}: a patched checkpoint keeps its sizes; leave this out, or start "
-                "from a dense one"
+                f"{own[name]}: a patched checkpoint keeps its sizes; set model.nsa={{}}, or "
+                "start from a dense one"
             )
     _check_numbers(model, section.dense_layers)
     numbers = {site.module.layer_idx for site in patched_sites(model)}

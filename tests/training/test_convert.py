@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,14 +28,14 @@ from nsa_flex.training.block_mass import (
     free_blocks,
     recall_of,
 )
-from nsa_flex.training.config import ModelSection
+from nsa_flex.training.config import DataSection, ModelSection
 from nsa_flex.training.convert import Stage, convert
-from nsa_flex.training.dense_choice import CHOICE_FILE, ROWS, lost_by_layer
-from nsa_flex.training.models import build_model, decoder_layers
+from nsa_flex.training.dense_choice import CHOICE_FILE, choose_dense_layers
+from nsa_flex.training.models import PRESETS, build_model, decoder_layers
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows, schema
 from nsa_flex.training.texts import find_texts
-from nsa_flex.training.tokenization import BYTES, plain_ids
+from nsa_flex.training.tokenization import BYTES
 
 SMALL = NSAConfig(8, 4, 8, 4, window_size=12, compression="mean")
 TOKENS = 100
@@ -208,69 +209,93 @@ def test_a_dense_checkpoint_is_converted_in_stages(
 
 
 def test_layers_that_lose_most_stay_dense(dense: str, texts: Path, tmp_path: Path) -> None:
-    stages, lines = STAGES[1:2], list[str]()
-    own = settings(**{"data.held_out_share": 0.3})
+    lines: list[str] = []
 
-    def run(keep_dense: int, *more: str) -> dict[str, Any]:
+    def run(keep_dense: int, *more: str, out: str = "out", seq_len: int = 128) -> dict[str, Any]:
         return convert(
             dense,
-            tmp_path / "out",
+            tmp_path / out,
             [str(texts)],
             tokenizer="bytes",
-            stages=stages,
+            stages=[dataclasses.replace(stage, seq_len=seq_len) for stage in STAGES[1:]],
             keep_dense=keep_dense,
-            overrides=[*own, *more],
+            overrides=[*settings(), *more],
             note=lines.append,
         )
 
-    with pytest.raises(ValueError, match=r"got 2 dense layers; the model has 2, leave one to NSA"):
-        run(2)
-    lost = json.loads((tmp_path / "out" / CHOICE_FILE).read_text())["lost"]
-    assert [line.split()[1] for line in lines] == ["0", "1"] == list(lost)
+    for count, text in (
+        (2, r"2 layers were to stay dense, of 2 that can be"),
+        (-1, "=-1 must be"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            run(count)
+    with pytest.raises(ValueError, match=r"no held-out row has more than n \* l' = 32 tokens"):
+        run(1, seq_len=32)
+    assert not lines
+    assert not (tmp_path / "out").exists()
     result = run(1)
-    assert len(lines) == 2  # measured once
-    worst = max(lost, key=lambda layer: lost[layer])
+    told = json.loads((tmp_path / "out" / CHOICE_FILE).read_text())
+    worst = max(told["lost"], key=lambda layer: told["lost"][layer])
+    assert told["dense_layers"] == result["dense_layers"] == [int(worst)]
+    assert [line.split()[1] for line in lines] == ["0", "1", "layers:"]
     layers = decoder_layers(nsa_flex.load(result["model"]))
     is_dense = [not hasattr(layer.self_attn, "nsa") for layer in layers]
     assert is_dense == [str(number) == worst for number in (0, 1)]
-    with pytest.raises(ValueError, match=r"keep_dense=1 beside model.dense_layers"):
-        run(1, "model.dense_layers=[0]")
-    stages = [dataclasses.replace(STAGES[1], seq_len=32)]
-    with pytest.raises(ValueError, match=r"rows have 32 tokens, all of which are selected"):
-        run(1)
+    assert run(1)["dense_layers"] == [int(worst)]
+    assert len(lines) == 3  # not measured again
+    with pytest.raises(
+        ValueError, match=rf"begun with dense layers \[{worst}\], and keep_dense=2"
+    ):
+        run(2)
+    with pytest.raises(ValueError, match=r"keep_dense=1 must be .* without model.dense_layers"):
+        run(1, "model.dense_layers=[0]", out="other")
 
 
-def test_what_a_layer_loses_is_what_patching_it_alone_costs(texts: Path, tmp_path: Path) -> None:
-    fresh = small_config(tmp_path, texts, model={"attention": "dense"})
+@pytest.mark.parametrize("documents", ["joined", "separate"])
+def test_what_a_layer_loses_is_what_patching_it_alone_costs(
+    documents: str, tmp_path: Path
+) -> None:
+    """Of tokens that are learned from, each seen with its own document."""
+    rng = np.random.default_rng(0)
+    texts = ["".join(map(chr, rng.integers(97, 123, count))) for count in (70, 90)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    llama = {**PRESETS["tiny"], "model_type": "llama", "num_hidden_layers": 4, "vocab_size": 256}
     torch.manual_seed(0)
-    model = build_model(fresh.model, fresh.data, BYTES)
+    fresh = ModelSection(config=llama, attention="dense")
+    model = build_model(fresh, DataSection(files=()), BYTES)
     with torch.no_grad():
         for layer in model.model.layers:
             for name in ("q", "k", "v", "o"):  # so that single tokens count, and much
-                getattr(layer.self_attn, f"{name}_proj").weight *= 10
+                getattr(layer.self_attn, f"{name}_proj").weight *= 20
     checkpoint = str(tmp_path / "sharp")
     model.save_pretrained(checkpoint)
+    files = [str(tmp_path / "texts.jsonl")]
     config = small_config(
-        tmp_path,
-        texts,
-        model={"checkpoint": checkpoint, "preset": None, "nsa": NSA},
-        data={"documents": "joined", "seq_len": 128},
+        tmp_path / "run",
+        tmp_path / "texts.jsonl",
+        model={"checkpoint": checkpoint, "preset": None, "init": "dense", "nsa": NSA},
+        data={"documents": documents, "seq_len": 256, "held_out_files": files},
     )
-    rows = find_texts(config).held_out_rows(ROWS)
-    ids = torch.stack([torch.from_numpy(plain_ids(row.ids)) for row in rows])
+    chosen = choose_dense_layers(config, 2, tmp_path)
+    found = json.loads((tmp_path / CHOICE_FILE).read_text())["lost"]
+    assert list(found) == ["0", "1", "2", "3"]
+    assert chosen == sorted(sorted(range(4), key=lambda layer: -found[str(layer)])[:2])
+    (row,) = find_texts(config).held_out_rows(2)
+    assert (row.real, len(row.starts)) == (162, 2)  # the other 94 of 256 are padding
+    ids = torch.from_numpy(row.ids[: row.real])[None]
+    rows = [ids] if documents == "joined" else ids.split([row.starts[1], 162 - row.starts[1]], 1)
 
     def loss(**section: Any) -> float:
         given = ModelSection(checkpoint=checkpoint, init="dense", nsa=config.model.nsa, **section)
+        model = build_model(given, config.data, BYTES).eval()
         with torch.no_grad():
-            return build_model(given, config.data, BYTES).eval()(ids, labels=ids).loss.item()
+            losses = [(model(row, labels=row).loss.item(), row.shape[1] - 1) for row in rows]
+        return sum(each * count for each, count in losses) / sum(count for _, count in losses)
 
     before = loss(attention="dense")
-    found = dict(lost_by_layer(config))
-    assert list(found) == [0, 1]
-    for layer, lost in found.items():
-        expected = loss(dense_layers=(1 - layer,)) - before
-        assert abs(expected) > 1e-3
-        assert lost == pytest.approx(expected, abs=1e-5)
+    expected = [loss(dense_layers=tuple({0, 1, 2, 3} - {i})) - before for i in range(4)]
+    assert list(found.values()) == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, expected)) > 1e-3
 
 
 def test_recall_of_conversations_is_of_all_their_tokens(dense: str, tmp_path: Path) -> None:
