@@ -100,7 +100,8 @@ def build_model(
         model = _from_config(section, data, tokenizer, values)
     if values == "buffers":
         reserve(model)
-    model.config.use_cache = False
+    # Else a recomputed layer finds its own keys; a decoder within a model has a config of its own.
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     return model.train()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
-from training.small_config import small_config, write_texts
+from training.small_config import NSA, small_config, write_texts
 from transformers import TrainerCallback
 
 from nsa_flex.hot_path import SyncDetector
@@ -169,3 +169,48 @@ def test_a_step_without_a_row_does_what_it_does_without_telemetry(
             f"{telemetry}.rows.stepped": 1,
             "time.monotonic": 1,
         }
+
+
+def test_layers_are_recomputed_in_a_decoder_of_text_within_a_model(
+    texts: Path, tmp_path: Path
+) -> None:
+    """Its config says too that there is no cache, in which a layer would find its own keys."""
+    text = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299
+    )
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "gemma")
+    losses = {
+        kind: train(
+            small_config(
+                tmp_path / kind,
+                texts,
+                model={"preset": None, "checkpoint": str(tmp_path / "gemma"), "nsa": NSA},
+                data={"documents": "joined", "seq_len": 64},
+                training={"steps": 2},
+                engine={"checkpointing": kind},
+                run=QUIET,
+            )
+        )["loss"]
+        for kind in ("none", "selective", "full")
+    }
+    assert losses["none"] == pytest.approx(losses["selective"], abs=1e-5)
+    assert losses["none"] == pytest.approx(losses["full"], abs=1e-5)
