@@ -109,7 +109,7 @@ class Recipe:
         return self.learning_rate * warm * (1 - 0.9 * step / self.steps)
 
 
-# Of a model that has learnt from text: it matches new tokens after some 1500 steps.
+# Of a model that has learnt from text.
 TEXT = Recipe(
     name="text",
     stages=(
