@@ -199,13 +199,13 @@ def check_same_model(run: Path, other: Path) -> None:
 STARTS: dict[str, dict[str, Any]] = {
     "fresh": {"preset": "tiny", "nsa": NSA, "init": "dense"},
     "dense": {"preset": None, "checkpoint": "dense", "nsa": NSA, "init": "dense"},
-    "patched": {"preset": None, "checkpoint": "patched"},
+    "patched": {"preset": None, "checkpoint": "patched", "nsa": {}},
 }
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense one and a patched one, whose sizes are not those of the config."""
+    """A dense one and a patched one, whose sizes are not those of others."""
     folder = tmp_path_factory.mktemp("checkpoints")
     config = small_config(folder, folder)
     section = dataclasses.replace(config.model, attention="dense")
