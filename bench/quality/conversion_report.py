@@ -68,8 +68,8 @@ def choices(rows: list[Row]) -> pd.DataFrame:
             cell, loss = length_cell(int(length)), row["losses"].get(length, {}).get("loss")
             line[f"loss at {cell}"] = EMPTY if loss is None else f"{loss:.3f}"
             if length == trained:
-                over = f"{100 * (row['losses'][length]['loss'] / dense['loss'] - 1):+.1f} %"
-                line[f"over dense, {cell}"] = EMPTY if name == "dense" else over
+                over = [] if name == "dense" else [_above(row, dense["loss"], int(length))]
+                line[f"over dense, {cell}"] = _percent(over)
             held = row.get("held_mass", {}).get(length)
             line[f"mass, {cell}"] = f"{100 * np.mean(held):.0f} %" if held else EMPTY
         for title in ("forward", "forward_backward"):

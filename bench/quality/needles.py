@@ -85,15 +85,15 @@ def needles(
         tokens: of a forward, at least one row.
     """
     texts = [bytes(row.tolist()) for row in rows.to(torch.uint8).reshape(-1, length)]
+    at_once = max(1, tokens // length)
     found = {}
     for number, (name, kind) in enumerate(KINDS.items()):
         rng = np.random.default_rng((length, number))
         count = -(-LEAST_QUESTIONS // kind.asked)
         hidden = [hide(rng, texts[i % len(texts)], kind) for i in range(count)]
         right = []
-        for first in range(0, count, max(1, tokens // length)):
-            part = hidden[first : first + max(1, tokens // length)]
-            right += _right(model, part, device)
+        for first in range(0, count, at_once):
+            right += _right(model, hidden[first : first + at_once], device)
         depth = np.array([place for each in hidden for place in each.places]) * DEPTHS // length
         shares = np.array(right)
         found[name] = {

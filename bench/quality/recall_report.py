@@ -15,7 +15,7 @@ from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality.recall_tasks import TASKS
 from nsa_flex.bench.report.cells import EMPTY, markdown
 from nsa_flex.bench.report.cells import tokens as length_cell
-from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
+from nsa_flex.bench.report.rows import Row, earlier_rows, merged, read_rows, write_rows
 
 MAPPED = ("single", "multi_key", "associative")
 
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="rows that are there stay")
     given = parser.parse_args()
-    rows = read_rows(given.out) if given.out.exists() else []
+    rows = earlier_rows(given.out)
     for path in given.rows:
         rows = merged(rows, read_rows(path))
     rows.sort(key=lambda row: row["case"])
