@@ -31,7 +31,14 @@ from nsa_flex.bench.cases.models import best_dense
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.recall_causes import causes_of
-from nsa_flex.bench.quality.recall_tasks import TASKS, VOCABULARY, Batch, Task, make_batch
+from nsa_flex.bench.quality.recall_tasks import (
+    MATCHING,
+    TASKS,
+    VOCABULARY,
+    Batch,
+    Task,
+    make_batch,
+)
 from nsa_flex.bench.quality.variants import variants
 from nsa_flex.bench.report.rows import Row, write_rows
 from nsa_flex.training.config import DataSection, ModelSection
@@ -41,9 +48,8 @@ from nsa_flex.training.tokenization import BYTES
 ROW = "recall.json"
 STATE = "state.pt"
 MODEL = "model"  # what a conversion starts from
-WORKERS = 2  # processes that make rows
-# Of the tasks in what is trained on: matching keys is what the others build on.
-SHARES = [0.4 if task == "associative" else 0.1 for task in TASKS]
+WORKERS = 4  # processes that make rows
+MATCHING_WEIGHT = 4  # of such a task among the others, which build on it
 DEPTHS = 8
 CLOSING = 0.2  # of the seconds, for the tests
 TEST_TOKENS = 65536  # of a forward
@@ -51,11 +57,18 @@ TEST_TOKENS = 65536  # of a forward
 
 @dataclass(frozen=True)
 class Stage:
-    """Rows of one length: `steps` of them with `rows` each."""
+    """Rows of one length, of random tasks: `steps` of them with `rows` each."""
 
     length: int
     rows: int
     steps: int
+    tasks: tuple[Task, ...] = TASKS
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Of each task in the rows."""
+        weights = np.array([MATCHING_WEIGHT if task in MATCHING else 1 for task in self.tasks])
+        return weights / weights.sum()
 
 
 @dataclass(frozen=True)
@@ -68,11 +81,12 @@ class Recipe:
 
     name: str = "scratch"
     stages: tuple[Stage, ...] = (
-        Stage(256, 128, 4500),
-        Stage(1024, 32, 2200),
-        Stage(4096, 8, 1000),
-        Stage(16384, 3, 500),
-        Stage(65536, 2, 250),
+        Stage(48, 512, 800, MATCHING),
+        Stage(256, 128, 1600),
+        Stage(1024, 32, 600),
+        Stage(4096, 8, 400),
+        Stage(16384, 2, 250),
+        Stage(65536, 1, 200),
     )
     tests: tuple[tuple[int, int], ...] = (
         (8192, 64),
@@ -113,8 +127,9 @@ class Recipe:
 TEXT = Recipe(
     name="text",
     stages=(
-        Stage(256, 128, 3500),
-        Stage(1024, 32, 500),
+        Stage(48, 512, 600, MATCHING),
+        Stage(256, 128, 1200),
+        Stage(1024, 32, 400),
         Stage(4096, 8, 300),
         Stage(16384, 2, 150),
         Stage(65536, 1, 60),
@@ -193,7 +208,7 @@ class Steps(Dataset):
         step = self.first + index
         stage = self.recipe.stage_at(step)
         rng = np.random.default_rng((self.seed, step))
-        tasks = [TASKS[i] for i in rng.choice(len(TASKS), stage.rows, p=SHARES)]
+        tasks = [stage.tasks[i] for i in rng.choice(len(stage.tasks), stage.rows, p=stage.shares)]
         return make_batch(rng, tasks, stage.length)
 
 

@@ -3,6 +3,8 @@
 A row is filler, facts at random places, and questions at its end, each of one token followed by
 its answer. A fact is a key and its value after the token SET. Answers are given in the row, as in
 training on text: the model's answer to one question is what it predicts at the question's token.
+A row of pairs has no facts: it asks for the token that followed another one. From short rows of
+these models learn to match keys; without them they guess among the values for thousands of steps.
 """
 
 from __future__ import annotations
@@ -12,18 +14,25 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-Task = Literal["associative", "single", "multi_key", "multi_value", "tracking", "common", "count"]
-TASKS: tuple[Task, ...] = get_args(Task)
+Task = Literal[
+    "associative", "single", "multi_key", "multi_value", "tracking", "common", "count", "pairs"
+]
+*_TESTED, _ = get_args(Task)
+TASKS: tuple[Task, ...] = tuple(_TESTED)  # that models are tested for
+MATCHING: tuple[Task, ...] = ("associative", "pairs")  # that any row has room for
 
 # Ids of tokens. A reference names a key where a value stands.
 START, SET, ASK = 0, 1, 2
-MARKS = dict(zip(TASKS, range(3, 3 + len(TASKS)), strict=True))
+MARKS = {task: 3 + i for i, task in enumerate(get_args(Task))}
 KEYS, VALUES, REFERENCES = range(16, 272), range(272, 400), range(400, 656)
 WORDS, NUMBERS, FILLER = range(656, 720), range(720, 736), range(736, 1024)
 VOCABULARY = 1024
+ANY = range(KEYS.start, VOCABULARY)
 
 SLOT = 4  # tokens between places of facts: SET, key, value and one of filler
 MOST_QUESTIONS = 32
+QUESTION_TOKENS = 8  # of a short row, for each question
+LEAST = 32  # tokens of a row
 MOST_NEEDLES = 8
 OFTEN, SELDOM, KINDS = 6, 3, 12  # of common words: the one, the others, how many in all
 LEAST_SLOTS = OFTEN + SELDOM * (KINDS - 1)  # that every task has room in
@@ -55,7 +64,7 @@ class Batch:
         right: int64 (B, Q, A), tokens that count as right.
         needles: int64 (B, Q, M), places of the tokens that an answer follows from.
         hops: int64 (B, Q).
-        tasks: int64 (B,), numbers in `TASKS`.
+        tasks: int64 (B,), places in `Task`.
     """
 
     ids: np.ndarray
@@ -73,10 +82,14 @@ def make_batch(rng: np.random.Generator, tasks: list[Task], length: int) -> Batc
     Raises:
         ValueError: such a row has no room for the facts.
     """
-    least = 2 * MOST_QUESTIONS + 1 + SLOT * (LEAST_SLOTS + 1)
+    least = (
+        LEAST if set(tasks) <= {*MATCHING} else 2 * MOST_QUESTIONS + 1 + SLOT * (LEAST_SLOTS + 1)
+    )
     if length < least:
         raise ValueError(f"length={length} must be at least {least}")
-    rows, count = len(tasks), MOST_QUESTIONS
+    if "pairs" in tasks and length > len(ANY):
+        raise ValueError(f"length={length} must be at most {len(ANY)} for pairs: no token twice")
+    rows, count = len(tasks), _most_questions(length)
     batch = Batch(
         rng.integers(FILLER.start, FILLER.stop, (rows, length)),
         np.full((rows, count), -1),
@@ -84,7 +97,7 @@ def make_batch(rng: np.random.Generator, tasks: list[Task], length: int) -> Batc
         np.full((rows, count, 4), -1),
         np.full((rows, count, MOST_NEEDLES), -1),
         np.full((rows, count), -1),
-        np.array([TASKS.index(task) for task in tasks]),
+        np.array([get_args(Task).index(task) for task in tasks]),
     )
     for row, task in enumerate(tasks):
         _fill(rng, batch, row, task, length)
@@ -95,7 +108,7 @@ def _fill(rng: np.random.Generator, batch: Batch, row: int, task: Task, length: 
     ids = batch.ids[row]
     ids[0] = START
     shift = 1 + int(rng.integers(SLOT))
-    body = length - 2 * MOST_QUESTIONS - 1  # as long whatever is asked
+    body = length - 2 * _most_questions(length) - 1  # as long whatever is asked
     slots = (body - shift) // SLOT
     questions = _ROWS[task](rng, ids[shift : shift + slots * SLOT].reshape(slots, SLOT))
     count = len(questions.asked)
@@ -110,6 +123,10 @@ def _fill(rng: np.random.Generator, batch: Batch, row: int, task: Task, length: 
     for number, slots_of in enumerate(questions.needles):
         places = [shift + slot * SLOT + 2 for slot in slots_of]
         batch.needles[row, number, : len(places)] = places
+
+
+def _most_questions(length: int) -> int:
+    return min(MOST_QUESTIONS, length // QUESTION_TOKENS)
 
 
 def _facts(body: np.ndarray, slots: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
@@ -216,6 +233,20 @@ def _count(rng: np.random.Generator, body: np.ndarray) -> Questions:
     )
 
 
+def _pairs(rng: np.random.Generator, body: np.ndarray) -> Questions:
+    """Tokens of any kind, none twice; as many questions as of associations."""
+    body[:] = _draw(rng, ANY, body.size).reshape(body.shape)
+    places = _slots(rng, body.reshape(-1)[1:], min(MOST_QUESTIONS, len(body) // 2))
+    answers = body.reshape(-1)[places + 1].tolist()
+    return Questions(
+        body.reshape(-1)[places].tolist(),
+        answers,
+        [[answer] for answer in answers],
+        [[place // SLOT] for place in places.tolist()],
+        [0] * len(answers),
+    )
+
+
 _ROWS = {
     "associative": _associative,
     "single": _single,
@@ -224,4 +255,5 @@ _ROWS = {
     "tracking": _tracking,
     "common": _common,
     "count": _count,
+    "pairs": _pairs,
 }
