@@ -27,11 +27,11 @@ MARKS = {task: 3 + i for i, task in enumerate(get_args(Task))}
 KEYS, VALUES, REFERENCES = range(16, 272), range(272, 400), range(400, 656)
 WORDS, NUMBERS, FILLER = range(656, 720), range(720, 736), range(736, 1024)
 VOCABULARY = 1024
-ANY = range(KEYS.start, VOCABULARY)
+PAIRED = range(KEYS.start, VALUES.stop)
 
 SLOT = 4  # tokens between places of facts: SET, key, value and one of filler
 MOST_QUESTIONS = 32
-QUESTION_TOKENS = 8  # of a short row, for each question
+QUESTION_TOKENS = 4  # of a short row, for each question
 LEAST = 32  # tokens of a row
 MOST_NEEDLES = 8
 OFTEN, SELDOM, KINDS = 6, 3, 12  # of common words: the one, the others, how many in all
@@ -87,8 +87,8 @@ def make_batch(rng: np.random.Generator, tasks: list[Task], length: int) -> Batc
     )
     if length < least:
         raise ValueError(f"length={length} must be at least {least}")
-    if "pairs" in tasks and length > len(ANY):
-        raise ValueError(f"length={length} must be at most {len(ANY)} for pairs: no token twice")
+    if "pairs" in tasks and length > len(PAIRED):
+        raise ValueError(f"length={length} must be at most {len(PAIRED)} for pairs: no token twice")
     rows, count = len(tasks), _most_questions(length)
     batch = Batch(
         rng.integers(FILLER.start, FILLER.stop, (rows, length)),
@@ -159,7 +159,7 @@ def _simple(rng: np.random.Generator, body: np.ndarray, facts: int, asked: int) 
 
 
 def _associative(rng: np.random.Generator, body: np.ndarray) -> Questions:
-    count = min(MOST_QUESTIONS, len(body) // 2)
+    count = min(MOST_QUESTIONS, len(body) * 3 // 4)
     return _simple(rng, body, count, count)
 
 
@@ -234,9 +234,9 @@ def _count(rng: np.random.Generator, body: np.ndarray) -> Questions:
 
 
 def _pairs(rng: np.random.Generator, body: np.ndarray) -> Questions:
-    """Tokens of any kind, none twice; as many questions as of associations."""
-    body[:] = _draw(rng, ANY, body.size).reshape(body.shape)
-    places = _slots(rng, body.reshape(-1)[1:], min(MOST_QUESTIONS, len(body) // 2))
+    """Tokens of any kind, none twice."""
+    body[:] = _draw(rng, PAIRED, body.size).reshape(body.shape)
+    places = _slots(rng, body.reshape(-1)[1:], min(MOST_QUESTIONS, body.size // 2))
     answers = body.reshape(-1)[places + 1].tolist()
     return Questions(
         body.reshape(-1)[places].tolist(),
