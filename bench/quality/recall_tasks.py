@@ -3,8 +3,10 @@
 A row is filler, facts at random places, and questions at its end, each of one token followed by
 its answer. A fact is a key and its value after the token SET. Answers are given in the row, as in
 training on text: the model's answer to one question is what it predicts at the question's token.
-A row of pairs has no facts: it asks for the token that followed another one. From short rows of
-these models learn to match keys; without them they guess among the values for thousands of steps.
+
+Two more kinds of short rows are for training alone: one asks at each token for the one before, one
+for the token that followed another. From these models learn to match keys; without them they guess
+among the values for thousands of steps.
 """
 
 from __future__ import annotations
@@ -15,14 +17,22 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 Task = Literal[
-    "associative", "single", "multi_key", "multi_value", "tracking", "common", "count", "pairs"
+    "associative",
+    "single",
+    "multi_key",
+    "multi_value",
+    "tracking",
+    "common",
+    "count",
+    "pairs",
+    "previous",
 ]
-*_TESTED, _ = get_args(Task)
+*_TESTED, _, _ = get_args(Task)
 TASKS: tuple[Task, ...] = tuple(_TESTED)  # that models are tested for
-MATCHING: tuple[Task, ...] = ("associative", "pairs")  # that any row has room for
+MATCHING: tuple[Task, ...] = ("previous", "pairs", "associative")  # that any row has room for
 
 # Ids of tokens. A reference names a key where a value stands.
-START, SET, ASK = 0, 1, 2
+START, SET, ASK, BACK = 0, 1, 2, 15
 MARKS = {task: 3 + i for i, task in enumerate(get_args(Task))}
 KEYS, VALUES, REFERENCES = range(16, 272), range(272, 400), range(400, 656)
 WORDS, NUMBERS, FILLER = range(656, 720), range(720, 736), range(736, 1024)
@@ -88,8 +98,10 @@ def make_batch(rng: np.random.Generator, tasks: list[Task], length: int) -> Batc
     if length < least:
         raise ValueError(f"length={length} must be at least {least}")
     if "pairs" in tasks and length > len(PAIRED):
-        raise ValueError(f"length={length} must be at most {len(PAIRED)} for pairs: no token twice")
-    rows, count = len(tasks), _most_questions(length)
+        raise ValueError(
+            f"length={length} must be at most {len(PAIRED)} for pairs: no token twice"
+        )
+    rows, count = len(tasks), length if "previous" in tasks else _most_questions(length)
     batch = Batch(
         rng.integers(FILLER.start, FILLER.stop, (rows, length)),
         np.full((rows, count), -1),
@@ -100,8 +112,23 @@ def make_batch(rng: np.random.Generator, tasks: list[Task], length: int) -> Batc
         np.array([get_args(Task).index(task) for task in tasks]),
     )
     for row, task in enumerate(tasks):
-        _fill(rng, batch, row, task, length)
+        if task == "previous":
+            _previous(rng, batch, row, length)
+        else:
+            _fill(rng, batch, row, task, length)
     return batch
+
+
+def _previous(rng: np.random.Generator, batch: Batch, row: int, length: int) -> None:
+    """The token BACK, then any: at each after the first the answer is the token before."""
+    ids = batch.ids[row]
+    ids[:] = rng.integers(PAIRED.start, PAIRED.stop, length)
+    ids[0] = BACK
+    places = np.arange(2, length)
+    number = places - 2
+    batch.places[row, number], batch.answers[row, number] = places, ids[places - 1]
+    batch.right[row, number, 0], batch.needles[row, number, 0] = ids[places - 1], places - 1
+    batch.hops[row, number] = 0
 
 
 def _fill(rng: np.random.Generator, batch: Batch, row: int, task: Task, length: int) -> None:
