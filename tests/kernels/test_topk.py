@@ -13,14 +13,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from reference import oracle
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
@@ -42,11 +35,7 @@ TILED = NSAConfig(4, 4, 4, 8, 0, 1, selection="tiled_top_k")
 NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
 ODD_TILED = NSAConfig(8, 4, 8, 6, 0, 1, selection="tiled_top_k")
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @dataclass(frozen=True)
