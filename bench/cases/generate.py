@@ -24,9 +24,7 @@ Where activations are quantized, logits may be as far off as quantization itself
 --quantize times torchao's weights beside bfloat16, dense attention on SDPA alone; with
 --quantized-only without bfloat16, whose checks compile twice more. int8dyn wants more than 16
 prompts on CUDA: --quantize int8dyn --cases static:32x2048. Inductor tunes the kernels of int8wo
-and float8wo; a row says how it was told to. --profile CASE prints what a token of one row is made
-of. --steps N runs so many compiled steps and fails if memory grows, anything is compiled again, or
-the host waits.
+and float8wo; a row says how it was told to. --profile CASE prints what a token of it is made of.
 
 Example: python -m nsa_flex.bench.cases.generate --out generate.json
 Example: python -m nsa_flex.bench.cases.generate --cases dynamic:1x8192 --rounds 3 --out eager.json
@@ -53,7 +51,6 @@ from nsa_flex.bench.cases.generate_steps import (
     Round,
     TokenClock,
     columns,
-    long_run,
     profile,
     prompts_of,
     reserve,
@@ -302,7 +299,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quantize", help=f"kinds of weights by comma: {', '.join(QUANTIZED)}")
     made.add_argument("--quantized-only", action="store_true", help="no rows of bfloat16 weights")
     made.add_argument("--profile", metavar="CASE", help="print what a token of this case takes")
-    made.add_argument("--steps", type=int, help="run so many compiled steps of a static cache")
     made.add_argument("--budget", type=float, default=400, help="seconds; no row starts after")
     made.add_argument("--row-seconds", type=float, default=60, help="a slower row has failed")
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -312,7 +308,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Rows, a profile or a long run, as asked."""
+    """Rows or a profile, as asked."""
     made = parser()
     options = made.parse_args(arguments)
     transformers.logging.set_verbosity_error()
@@ -325,9 +321,6 @@ def main(arguments: list[str] | None = None) -> None:
         made.error("--quantized-only needs --quantize")
     if options.rounds < 1:
         made.error(f"--rounds {options.rounds}: a row needs at least one")
-    if options.steps:
-        long_run(options)
-        return
     steps = options.steps_per_row
     cases = [GenerateCase.parse(text, steps) for text in options.cases or DEFAULT]
     kinds: list[str | None] = [None]

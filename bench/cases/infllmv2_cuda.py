@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa_flex import InfLLMV2Config, infllm_v2_attention
 from nsa_flex.bench.command_line import pair_of, row_parser
 from nsa_flex.bench.measure import machine
-from nsa_flex.bench.measure.timing import milliseconds
+from nsa_flex.bench.measure.timing import both_passes
 from nsa_flex.bench.report.rows import Row, write_rows
 
 CONFIG = InfLLMV2Config(dense_len=0)
@@ -100,24 +100,6 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 WAYS: dict[str, Attention] = {"infllmv2_cuda_impl": upstream, "nsa_flex": ours, "cudnn": dense}
 
 
-def times_of(way: Attention, leaves: list[Tensor], budget_ms: float) -> dict[str, float]:
-    """Milliseconds on the device and a caller's, forward without gradients and both passes."""
-    grad = torch.randn_like(leaves[0])
-
-    def forward() -> None:
-        with torch.no_grad():
-            way(*leaves)
-
-    def both() -> None:
-        torch.autograd.grad(way(*leaves), leaves, grad)
-
-    found: dict[str, float] = {}
-    for name, step in (("forward", forward), ("forward_backward", both)):
-        step()
-        found |= milliseconds(name, step, grad.device, budget_ms)
-    return found
-
-
 def distance_of(leaves: list[Tensor]) -> float:
     """Of both sparse outputs, over the norm of ours."""
     with torch.no_grad():
@@ -144,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         shape: Row = {"heads": heads, "tokens": tokens, "distance": distance_of(leaves)}
         for name, way in WAYS.items():
-            times = times_of(way, leaves, arguments.milliseconds)
+            times = both_passes(way, leaves, arguments.milliseconds)
             rows.append({"name": name, **shape, **times, **machine.describe(device)})
             print(json.dumps(rows[-1]), flush=True)
             write_rows(arguments.out, rows)

@@ -30,7 +30,7 @@ from nsa_flex.bench.cases.core import Core
 from nsa_flex.bench.cases.targets import Function, compiled, compress
 from nsa_flex.bench.command_line import pair_of, row_parser
 from nsa_flex.bench.measure.machine import device_name
-from nsa_flex.bench.measure.timing import milliseconds
+from nsa_flex.bench.measure.timing import both_passes
 from nsa_flex.bench.report.rows import Row, write_rows
 from nsa_flex.documents import DocumentLayout, align_packed
 
@@ -70,27 +70,6 @@ def core_of(layout: DocumentLayout | None) -> Function:
     return core
 
 
-def times_of(core: Function, tensors: list[Tensor], budget_ms: float) -> dict[str, float]:
-    """Milliseconds on the device, forward without gradients and forward + backward."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    grad = torch.randn_like(core(*leaves))
-
-    def forward() -> None:
-        with torch.no_grad():
-            core(*tensors)
-
-    def both() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        core(*leaves).backward(grad)
-
-    found: dict[str, float] = {}
-    for name, step in (("forward", forward), ("forward_backward", both)):
-        step()
-        found |= milliseconds(name, step, tensors[0].device, budget_ms)
-    return found
-
-
 def error_of(core: Function, tensors: list[Tensor], layout: DocumentLayout, ends: Tensor) -> float:
     """Greatest relative distance of a document's output from that of the document alone."""
     with torch.no_grad():
@@ -114,7 +93,7 @@ def row_of(
     tensors = inputs(heads, 1, tokens, device)
     core = compiled(core_of(layout), options.compiler)
     error = error_of(core, tensors, layout, ends)
-    found = times_of(core, [layout.align(x) for x in tensors], options.milliseconds)
+    found = both_passes(core, [layout.align(x) for x in tensors], options.milliseconds)
     return {
         "heads": heads,
         "documents": documents,
@@ -146,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for heads, documents in itertools.product(options.heads, options.documents):
         torch.compiler.reset()
         batch = inputs(heads, documents, options.tokens // documents, device)
-        equal = times_of(compiled(core_of(None), options.compiler), batch, options.milliseconds)
+        equal = both_passes(compiled(core_of(None), options.compiler), batch, options.milliseconds)
         for told in (False, True):
             torch.compiler.reset()
             row = row_of(heads, documents, options.tokens, told, device, options)

@@ -109,6 +109,27 @@ def milliseconds(
     return {f"{name}_ms": round(whole.median_ms, 4), f"{name}_wall_ms": round(whole.wall_ms, 4)}
 
 
+def both_passes(
+    attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], budget_ms: float
+) -> dict[str, float]:
+    """`milliseconds` of a forward without gradients, and of one with the backward to `inputs`."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    grad = torch.randn_like(attend(*leaves))
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(*leaves)
+
+    def both() -> None:
+        torch.autograd.grad(attend(*leaves), leaves, grad)
+
+    found: dict[str, float] = {}
+    for name, step in (("forward", forward), ("forward_backward", both)):
+        step()
+        found |= milliseconds(name, step, grad.device, budget_ms)
+    return found
+
+
 def measure_burst(calls: Sequence[Call], repeats: int, *, captured: bool, most: int = 24) -> Times:
     """Time calls that are too short for events around each: a burst of them, in turn, on CUDA.
 

@@ -16,7 +16,7 @@ import torch._inductor.config as inductor_config
 
 pytest.importorskip("transformers")
 
-from nsa_flex.bench.cases import generate, generate_steps
+from nsa_flex.bench.cases import generate
 from nsa_flex.bench.cases.generate import Turns, main, ratios, take_turns
 from nsa_flex.bench.cases.generate_check import (
     columns_rounded_alike,
@@ -464,18 +464,6 @@ def test_a_row_that_hangs_has_failed(pair: Pair, monkeypatch: pytest.MonkeyPatch
 def test_cases_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="expected CACHE:BATCHxTOKENS, static or dynamic"):
         GenerateCase.parse(text, 64)
-
-
-def test_many_steps_are_a_row(tmp_path: Path) -> None:
-    (row,) = run(tmp_path, "--steps", "3")
-    assert (row["status"], row["steps"], row["graphs_before"]) == ("ok", 3, 1)
-
-
-def test_what_grows_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = iter([{"allocated": 1}, {"allocated": 2}])
-    monkeypatch.setattr(generate_steps, "_state", lambda device: next(found))
-    with pytest.raises(RuntimeError, match=r"became \{'allocated': 2\}"):
-        run(tmp_path, "--steps", "1")
 
 
 @pytest.mark.exhaustive

@@ -34,7 +34,7 @@ def test_the_page_is_what_the_tool_writes(facts: dict[str, Any]) -> None:
 
 def test_each_folder_has_tests_in_the_interpreter(facts: dict[str, Any]) -> None:
     for about in facts["folders"].values():
-        assert "run_in_the_interpreter" in (ROOT / about["test"]).read_text()
+        assert "interpreted(__file__)" in (ROOT / about["test"]).read_text()
 
 
 def test_kernels_are_found_in_sources(tmp_path: Path) -> None:

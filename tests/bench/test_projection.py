@@ -1,4 +1,4 @@
-"""A projection from rows is what its closed form says, and what the page tells."""
+"""The page of many GPUs tells what rows say; a projection is what its closed form says."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nsa_flex import NSAConfig
 from nsa_flex.bench.report.projection import project
 from nsa_flex.parallel import sent_bytes
 
 ROOT = Path(__file__).parents[2]
-ROWS = json.loads((ROOT / "bench" / "results" / "context_parallel_h100.json").read_text())
+RESULTS = ROOT / "bench" / "results"
+ROWS = json.loads((RESULTS / "context_parallel_h100.json").read_text())
 NVLINK = {"H100": 450e9, "H800": 200e9}  # bytes a second that a GPU sends
 
 
@@ -56,9 +58,26 @@ def test_rows_that_are_not_there() -> None:
         project(ROWS, "16/16", 2**20, 8, bytes_per_second=1e9)
 
 
+def page() -> str:
+    return " ".join((ROOT / "docs" / "guide" / "many-gpus.md").read_text().split())
+
+
 def test_the_page() -> None:
-    page = " ".join((ROOT / "docs" / "guide" / "many-gpus.md").read_text().split())
-    told = re.search(r"projects (\d+) ms forward and (\d+) ms backward", page)
+    told = re.search(r"projects (\d+) ms forward and (\d+) ms backward", page())
     assert told is not None
     found = project(ROWS, "64/4", 2**20, 8, bytes_per_second=NVLINK["H800"])
     assert told.groups() == tuple(f"{x:.0f}" for x in found)
+
+
+def test_losses_of_the_page() -> None:
+    """On four processes they fall to the end, and all forms of parallelism agree."""
+    words = r"on four gloo .* fall from (\S+) to (\S+) and differ by at most (\d\.\d+)"
+    told = re.search(words, page())
+    assert told is not None
+    rows = json.loads((RESULTS / "parallel_losses_cpu.json").read_text())
+    losses = {name: torch.tensor(form["losses"]) for name, form in rows["forms"].items()}
+    assert set(losses) == {"one", "ddp", "fsdp", "cp", "tp", "sp", "fsdp_cp"}
+    one = losses["one"]
+    assert one[-30:].mean() < one[-60:-30].mean() - 0.05
+    gap = max(float((found - one).abs().max()) for found in losses.values())
+    assert told.groups() == (f"{one[0]:.2f}", f"{one[-1]:.2f}", f"{gap:.4f}")

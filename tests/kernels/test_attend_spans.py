@@ -12,13 +12,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.decoding import Stored
 from nsa_flex.parallel.decoding import OperationParts
 from nsa_flex.parallel.parts import LN2, Part
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex.parallel.decode_kernels import KernelParts, unsupported_reason
@@ -26,11 +20,7 @@ from nsa_flex.parallel.decode_kernels import KernelParts, unsupported_reason
 SMALL = NSAConfig(8, 4, 16, 4, window_size=20)
 WIDE = NSAConfig(16, 8, 16, 5, window_size=40)
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @dataclass(frozen=True)

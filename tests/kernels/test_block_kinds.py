@@ -13,13 +13,7 @@ from torch import Tensor
 
 from nsa_flex import NSAConfig
 from nsa_flex.documents import align_packed
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, interpreted, kernels
 
 pytest.importorskip("triton")
 import triton
@@ -42,11 +36,7 @@ from nsa_flex.fallback_kernels.launch import plans
 CONFIG = NSAConfig(8, 4, 16, 3, window_size=37)
 SIZE, SHORT = CONFIG.select_block_size, CONFIG.num_selected_tokens
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 def starts_of(lengths: list[int], tokens: int) -> Tensor:

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.interpreter import (
-    DEVICE,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, LOW_PRECISION, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex import indexer, indexer_topk
@@ -20,11 +14,7 @@ from nsa_flex.fallback_kernels.topk import block_max
 
 DTYPES = [torch.float32, *LOW_PRECISION]
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 def exact(

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa_flex import NSAConfig, nsa_attention
 from reference.accuracy import leaf
-from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
+from reference.interpreter import INTERPRETED, interpreted, kernels
 from reference.played_cudnn import causal, causal_gradients
 
 pytest.importorskip("triton")
@@ -46,11 +46,7 @@ CUDNN = 15 / 16 + 4 * 5 / 16
 
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="counts the CPU's allocations")
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 def is_plain(_: Tensor) -> bool:

@@ -22,14 +22,7 @@ from nsa_flex.dispatch import table
 from nsa_flex.gates import GateLogits
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
 from reference.launches import SUBSETS, decode_kernels_of, launched
 from reference.phi import by_definition
 
@@ -50,11 +43,7 @@ FORCED = NSAConfig(8, 4, 16, 4, num_initial_blocks=2, num_local_blocks=2, window
 TILED = NSAConfig(16, 16, 16, 4, 0, 1, window_size=20, selection="tiled_top_k")
 ODD = NSAConfig(6, 3, 24, 4, window_size=20)  # no powers of two but l'/d
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,7 @@ from nsa_flex.config import NSAConfig
 from nsa_flex.paging import LayerPages, rows_per_page
 from reference import oracle
 from reference.accuracy import to_float64
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
 from reference.launches import SUBSETS, decode_kernels_of, launched
 
 pytest.importorskip("triton")
@@ -36,11 +29,7 @@ PUBLISHED = NSAConfig()
 # Products of float32 that the interpreter and TF32-free kernels round once.
 FLOAT32_LIMIT = 64 * torch.finfo(torch.float32).eps
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

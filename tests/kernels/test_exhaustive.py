@@ -14,7 +14,7 @@ HERE = Path(__file__)
 FILES = [
     path.name
     for path in sorted({*HERE.parent.glob("test_*.py")} - {HERE})
-    if "run_in_the_interpreter(__file__" in (text := path.read_text())
+    if "interpreted(__file__)" in (text := path.read_text())
     and ("mark.kept(" in text or "mark.exhaustive" in text)
 ]
 

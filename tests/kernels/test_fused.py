@@ -15,7 +15,7 @@ from nsa_flex import NSAConfig, nsa_attention
 from reference import oracle
 from reference.accuracy import assert_close, leaf, limit, to_float64
 from reference.fused_ends import ends_of, watched_epilogue
-from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
+from reference.interpreter import INTERPRETED, interpreted, kernels, only_outside
 from reference.played_cudnn import causal, causal_gradients
 
 pytest.importorskip("triton")
@@ -55,10 +55,7 @@ def _not_short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plans.forget_plans()
 
 
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @kernels

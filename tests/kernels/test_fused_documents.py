@@ -17,7 +17,7 @@ from nsa_flex.documents import align_packed
 from reference import oracle
 from reference.accuracy import assert_close, leaf, to_float64
 from reference.fused_ends import ends_of, watched_epilogue
-from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
+from reference.interpreter import INTERPRETED, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
@@ -49,10 +49,7 @@ def _not_short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(route, "masks_forward", lambda *_: False)
 
 
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from nsa_flex.backends.branch import Inputs
 from reference import oracle, played_cudnn
 from reference.accuracy import assert_close, to_float64
 from reference.fused_ends import ends_of, watched_epilogue
-from reference.interpreter import INTERPRETED, kernels, only_outside, run_in_the_interpreter
+from reference.interpreter import INTERPRETED, interpreted, kernels, only_outside
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
@@ -36,11 +36,7 @@ WIDE = NSAConfig(8, 4, 16, 5, window_size=37)  # and one that does
 
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="CUDA has tests of its own below")
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @dataclass(frozen=True)

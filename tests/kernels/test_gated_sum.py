@@ -8,16 +8,12 @@ import torch
 from torch import Tensor
 
 from reference.accuracy import assert_close, leaf, to_float64
-from reference.interpreter import DEVICE, kernels, only_outside, run_in_the_interpreter
+from reference.interpreter import DEVICE, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.fused.gated_sum import gated_sum
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 def plain(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> Tensor:

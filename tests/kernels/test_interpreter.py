@@ -9,15 +9,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from reference.interpreter import INTERPRETED, only_outside, run_in_the_interpreter
+from reference.interpreter import INTERPRETED, interpreted
 
 inside = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @triton.jit

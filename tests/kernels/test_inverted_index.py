@@ -7,16 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from reference.interpreter import DEVICE, kernels, only_outside, run_in_the_interpreter
+from reference.interpreter import DEVICE, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.selected import inverted_index
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 class Sizes(NamedTuple):

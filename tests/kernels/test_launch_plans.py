@@ -27,13 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_flex import NSAConfig, nsa_attention
 from reference import played_cudnn
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, interpreted, kernels
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -58,11 +52,7 @@ from nsa_flex.fallback_kernels.launch.plans import (  # noqa: E402
 )
 from nsa_flex.fallback_kernels.launch.streams import round_robin  # noqa: E402
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

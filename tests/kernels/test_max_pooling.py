@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from reference import infllm_v2, oracle
-from reference.interpreter import (
-    DEVICE,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, LOW_PRECISION, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex import NSAConfig, topk_blocks
@@ -31,11 +25,7 @@ BARE = NSAConfig(8, 4, 16, 3, 0, 1, selection="max_pool")  # the kernels mask ke
 PUBLISHED = NSAConfig(32, 16, 64, 96, 1, 33, selection="max_pool")
 MANY = NSAConfig(4, 4, 4, 128, 1, 2, selection="max_pool")
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,7 @@ from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, leaf, to_float64
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex.backends import triton as backend
@@ -45,11 +38,7 @@ CONFIG = NSAConfig(
 )
 ROUNDING = 1e-5  # of float32 scores
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

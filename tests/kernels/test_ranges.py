@@ -17,9 +17,9 @@ from reference.interpreter import (
     DEVICE,
     INTERPRETED,
     LOW_PRECISION,
+    interpreted,
     kernels,
     only_outside,
-    run_in_the_interpreter,
 )
 
 pytest.importorskip("triton")
@@ -32,11 +32,7 @@ from nsa_flex.fallback_kernels.ranges.interface import ranged_attention
 HALF = LOW_PRECISION[-1]
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @dataclass(frozen=True)

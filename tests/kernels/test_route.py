@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nsa_flex import NSAConfig, explain
-from nsa_flex.bench.tools import same_bits
 from nsa_flex.fallback_kernels.common import arch
 from nsa_flex.fallback_kernels.fused import operators
 from nsa_flex.fallback_kernels.fused.route import Route
+from reference.random_calls import CONFIGS, Call, longest_document, random_call
 
 GPU = torch.device("cuda", 0)
 SEEDS = range(60)
@@ -47,7 +47,7 @@ def meta(heads: int, tokens: int, dim: int, batch: int = 1, dtype: Any = torch.b
     return torch.empty(batch, tokens, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
 
 
-def explained(call: same_bits.Call) -> Any:
+def explained(call: Call) -> Any:
     keys = call.num_tokens + (call.offset or 0)
     sizes = {"batch": call.batch, "dtype": getattr(torch, call.dtype)}
     query = meta(call.num_kv_heads * call.group, call.num_tokens, call.head_dim, **sizes)
@@ -60,14 +60,14 @@ def explained(call: same_bits.Call) -> Any:
         rows = (call.batch, call.num_tokens)
         options["document_start"] = torch.empty(rows, dtype=torch.int32, device="meta")
         if call.tells_longest:
-            options["max_document_length"] = same_bits.longest_document(call)
-    config = same_bits.CONFIGS[call.config]
+            options["max_document_length"] = longest_document(call)
+    config = CONFIGS[call.config]
     return explain(query, key, value, config=config, device=GPU, **options)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_explain_tells_the_route_of_both_operators(seed: int, taken: dict[str, list[Any]]) -> None:
-    call = same_bits.random_call(seed)
+    call = random_call(seed)
     kernels = explained(call).kernels
     route = kernels.route
     if route is None:  # the branches run one by one
@@ -87,7 +87,7 @@ def test_explain_tells_the_route_of_both_operators(seed: int, taken: dict[str, l
 
 def test_every_route_is_taken() -> None:
     """By the random calls: a route that none takes would not be compared, either."""
-    routes = [explained(same_bits.random_call(seed)).kernels.route for seed in SEEDS]
+    routes = [explained(random_call(seed)).kernels.route for seed in SEEDS]
     taken = [route for route in routes if route is not None]
     forwards = {route.forward for route in taken}
     if arch.device_properties(GPU).capability == (9, 0):

@@ -18,9 +18,9 @@ from reference.interpreter import (
     DEVICE,
     INTERPRETED,
     LOW_PRECISION,
+    interpreted,
     kernels,
     only_outside,
-    run_in_the_interpreter,
 )
 
 pytest.importorskip("triton")
@@ -34,11 +34,7 @@ from nsa_flex.fallback_kernels.selected.fwd_partial import forward
 from nsa_flex.fallback_kernels.selected.interface import selected_attention
 from nsa_flex.fallback_kernels.selected.prepare import Selection, prepare
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

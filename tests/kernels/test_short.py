@@ -18,9 +18,9 @@ from reference.interpreter import (
     DEVICE,
     INTERPRETED,
     LOW_PRECISION,
+    interpreted,
     kernels,
     only_outside,
-    run_in_the_interpreter,
 )
 
 pytest.importorskip("triton")
@@ -44,12 +44,8 @@ LENGTHS = (1, 7, 8, 9, 37, 38, 79, 80)
 INPUTS = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
 OWN = ("sliding_key", "sliding_value")
 
-
-@only_outside
-@pytest.mark.timeout(1800)  # minutes of the interpreter on one core
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+# Minutes of the interpreter on one core.
+test_kernels_under_the_interpreter = pytest.mark.timeout(1800)(interpreted(__file__))
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,7 @@ from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, leaf, to_float64
-from reference.interpreter import (
-    DEVICE,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, LOW_PRECISION, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.sliding.config import SlidingPlan
@@ -28,11 +22,7 @@ from nsa_flex.fallback_kernels.sliding.config import SlidingPlan
 HALF = LOW_PRECISION[-1]
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,7 @@ from nsa_flex.cache.layer import advance
 from nsa_flex.compression import Compression
 from nsa_flex.config import BRANCHES, NSAConfig
 from reference.accuracy import assert_close
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
 from reference.phi import by_definition
 
 pytest.importorskip("triton")
@@ -42,11 +35,7 @@ ODD = NSAConfig(6, 3, 24, 4, window_size=20)  # no powers of two but l'/d
 PAPER = NSAConfig()
 KERNEL = "store_tokens_kernel"
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from nsa_flex.config import NSAConfig
 from reference import oracle
-from reference.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    LOW_PRECISION,
-    kernels,
-    only_outside,
-    run_in_the_interpreter,
-)
+from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
@@ -42,11 +35,7 @@ TILED = NSAConfig(4, 4, 4, 8, 0, 1, selection="tiled_top_k")
 NSA_1B = NSAConfig(16, 16, 16, 16, 0, 1, 128, "mean", "tiled_top_k")
 ODD_TILED = NSAConfig(8, 4, 8, 6, 0, 1, selection="tiled_top_k")
 
-
-@only_outside
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """Every test below that does not need a GPU, on the CPU."""
-    run_in_the_interpreter(__file__, request.config)
+test_kernels_under_the_interpreter = interpreted(__file__)
 
 
 @dataclass(frozen=True)
@@ -200,17 +189,22 @@ def test_tiles_of_documents(config: NSAConfig) -> None:
                documents=True, document_blocks=blocks))  # fmt: skip
 
 
-@kernels
-@pytest.mark.kept(lambda num_blocks: num_blocks in (129, 1100))
-@pytest.mark.parametrize("num_blocks", [129, 513, 1100, 4100])
-def test_wide_rows_of_tiles(num_blocks: int) -> None:
-    case = Case(config=TILED, num_queries=2, past=4 * num_blocks - 2, group=1)
+def check_wide_rows(config: NSAConfig, num_blocks: int) -> None:
+    """Then with ties: across threads and their vectors, and all over the last tile."""
+    case = Case(config=config, num_queries=2, past=4 * num_blocks - 2, group=1)
     case = replace(case, dtype=torch.float16)
     q, k = inputs(case)
     for _ in range(2):
         lse, scores = references(case, q, k)
         assert_best(case, choice(case, q, k, lse), scores)
-        k[:, :, num_blocks // 3 :] = 0.0  # ties, across threads, and all over the last tile
+        k[:, :, num_blocks // 3 :] = 0.0
+
+
+@kernels
+@pytest.mark.kept(lambda num_blocks: num_blocks in (129, 1100))
+@pytest.mark.parametrize("num_blocks", [129, 513, 1100, 4100])
+def test_wide_rows_of_tiles(num_blocks: int) -> None:
+    check_wide_rows(TILED, num_blocks)
 
 
 @kernels
@@ -225,13 +219,7 @@ def test_many_slots() -> None:
 def test_wide_rows_of_scores(num_blocks: int) -> None:
     """Rows of scores that fill one and several warps."""
     config = NSAConfig(4, 4, 4, 32, num_initial_blocks=2, num_local_blocks=3)
-    case = Case(config=config, num_queries=2, past=4 * num_blocks - 2, group=1)
-    case = replace(case, dtype=torch.float16)
-    q, k = inputs(case)
-    for _ in range(2):
-        lse, scores = references(case, q, k)
-        assert_best(case, choice(case, q, k, lse), scores)
-        k[:, :, num_blocks // 3 :] = 0.0  # ties, across threads and their vectors
+    check_wide_rows(config, num_blocks)
 
 
 @kernels

@@ -1,8 +1,8 @@
 """Kernel tests run twice: compiled on CUDA, and in Triton's interpreter on the CPU.
 
 Triton decides at import whether its kernels run in its interpreter, so on the CPU they run in a
-process of their own: a test of each file starts that same file there. On CUDA the tests marked
-`kernels` run the compiled kernels.
+process of their own: a test of each file starts that same file there (`interpreted`). On CUDA the
+tests marked `kernels` run the compiled kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,16 @@ def run_in_the_interpreter(
     print(result.stdout, result.stderr)
     assert result.returncode == 0, "kernel tests failed under the interpreter; output above"
     assert " passed" in result.stdout
+
+
+def interpreted(file: str) -> Callable[[pytest.FixtureRequest], None]:
+    """A test that runs the others of `file`, but for those that need a GPU, on the CPU."""
+
+    @only_outside
+    def test(request: pytest.FixtureRequest) -> None:
+        run_in_the_interpreter(file, request.config)
+
+    return test
 
 
 def noted_kernels() -> list[str]:
