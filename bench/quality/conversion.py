@@ -303,6 +303,8 @@ def _add(row: Row, stage: Stage, result: dict[str, Any]) -> None:
         **result.get("recall", {}).get(stage.name, {}),
     }
     row["stages"].append(told)
+    if "dense_layers" in result:
+        row["dense_layers"] = result["dense_layers"]
     row["steps"] += stage.steps
     row["tokens"] += tokens
     row["seconds"] = round(row["seconds"] + result["seconds"], 2)

@@ -23,16 +23,17 @@ MAPPED = ("single", "multi_key", "associative")
 def recall(rows: list[Row]) -> pd.DataFrame:
     """One line a variant, recipe and task: percent of right answers by length, mean of the seeds.
 
-    Of wrong answers at the longest length: percent of needles whose block was selected, and mean
-    share of the selected branch in the gates of the heads that did.
+    Of wrong answers at the longest length that was trained on: percent of needles whose block was
+    selected, and mean share of the selected branch in the gates of the heads that did.
     """
     lines = []
     models = _by_model(rows)
     lengths = _lengths([row for runs in models.values() for row in runs])
     for (variant, recipe), runs in models.items():
+        longest = max([n for n in lengths if n <= runs[0]["trained_length"]] or lengths)
         for task in TASKS:
             found = {n: _tests(runs, task, n) for n in lengths}
-            wrong = [test["causes"]["wrong"] for test in found[lengths[-1]] if _has_wrong(test)]
+            wrong = [test["causes"]["wrong"] for test in found[longest] if _has_wrong(test)]
             lines.append(
                 {
                     "variant": variant,

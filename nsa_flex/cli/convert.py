@@ -42,7 +42,7 @@ def convert(
     ] = 0.0,
     keep_dense: Annotated[
         int,
-        typer.Option(min=0, help="Layers that stay dense: those that lose most as NSA."),
+        typer.Option(min=0, help="Layers to leave dense: those that lose most as NSA."),
     ] = 0,
     overrides: Annotated[
         list[str] | None,
@@ -56,7 +56,7 @@ def convert(
     the blocks that dense attention would look at are selected. The same command goes on with what
     is there. Exits with 1 if a run could not go on, with 2 on wrong usage, with 130 after Ctrl-C.
 
-    Example: `nsa-flex convert my/checkpoint --text my/text --out runs/mine`
+    Example: `nsa-flex convert my/checkpoint --text my/text --out runs/mine --keep-dense 1`
 
     Example: `nsa-flex convert my/checkpoint --text code --out runs/mine --lengths 4096,4096,8192`
     """
