@@ -33,7 +33,7 @@ MATCHING: tuple[Task, ...] = ("previous", "pairs", "associative")  # that any ro
 
 # Ids of tokens. A reference names a key where a value stands.
 START, SET, ASK, BACK = 0, 1, 2, 15
-MARKS = {task: 3 + i for i, task in enumerate(get_args(Task))}
+MARKS = {task: 3 + i for i, task in enumerate((*TASKS, "pairs"))}
 KEYS, VALUES, REFERENCES = range(16, 272), range(272, 400), range(400, 656)
 WORDS, NUMBERS, FILLER = range(656, 720), range(720, 736), range(736, 1024)
 VOCABULARY = 1024
@@ -69,10 +69,10 @@ class Batch:
 
     Args:
         ids: int64 (B, S).
-        places: int64 (B, Q), where the question's token stands: the answer is the next one.
+        places: int64 (B, Q), where the question's token stands.
         answers: int64 (B, Q).
-        right: int64 (B, Q, A), tokens that count as right.
-        needles: int64 (B, Q, M), places of the tokens that an answer follows from.
+        right: int64 (B, Q, A), tokens that count as right, of tasks that are tested.
+        needles: int64 (B, Q, M), places of the tokens that an answer follows from, of these.
         hops: int64 (B, Q).
         tasks: int64 (B,), places in `Task`.
     """
@@ -90,11 +90,10 @@ def make_batch(rng: np.random.Generator, tasks: list[Task], length: int) -> Batc
     """One row of `length` tokens for each of the tasks.
 
     Raises:
-        ValueError: such a row has no room for the facts.
+        ValueError: such a row has no room for the facts, or is too long for pairs.
     """
-    least = (
-        LEAST if set(tasks) <= {*MATCHING} else 2 * MOST_QUESTIONS + 1 + SLOT * (LEAST_SLOTS + 1)
-    )
+    is_short = set(tasks) <= {*MATCHING}
+    least = LEAST if is_short else 2 * MOST_QUESTIONS + 1 + SLOT * (LEAST_SLOTS + 1)
     if length < least:
         raise ValueError(f"length={length} must be at least {least}")
     if "pairs" in tasks and length > len(PAIRED):
@@ -122,13 +121,8 @@ def make_batch(rng: np.random.Generator, tasks: list[Task], length: int) -> Batc
 def _previous(rng: np.random.Generator, batch: Batch, row: int, length: int) -> None:
     """The token BACK, then any: at each after the first the answer is the token before."""
     ids = batch.ids[row]
-    ids[:] = rng.integers(PAIRED.start, PAIRED.stop, length)
-    ids[0] = BACK
-    places = np.arange(2, length)
-    number = places - 2
-    batch.places[row, number], batch.answers[row, number] = places, ids[places - 1]
-    batch.right[row, number, 0], batch.needles[row, number, 0] = ids[places - 1], places - 1
-    batch.hops[row, number] = 0
+    ids[0], ids[1:] = BACK, rng.integers(PAIRED.start, PAIRED.stop, length - 1)
+    batch.places[row, 2:], batch.answers[row, 2:] = np.arange(2, length), ids[1:-1]
 
 
 def _fill(rng: np.random.Generator, batch: Batch, row: int, task: Task, length: int) -> None:

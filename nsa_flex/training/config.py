@@ -31,7 +31,8 @@ class ModelSection:
         checkpoint: directory of a dense or a patched checkpoint.
         attention: "nsa", or "dense" for the unpatched twin.
         init: where the gates start, "paper" or "dense".
-        backend: as of `nsa_attention`.
+        backend: as of `nsa_attention`; of a patched checkpoint "auto" is the one that it was saved
+            with.
         nsa: sizes of NSA; a patched checkpoint keeps its own, and others are an error.
         dense_layers: numbers of decoder layers that keep the attention that they have; of a
             patched checkpoint, layers that it was not patched in.

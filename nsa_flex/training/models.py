@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from nsa_flex.config import NSAConfig
+from nsa_flex.dispatch import Backend
 from nsa_flex.patching import load, patch
 from nsa_flex.patching.checkpoint import patch_as_recorded
 from nsa_flex.patching.hf_saved_config import from_saved
@@ -126,7 +127,7 @@ def _from_config(
     if record is None:
         patch_layers(model, section)
     else:
-        patch_as_recorded(model, record)
+        patch_as_recorded(model, record, _backend_of_patched(section))
         _check_patched(model, section)
     return model
 
@@ -214,8 +215,13 @@ def _from_checkpoint(section: ModelSection) -> Any:
     _check_dense(section, patched=saved)
     with blamed_on(f"model.checkpoint: {path} cannot be loaded"):
         if saved:
-            return load(path, dtype=torch.float32)
+            return load(path, backend=_backend_of_patched(section), dtype=torch.float32)
         return _transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def _backend_of_patched(section: ModelSection) -> Backend | None:
+    """None for the one that it was saved with."""
+    return None if section.backend == "auto" else section.backend
 
 
 def _config(section: ModelSection, data: DataSection, tokenizer: Tokenizer) -> Any:

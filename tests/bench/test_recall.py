@@ -82,6 +82,26 @@ def test_an_answer_follows_its_question_and_needles_come_before(task: Task) -> N
         assert (needles.max(1) > 0).all()
 
 
+@pytest.mark.parametrize(("task", "before"), [("pairs", False), ("previous", True)])
+def test_rows_that_teach_matching(task: Task, before: bool) -> None:
+    """Such rows stand beside each other in a step; no token of a pair is twice in the body."""
+    batch = make_batch(np.random.default_rng(0), [task, "previous", task], 48)
+    for row in (0, 2):
+        asked = batch.places[row] >= 0
+        assert asked.sum() == (46 if before else 10)
+        for place, answer in zip(batch.places[row][asked], batch.answers[row][asked], strict=True):
+            if before:
+                assert answer == batch.ids[row, place - 1]
+            else:
+                body = batch.ids[row, : batch.places[row, 0]]
+                first, *more = np.flatnonzero(body == batch.ids[row, place])
+                assert not more
+                assert answer == batch.ids[row, first + 1] == batch.ids[row, place + 1]
+    for length, message in ((31, "at least 32"), (385, "at most 384 for pairs")):
+        with pytest.raises(ValueError, match=message):
+            make_batch(np.random.default_rng(0), ["pairs"], length)
+
+
 @pytest.mark.parametrize("task", ["associative", "single", "multi_key", "multi_value"])
 def test_answers_are_those_of_the_facts(task: Task) -> None:
     batch = rows_of(task)

@@ -117,16 +117,19 @@ def test_a_dry_run_counts_a_patched_checkpoint_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", ["all", "none"])
-def test_other_sizes_than_those_of_a_patched_checkpoint(tmp_path: Path, values: Any) -> None:
+def test_sizes_and_backend_of_a_patched_checkpoint(tmp_path: Path, values: Any) -> None:
     def build(**section: Any) -> Any:
         return build_model(of("model", **section).model, of("model").data, BYTES, values=values)
 
     sizes = {"compress_stride": 8, "window_size": 64, "branches": ["selected", "sliding"]}
-    config = of("model", nsa=sizes)
+    config = of("model", nsa=sizes, backend="flex")
     build_model(config.model, config.data, BYTES).save_pretrained(tmp_path / "saved")
     saved = {"preset": None, "checkpoint": str(tmp_path / "saved")}
     some = {name: sizes[name] for name in ("window_size", "branches")}
     assert build(**saved, nsa=some).model.layers[0].self_attn.nsa.config == config.model.nsa
+    for backend, expected in (("auto", "flex"), ("dense", "dense")):
+        model = build(**saved, nsa=some, backend=backend)
+        assert {layer.self_attn.nsa.backend for layer in model.model.layers} == {expected}
     message = r"model\.nsa\.window_size is 8, and .*saved was patched with 64: a patched"
     with pytest.raises(ValueError, match=message):
         build(**saved, nsa={"compress_stride": 8, "window_size": 8})
