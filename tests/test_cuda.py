@@ -23,6 +23,7 @@ from nsa_flex.masks import (
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, leaf, to_float64
 from reference.launches import SUBSETS
+from reference.modes import deterministic_algorithms
 
 pytestmark = pytest.mark.gpu
 
@@ -353,8 +354,7 @@ def test_patched_model_without_launch_plans() -> None:
         return [loss, *grads, out]
 
     plans.forget_plans()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with deterministic_algorithms(warn_only=True):
         for _ in range(2):
             run()
         before = [(each, each.replayed) for each in plans._all_plans]
@@ -363,8 +363,6 @@ def test_patched_model_without_launch_plans() -> None:
         before = [(each, each.replayed) for each in plans._all_plans]
         with plans.without_plans():
             found = run()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(each.replayed == count for each, count in before)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import pkgutil
+import re
 import warnings
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +118,18 @@ def test_the_version_of_triton_is_why_gluon_does_not_run(
     (warning,) = (str(each.message) for each in told)  # once, whatever asks
     assert reason in warning
     assert "at 2k tokens and 64/4 heads a forward takes about 20 % longer" in warning
+
+
+def test_the_warning_tells_the_committed_rows() -> None:
+    path = Path(__file__).parents[1] / "bench" / "results" / "hopper_off_h100.json"
+    rows = json.loads(path.read_text())["rows"]
+    of = {row["hopper"]: row for row in rows if (row["heads"], row["tokens"]) == ("64/4", 2048)}
+    forward, both = (
+        round(100 * (of[False][name] / of[True][name] - 1))
+        for name in ("forward_ms", "forward_backward_ms")
+    )
+    assert re.findall(r"\d+ %", arch.HOPPER_LOSS) == [f"{forward} %", f"{both} %"]
+    assert f"a forward takes about {forward} % longer, and {both} % with" in arch.HOPPER_LOSS
 
 
 def test_only_hopper_is_warned_of_a_version(

@@ -20,6 +20,7 @@ from nsa_flex import (
     topk_blocks,
 )
 from reference import infllm_v2 as reference
+from reference.modes import no_synchronization
 
 CONFIG = InfLLMV2Config(8, 4, 16, window_size=32, topk=3, dense_len=0)
 
@@ -236,12 +237,9 @@ def test_on_kernels(group, dense_len):
     ]
     offset = torch.tensor([6500], device="cuda")
     grad = torch.randn_like(inputs[0])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         out = infllm_v2_attention(*inputs, config=config, query_offset=offset)
         found = [out, *torch.autograd.grad(out, inputs, grad)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     blocks = topk_blocks(*inputs[:2], config=config.selection, coarse=4, query_offset=offset)
     by_operations = topk_blocks(
         *(x.cpu() for x in inputs[:2]), config=config.selection, coarse=4, query_offset=6500

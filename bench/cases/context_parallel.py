@@ -162,7 +162,6 @@ def shared(
             *(phis[0], phis[1]),
             mesh=shards,
             config=CONFIG,
-            kv_heads_at_once=options.kv_heads_at_once,
         )
 
     step = step_of(attend, tensors, lambda: dist.barrier(group))
@@ -189,7 +188,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1 << 18, 1 << 19])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--repeats", type=int, default=3, help="measured steps of each case")
-    parser.add_argument("--kv-heads-at-once", type=int, help="gathered together; all by default")
     parser.add_argument("--most-alone", type=int, default=1 << 19, help="tokens on one GPU")
     parser.add_argument("--most-a-rank", type=int, default=1 << 18, help="tokens of a shard")
     options = parser.parse_args(argv)

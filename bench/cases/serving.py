@@ -195,7 +195,7 @@ def measure_all(options: Any) -> list[Row]:
     ]
     for what, who, named, measure in plan:
         seconds = time.perf_counter() - begin
-        if who not in options.who or what not in options.what:
+        if what not in options.what:
             continue
         if seconds > options.budget:
             print(f"{what} {who}: not measured, {options.budget} s are over")
@@ -250,7 +250,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prefix", type=int, default=32768, help="tokens that are shared")
     made.add_argument("--own-tokens", type=int, default=4096, help="of those who share it")
     made.add_argument("--repeats", type=int, default=5, help="requests that share it")
-    made.add_argument("--who", nargs="+", choices=["nsa", "dense"], default=["nsa", "dense"])
     made.add_argument(
         "--what", nargs="+", choices=["serve", "serve-prefix"], default=["serve", "serve-prefix"]
     )

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_flex import NSAConfig, selected_attention
-from nsa_flex.bench.cases.hopper_off import calls_of
-from nsa_flex.bench.cases.host_time import make
+from nsa_flex import NSAConfig, nsa_attention, selected_attention
+from nsa_flex.bench.cases.ragged import inputs
+from nsa_flex.bench.cases.targets import compress
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
-from nsa_flex.bench.measure.timing import milliseconds
+from nsa_flex.bench.measure.timing import both_passes
 from nsa_flex.bench.quality.build import digest, sha256
 from nsa_flex.bench.quality.conversion import Recipe, Study
 from nsa_flex.bench.quality.evaluation import losses_by_length
@@ -231,15 +231,15 @@ def run(bench: Bench, out: Path) -> list[Row]:
 def times(out: Path) -> list[Row]:
     """What the core takes with the blocks of each choice: milliseconds on a GPU of its own."""
     device = torch.device("cuda")
+    query, key, value, gates = inputs(HEADS, 1, CORE_TOKENS, device)
     rows = earlier_rows(out)
     for choice in CHOICES:
         if choice.exact:
             continue
-        leaves = make(HEADS, CORE_TOKENS, "cuda", choice.config)
+        compressed = (compress(x, choice.config) for x in (key, value))
+        core = functools.partial(nsa_attention, config=choice.config)
         row: Row = {"target": "block_times", "choice": choice.name, **machine.describe(device)}
-        for name, call in calls_of(leaves, choice.config).items():
-            call()
-            row |= milliseconds(name, call, device, BUDGET_MS)
+        row |= both_passes(core, [query, key, value, *compressed, gates], BUDGET_MS)
         rows = merged(rows, [{"case": f"block times/{choice.name}", "status": "ok", **row}])
         write_rows(out, rows)
         print({name: value for name, value in row.items() if name.endswith("_ms")}, flush=True)

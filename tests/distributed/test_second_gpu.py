@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_flex import NSAConfig, indexer_topk, nsa_attention, patch, topk_blocks
 from patching.tiny_models import tiny_model
+from reference.modes import deterministic_algorithms
 
 pytestmark = [pytest.mark.gpu, TWO_GPUS]
 CONFIG = NSAConfig(compression="mlp")
@@ -57,12 +58,8 @@ def generated(device: str, cache: str | None) -> list[Tensor]:
 )
 def test_is_what_the_current_gpu_computes(case: Callable[[str], list[Tensor]]) -> None:
     """Four times: launches are recorded, then replayed."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        with torch.cuda.device(0):
-            expected: list[Any] = [x.cpu() for x in case("cuda:0")]
-            for _ in range(4):
-                for x, y in zip(case("cuda:1"), expected, strict=True):
-                    torch.testing.assert_close(x.cpu(), y)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with deterministic_algorithms(), torch.cuda.device(0):
+        expected: list[Any] = [x.cpu() for x in case("cuda:0")]
+        for _ in range(4):
+            for x, y in zip(case("cuda:1"), expected, strict=True):
+                torch.testing.assert_close(x.cpu(), y)

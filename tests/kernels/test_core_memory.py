@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa_flex import NSAConfig, nsa_attention
 from reference.accuracy import leaf
 from reference.interpreter import INTERPRETED, interpreted, kernels
+from reference.modes import deterministic_algorithms
 from reference.played_cudnn import causal, causal_gradients
 
 pytest.importorskip("triton")
@@ -229,12 +230,9 @@ def test_a_graph_of_any_length_takes_every_route(
     compiled = torch.compile(attend, backend=graphs, fullgraph=True, dynamic=True)
     for length in (130, 68, 20):
         inputs, grad = small_inputs(length, own=own), torch.randn(1, 4, length, 16)
-        torch.use_deterministic_algorithms(True)
-        try:
+        with deterministic_algorithms():
             wanted = torch.autograd.grad(attend(*inputs), inputs, grad)
             found = torch.autograd.grad(compiled(*inputs), inputs, grad)
-        finally:
-            torch.use_deterministic_algorithms(False)
         for got, want in zip(found, wanted, strict=True):
             assert torch.equal(got, want)
     assert seen == ["lists", "masked", "short"]
@@ -332,19 +330,16 @@ def test_two_steps_on_a_gpu_compute_what_one_does(
                 found = torch.autograd.grad(call(*inputs), inputs, grad)
         return {event.name for event in trace.events()}, found
 
-    torch.use_deterministic_algorithms(True)
-    try:
-        with (
-            functorch_config.patch(enable_autograd_cache=False),
-            inductor_config.patch(fx_graph_cache=False),
-        ):
-            with monkeypatch.context() as patched:
-                patched.setattr(core, "is_one_operator", lambda *_: True)
-                one, wanted = gradients()
-            torch._dynamo.reset()
-            two, found = gradients()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with (
+        deterministic_algorithms(),
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(core, "is_one_operator", lambda *_: True)
+            one, wanted = gradients()
+        torch._dynamo.reset()
+        two, found = gradients()
     assert "nsa_flex::core_backward" in one
     assert {"nsa_flex::core_backward_gates", "nsa_flex::core_backward_branches"} <= two
     for got, want in zip(found, wanted, strict=True):

@@ -24,6 +24,7 @@ from reference import oracle
 from reference.accuracy import assert_close, eager_attention, to_float64
 from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
 from reference.launches import SUBSETS, decode_kernels_of, launched
+from reference.modes import no_synchronization
 from reference.phi import by_definition
 
 pytest.importorskip("triton")
@@ -1332,14 +1333,11 @@ def test_ten_thousand_steps_change_nothing() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     memory, peak, compiled = None, None, number_of_kernels()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         for i in range(10_000):
             step()
             if i == 10:
                 memory, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_allocated() == memory
     assert torch.cuda.max_memory_allocated() == peak
     assert number_of_kernels() == compiled

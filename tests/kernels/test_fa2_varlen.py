@@ -17,6 +17,7 @@ from nsa_flex.backends.branch import Branch
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import IMPLEMENTATIONS, BranchName
 from nsa_flex.fallback_kernels.sliding import fa2_varlen as varlen
+from reference.modes import deterministic_algorithms
 
 
 class FlashAttention(ModuleType):
@@ -108,9 +109,6 @@ def test_flash_attn_gives_what_dense_does(
 def test_flash_attn_is_deterministic_where_torch_is(flash_attn: FlashAttention) -> None:
     task = Branch(*(torch.randn(1, 2, 9, 16) for _ in range(3)), NSAConfig(), 0.25)
     for wanted in (False, True):
-        torch.use_deterministic_algorithms(wanted)
-        try:
+        with deterministic_algorithms(wanted):
             IMPLEMENTATIONS["fa2", "sliding"](task)
-        finally:
-            torch.use_deterministic_algorithms(False)
     assert flash_attn.deterministic == [False, True]

@@ -16,6 +16,7 @@ from reference import oracle
 from reference.accuracy import assert_close, leaf, limit, to_float64
 from reference.fused_ends import ends_of, watched_epilogue
 from reference.interpreter import INTERPRETED, interpreted, kernels, only_outside
+from reference.modes import deterministic_algorithms
 from reference.played_cudnn import causal, causal_gradients
 
 pytest.importorskip("triton")
@@ -122,13 +123,10 @@ def test_results_and_gradients(
         }
     q, k, v, ck, cv, gates = inputs
     of_window = tuple(own.values()) or (k, v)
-    torch.use_deterministic_algorithms(options.get("deterministic", False))
-    try:
+    with deterministic_algorithms(options.get("deterministic", False)):
         results = core_attention(q, k, v, ck, cv, *of_window, gates, config=config, scale=0.3)
         grad = torch.randn_like(results.out)
         grads = torch.autograd.grad(results.out, [*inputs, *own.values()], grad)
-    finally:
-        torch.use_deterministic_algorithms(False)
     arrays = [to_float64(x) for x in inputs]
     more = {"scale": 0.3} | {name: to_float64(x) for name, x in own.items()}
     scores = oracle.forward(*arrays, config, **more).scores
@@ -249,8 +247,7 @@ def test_plain_calls_have_the_gradients_of_the_operator(
     q, k, v, ck, cv = inputs
     gates = torch.rand(1, 4, 37, 3, requires_grad=True)
     options: dict[str, Any] = {"config": SMALL, "scale": 0.3, "return_blocks": return_blocks}
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         found = []
         for plain in (False, True):
             monkeypatch.setattr(direct, "is_plain", lambda x, plain=plain: plain)
@@ -262,8 +259,6 @@ def test_plain_calls_have_the_gradients_of_the_operator(
             with torch.no_grad():
                 again = core_attention(q, k, v, ck, cv, k, v, gates, **options)
             torch.testing.assert_close(again.out, results.out)
-    finally:
-        torch.use_deterministic_algorithms(False)
     for by_operator, plainly in zip(*found, strict=True):
         assert torch.equal(by_operator, plainly)
 
@@ -301,8 +296,7 @@ def test_a_gradient_of_any_strides(
         ).out
         return torch.autograd.grad(out, inputs, grad)
 
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         expected = gradients(same["contiguous"])
         for name, grad in same.items():
             for found, wanted in zip(gradients(grad), expected, strict=True):
@@ -310,8 +304,6 @@ def test_a_gradient_of_any_strides(
         copied = repeated.transpose(1, 2).contiguous().transpose(1, 2)
         for found, wanted in zip(gradients(repeated), gradients(copied), strict=True):
             assert torch.equal(found, wanted)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @only_outside
@@ -498,16 +490,13 @@ def test_equal_bits_where_torch_is_deterministic() -> None:
     inputs = inputs_of(2, 8, 2, 1500, 64, 64)
     with torch.no_grad():
         inputs[5][..., 0] = 0
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         (out, aux), grads = run(inputs, "auto", PAPER)
         for _ in range(3):
             (again, again_aux), more = run(inputs, "auto", PAPER)
             assert torch.equal(aux.blocks, again_aux.blocks)
             for a, b in zip([out, *grads], [again, *more], strict=True):
                 assert torch.equal(a, b)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from reference import oracle
 from reference.accuracy import assert_close, leaf, to_float64
 from reference.fused_ends import ends_of, watched_epilogue
 from reference.interpreter import INTERPRETED, interpreted, kernels
+from reference.modes import deterministic_algorithms
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
@@ -119,13 +120,10 @@ CASES = {
 def test_results_and_gradients(name: str) -> None:
     case = CASES[name]
     inputs = case.inputs()
-    torch.use_deterministic_algorithms(case.deterministic)
-    try:
+    with deterministic_algorithms(case.deterministic):
         results = attend(case, inputs)
         grad = torch.randn_like(results.out)
         grads = torch.autograd.grad(results.out, inputs, grad)
-    finally:
-        torch.use_deterministic_algorithms(False)
     hold(case, inputs, results, grad, grads)
 
 

@@ -17,6 +17,7 @@ from reference import oracle, played_cudnn
 from reference.accuracy import assert_close, to_float64
 from reference.fused_ends import ends_of, watched_epilogue
 from reference.interpreter import INTERPRETED, interpreted, kernels, only_outside
+from reference.modes import deterministic_algorithms
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
@@ -281,14 +282,11 @@ def test_gradients_of_the_last_queries(
         request.getfixturevalue("played")
     case = LAST[name]
     inputs = [x.requires_grad_() for x in case.inputs()]
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with deterministic_algorithms(deterministic):
         results = attend(case, inputs, query_offset=None)
         hold(case, inputs, results)
         grad = torch.randn_like(results.out)
         grads = torch.autograd.grad(results.out, inputs, grad)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert results.blocks is not None
     arrays = [to_float64(x) for x in inputs]
     more: dict[str, Any] = {"scale": 0.3, "blocks": results.blocks.numpy()}

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_flex import NSAConfig, nsa_attention
 from reference import played_cudnn
 from reference.interpreter import DEVICE, INTERPRETED, interpreted, kernels
+from reference.modes import deterministic_algorithms
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -193,11 +194,8 @@ def test_deterministic_algorithms_have_plans_of_their_own() -> None:
     x, y = numbers(3, 20), numbers(3, 20)
     for _ in range(3):
         operator(x, y, 0.5)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with deterministic_algorithms(warn_only=True):
         operator(x, y, 0.5)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert operator.ran == 3
 
 
@@ -425,8 +423,7 @@ def test_the_core_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     def replayed() -> int:
         return sum(each.replayed for each in plans._all_plans)
 
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         for _ in range(2):
             run()
         before = replayed()
@@ -434,8 +431,6 @@ def test_the_core_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         with_plans = replayed()
         with without_plans():
             found = run()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert with_plans - before >= 2, plans.plan_problems()
     assert replayed() == with_plans
     for a, b in zip(found, expected, strict=True):
@@ -511,11 +506,8 @@ def test_what_else_a_replay_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(replay(0.5)[0], blend(x, y, 0.5)[0])
     assert len(read) == 1
     assert replay(0.25) is None
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         assert replay(0.5) is None
-    finally:
-        torch.use_deterministic_algorithms(False)
     hook = triton.knobs.runtime.launch_enter_hook
     hook.add(_ignore)
     try:

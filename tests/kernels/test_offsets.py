@@ -21,6 +21,7 @@ from nsa_flex.config import NSAConfig
 from reference import oracle
 from reference.accuracy import assert_close, eager_attention, leaf, to_float64
 from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
+from reference.modes import no_synchronization
 
 pytest.importorskip("triton")
 from nsa_flex.backends import triton as backend
@@ -422,11 +423,8 @@ def test_replays_as_a_cuda_graph_with_other_offsets() -> None:
         return (out, *torch.autograd.grad(out, (q, k, v), grad_out))
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

@@ -22,6 +22,7 @@ from reference.interpreter import (
     kernels,
     only_outside,
 )
+from reference.modes import no_synchronization
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.bwd_preprocess import softmax_stats
@@ -1088,11 +1089,8 @@ def test_replays_as_a_cuda_graph_without_waiting_for_the_device(with_unions: Non
         return (out, *torch.autograd.grad(out, (q, k, v), grad_out))
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

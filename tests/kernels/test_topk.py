@@ -14,6 +14,7 @@ from torch import Tensor
 from nsa_flex.config import NSAConfig
 from reference import oracle
 from reference.interpreter import DEVICE, INTERPRETED, LOW_PRECISION, interpreted, kernels
+from reference.modes import no_synchronization
 
 pytest.importorskip("triton")
 from nsa_flex.fallback_kernels.common.arch import gluon_unsupported_reason
@@ -921,11 +922,8 @@ def test_replays_as_a_cuda_graph_without_waiting_for_the_device() -> None:
     case = Case(PAPER, 1, 2, 8, 4096, 0, head_dim=128, dtype=BF16)
     q, k = inputs(case)
     choice(case, q, k, None)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         choice(case, q, k, None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = choice(case, q, k, None)

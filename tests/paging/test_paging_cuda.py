@@ -18,6 +18,7 @@ from nsa_flex.paging import (
     rows_per_page,
 )
 from nsa_flex.paging.step import attend_step, unsupported_reason
+from reference.modes import no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -85,11 +86,8 @@ def test_a_pass_waits_for_nothing() -> None:
         attend(layer, new_tokens(len(LENGTHS)), steps_of(layer, table, past), DIM**-0.5)
     new, batch = new_tokens(len(LENGTHS)), steps_of(layer, table, past)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         attend(layer, new, batch, DIM**-0.5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_captured_step_serves_other_lengths() -> None:

@@ -16,6 +16,7 @@ from nsa_flex.hot_path import find_syncs
 from patching.tiny_models import NSA, relative_error, tiny_model
 from patching.trained_model import lines, trained_model
 from reference.accuracy import limit
+from reference.modes import no_synchronization
 
 
 def addresses(cache: Any) -> list[int]:
@@ -122,13 +123,9 @@ def test_10000_steps_in_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         token = step(token)
     torch.cuda.synchronize()
     memory, compiled_graphs = torch.cuda.memory_allocated(), counters["stats"]["unique_graphs"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for _ in range(10000):
-                token = step(token)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_synchronization(), torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(10000):
+            token = step(token)
     assert torch.cuda.memory_allocated() == memory
     assert counters["stats"]["unique_graphs"] == compiled_graphs == 1
     assert counters["inductor"]["cudagraph_skips"] == 0

@@ -17,6 +17,7 @@ import nsa_flex
 from nsa_flex.hot_path import find_graph_breaks, find_syncs
 from patching.tiny_models import NSA, relative_error, tiny_model, tokens
 from reference.counted import Operators
+from reference.modes import no_synchronization
 
 WAYS = ("position_ids", "cu_seq_lens", "both")
 LENGTHS = [1, 13, 8, 0, 30, 1, 0, 16]
@@ -162,11 +163,8 @@ def test_on_cuda_a_packed_step_waits_for_nothing_and_errs_as_documents_alone_do(
     call = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
     outcome(ours, [(ids, call)])  # what is made on the first call may wait
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         found = outcome(ours, [(ids, call)])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for packed, each, exactly in zip(found, alone, want, strict=True):
         allowed = 2 * relative_error(each.double().cpu(), exactly)
         assert relative_error(packed.double().cpu(), exactly) <= allowed

@@ -18,6 +18,7 @@ from nsa_flex.training.config import EngineSection
 from nsa_flex.training.models import prepare
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows
+from reference.modes import no_synchronization
 
 EMPTY = {"changes", "recall"}  # of nothing changed, and of no conversion
 
@@ -120,15 +121,14 @@ def test_steps_between_rows_do_not_wait_for_the_device(tmp_path: Path) -> None:
     model = nsa_flex.NSAAttention(128, 4, 1).cuda()
     x = torch.randn(1, 200, 128, device="cuda")
     loss = torch.ones((), device="cuda")
-    with nsa_flex.telemetry(model, tmp_path, probe=lambda: model(x), every=3) as told:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+    with (
+        nsa_flex.telemetry(model, tmp_path, probe=lambda: model(x), every=3) as told,
+        no_synchronization(),
+    ):
+        told.step(loss, tokens=200, grad_norm=loss)
+        told.step(loss, tokens=200, grad_norm=loss)
+        with pytest.raises(RuntimeError, match="synchroniz"):
             told.step(loss, tokens=200, grad_norm=loss)
-            told.step(loss, tokens=200, grad_norm=loss)
-            with pytest.raises(RuntimeError, match="synchroniz"):
-                told.step(loss, tokens=200, grad_norm=loss)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -138,11 +138,8 @@ def test_the_probe_is_launched_without_waiting_for_the_device(tmp_path: Path) ->
     options = {"probe": lambda: model(x), "gates_every": 1}
     with nsa_flex.telemetry(model, tmp_path, **options) as told:
         told.step_ended(1)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronization():
             told.measure()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         told.record(loss=1.0)
     assert [row["step"] for row in rows_of(tmp_path)["gates"]] == [0, 1]
 
