@@ -24,7 +24,8 @@ Where activations are quantized, logits may be as far off as quantization itself
 --quantize times torchao's weights beside bfloat16, dense attention on SDPA alone; with
 --quantized-only without bfloat16, whose checks compile twice more. int8dyn wants more than 16
 prompts on CUDA: --quantize int8dyn --cases static:32x2048. Inductor tunes the kernels of int8wo
-and float8wo; a row says how it was told to. --profile CASE prints what a token of it is made of.
+and float8wo; a row says how it was told to. --profile CASE prints what a token of that case is
+made of.
 
 Example: python -m nsa_flex.bench.cases.generate --out generate.json
 Example: python -m nsa_flex.bench.cases.generate --cases dynamic:1x8192 --rounds 3 --out eager.json

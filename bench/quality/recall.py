@@ -1,6 +1,6 @@
 """A small model trained for recall on rows of growing length, and tested past the longest.
 
-    python -m nsa_flex.bench.quality.recall mean --out runs/recall/mean-0 --seconds 240
+    python -m nsa_flex.bench.quality.recall mean --out runs/recall/mean-0 --seconds 540
 
 With --checkpoint the model is one that was trained on text, or (--recipe conversion, patched) one
 that learnt the tasks with dense attention: model in the folder of its run. Goes on with what the
@@ -49,7 +49,7 @@ ROW = "recall.json"
 STATE = "state.pt"
 MODEL = "model"  # what a conversion starts from
 WORKERS = 4  # processes that make rows
-ASSOCIATIVE_WEIGHT = 4  # of rows of associations among others, which build on them
+ASSOCIATIVE_WEIGHT = 4  # such rows are drawn so many times as often: other tasks build on them
 DEPTHS = 8
 CLOSING = 0.2  # of the seconds, for the tests
 TEST_TOKENS = 65536  # of a forward

@@ -23,8 +23,9 @@ MAPPED = ("single", "multi_key", "associative")
 def recall(rows: list[Row]) -> pd.DataFrame:
     """One line a variant, recipe and task: percent of right answers by length, mean of the seeds.
 
-    Of wrong answers at the longest length that was trained on: percent of needles whose block was
-    selected, and mean share of the selected branch in the gates of the heads that did.
+    Of wrong answers at the longest tested length that was trained on, or the longest of all:
+    percent of needles whose block was selected, and mean share of the selected branch in the
+    gates of the heads that did, 0 where none did.
     """
     lines = []
     models = _by_model(rows)

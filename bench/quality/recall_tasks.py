@@ -5,8 +5,8 @@ its answer. A fact is a key and its value after the token SET. Answers are given
 training on text: the model's answer to one question is what it predicts at the question's token.
 
 Two more kinds of short rows are for training alone: one asks at each token for the one before, one
-for the token that followed another. From these models learn to match keys; without them they guess
-among the values for thousands of steps.
+for the token that followed another. From these models learn to match keys within some hundred
+steps; without them they may guess among the values for thousands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Task = Literal[
 ]
 *_TESTED, _, _ = get_args(Task)
 TASKS: tuple[Task, ...] = tuple(_TESTED)  # that models are tested for
-MATCHING: tuple[Task, ...] = ("previous", "pairs", "associative")  # that any row has room for
+MATCHING: tuple[Task, ...] = ("previous", "pairs", "associative")  # that fit short rows
 
 # Ids of tokens. A reference names a key where a value stands.
 START, SET, ASK, BACK = 0, 1, 2, 15
@@ -71,8 +71,9 @@ class Batch:
         ids: int64 (B, S).
         places: int64 (B, Q), where the question's token stands.
         answers: int64 (B, Q).
-        right: int64 (B, Q, A), tokens that count as right, of tasks that are tested.
-        needles: int64 (B, Q, M), places of the tokens that an answer follows from, of these.
+        right: int64 (B, Q, A), tokens that count as right; neither this nor the next two are known
+            of "previous".
+        needles: int64 (B, Q, M), places of the tokens that an answer follows from.
         hops: int64 (B, Q).
         tasks: int64 (B,), places in `Task`.
     """

@@ -211,6 +211,10 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
     table = table_of([row])
     assert list(table.task)[2] == "multi key"
     assert list(table.columns)[4:6] == ["240", "320"]
+    if variant == "mean":  # of 240, which is trained on; 320 is not
+        for test in row["tests"]:
+            test["causes"]["wrong"] = {"selected": test["length"] / 1000, "gate": 0.0}
+        assert set(table_of([row])["missed: selected"]) == {"24"}
     draw([row], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5_000
 
