@@ -73,6 +73,9 @@ class Stage:
         return weights / weights.sum()
 
 
+SHORT = Stage(48, 1536, 400, MATCHING)  # teaches matching of keys
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Model, curriculum and tests.
@@ -83,7 +86,7 @@ class Recipe:
 
     name: str = "scratch"
     stages: tuple[Stage, ...] = (
-        Stage(48, 1536, 400, MATCHING),
+        SHORT,
         Stage(256, 128, 1500),
         Stage(1024, 32, 600),
         Stage(4096, 8, 400),
@@ -129,7 +132,7 @@ class Recipe:
 TEXT = Recipe(
     name="text",
     stages=(
-        Stage(48, 1536, 400, MATCHING),
+        SHORT,
         Stage(256, 128, 1200),
         Stage(1024, 32, 400),
         Stage(4096, 8, 300),

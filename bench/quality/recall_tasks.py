@@ -256,7 +256,7 @@ def _count(rng: np.random.Generator, body: np.ndarray) -> Questions:
 
 
 def _pairs(rng: np.random.Generator, body: np.ndarray) -> Questions:
-    """Tokens of any kind, none twice."""
+    """Keys and values, none twice: a question asks for what followed one."""
     body[:] = _draw(rng, PAIRED, body.size).reshape(body.shape)
     places = _slots(rng, body.reshape(-1)[1:], min(MOST_QUESTIONS, body.size // 2))
     answers = body.reshape(-1)[places + 1].tolist()

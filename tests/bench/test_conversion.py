@@ -114,6 +114,7 @@ def test_layers_that_lose_most_stay_dense_and_some_rows_have_facts(
     model = load(tmp_path / "one-dense-0" / "3-long" / "model")
     lost = json.loads((tmp_path / "one-dense-0" / CHOICE_FILE).read_text())["lost"]
     worst = int(max(lost, key=lambda layer: lost[layer]))
+    assert rows[1]["dense_layers"] == [worst]
     is_dense = [not hasattr(layer.self_attn, "nsa") for layer in model.model.layers]
     assert is_dense == [number == worst for number in range(len(lost))]
     lines = (tmp_path / "cut" / "train-128-0-8.jsonl").read_text().splitlines()

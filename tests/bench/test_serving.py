@@ -42,9 +42,8 @@ def test_rows_of_both_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert row["new_tokens_per_s"] == pytest.approx(16 / row["seconds"], rel=0.05)
     assert nsa["prompt_tokens"] == dense["prompt_tokens"]
     later, own, ratio = (prefix[name] for name in ("later_ms", "own_ms", "later_over_own"))
-    rounding = 0.006 * (1 + abs(ratio)) + 0.0006 * abs(
-        own
-    )  # own is a difference, and may be small
+    # `own` is a difference, and may be small.
+    rounding = 0.006 * (1 + abs(ratio)) + 0.0006 * abs(own)
     assert ratio * own == pytest.approx(later, rel=0, abs=rounding)
     assert {"sources", "torch", "transformers", "device", "date"} <= set(prefix)
     assert "dense / NSA:" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nsa_flex import NSAConfig
 
+# What stands there twice is drawn twice as often.
 DIMS = ((64, 64), (128, 128), (128, 128), (192, 128), (32, 48), (80, 80), (256, 256))
 GROUPS = (1, 2, 3, 4, 4, 6, 7, 8, 16, 16, 24)
 LENGTHS = (1, 31, 64, 200, 700, 1024, 1290, 1500, 2048, 2101, 4096, 5003, 8192, 8210, 12001)
