@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from reference import poisoned_memory
+from reference import one_gloo_thread, poisoned_memory
 
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.torch_generator = TorchGenerator(config.option.seed)  # type: ignore[attr-defined]
     hypothesis.register_random(config.torch_generator)  # type: ignore[attr-defined]
     poisoned_memory.install()
+    one_gloo_thread.install()
     if not torch.cuda.is_available():  # where garbage holds no memory of a device
         gc.set_threshold(20_000, 20, 20)  # collecting took a tenth of all time
 

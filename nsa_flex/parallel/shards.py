@@ -141,7 +141,8 @@ def _sent(begun: Tensor) -> Tensor:
     """A collective's result, under way on a GPU.
 
     On the CPU it is waited for: torch 2.13's gloo has two threads that write the name of the last
-    collective without a lock, and two collectives under way may free it twice.
+    collective without a lock, and two collectives under way may free it twice; waiting makes that
+    rare. One thread a group, as the tests have, rules it out.
     """
     return _ops.wait_tensor(begun) if begun.device.type == "cpu" else begun
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from reference import one_gloo_thread
+
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 on_two = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])]
@@ -50,6 +52,7 @@ def _with_environment(
 ) -> None:
     os.environ.clear()  # of the time when the first rank was started
     os.environ.update(environment)
+    one_gloo_thread.install()
     function(rank, *args)
 
 
