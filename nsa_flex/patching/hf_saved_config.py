@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any, ClassVar
 
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedConfig
 
 from nsa_flex.patching.formats import FORMATS, format_of
 
@@ -50,6 +49,8 @@ def from_saved(config: dict[str, Any]) -> dict[str, Any]:
 
 def register() -> None:
     """Tell AutoConfig of the model types that patched models have on disk."""
+    from transformers import AutoConfig  # whose own import calls this
+
     for config_class in checkpoint_configs():
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
@@ -99,6 +100,8 @@ def checkpoint_configs() -> tuple[type[NSACheckpointConfig], ...]:
 
 
 def _base(config_dict: dict[str, Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    from transformers import CONFIG_MAPPING
+
     model_type = config_dict["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise ValueError(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-
 from nsa_flex.patching.minicpm_config import own_configs
 
 
 def register() -> None:
     """Tell the Auto classes of models of these configs."""
+    from transformers import AutoModel, AutoModelForCausalLM  # whose own import calls this
+
     for config_class in own_configs():
         family = config_class.__name__.removesuffix("Config")
         for auto, name in ((AutoModel, "Model"), (AutoModelForCausalLM, "ForCausalLM")):

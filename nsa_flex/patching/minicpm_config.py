@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar
 
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import PreTrainedConfig
 
 from nsa_flex.infllm import InfLLMV2Config
 
@@ -151,12 +150,17 @@ class MiniCPMSALAConfig(PreTrainedConfig):
 
 def own_configs() -> list[type[MiniCPMConfig]]:
     """The classes for model types that this transformers does not have."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     both = (MiniCPMConfig, MiniCPM4Config)
     return [each for each in both if each.model_type not in CONFIG_MAPPING_NAMES]
 
 
 def register() -> None:
     """Tell AutoConfig of them."""
+    from transformers import AutoConfig  # whose own import calls this
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     for config_class in own_configs():
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     if MiniCPMSALAConfig.model_type not in CONFIG_MAPPING_NAMES:

@@ -571,3 +571,15 @@ def test_it_makes_way_for_transformers_own():
         "assert 'minicpm' in auto.CONFIG_MAPPING._extra_content\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("module", ["hf_saved_config", "minicpm_config", "minicpm_auto"])
+def test_each_registered_module_can_be_the_first_import(module: str) -> None:
+    """The import of transformers' tables calls `register` of these, which may be under way."""
+    code = (
+        f"import nsa_flex.patching.{module}\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "known = {x.model_type for x in AutoModelForCausalLM._model_mapping}\n"
+        "assert {'nsa_flex', 'minicpm'} <= known, known\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
