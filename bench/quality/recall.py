@@ -82,16 +82,21 @@ class Recipe:
 
     Args:
         tests: (length, rows of each task).
+        rope_theta: so large that pairs of a key keep their angle over the longest row.
     """
 
     name: str = "scratch"
     stages: tuple[Stage, ...] = (
         SHORT,
-        Stage(256, 128, 1500),
-        Stage(1024, 32, 600),
-        Stage(4096, 8, 400),
-        Stage(16384, 2, 250),
-        Stage(65536, 1, 200),
+        Stage(256, 128, 800),
+        Stage(512, 64, 150),
+        Stage(1024, 32, 200),
+        Stage(2048, 16, 150),
+        Stage(4096, 8, 200),
+        Stage(8192, 8, 150),
+        Stage(16384, 4, 200),
+        Stage(32768, 4, 200),
+        Stage(65536, 4, 250),
     )
     tests: tuple[tuple[int, int], ...] = (
         (8192, 64),
@@ -105,6 +110,7 @@ class Recipe:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
+    rope_theta: float = 1e7
     learning_rate: float = 2e-3
     warmup_steps: int = 100
     nsa: NSAConfig = dataclasses.field(default_factory=NSAConfig)
@@ -123,9 +129,11 @@ class Recipe:
         raise ValueError(f"step={step} is past the last stage")
 
     def rate_at(self, step: int) -> float:
-        """Warm-up, then linear decay to a tenth."""
+        """Warm-up; held up to the last stage, where it falls linearly to a tenth."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
-        return self.learning_rate * warm * (1 - 0.9 * step / self.steps)
+        last = self.stages[-1].steps
+        into_last = max(0, step - (self.steps - last)) / last
+        return self.learning_rate * warm * (1 - 0.9 * into_last)
 
 
 # Of a model that has learnt from text.
@@ -188,7 +196,7 @@ def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = Non
         "num_attention_heads": recipe.num_heads,
         "num_key_value_heads": recipe.num_kv_heads,
         "head_dim": recipe.head_dim,
-        "rope_theta": 1e5,
+        "rope_theta": recipe.rope_theta,
         "max_position_embeddings": 2 * max(length for length, _ in recipe.tests),
     }
     section = ModelSection(

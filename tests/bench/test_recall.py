@@ -259,6 +259,17 @@ def test_a_conversion_takes_few_of_the_tokens_of_what_it_starts_from() -> None:
     assert tokens["patched"] == 0
 
 
+def test_the_rate_falls_in_the_last_stage_alone() -> None:
+    recipe = dataclasses.replace(
+        TINY, stages=(Stage(240, 2, 20), Stage(256, 1, 10)), learning_rate=1.0, warmup_steps=4
+    )
+    rates = [recipe.rate_at(step) for step in range(recipe.steps)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[5:21] == [1.0] * 16
+    assert rates[25] == pytest.approx(0.55)
+    assert rates[29] == pytest.approx(0.19)
+
+
 def test_a_run_without_time_is_stopped_and_says_so(tmp_path: Path) -> None:
     row = recall("dense", 0, tmp_path, 0.0, TINY)
     assert (row["status"], row["steps"], row["tests"]) == ("stopped", 0, [])
