@@ -73,7 +73,7 @@ class Stage:
         return weights / weights.sum()
 
 
-SHORT = Stage(48, 1536, 400, MATCHING)  # teaches matching of keys
+SHORT = Stage(48, 1536, 800, MATCHING)  # teaches matching of keys
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ TEXT = Recipe(
     tests=((8192, 128), (32768, 32), (65536, 16)),
     learning_rate=3e-4,
 )
-# Of one that has learnt the tasks with dense attention: a tenth of the tokens that it took.
+# Of one that has learnt the tasks with dense attention: less than a tenth of the tokens that it took.
 CONVERSION = dataclasses.replace(
     TEXT,
     name="conversion",

@@ -21,7 +21,7 @@ MAPPED = ("single", "multi_key", "associative")
 
 
 def recall(rows: list[Row]) -> pd.DataFrame:
-    """One line a variant, recipe and task: percent of right answers by length, mean of the seeds.
+    """One line a variant, recipe and task: percent of right answers by length, over the seeds.
 
     Of wrong answers at the longest tested length that was trained on, or the longest of all:
     percent of needles whose block was selected, and mean share of the selected branch in the
@@ -78,13 +78,13 @@ def _has_wrong(test: dict[str, Any]) -> bool:
 
 
 def _percent(shares: Any) -> str:
-    """Mean, in percent.
+    """From the least to the largest, in percent.
 
-    >>> _percent([0.5, 1.0]), _percent([])
-    ('75', '-')
+    >>> _percent([1.0, 0.5]), _percent([0.5]), _percent([])
+    ('50 to 100', '50', '-')
     """
-    shares = list(shares)
-    return f"{100 * np.mean(shares):.0f}" if shares else EMPTY
+    cells = [f"{100 * share:.0f}" for share in sorted(shares)]
+    return " to ".join(dict.fromkeys([cells[0], cells[-1]])) if cells else EMPTY
 
 
 def draw(rows: list[Row], path: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_conversion_takes_few_of_the_tokens_of_what_it_starts_from() -> None:
         name: sum(stage.length * stage.rows * stage.steps for stage in recipe.stages)
         for name, recipe in RECIPES.items()
     }
-    assert tokens["conversion"] / tokens["text"] == pytest.approx(0.10, abs=0.005)
+    assert 0 < tokens["conversion"] < tokens["text"] / 10
     assert tokens["patched"] == 0
 
 
