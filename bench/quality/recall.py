@@ -150,7 +150,7 @@ TEXT = Recipe(
     tests=((8192, 128), (32768, 32), (65536, 16)),
     learning_rate=3e-4,
 )
-# Of one that has learnt the tasks with dense attention: less than a tenth of the tokens that it took.
+# Of one that has learnt the tasks with dense attention, with less than a tenth of its tokens.
 CONVERSION = dataclasses.replace(
     TEXT,
     name="conversion",
