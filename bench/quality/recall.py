@@ -120,6 +120,12 @@ class Recipe:
         """Of all stages."""
         return sum(stage.steps for stage in self.stages)
 
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """That are tested: those that some stage trains, all if there is none."""
+        trained = {task for stage in self.stages for task in stage.tasks} or {*TASKS}
+        return tuple(task for task in TASKS if task in trained)
+
     def stage_at(self, step: int) -> Stage:
         """That of a step, counted from 0."""
         for stage in self.stages:
@@ -136,6 +142,24 @@ class Recipe:
         return self.learning_rate * warm * (1 - 0.9 * into_last)
 
 
+# Of what is spread over the row, alone: beside the other tasks no model learns it.
+AGGREGATION = Recipe(
+    name="aggregation",
+    stages=tuple(
+        Stage(length, rows, steps, ("common", "count"))
+        for length, rows, steps in (
+            (256, 128, 1500),
+            (512, 64, 250),
+            (1024, 32, 250),
+            (2048, 16, 250),
+            (4096, 8, 250),
+            (8192, 8, 150),
+            (16384, 4, 150),
+            (32768, 4, 150),
+            (65536, 4, 150),
+        )
+    ),
+)
 # Of a model that has learnt from text.
 TEXT = Recipe(
     name="text",
@@ -158,7 +182,8 @@ CONVERSION = dataclasses.replace(
     warmup_steps=20,
 )
 PATCHED = dataclasses.replace(CONVERSION, name="patched", stages=())
-RECIPES = {each.name: each for each in (Recipe(), TEXT, CONVERSION, PATCHED)}
+RECIPES = {each.name: each for each in (Recipe(), AGGREGATION, TEXT, CONVERSION, PATCHED)}
+OF_CHECKPOINTS = (TEXT.name, CONVERSION.name, PATCHED.name)
 
 
 def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = None) -> Any:
@@ -307,7 +332,7 @@ def test(run: Run, until: float) -> list[dict[str, Any]]:
     run.model.eval()
     found: list[dict[str, Any]] = []
     for length, rows in run.recipe.tests:
-        for task in TASKS:
+        for task in run.recipe.tasks:
             if time.monotonic() > until:
                 return found
             found.append(_tested(run, task, length, rows))
@@ -430,8 +455,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="dense, or of that variant")
     given = parser.parse_args()
     recipe = RECIPES[given.recipe or ("text" if given.checkpoint else "scratch")]
-    if (recipe.name == "scratch") != (given.checkpoint is None):
-        parser.error(f"--recipe {recipe.name}: expected --checkpoint with all but scratch")
+    if (recipe.name in OF_CHECKPOINTS) != (given.checkpoint is not None):
+        parser.error(f"--recipe {recipe.name}: expected --checkpoint with {OF_CHECKPOINTS} alone")
     row = recall(given.variant, given.seed, given.out, given.seconds, recipe, given.checkpoint)
     print({name: row[name] for name in ("case", "status", "steps", "seconds")})
 

@@ -259,6 +259,11 @@ def test_a_conversion_takes_few_of_the_tokens_of_what_it_starts_from() -> None:
     assert tokens["patched"] == 0
 
 
+def test_a_recipe_tests_what_it_trains() -> None:
+    assert RECIPES["scratch"].tasks == RECIPES["patched"].tasks == TASKS
+    assert RECIPES["aggregation"].tasks == ("common", "count")
+
+
 def test_the_rate_falls_in_the_last_stage_alone() -> None:
     recipe = dataclasses.replace(
         TINY, stages=(Stage(240, 2, 20), Stage(256, 1, 10)), learning_rate=1.0, warmup_steps=4
