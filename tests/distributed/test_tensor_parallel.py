@@ -61,6 +61,7 @@ def patched(family: str = "llama", tied: bool = False, phi: str = "mlp", heads: 
     """Float64, the same on all ranks; two KV heads."""
     torch.manual_seed(5)
     sizes = {"hidden_size": 48, "num_attention_heads": heads, "tie_word_embeddings": tied}
+    sizes["vocab_size"] = 98  # transformers 5.17 splits no odd one
     dense = tiny_model(family, **sizes).train()
     config = replace(NSA, compression=phi)
     return moved(nsa_flex.patch(dense, config), scale=0.1).train()
