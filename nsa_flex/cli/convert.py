@@ -31,7 +31,7 @@ def convert(
     tokenizer: Annotated[
         str | None, typer.Option(help='"bytes" or a directory; the checkpoint\'s if not given.')
     ] = None,
-    steps: Annotated[str, typer.Option(help="Of the stages; 0 leaves one out.")] = "300,1500,300",
+    steps: Annotated[str, typer.Option(help="Of the stages; 0 leaves one out.")] = "0,1500,300",
     lengths: Annotated[
         str, typer.Option(help="Tokens of a row in each stage.")
     ] = "4096,4096,32768",
@@ -50,7 +50,7 @@ def convert(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Result on stdout.")] = False,
 ) -> None:
-    """Give a dense model NSA: φ and gates first, then all of it, then longer rows.
+    """Give a dense model NSA: φ and gates alone if asked for, then all of it, then longer rows.
 
     Each stage is a run as of `nsa-flex train`, with recall.csv beside its telemetry: how many of
     the blocks that dense attention would look at are selected. The same command goes on with what
@@ -118,7 +118,7 @@ def _stages(steps: str, lengths: str, rates: str, alignment: float) -> list[Stag
         for stage, count, length, rate in given
     ]
     stages[1] = dataclasses.replace(stages[1], alignment=alignment)
-    return [stage for stage in stages if stage.steps]
+    return stages
 
 
 def _numbers(text: str, option: str, kind: type) -> list[Any]:

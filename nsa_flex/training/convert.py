@@ -57,8 +57,9 @@ class Stage:
             raise ValueError(f"alignment={self.alignment} must be at least 0")
 
 
+# The first one is left out unless it is asked for: with φ "mean" it gained nothing.
 STAGES = (
-    Stage("1-align", 300, 4096, 1e-3, frozen=True, alignment=1.0),
+    Stage("1-align", 0, 4096, 1e-3, frozen=True, alignment=1.0),
     Stage("2-sparse", 1500, 4096, 3e-5),
     Stage("3-long", 300, 32768, 3e-5),
 )
@@ -86,6 +87,7 @@ def convert(
         out: folder; each stage has its own in it.
         files: text, as `data.files` of a training config.
         tokenizer: "bytes" or a directory; the checkpoint's if None.
+        stages: in their order; those without steps are left out.
         keep_dense: how many layers stay dense: those without whose attention the checkpoint loses
             most (`choose_dense_layers`, on rows as long as the first stage's).
         overrides: "section.key=value" for all stages.
@@ -106,6 +108,7 @@ def convert(
     """
     if world_size() > 1:
         raise ValueError("a conversion runs in one process for now: start it without torchrun")
+    stages = [stage for stage in stages if stage.steps]
     if not stages:
         raise ValueError("no stage has steps")
 

@@ -34,7 +34,10 @@ def test_options_become_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["stages"] == [
         module.Stage("1-align", 10, 64, 1e-2, frozen=True, alignment=1.0),
         module.Stage("2-sparse", 20, 128, 1e-3, alignment=0.5),
+        module.Stage("3-long", 0, 256, 1e-4),
     ]
+    invoke("dense", "--text", "a", "--out", "runs/x")
+    assert seen["stages"] == list(module.STAGES)
 
 
 def test_a_stopped_conversion_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,10 +51,13 @@ def test_a_stopped_conversion_exits_with_130(monkeypatch: pytest.MonkeyPatch) ->
         (["--steps", "1,2"], "expected three numbers with commas between them"),
         (["--rates", "a,b,c"], "expected three numbers with commas between them"),
         (
-            ["--lengths", "512,4096,4096"],
+            ["--steps", "9,9,9", "--lengths", "512,4096,4096"],
             "all of which are selected: take more",
         ),
-        (["--set", "data.documents=separate"], 'expected "joined" for stage 1-align'),
+        (
+            ["--steps", "9,9,9", "--set", "data.documents=separate"],
+            'expected "joined" for stage 1-align',
+        ),
     ],
 )
 def test_wrong_usage_exits_with_2(options: list[str], text: str, tmp_path: Path) -> None:

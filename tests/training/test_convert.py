@@ -188,6 +188,9 @@ def test_a_dense_checkpoint_is_converted_in_stages(
     smaller = settings(**{"engine.checkpointing": "full", "training.batch_size": 1})
     kept = convert(*given, tokenizer="bytes", stages=STAGES, overrides=smaller)
     assert kept["seconds"] == 0.0
+    unaligned = [dataclasses.replace(STAGES[0], steps=0), *STAGES[1:]]
+    kept = convert(*given, tokenizer="bytes", stages=unaligned, overrides=settings())
+    assert (kept["seconds"], [*kept["recall"]]) == (0.0, [each.name for each in STAGES[1:]])
     with pytest.raises(ValueError, match=r"other settings: seed was 0 and is 3; repeat"):
         convert(*given, tokenizer="bytes", stages=STAGES[2:], overrides=settings(seed=3))
     other = [dataclasses.replace(STAGES[1], alignment=0.25)]
