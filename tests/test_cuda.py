@@ -32,6 +32,7 @@ SMALL = NSAConfig(8, 4, 16, 4, window_size=20, compression="mlp")
 NARROW = NSAConfig(select_block_size=32, num_selected_blocks=8, window_size=100, compression="mlp")
 WIDE = NSAConfig(64, 32, 128, 5, window_size=200, compression="mlp")
 MANY = NSAConfig(8, 4, 16, 64, window_size=50, compression="mlp")
+RECALL = NSAConfig(8, 8, 32, 32, num_local_blocks=4)  # what the guide names for recall
 NAMES = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
 # Blocks whose group scores are this close may be swapped: float32 sums of G probabilities.
 CHOICE_ROUNDING = 1e-4
@@ -51,6 +52,8 @@ WHOLE = [
     (128, 128, 12, torch.float16, WIDE, 700, 1),
     (128, 128, 32, torch.bfloat16, PAPER, 300, 1),
     (64, 64, 2, torch.bfloat16, MANY, 1100, 1),
+    (64, 64, 2, torch.bfloat16, RECALL, 1300, 2),
+    (128, 128, 8, torch.bfloat16, RECALL, 1250, 1),
 ]
 
 
