@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def convert(
-    checkpoint: Annotated[str, typer.Argument(help="Directory of a dense checkpoint.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Directory of a dense checkpoint; a patched one is trained on.")
+    ],
     text: Annotated[
         list[str], typer.Option(help="Files, folders or globs to train on; repeatable.")
     ],

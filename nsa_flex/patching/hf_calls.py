@@ -28,6 +28,7 @@ from nsa_flex.patching.hf_layers import (
     Decoder,
     refuse_attention_weights,
 )
+from nsa_flex.patching.hf_refusals import refuse_unknown_bounds
 from nsa_flex.patching.hf_shards import shard_rows, shards_of, take_sharded_cache
 from nsa_flex.patching.hf_tokens import (
     assert_cached_positions,
@@ -89,6 +90,7 @@ class CallHook:
         head_shards = head_shards_of(self.modules[0])
         check_parallelism(config._attn_implementation, head_shards, training=decoder.training)
         refuse_attention_weights(config, call)
+        refuse_unknown_bounds(call)
         max_documents = call.pop("nsa_max_documents", None)
         # Without `_replace`: torch 2.11 cannot return what that makes from a graph of this hook.
         told: dict[str, Any] = {"passed": tuple(call), "full_masks": "full" in self.kept_masks}

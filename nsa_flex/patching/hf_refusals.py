@@ -35,6 +35,9 @@ _REFUSED = {
     "block_indices": "keys chosen by an indexer",
 }
 
+# What callers may say of documents by names of these kinds, and what the hook itself adds.
+_BOUNDS = {"cu_seq_lens_k", "cu_seq_lens_q", "nsa_call", "nsa_max_documents"}
+
 # What layers add to the arguments of their decoder, and attention functions need not look at.
 _HARMLESS = {
     "cache_position",
@@ -53,6 +56,16 @@ _HARMLESS = {
     "sliding_window",
     "use_cache",
 }
+
+
+def refuse_unknown_bounds(call: dict[str, Any]) -> None:
+    """ValueError for a name like those that bound documents and is none: the rows would mix."""
+    for name, value in call.items():
+        if value is not None and name.startswith(("nsa_", "cu_seq")) and name not in _BOUNDS:
+            raise ValueError(
+                f"{name} is read by no patched layer; documents come as position_ids that restart "
+                "(nsa_max_documents) or as cu_seq_lens_q"
+            )
 
 
 def check_arguments(

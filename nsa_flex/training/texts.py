@@ -84,7 +84,9 @@ class Texts:
         found: list[Any] = list(itertools.islice(rows, count))  # no stages: none is cut
         if not found:
             raise ValueError(
-                "data.files hold no held-out document: add text, or change data.held_out_share"
+                "data.files hold no held-out document: whole documents are held out, at random. "
+                "Add documents (a file is one), raise data.held_out_share, or name "
+                "data.held_out_files"
             )
         return found
 

@@ -57,9 +57,13 @@ class Tokenizer:
         return np.where(np.asarray(found["assistant_masks"], bool), ids, ~ids)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, without those that end documents."""
+        """The text of ids, without those that end documents.
+
+        A model may have more ids than there are bytes, and write them: they are left out.
+        """
         if self.processing_class is None:
-            return bytes(each for each in ids if each != self.end).decode(errors="replace")
+            own = (each for each in ids if each != self.end and each < self.vocab_size)
+            return bytes(own).decode(errors="replace")
         return self.processing_class.decode(ids, skip_special_tokens=True)
 
 

@@ -239,6 +239,14 @@ def test_an_argument_of_the_caller_goes_through() -> None:
     assert torch.equal(logits(model, IDS, remark="of the caller"), logits(model, IDS))
 
 
+@pytest.mark.parametrize("name", ["nsa_max_document", "cu_seqlens_q", "cu_seq_lens"])
+def test_a_misspelt_bound_of_documents_is_no_argument_that_goes_through(name: str) -> None:
+    model = nsa_flex.patch(tiny_model(), NSA)
+    with pytest.raises(ValueError, match=rf"{name} is read by no patched layer; documents"):
+        logits(model, IDS, **{name: torch.tensor([0, 40])})
+    assert torch.equal(logits(model, IDS, **{name: None}), logits(model, IDS))
+
+
 def test_a_window_that_the_config_does_not_tell() -> None:
     def narrow(forward: Any, **arguments: Any) -> Any:
         return forward(**arguments, sliding_window=8)

@@ -59,6 +59,11 @@ def test_samples_are_what_the_model_writes(told: tuple[Path, dict[str, Any]]) ->
     assert rows[-1]["text"] == bytes_tokenizer().decode(new, skip_special_tokens=True)
 
 
+def test_ids_past_the_bytes_are_no_text() -> None:
+    """A checkpoint may have more ids than its tokenizer, and write them in a sample."""
+    assert BYTES.decode([65, 300, 66, 256, 0]) == "AB"
+
+
 def test_a_run_without_samples(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     train(small_config(tmp_path / "run", texts, run={"sample_tokens": 0}, training={"steps": 6}))
