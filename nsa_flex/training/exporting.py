@@ -89,7 +89,10 @@ def _found(source: Path, average: bool) -> tuple[Path, Path | None]:
             model = last_checkpoint(run)
     if model is None or not (model / "config.json").is_file():
         what = "average of weights (training.ema)" if average else "model"
-        raise ValueError(f"{source} holds no {what}: name the folder of a run, or a checkpoint")
+        raise ValueError(
+            f"{source} holds no {what}: name the folder of a run (of a conversion, that of a stage), "
+            "or a checkpoint"
+        )
     if not any(model.glob("model*.safetensors")):
         raise ValueError(f"{model} holds no weights in one piece: end the run, and export that")
     return model, run
