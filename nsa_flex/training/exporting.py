@@ -90,8 +90,8 @@ def _found(source: Path, average: bool) -> tuple[Path, Path | None]:
     if model is None or not (model / "config.json").is_file():
         what = "average of weights (training.ema)" if average else "model"
         raise ValueError(
-            f"{source} holds no {what}: name the folder of a run (of a conversion, that of a stage), "
-            "or a checkpoint"
+            f"{source} holds no {what}: name the folder of a run (of a conversion, that of a "
+            "stage), or a checkpoint"
         )
     if not any(model.glob("model*.safetensors")):
         raise ValueError(f"{model} holds no weights in one piece: end the run, and export that")
