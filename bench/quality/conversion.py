@@ -43,7 +43,8 @@ from nsa_flex.training.config import ModelSection, TrainConfig
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.convert import Stage, convert
 from nsa_flex.training.models import build_model
-from nsa_flex.training.run import MODEL_FOLDER, train
+from nsa_flex.training.run import train
+from nsa_flex.training.saving import MODEL_FOLDER
 from nsa_flex.training.tokenization import BYTES
 
 DENSE = "dense"  # the piece that the others start from

@@ -166,7 +166,7 @@ def one_run(
         "planned_steps": config.training.steps,
         "tokens_per_step": tokens_per_step(config),
         "corpus": digest(corpus),
-        "settings": _settings(config),
+        "settings": settings_of(config),
         **machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     }
     evaluation = Evaluation(folder, config, started, held_out)
@@ -182,9 +182,9 @@ def held_out_rows(config: TrainConfig, tokens: int) -> Tensor:
     return torch.stack([torch.from_numpy(row.ids) for row in rows if row.real == length])
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    """What tells runs apart, without paths."""
-    told = config.to_dict()
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """What tells runs apart, without paths, as a row has it."""
+    told = json.loads(json.dumps(config.to_dict()))
     names = ("attention", "config", "nsa", "dense_layers")
     return {
         "model": {name: told["model"][name] for name in names},

@@ -24,7 +24,7 @@ import torch
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality.build import rows_of_corpus
 from nsa_flex.bench.quality.cutting import cut
-from nsa_flex.bench.quality.one_run import HELD_OUT_TOKENS, ROW
+from nsa_flex.bench.quality.one_run import HELD_OUT_TOKENS, ROW, settings_of
 from nsa_flex.bench.quality.variants import config_of, sizes, variants
 from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
 
@@ -143,17 +143,27 @@ def collect(piece: Piece) -> list[Row]:
     return rows
 
 
+_TELLING = ("variant", "seed", "size", "seq_len", "steps")
+
+
 def _finished(piece: Piece, run: tuple[str, int]) -> bool:
-    """Whether --out has a finished row of it, with as many steps as now."""
+    """Whether --out has a finished row of it, with as many steps as now.
+
+    Raises:
+        ValueError: with other settings, which its file does not tell apart.
+    """
     if not piece.out.exists():
         return False
     config = config_of(run[0], piece.size, piece.overrides)
-    return any(
-        (row["variant"], row["seed"], row["size"], row["seq_len"], row["steps"])
-        == (*run, piece.size, config.data.seq_len, config.training.steps)
-        for row in read_rows(piece.out)
-        if row["status"] == "ok"
-    )
+    wanted = (*run, piece.size, config.data.seq_len, config.training.steps)
+    for row in read_rows(piece.out):
+        if row["status"] == "ok" and wanted == tuple(row[name] for name in _TELLING):
+            if row["settings"] != settings_of(config):
+                raise ValueError(
+                    f"{piece.out} has {row['case']} with other settings; choose another --out"
+                )
+            return True
+    return False
 
 
 def in_order(names: Iterable[str], seeds: Iterable[int]) -> tuple[tuple[str, int], ...]:

@@ -52,7 +52,7 @@ def merged(before: list[Row], new: list[Row]) -> list[Row]:
     best: dict[tuple[str, str], Row] = {}
     for row in [*before, *new]:
         key = row["case"], row["device"]
-        if key not in best or row["steps"] >= best[key]["steps"]:
+        if key not in best or row.get("steps", 0) >= best[key].get("steps", 0):
             best[key] = row
     return list(best.values())
 

@@ -45,13 +45,21 @@ class AlignmentCallback(TrainerCallback):
             trained on what it would get in the dense model, and the loss on the text is left out.
         probe: int64 (1, S), text to measure recall on.
         every: steps between measurements.
+        source: which weights the run began with.
     """
 
     def __init__(
-        self, folder: Path, *, weight: float, frozen: bool, probe: Tensor, every: int
+        self,
+        folder: Path,
+        *,
+        weight: float,
+        frozen: bool,
+        probe: Tensor,
+        every: int,
+        source: str,
     ) -> None:
         self.folder, self.weight, self.frozen = folder, weight, frozen
-        self.probe, self.every = probe, every
+        self.probe, self.every, self.source = probe, every, source
         self.losses: list[Tensor] = []
         self.undo = contextlib.ExitStack()
 
@@ -70,7 +78,8 @@ class AlignmentCallback(TrainerCallback):
         """Measure now and then; note once how the run is trained."""
         noted = self.folder / ALIGNMENT_FILE
         if not noted.exists():
-            noted.write_text(json.dumps({"alignment": self.weight, "frozen": self.frozen}))
+            told = {"alignment": self.weight, "frozen": self.frozen, "source": self.source}
+            noted.write_text(json.dumps(told))
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._measure(state.global_step)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import SchedulerType, TrainingArguments
+from transformers import SchedulerType, Trainer, TrainingArguments
 
 from nsa_flex.training.config import TrainConfig, TrainingSection
 
@@ -199,6 +200,7 @@ def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArgumen
         weight_decay=training.weight_decay,
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
+        adam_epsilon=float(training.optimizer_options.get("eps", 1e-8)),
         max_grad_norm=training.max_grad_norm,
         logging_steps=run.log_every,
         logging_nan_inf_filter=False,
@@ -222,4 +224,24 @@ def training_arguments(config: TrainConfig, layer_class: str) -> TrainingArgumen
     )
     # A process trains on one GPU; of several that it sees, the Trainer makes an nn.DataParallel.
     arguments._n_gpu = min(arguments.n_gpu, 1)
+    if training.optimizer_options and optimizer != "muon":
+        _check_options(arguments, training.optimizer_options)
     return arguments
+
+
+def _check_options(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
+    """ValueError for an option of the optimizer that transformers does not hand on."""
+    _, passed = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    for name, value in options.items():
+        if str(passed.get(name)) != str(value) and not _are_equal(passed.get(name), value):
+            raise ValueError(
+                f"training.optimizer_options.{name}={value} has no effect: transformers gives "
+                f"{arguments.optim.value} {', '.join(sorted(passed))}"
+            )
+
+
+def _are_equal(x: Any, y: Any) -> bool:
+    try:
+        return float(x) == float(y)
+    except (TypeError, ValueError):
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from nsa_flex.training.alignment import ALIGNMENT_FILE, AlignmentCallback
 from nsa_flex.training.arguments import world_size
 from nsa_flex.training.config import TrainConfig, config_of, read_config
 from nsa_flex.training.dense_choice import choose_dense_layers
+from nsa_flex.training.models import build_model
 from nsa_flex.training.resuming import CONFIG_FILE, FREE, differences
-from nsa_flex.training.run import MODEL_FOLDER, summary, train
+from nsa_flex.training.run import summary, train
+from nsa_flex.training.saving import MODEL_FOLDER
 from nsa_flex.training.telemetry import read_rows
 from nsa_flex.training.texts import find_texts
-from nsa_flex.training.tokenization import plain_ids
+from nsa_flex.training.tokenization import load_tokenizer, plain_ids
 
 # May be others than those of a finished stage: files and folders have several names, and a later
 # stage may want smaller batches.
@@ -123,6 +126,8 @@ def convert(
     found = configs()
     for stage, config in zip(stages, found, strict=True):  # before any of them takes hours
         _check(stage, config)
+    longest = max((config.data for config in found), key=lambda data: data.seq_len)
+    build_model(found[0].model, longest, load_tokenizer(longest.tokenizer), values="none")
     if keep_dense:
         found = configs(f"model.dense_layers={_dense_layers(found[0], keep_dense, out, note)}")
     for stage, config in zip(stages, found, strict=True):
@@ -211,6 +216,7 @@ def _check_before(stage: Stage, config: TrainConfig) -> None:
     now: dict[str, Any] = {}
     if (run / ALIGNMENT_FILE).exists():
         before |= json.loads((run / ALIGNMENT_FILE).read_text())
+        before.pop("source", None)  # compared once the stage before has ended
         now |= {"alignment": stage.alignment, "frozen": stage.frozen}
     if (run / MODEL_FOLDER).exists() and (run / CONFIG_FILE).exists():
         before |= read_config(str(run / CONFIG_FILE)).to_dict()
@@ -230,7 +236,13 @@ def _check_before(stage: Stage, config: TrainConfig) -> None:
 def _run(
     stage: Stage, config: TrainConfig, callbacks: Sequence[TrainerCallback]
 ) -> dict[str, Any]:
-    run = Path(config.out)
+    run, noted = Path(config.out), Path(config.out) / ALIGNMENT_FILE
+    source = _weights_of(str(config.model.checkpoint))
+    if noted.exists() and json.loads(noted.read_text()).get("source", source) != source:
+        raise ValueError(
+            f"{run} began with other weights than those of {config.model.checkpoint}: choose "
+            f"another out, or remove {run}"
+        )
     if (run / MODEL_FOLDER).exists():
         return summary(run, stopped=False, seconds=0.0)
     row = find_texts(config).held_out_rows(1)[0]
@@ -238,10 +250,21 @@ def _run(
         run,
         weight=stage.alignment,
         frozen=stage.frozen,
-        probe=torch.from_numpy(plain_ids(row.ids))[None],
+        probe=torch.from_numpy(plain_ids(row.ids[: row.real]))[None],
         every=config.run.gates_every or config.training.steps,
+        source=source,
     )
     return train(config, resume=run.exists(), callbacks=[alignment, *callbacks])
+
+
+def _weights_of(checkpoint: str) -> str:
+    """12 hexadecimal digits that tell a checkpoint's weights."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(checkpoint).glob("*.safetensors")):
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                digest.update(part)
+    return digest.hexdigest()[:12]
 
 
 def recall_of(run: Path) -> dict[str, list[float | None]]:

@@ -20,7 +20,8 @@ from nsa_flex.training.models import build_model, patch_layers
 from nsa_flex.training.packing import IGNORED, Collator
 from nsa_flex.training.texts import find_texts
 
-ROWS = 8
+ROWS = 8  # that are measured on
+APART = 8  # of so many rows each
 CHOICE_FILE = "dense_layers.json"
 
 
@@ -50,7 +51,9 @@ def choose_dense_layers(
             f"{count} layers were to stay dense, of {len(layers)} that can be NSA; leave one to it"
         )
     selected = config.model.nsa.num_selected_tokens
-    rows = [row for row in texts.held_out_rows(ROWS) if row.real > selected]
+    # Neighbouring rows are of one document.
+    found = [row for row in texts.held_out_rows(ROWS * APART) if row.real > selected]
+    rows = found[:: max(1, len(found) // ROWS)][:ROWS]
     collator = Collator(config.data, bounds=False)
     batches = [collator([row]) for row in rows]
     batches = [each for each in batches if (each["labels"] != IGNORED).any()]

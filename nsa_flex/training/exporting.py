@@ -19,8 +19,14 @@ from nsa_flex.training.config import TrainConfig, read_config
 from nsa_flex.training.data_report import DATA_REPORT
 from nsa_flex.training.record import read_record
 from nsa_flex.training.resuming import CONFIG_FILE
-from nsa_flex.training.run import AVERAGE_FOLDER, MODEL_FOLDER, summary
-from nsa_flex.training.saving import PREFIX, last_checkpoint, step_of
+from nsa_flex.training.run import summary
+from nsa_flex.training.saving import (
+    AVERAGE_FOLDER,
+    MODEL_FOLDER,
+    PREFIX,
+    last_checkpoint,
+    step_of,
+)
 from nsa_flex.training.telemetry import read_rows
 from nsa_flex.training.tokenization import bytes_tokenizer, tokenizer_files
 from nsa_flex.version import __version__

@@ -90,8 +90,8 @@ def build_model(
             the rest unwritten on the CPU. Of a checkpoint both read the config alone.
 
     Raises:
-        ValueError: the preset, the model type or the checkpoint is unknown, or its vocabulary is
-            smaller than the tokenizer's.
+        ValueError: the preset, the model type or the checkpoint is unknown, its vocabulary is
+            smaller than the tokenizer's, or it has learnt fewer positions than a row has.
     """
     if values == "all" and section.checkpoint is not None:
         model = _from_checkpoint(section)
@@ -99,6 +99,7 @@ def build_model(
         patch_layers(model, section)
     else:
         model = _from_config(section, data, tokenizer, values)
+    _check_positions(model, data.seq_len)
     if values == "buffers":
         reserve(model)
     # Else a recomputed layer finds its own keys; a decoder within a model has a config of its own.
@@ -193,6 +194,18 @@ def _check_vocabulary(size: int, tokenizer: Tokenizer) -> None:
         raise ValueError(
             f"the model's vocabulary has {size} ids, the tokenizer {tokenizer.vocab_size}: set "
             "vocab_size in model.config, or take the model's own tokenizer"
+        )
+
+
+def _check_positions(model: Any, seq_len: int) -> None:
+    """ValueError for rows longer than a table of learnt positions; rotary ones have no end."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", seq_len)
+    tables = ("wpe", "embed_positions")  # of GPT-2 and OPT
+    found = (getattr(model.get_decoder(), name, None) for name in tables)
+    if seq_len > most and any(isinstance(table, nn.Embedding) for table in found):
+        raise ValueError(
+            f"rows have {seq_len} tokens, and the model has learnt {most} positions: shorten "
+            "data.seq_len"
         )
 
 
@@ -349,17 +362,18 @@ def causal_loss(
 ) -> Tensor:
     """Cross entropy of the next token in float32: logits (B, S, V), labels (B, S) -> ().
 
-    The sum over `num_items_in_batch` labels, their mean if None; -100 does not count. With
-    `shift_labels` (B, S) each token's next one is known, and labels have no say.
+    The sum over `num_items_in_batch` labels, their mean if None; -100 does not count, and of no
+    label at all the loss is 0. With `shift_labels` (B, S) each token's next one is known, and
+    labels have no say.
     """
     labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     if shift_labels is not None:
         labels = shift_labels
-    reduction = "mean" if num_items_in_batch is None else "sum"
     loss = nn.functional.cross_entropy(
-        logits.reshape(-1, vocab_size).float(), labels.reshape(-1), reduction=reduction
+        logits.reshape(-1, vocab_size).float(), labels.reshape(-1), reduction="sum"
     )
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return loss / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
 
 def _transformers() -> Any:

@@ -36,6 +36,13 @@ class Row(NamedTuple):
     starts: np.ndarray
     real: int
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether some token is learned from: the first of a document has none before it."""
+        learned = self.ids[: self.real] >= 0
+        learned[self.starts[self.starts < self.real]] = False
+        return bool(learned.any())
+
 
 @dataclass
 class Counts:

@@ -21,6 +21,7 @@ from nsa_flex.training.saving import (
     last_checkpoint,
     remove_unfinished,
     set_aside,
+    set_models_aside,
     step_of,
 )
 from nsa_flex.training.telemetry.rows import RowFile, read_rows
@@ -193,7 +194,7 @@ def find_start(config: TrainConfig, resume: Resume) -> Start:
 def open_run(config: TrainConfig, resume: Resume, start: Start) -> None:
     """The run's folder, locked by the caller, with its config and changes; of rank 0.
 
-    What a killed process left half written is removed.
+    What a killed process left half written is removed; models of an earlier end are renamed.
 
     Raises:
         ValueError: another process was there since `start` was found.
@@ -202,6 +203,8 @@ def open_run(config: TrainConfig, resume: Resume, start: Start) -> None:
     if _find(config, run, resume) != start:
         raise ValueError(f"{run} has changed meanwhile: start again")
     remove_unfinished(run)
+    trained = read_rows(run, "training")
+    set_models_aside(run, trained[-1]["step"] if trained else 0)
     if start.checkpoint is not None and resume.checkpoint is not None:
         set_aside(run, start.checkpoint)
     if start.changes:

@@ -48,7 +48,14 @@ from nsa_flex.training.record import Record
 from nsa_flex.training.reporting import check_reporters, reporting
 from nsa_flex.training.resuming import Resume, Start, check_sharding, find_start, open_run
 from nsa_flex.training.samples import SampleCallback
-from nsa_flex.training.saving import folder_aside, last_checkpoint, load_state, locked
+from nsa_flex.training.saving import (
+    AVERAGE_FOLDER,
+    MODEL_FOLDER,
+    folder_aside,
+    last_checkpoint,
+    load_state,
+    locked,
+)
 from nsa_flex.training.shards import from_rank_0
 from nsa_flex.training.telemetry import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.callback import TelemetryCallback
@@ -56,9 +63,6 @@ from nsa_flex.training.telemetry.observe import without_logits
 from nsa_flex.training.texts import Texts, find_texts, texts_as_before, with_cache
 from nsa_flex.training.tokenization import Tokenizer, bytes_tokenizer
 from nsa_flex.training.trainer import SHARDED_WEIGHTS, StopCallback, Trainer
-
-MODEL_FOLDER = "model"
-AVERAGE_FOLDER = "model-average"
 
 
 def train(

@@ -25,6 +25,8 @@ from nsa_flex.training.errors import TrainingError
 from nsa_flex.training.record import RECORD_FILE
 
 LOCK_FILE = "run.lock"
+MODEL_FOLDER = "model"  # of a run that ended
+AVERAGE_FOLDER = "model-average"
 
 
 @contextlib.contextmanager
@@ -136,6 +138,15 @@ def set_aside(run: Path, start: Path) -> None:
             aside = run / f"{_ABANDONED}{step_of(path)}"
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+
+
+def set_models_aside(run: Path, step: int) -> None:
+    """Rename the models that a run wrote at its end, `step`, before it goes on."""
+    for name in (MODEL_FOLDER, AVERAGE_FOLDER):
+        if (run / name).exists():
+            aside = run / f"earlier-{name}-{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            (run / name).rename(aside)
 
 
 def check_whole(checkpoint: Path, run: Path) -> None:

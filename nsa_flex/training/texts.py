@@ -63,7 +63,9 @@ class Texts:
         )
 
     def held_out_rows(self, count: int) -> list[Row]:
-        """The first rows of the held-out documents: the same in every session; fewer of little.
+        """The first rows of the held-out documents that something is learned from.
+
+        The same ones in every session; fewer of little text.
 
         Raises:
             ValueError: no document is held out.
@@ -81,7 +83,8 @@ class Texts:
             sizes=self.sizes if self.splits else (),
             cache=self.cache if self.splits else None,
         )
-        found: list[Any] = list(itertools.islice(rows, count))  # no stages: none is cut
+        whole: Any = rows  # no stages: none is cut
+        found = list(itertools.islice((row for row in whole if row.is_learned), count))
         if not found:
             raise ValueError(
                 "data.files hold no held-out document: whole documents are held out, at random. "

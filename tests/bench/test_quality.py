@@ -292,6 +292,9 @@ def test_runs_become_a_table(
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     # What is finished is not run again.
     assert run_piece(piece, lambda *given: pytest.fail("ran again")) == rows
+    other = dataclasses.replace(piece, overrides=(*piece.overrides, "training.learning_rate=0.5"))
+    with pytest.raises(ValueError, match=r"has .* with other settings; choose another --out"):
+        run_piece(other, lambda *given: pytest.fail("ran again"))
 
 
 @pytest.mark.usefixtures("little_held_out")

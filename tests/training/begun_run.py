@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,18 @@ class Stop(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def begin(out: Path, texts: Path, **sections: Any) -> Path:
+def begin(
+    out: Path,
+    texts: Path,
+    *,
+    resume: bool = False,
+    changes: Collection[str] = (),
+    **sections: Any,
+) -> Path:
     """Checkpoints 4 and 8."""
-    assert train(quiet_config(out, texts, **sections), callbacks=[Stop()])["steps"] == 8
+    config = quiet_config(out, texts, **sections)
+    result = train(config, resume=resume, changes=changes, callbacks=[Stop()])
+    assert result["steps"] == 8
     return out
 
 

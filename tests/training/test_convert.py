@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from training.small_config import CUDA, NSA, small_config, write_texts
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import nsa_flex
 from nsa_flex import NSAConfig
@@ -171,8 +172,6 @@ def test_a_dense_checkpoint_is_converted_in_stages(
 
     aligned = nsa_flex.load(out / "1-align" / "model").state_dict()
     base = nsa_flex.load(result["model"])
-    from transformers import AutoModelForCausalLM
-
     for name, value in AutoModelForCausalLM.from_pretrained(dense).state_dict().items():
         assert torch.equal(aligned[name], value), name  # the first stage leaves it alone
     assert any(isinstance(module, NSALayer) for module in base.modules())
@@ -189,8 +188,8 @@ def test_a_dense_checkpoint_is_converted_in_stages(
     kept = convert(*given, tokenizer="bytes", stages=STAGES, overrides=smaller)
     assert kept["seconds"] == 0.0
     unaligned = [dataclasses.replace(STAGES[0], steps=0), *STAGES[1:]]
-    kept = convert(*given, tokenizer="bytes", stages=unaligned, overrides=settings())
-    assert (kept["seconds"], [*kept["recall"]]) == (0.0, [each.name for each in STAGES[1:]])
+    with pytest.raises(ValueError, match=r"2-sparse began with other weights than those of"):
+        convert(*given, tokenizer="bytes", stages=unaligned, overrides=settings())
     with pytest.raises(ValueError, match=r"other settings: seed was 0 and is 3; repeat"):
         convert(*given, tokenizer="bytes", stages=STAGES[2:], overrides=settings(seed=3))
     other = [dataclasses.replace(STAGES[1], alignment=0.25)]
@@ -209,6 +208,43 @@ def test_a_dense_checkpoint_is_converted_in_stages(
             overrides=settings(**{"model.nsa.window_size": 16}),
         )
     assert not (tmp_path / "other").exists()
+
+
+def test_other_weights_in_the_same_folder_are_refused(
+    dense: str, texts: Path, tmp_path: Path
+) -> None:
+    """At the stage that began with others: a finished one, and one behind a stage run anew."""
+    given = (tmp_path / "out", [str(texts)])
+    options: dict[str, Any] = {"tokenizer": "bytes", "stages": STAGES[1:]}
+    convert(dense, *given, **options, overrides=settings())
+    other = AutoModelForCausalLM.from_pretrained(dense)
+    with torch.no_grad():
+        other.lm_head.weight[3, 3] += 1
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"2-sparse began with other weights than .*other"):
+        convert(str(tmp_path / "other"), *given, **options, overrides=settings())
+    shutil.rmtree(given[0] / "2-sparse")
+    with pytest.raises(ValueError, match=r"3-long began with other weights than .*2-sparse"):
+        convert(str(tmp_path / "other"), *given, **options, overrides=settings())
+
+
+def test_rows_longer_than_learnt_positions_are_refused_before_all_stages(
+    texts: Path, tmp_path: Path
+) -> None:
+    sizes = {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256}
+    config = GPT2Config(**sizes, attn_pdrop=0.0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    stages = [dataclasses.replace(STAGES[1], seq_len=length) for length in (128, 192)]
+    with pytest.raises(ValueError, match="rows have 192 tokens, and the model has learnt 128 pos"):
+        convert(
+            str(tmp_path / "gpt2"),
+            tmp_path / "out",
+            [str(texts)],
+            tokenizer="bytes",
+            stages=stages,
+            overrides=settings(),
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_layers_that_lose_most_stay_dense(dense: str, texts: Path, tmp_path: Path) -> None:

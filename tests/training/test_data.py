@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from nsa_flex.training import TrainingError
 from nsa_flex.training.config import DataSection
 from nsa_flex.training.files import documents, find_files
-from nsa_flex.training.packing import IGNORED, Collator, PackedRows
+from nsa_flex.training.models import causal_loss
+from nsa_flex.training.packing import IGNORED, Collator, PackedRows, Row
 from nsa_flex.training.tokenization import BYTES, load_tokenizer
 
 PARTS = ("input_ids", "labels", "position_ids")
@@ -204,6 +205,30 @@ def test_batches_of_joined_documents(paths: list[Path]) -> None:
     }
     last = Collator(data)(rows[-1:])["labels"][0]
     assert (last[rows[-1].real :] == IGNORED).all()
+
+
+def test_rows_without_anything_to_learn() -> None:
+    """What the user says, padding, and the first token of a document teach nothing."""
+
+    def row(*ids: int, starts: tuple[int, ...] = (0,), real: int | None = None) -> Row:
+        return Row(np.array(ids), np.array(starts), len(ids) if real is None else real)
+
+    assert row(5, ~6, 7).is_learned
+    assert not row(5, ~6, ~7).is_learned
+    assert not row(5, ~6, 0, 0, real=2).is_learned
+    assert not row(5, ~6, 7, ~8, starts=(0, 2)).is_learned
+
+
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+def test_a_batch_without_labels_has_a_loss_and_gradients_of_0(items: Any) -> None:
+    logits = torch.randn(1, 4, 7, requires_grad=True)
+    loss = causal_loss(logits, torch.full((1, 4), IGNORED), 7, items)
+    loss.backward()
+    assert loss == 0
+    assert torch.equal(logits.grad, torch.zeros(1, 4, 7))
+    labels = torch.tensor([[1, 2, IGNORED, 3]])
+    whole = torch.nn.functional.cross_entropy(logits[0, [0, 2]], labels[0, [1, 3]])
+    torch.testing.assert_close(causal_loss(logits, labels, 7), whole)
 
 
 def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:

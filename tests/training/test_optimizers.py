@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,30 @@ def test_every_name_is_one_of_transformers(tmp_path: Path, texts: Path) -> None:
         config = quiet_config(tmp_path / "run", texts, training={"optimizer": name})
         optim = training_arguments(config, "LlamaDecoderLayer").optim
         assert optim == ("adamw_torch" if name == "muon" else name)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "passes"),
+    [
+        ("auto", {"eps": 1e-5}, True),
+        ("auto", {"eps": "1e-5"}, True),
+        ("auto", {"amsgrad": True}, False),
+        ("adafactor", {"clip_threshold": 5.0}, False),
+        ("adafactor", {"scale_parameter": False}, True),
+        ("sgd", {"momentum": 0.9}, True),
+        ("sgd", {"momentun": 0.9}, False),
+    ],
+)
+def test_an_option_that_no_optimizer_gets_is_an_error(
+    tmp_path: Path, texts: Path, optimizer: str, options: dict[str, Any], passes: bool
+) -> None:
+    training = {"optimizer": optimizer, "optimizer_options": options}
+    config = quiet_config(tmp_path / "run", texts, training=training)
+    [name] = options
+    raised = pytest.raises(ValueError, match=rf"optimizer_options\.{name}=.* has no effect: tra")
+    with contextlib.nullcontext() if passes else raised:
+        found = training_arguments(config, "LlamaDecoderLayer")
+        assert float(Trainer.get_optimizer_cls_and_kwargs(found)[1][name]) == float(options[name])
 
 
 @pytest.mark.parametrize(

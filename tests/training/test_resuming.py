@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from nsa_flex.training import TrainingError, models
 from nsa_flex.training.config import DataSection, TrainConfig
+from nsa_flex.training.exporting import export
 from nsa_flex.training.packing import PackedRows
 from nsa_flex.training.run import train
 from nsa_flex.training.telemetry import read_rows
@@ -189,6 +190,23 @@ def test_random_numbers_go_on(base: Path, tmp_path: Path, workers: int) -> None:
     train(config, resume=True, changes={"training.steps"}, callbacks=[stopped])
     assert stopped.states.keys() == whole.states.keys() == set(range(12))
     assert all(torch.equal(stopped.states[step], whole.states[step]) for step in range(12))
+
+
+def test_the_model_of_an_earlier_end_is_not_taken_for_that_of_a_longer_run(
+    base: Path, tmp_path: Path
+) -> None:
+    """Neither by who exports a run that was stopped again, nor by who resumes it at its end."""
+    run, texts = tmp_path / "run", base / "texts"
+    train(quiet_config(run, texts, training={"steps": 4}))
+    first = (run / "model" / "model.safetensors").read_bytes()
+    begin(run, texts, resume=True, changes={"training.steps"})
+    assert not (run / "model").exists()
+    assert (run / "earlier-model-4" / "model.safetensors").read_bytes() == first
+    assert export(run, tmp_path / "exported")["run"]["steps"] == 8
+    exported = (tmp_path / "exported" / "model.safetensors").read_bytes()
+    assert exported == (run / "checkpoint-8" / "model.safetensors").read_bytes() != first
+    assert train(quiet_config(run, texts), resume=True)["steps"] == 12
+    assert not (run / "earlier-model-8").exists()
 
 
 def test_told_changes_hold_and_are_recorded(base: Path, run: Path) -> None:
