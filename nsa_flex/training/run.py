@@ -306,8 +306,9 @@ def _rows_at(config: TrainConfig, start: Start, step: int) -> int:
 def _probe(
     trainer: Trainer, collate: Callable[[list[Any]], dict[str, Any]], held_out: list[Any]
 ) -> Callable[[], Any]:
-    """Runs the model on the first held-out row as the training runs it."""
-    batch = {name: x for name, x in collate(held_out[:1]).items() if "labels" not in name}
+    """Runs the model as the training does, on the held-out row with least padding."""
+    fullest = max(held_out, key=lambda row: row.real)
+    batch = {name: x for name, x in collate([fullest]).items() if "labels" not in name}
     options = {"use_cache": False, **without_logits(trainer.model)}
 
     @functools.cache  # a copy from pageable memory waits for the device
