@@ -407,8 +407,13 @@ def run(study: Study, out: Path, names: Collection[str] = ()) -> list[Row]:
 
     Args:
         names: of pieces, none for all; `dense` runs in any case.
+
+    Raises:
+        ValueError: `out` holds rows of another corpus or recipe.
     """
     rows = rows_of_corpus(out, study.corpus)
+    if any(row["recipe"] != dataclasses.asdict(study.recipe) for row in rows):
+        raise ValueError(f"{out} holds rows of another recipe; choose another --out")
     held_out = study.held_out()
 
     def note(row: Row) -> None:

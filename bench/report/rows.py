@@ -45,9 +45,13 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 def merged(before: list[Row], new: list[Row]) -> list[Row]:
     """One row a case and device: the one with more steps, of two with as many the new one.
 
+    Rows of what is not trained have none: the new one counts.
+
     >>> few, many = ({"case": "a", "device": "x", "steps": steps} for steps in (1, 2))
     >>> merged([many], [few]) == [many]
     True
+    >>> merged([{"case": "a", "device": "x"}], [{"case": "a", "device": "x", "ms": 3}])
+    [{'case': 'a', 'device': 'x', 'ms': 3}]
     """
     best: dict[tuple[str, str], Row] = {}
     for row in [*before, *new]:

@@ -139,8 +139,10 @@ def test_what_is_finished_is_not_run_again(
         monkeypatch.setattr(study_of, name, lambda *given, name=name: pytest.fail(name))
     assert run(study, tmp_path / "rows.json", NAMES) == rows
     other = dataclasses.replace(study, recipe=dataclasses.replace(TINY, rate=1e-5))
-    with pytest.raises(ValueError, match="holds a run of another recipe; choose another --work"):
+    with pytest.raises(ValueError, match="holds rows of another recipe; choose another --out"):
         run(other, tmp_path / "rows.json")
+    with pytest.raises(ValueError, match="holds a run of another recipe; choose another --work"):
+        run(other, tmp_path / "others.json")
 
 
 def test_a_study_whose_time_is_up_goes_on(
