@@ -17,6 +17,7 @@ from nsa_flex.training.arguments import world_size
 from nsa_flex.training.config import TrainConfig, config_of, read_config
 from nsa_flex.training.dense_choice import choose_dense_layers
 from nsa_flex.training.models import build_model
+from nsa_flex.training.record import marks
 from nsa_flex.training.resuming import CONFIG_FILE, FREE, differences
 from nsa_flex.training.run import summary, train
 from nsa_flex.training.saving import MODEL_FOLDER
@@ -259,12 +260,8 @@ def _run(
 
 def _weights_of(checkpoint: str) -> str:
     """12 hexadecimal digits that tell a checkpoint's weights."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(checkpoint).glob("*.safetensors")):
-        with path.open("rb") as file:
-            while part := file.read(1 << 24):
-                digest.update(part)
-    return digest.hexdigest()[:12]
+    files = marks(sorted(Path(checkpoint).glob("*.safetensors")))
+    return hashlib.sha256("".join(mark["hash"] for mark in files).encode()).hexdigest()[:12]
 
 
 def recall_of(run: Path) -> dict[str, list[float | None]]:

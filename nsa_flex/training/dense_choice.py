@@ -17,7 +17,7 @@ from nsa_flex.patching.sites import choose_sites
 from nsa_flex.training.arguments import is_bf16, uses_cuda
 from nsa_flex.training.config import TrainConfig
 from nsa_flex.training.models import build_model, patch_layers
-from nsa_flex.training.packing import IGNORED, Collator
+from nsa_flex.training.packing import Collator
 from nsa_flex.training.texts import find_texts
 
 ROWS = 8  # that are measured on
@@ -56,7 +56,6 @@ def choose_dense_layers(
     rows = found[:: max(1, len(found) // ROWS)][:ROWS]
     collator = Collator(config.data, bounds=False)
     batches = [collator([row]) for row in rows]
-    batches = [each for each in batches if (each["labels"] != IGNORED).any()]
     if not batches:
         raise ValueError(
             f"no held-out row has more than n * l' = {selected} tokens, beyond which alone layers "

@@ -72,7 +72,7 @@ class Texts:
         """
         held_out = True if self.splits else None
         data = self.config.data
-        rows = PackedRows(
+        rows: Any = PackedRows(
             self.held_out.files,
             self.tokenizer,
             data,
@@ -83,8 +83,8 @@ class Texts:
             sizes=self.sizes if self.splits else (),
             cache=self.cache if self.splits else None,
         )
-        whole: Any = rows  # no stages: none is cut
-        found = list(itertools.islice((row for row in whole if row.is_learned), count))
+        # Without stages none is cut.
+        found = list(itertools.islice((row for row in rows if row.is_learned), count))
         if not found:
             raise ValueError(
                 "data.files hold no held-out document: whole documents are held out, at random. "
