@@ -35,6 +35,8 @@ from patching.tiny_models import relative_error
 STEPS = 2  # before the checkpoint, and after
 # Sums of some thousand float64 terms in another order, in four steps of AdamW.
 ROUNDING = 1e-10
+# transformers computes the loss in float32, and then a mean over four ranks is one of means.
+ROUNDING_OF_LOSS = 4 * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def change_the_mesh(device: torch.device, folder: Path, shapes: list[tuple[int, 
             train_and_save(run, mesh, folder / "saved")
             continue
         found, case = load_and_train(run, mesh, folder / "saved"), f"{shapes[0]}, then {cp, dp}"
-        assert relative_error(found.loss, expected.loss) < ROUNDING, case
+        assert relative_error(found.loss, expected.loss) < ROUNDING_OF_LOSS, case
         assert found.gradients.keys() == expected.gradients.keys(), case
         for name, gradient in found.gradients.items():
             assert relative_error(gradient, expected.gradients[name]) < ROUNDING, f"{case}: {name}"
