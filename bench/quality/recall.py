@@ -16,7 +16,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from nsa_flex import NSAConfig
 from nsa_flex.bench.cases.models import best_dense
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.recall_causes import causes_of
-from nsa_flex.bench.quality.recall_tasks import (
-    MATCHING,
-    TASKS,
-    VOCABULARY,
-    Batch,
-    Task,
-    make_batch,
-)
+from nsa_flex.bench.quality.recall_recipes import RECIPES, Recipe
+from nsa_flex.bench.quality.recall_tasks import TASKS, VOCABULARY, Batch, Task, make_batch
 from nsa_flex.bench.quality.variants import variants
 from nsa_flex.bench.report.rows import Row, write_rows
 from nsa_flex.training.config import DataSection, ModelSection
@@ -49,141 +41,9 @@ ROW = "recall.json"
 STATE = "state.pt"
 MODEL = "model"  # what a conversion starts from
 WORKERS = 4  # processes that make rows
-ASSOCIATIVE_WEIGHT = 4  # such rows are drawn so many times as often: other tasks build on them
 DEPTHS = 8
 CLOSING = 0.2  # of the seconds, for the tests
 TEST_TOKENS = 65536  # of a forward
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Rows of one length, of random tasks: `steps` of them with `rows` each."""
-
-    length: int
-    rows: int
-    steps: int
-    tasks: tuple[Task, ...] = TASKS
-
-    @property
-    def shares(self) -> np.ndarray:
-        """Of each task in the rows."""
-        weights = np.array(
-            [ASSOCIATIVE_WEIGHT if task == "associative" else 1 for task in self.tasks]
-        )
-        return weights / weights.sum()
-
-
-SHORT = Stage(48, 1536, 800, MATCHING)  # teaches matching of keys
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Model, curriculum and tests.
-
-    Args:
-        tests: (length, rows of each task).
-        rope_theta: so large that pairs of a key keep their angle over the longest row.
-    """
-
-    name: str = "scratch"
-    stages: tuple[Stage, ...] = (
-        SHORT,
-        Stage(256, 128, 800),
-        Stage(512, 64, 150),
-        Stage(1024, 32, 200),
-        Stage(2048, 16, 150),
-        Stage(4096, 8, 200),
-        Stage(8192, 8, 150),
-        Stage(16384, 4, 200),
-        Stage(32768, 4, 200),
-        Stage(65536, 4, 250),
-    )
-    tests: tuple[tuple[int, int], ...] = (
-        (8192, 64),
-        (16384, 64),
-        (32768, 48),
-        (65536, 32),
-        (131072, 8),
-    )
-    hidden_size: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    rope_theta: float = 1e7
-    learning_rate: float = 2e-3
-    warmup_steps: int = 100
-    nsa: NSAConfig = dataclasses.field(default_factory=NSAConfig)
-
-    @property
-    def steps(self) -> int:
-        """Of all stages."""
-        return sum(stage.steps for stage in self.stages)
-
-    @property
-    def tasks(self) -> tuple[Task, ...]:
-        """That are tested: those that some stage trains, all if there is none."""
-        trained = {task for stage in self.stages for task in stage.tasks} or {*TASKS}
-        return tuple(task for task in TASKS if task in trained)
-
-    def stage_at(self, step: int) -> Stage:
-        """That of a step, counted from 0."""
-        for stage in self.stages:
-            if step < stage.steps:
-                return stage
-            step -= stage.steps
-        raise ValueError(f"step={step} is past the last stage")
-
-    def rate_at(self, step: int) -> float:
-        """Warm-up; held up to the last stage, where it falls linearly to a tenth."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        last = self.stages[-1].steps
-        into_last = max(0, step - (self.steps - last)) / last
-        return self.learning_rate * warm * (1 - 0.9 * into_last)
-
-
-# Of what is spread over the row, alone: beside the other tasks no model learns it.
-AGGREGATION = Recipe(
-    name="aggregation",
-    stages=tuple(
-        Stage(length, rows, steps, ("common", "count"))
-        for length, rows, steps in (
-            (256, 128, 1500),
-            (512, 64, 250),
-            (1024, 32, 250),
-            (2048, 16, 250),
-            (4096, 8, 250),
-            (8192, 8, 150),
-            (16384, 4, 150),
-            (32768, 4, 150),
-            (65536, 4, 150),
-        )
-    ),
-)
-# Of a model that has learnt from text.
-TEXT = Recipe(
-    name="text",
-    stages=(
-        SHORT,
-        Stage(256, 128, 1200),
-        Stage(1024, 32, 400),
-        Stage(4096, 8, 300),
-        Stage(16384, 2, 150),
-        Stage(65536, 1, 60),
-    ),
-    tests=((8192, 128), (32768, 32), (65536, 16)),
-    learning_rate=3e-4,
-)
-# Of one that has learnt the tasks with dense attention, with less than a tenth of its tokens.
-CONVERSION = dataclasses.replace(
-    TEXT,
-    name="conversion",
-    stages=(Stage(4096, 8, 150), Stage(16384, 2, 80), Stage(65536, 1, 40)),
-    warmup_steps=20,
-)
-PATCHED = dataclasses.replace(CONVERSION, name="patched", stages=())
-RECIPES = {each.name: each for each in (Recipe(), AGGREGATION, TEXT, CONVERSION, PATCHED)}
-OF_CHECKPOINTS = (TEXT.name, CONVERSION.name, PATCHED.name)
 
 
 def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = None) -> Any:
@@ -262,6 +122,7 @@ class Run:
         checkpoint: Path | None = None,
     ) -> None:
         self.recipe, self.seed, self.device = recipe, seed, device
+        self.about = json.dumps([variant, seed, dataclasses.asdict(recipe)])
         self.model = build(recipe, variant, seed, checkpoint).to(device)
         if device.type == "cuda":  # the host bounds short rows: half as long a step
             for layer in self.model.model.layers:
@@ -316,12 +177,21 @@ class Run:
         """At once or not at all."""
         draft = path.with_suffix(".new")
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save({**state, "step": self.step, "losses": self.losses}, draft)
+        state |= {"step": self.step, "losses": self.losses, "about": self.about}
+        torch.save(state, draft)
         draft.replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on with what `save` wrote."""
+        """Go on with what `save` wrote.
+
+        Raises:
+            ValueError: for a run of another variant, seed or recipe.
+        """
         state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["about"] != self.about:
+            raise ValueError(
+                f"{path.parent} holds a run of another variant, seed or recipe: choose another"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.losses = state["step"], state["losses"]
@@ -455,8 +325,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="dense, or of that variant")
     given = parser.parse_args()
     recipe = RECIPES[given.recipe or ("text" if given.checkpoint else "scratch")]
-    if (recipe.name in OF_CHECKPOINTS) != (given.checkpoint is not None):
-        parser.error(f"--recipe {recipe.name}: expected --checkpoint with {OF_CHECKPOINTS} alone")
+    if recipe.of_checkpoint != (given.checkpoint is not None):
+        expected = "expected" if recipe.of_checkpoint else "expected no"
+        parser.error(f"--recipe {recipe.name}: {expected} --checkpoint")
     row = recall(given.variant, given.seed, given.out, given.seconds, recipe, given.checkpoint)
     print({name: row[name] for name in ("case", "status", "steps", "seconds")})
 

@@ -13,18 +13,15 @@ import torch
 from nsa_flex import NSAConfig
 from nsa_flex.bench.quality.recall import (
     MODEL,
-    PATCHED,
-    RECIPES,
     ROW,
     STATE,
-    Recipe,
     Run,
-    Stage,
     Steps,
     build,
     recall,
 )
 from nsa_flex.bench.quality.recall_causes import causes_of
+from nsa_flex.bench.quality.recall_recipes import PATCHED, RECIPES, Recipe, Stage
 from nsa_flex.bench.quality.recall_report import draw
 from nsa_flex.bench.quality.recall_report import recall as table_of
 from nsa_flex.bench.quality.recall_tasks import (
@@ -217,6 +214,9 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
         assert set(table_of([row])["missed: selected"]) == {"24"}
     draw([row], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5_000
+    for other in (1, TINY), (0, dataclasses.replace(TINY, learning_rate=1e-3)):
+        with pytest.raises(ValueError, match="holds a run of another variant, seed or recipe"):
+            recall(variant, other[0], folder, 1e6, other[1])
 
 
 def test_a_run_from_a_model_of_text(tmp_path: Path) -> None:
