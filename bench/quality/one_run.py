@@ -83,6 +83,7 @@ class Evaluation(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finished, or stopped: the losses on all rows."""
         self._clock("seconds")
+        self._write(state.global_step, "stopped")  # a process killed in the evaluation goes on
         losses = self._losses(self.held_out)
         self._add_point(state.global_step, losses[: self.few])
         self.row |= summary(losses.numpy(), self.held_out.numpy().astype(np.uint8))

@@ -96,6 +96,7 @@ def documents(
     Raises:
         TrainingError: the file cannot be read, decompressed or parsed; the message names it.
     """
+    zstd_error = _zstd_error()  # now: a generator may be closed when nothing can be imported
     try:
         if _suffix(path) == ".parquet":
             yield from _checked(_parquet(path, column), column, chat)
@@ -110,7 +111,7 @@ def documents(
                 raise ValueError("conversations are read from .jsonl, .parquet and .arrow alone")
             else:
                 yield from _plain_text(file, path, {} if skipped is None else skipped)
-    except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, _zstd_error()) as error:
+    except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, zstd_error) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else error
         raise TrainingError(
             f"data: {path} cannot be read ({type(error).__name__}: {reason}); resume once it can, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -298,8 +299,9 @@ def test_runs_become_a_table(
 
 
 @pytest.mark.usefixtures("little_held_out")
+@pytest.mark.parametrize("is_killed", [False, True], ids=["evaluated", "killed while evaluated"])
 def test_a_stopped_run_goes_on(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_killed: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = ("training.steps=6", "run.log_every=1", "run.gates_every=0")
     losses = one_run_module.Evaluation._losses
@@ -307,13 +309,17 @@ def test_a_stopped_run_goes_on(
     def stopped(self: Any, rows: torch.Tensor) -> torch.Tensor:
         if not self.row["curve"]:
             signal.raise_signal(signal.SIGTERM)
+        elif is_killed and len(rows) == len(self.held_out):  # at the end
+            raise SystemExit
         return losses(self, rows)
 
     whole = one_run("dense", "tiny", 3, corpus, tmp_path / "whole" / "run", few)
     folder = tmp_path / "parts" / "run"
     with monkeypatch.context() as patched:
         patched.setattr(one_run_module.Evaluation, "_losses", stopped)
-        part = one_run("dense", "tiny", 3, corpus, folder, few)
+        with pytest.raises(SystemExit) if is_killed else contextlib.nullcontext():
+            one_run("dense", "tiny", 3, corpus, folder, few)
+    part = json.loads((folder / ROW).read_text())
     assert (part["status"], part["steps"], part["tokens"]) == ("stopped", 2, 2 * 2 * LENGTH)
     row = one_run("dense", "tiny", 3, corpus, folder, few)
     assert row == json.loads((folder / ROW).read_text())
