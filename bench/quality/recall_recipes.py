@@ -106,7 +106,7 @@ class Recipe:
 AGGREGATION = Recipe(
     name="aggregation",
     stages=tuple(
-        Stage(length, rows, steps, ("common", "count"))
+        Stage(length, rows, steps, ("frequent", "share"))
         for length, rows, steps in (
             (256, 128, 1500),
             (512, 64, 250),

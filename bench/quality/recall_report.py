@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from nsa_flex.bench.command_line import parser_of
-from nsa_flex.bench.quality.recall_tasks import TASKS
 from nsa_flex.bench.report.cells import EMPTY, markdown
 from nsa_flex.bench.report.cells import tokens as length_cell
 from nsa_flex.bench.report.rows import Row, earlier_rows, merged, read_rows, write_rows
@@ -32,7 +31,7 @@ def recall(rows: list[Row]) -> pd.DataFrame:
     lengths = _lengths([row for runs in models.values() for row in runs])
     for (variant, recipe), runs in models.items():
         longest = max([n for n in lengths if n <= runs[0]["trained_length"]] or lengths)
-        for task in TASKS:
+        for task in dict.fromkeys(test["task"] for row in runs for test in row["tests"]):
             found = {n: _tests(runs, task, n) for n in lengths}
             wrong = [test["causes"]["wrong"] for test in found[longest] if _has_wrong(test)]
             lines.append(

@@ -22,8 +22,8 @@ Task = Literal[
     "multi_key",
     "multi_value",
     "tracking",
-    "common",
-    "count",
+    "frequent",
+    "share",
     "pairs",
     "previous",
 ]
@@ -44,8 +44,9 @@ MOST_QUESTIONS = 32
 QUESTION_TOKENS = 4  # of a short row, for each question
 LEAST = 32  # tokens of a row
 MOST_NEEDLES = 8
-OFTEN, SELDOM, KINDS = 6, 3, 12  # of common words: the one, the others, how many in all
-LEAST_SLOTS = OFTEN + SELDOM * (KINDS - 1)  # that every task has room in
+OFTEN = 8  # every so many slots have the most frequent word
+SHARES = 4  # a word fills 2⁰ to 2³ of 32 slots
+LEAST_SLOTS = 32  # that every task has room in
 
 
 class Questions(NamedTuple):
@@ -232,25 +233,30 @@ def _tracking(rng: np.random.Generator, body: np.ndarray) -> Questions:
     )
 
 
-def _common(rng: np.random.Generator, body: np.ndarray) -> Questions:
-    """Twelve words, one of which stands there twice as often as the others."""
-    words, slots = _draw(rng, WORDS, KINDS), _slots(rng, body, LEAST_SLOTS)
-    body[slots, 2] = np.repeat(words, [OFTEN] + [SELDOM] * (KINDS - 1))
-    return Questions([ASK], [int(words[0])], [[int(words[0])]], [slots[:OFTEN].tolist()], [0])
+def _frequent(rng: np.random.Generator, body: np.ndarray) -> Questions:
+    """Slots full of words, each as often but for the one that every eighth has."""
+    word, *others = _draw(rng, WORDS, len(WORDS)).tolist()
+    body[:] = rng.permutation(np.resize(others, len(body)))[:, None]
+    slots = _slots(rng, body, len(body) // OFTEN)
+    body[slots] = word
+    return Questions([ASK], [word], [[word]], [slots[:MOST_NEEDLES].tolist()], [0])
 
 
-def _count(rng: np.random.Generator, body: np.ndarray) -> Questions:
-    """Four words, and how often each stands there: one to eight times."""
-    words, counts = _draw(rng, WORDS, 4), rng.integers(1, MOST_NEEDLES + 1, 4)
-    slots = _slots(rng, body, counts.sum())
-    body[slots, 2] = np.repeat(words, counts)
-    answers = (NUMBERS.start + counts).tolist()
-    parts = np.split(slots, counts.cumsum()[:-1])
+def _share(rng: np.random.Generator, body: np.ndarray) -> Questions:
+    """Slots full of words, and how many of them four words have, as a power of two."""
+    words = _draw(rng, WORDS, len(WORDS))
+    powers = rng.integers(0, SHARES, 4)
+    counts = len(body) * 2**powers // LEAST_SLOTS
+    body[:] = rng.permutation(np.resize(words[4:], len(body)))[:, None]
+    parts = np.split(_slots(rng, body, counts.sum()), counts.cumsum()[:-1])
+    for word, slots in zip(words, parts, strict=False):
+        body[slots] = word
+    answers = (NUMBERS.start + powers).tolist()
     return Questions(
-        words.tolist(),
+        words[:4].tolist(),
         answers,
         [[answer] for answer in answers],
-        [part.tolist() for part in parts],
+        [slots[:MOST_NEEDLES].tolist() for slots in parts],
         [0] * 4,
     )
 
@@ -275,7 +281,7 @@ _ROWS = {
     "multi_key": _multi_key,
     "multi_value": _multi_value,
     "tracking": _tracking,
-    "common": _common,
-    "count": _count,
+    "frequent": _frequent,
+    "share": _share,
     "pairs": _pairs,
 }
