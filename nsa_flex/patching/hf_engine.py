@@ -30,7 +30,7 @@ from transformers.generation.continuous_batching.utils import (
 
 from nsa_flex.config import NSAConfig
 from nsa_flex.paging import LayerPages, Length, rows_per_page
-from nsa_flex.patching.hf_layers import IMPLEMENTATION, PAGED_IMPLEMENTATION
+from nsa_flex.patching.hf_layers import IMPLEMENTATION, IMPLEMENTATIONS, PAGED_IMPLEMENTATION
 from nsa_flex.patching.layer import NSALayer
 
 
@@ -111,7 +111,8 @@ class _FullAttention(FullAttentionCacheAllocator):
     """What the engine makes for full attention: by the model's config, NSA's pages or its own."""
 
     def __new__(cls, *, config: Any, **kwargs: Any) -> Any:
-        kind = NSAPages if hasattr(config, "nsa_flex") else FullAttentionCacheAllocator
+        runs_nsa = config._attn_implementation in IMPLEMENTATIONS
+        kind = NSAPages if runs_nsa else FullAttentionCacheAllocator
         return kind(config=config, **kwargs)
 
 
@@ -142,6 +143,7 @@ def check_heads(model: Any) -> None:
 class NSAManager(ContinuousBatchingManager):
     """Runs the engine with NSA's pages. Made by `model.init_continuous_batching`."""
 
+    runs_nsa = True
     batch_processor: Any
 
     def __init__(self, model: Any, generation: Any, batching: Any, hints: Any) -> None:
@@ -150,7 +152,11 @@ class NSAManager(ContinuousBatchingManager):
             table_width = _table_width(model, batching.page_size)
         # The engine gives tables to FlashAttention's kernels alone: it is asked afterwards.
         batching.max_blocks_per_request = 0
-        super().__init__(model, generation, batching, hints)
+        try:
+            super().__init__(model, generation, batching, hints)
+        except Exception:
+            _switch_back(model)
+            raise
         self.continuous_batching_config.max_blocks_per_request = table_width
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -166,7 +172,7 @@ class NSAManager(ContinuousBatchingManager):
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stop the engine, and give NSA's attention its usual name again."""
         super().stop(*args, **kwargs)
-        self.model.config.get_text_config()._attn_implementation_internal = IMPLEMENTATION
+        _switch_back(self.model)
 
     def max_request_tokens(self) -> int:
         """Tokens that one request can have in all, by the cache and by the model."""
@@ -192,6 +198,13 @@ class NSAManager(ContinuousBatchingManager):
         add = type(scheduler).add_waiting_request
         scheduler.add_waiting_request = functools.partial(_add, scheduler, add, self._limits())
         return self.batch_processor
+
+
+def _switch_back(model: Any) -> None:
+    """NSA's usual name, unless the model was unpatched or runs another attention by now."""
+    config = model.config.get_text_config()
+    if config._attn_implementation == PAGED_IMPLEMENTATION:
+        config._attn_implementation_internal = IMPLEMENTATION
 
 
 def _in_order(compute: Any, stream: Any, *args: Any) -> None:

@@ -68,11 +68,21 @@ def _init_continuous_batching(
 ) -> Any:
     """As the class's own: a manager, or the one that was kept from an earlier session.
 
+    While `set_attn_implementation` has switched NSA off it is the class's own.
+
     Raises:
         ValueError: something that was asked for, or that the model has, does not go together with
             NSA's pages; the message names it.
     """
+    runs_nsa = model.config.get_text_config()._attn_implementation in IMPLEMENTATIONS
     kept = getattr(model, "_cached_continuous_batching_manager", None)
+    if kept is not None and getattr(kept, "runs_nsa", False) != runs_nsa:  # since a switch
+        model.destroy_cached_continuous_batching_manager()
+        kept = None
+    if not runs_nsa:
+        return type(model).init_continuous_batching(
+            model, generation_config, continuous_batching_config, workload_hints
+        )
     if kept is not None:
         kept.switch_to_cb_friendly_attn(model)
         return kept

@@ -324,6 +324,49 @@ def test_a_manager_that_is_kept_serves_the_next_batch() -> None:
     assert not hasattr(model, "_cached_continuous_batching_manager")
 
 
+def test_a_switched_model_is_batched_by_the_attention_in_force() -> None:
+    model, inputs, kept = patched(), prompts(70, 130), {"persistent_manager": True}
+    found = {}
+    for implementation in ("nsa_flex", "sdpa", "nsa_flex"):
+        model.set_attn_implementation(implementation)
+        outputs = model.generate_batch(
+            inputs,
+            generation_config=GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False),
+            continuous_batching_config=batching(),
+            **kept,
+        )
+        assert model.config._attn_implementation == implementation
+        found[implementation] = [each.generated_tokens for each in outputs.values()]
+        assert found[implementation] == alone(model, inputs)
+    assert found["nsa_flex"] != found["sdpa"]
+
+
+def test_a_manager_that_cannot_be_made_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = patched()
+
+    def fails(*args: Any) -> None:
+        assert model.config._attn_implementation != "nsa_flex"
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(model, "_get_logits_processor", fails)
+    with pytest.raises(RuntimeError, match="broken"):
+        model.init_continuous_batching()
+    assert model.config._attn_implementation == "nsa_flex"
+
+
+def test_a_manager_that_stops_after_unpatch_leaves_the_config_alone() -> None:
+    model = tiny_model(max_position_embeddings=512)
+    before = model.config._attn_implementation
+    nsa_flex.patch(model, NSA)
+    with running(model) as manager:
+        result_of(manager, manager.add_request([1, 2, 3]))
+        nsa_flex.unpatch(model)
+    assert model.config._attn_implementation == before
+    model(torch.tensor([[1, 2, 3]]))
+
+
 def test_the_callers_configs_stay_as_they_were() -> None:
     model = patched()
     generation, config = GenerationConfig(max_new_tokens=3), batching(max_blocks_per_request=9)
