@@ -69,9 +69,10 @@ def load(
 
     Raises:
         ValueError: the checkpoint is not of a patched model, is of a class that transformers does
-            not have, lacks tensors of the model, or has some of NSA that no layer takes;
-            `device_map` offloads, or `distributed_config` asks for a pipeline. (A head that it
-            lacks, of a classifier for example, is a new one, with a warning.)
+            not have, lacks tensors of the model or has them in other sizes, or has some of NSA
+            that no layer takes; `device_map` offloads, or `distributed_config` asks for a
+            pipeline. (A head that it lacks, of a classifier for example, is a new one, with a
+            warning.)
 
     >>> model = load("my-checkpoint", dtype=torch.bfloat16)  # doctest: +SKIP
     """
@@ -238,14 +239,28 @@ def _load_unpatched(
     from transformers.utils import logging
 
     loader = _saved_class(kwargs["config"]) if model_class is None else model_class
+    ignores_sizes = kwargs.get("ignore_mismatched_sizes", False)
+    always = {"use_safetensors": True, "output_loading_info": True}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would list every tensor of NSA; the rest is checked below
     try:
         model, report = loader.from_pretrained(
-            path, **{**kwargs, "use_safetensors": True, "output_loading_info": True}
+            path, **{**kwargs, **always, "ignore_mismatched_sizes": True}
         )
     finally:
         logging.set_verbosity(verbosity)
+    others = sorted(
+        f"{key} is {tuple(saved)} and {tuple(own)} in the model"
+        for key, saved, own in report["mismatched_keys"]
+    )
+    if others and not ignores_sizes:
+        raise ValueError(
+            f"tensors of the checkpoint have other sizes: {', '.join(others)}; with "
+            "ignore_mismatched_sizes=True such tensors are newly initialized"
+        )
+    if others:
+        text = f"of other sizes in the checkpoint, newly initialized: {', '.join(others)}"
+        warnings.warn(text, stacklevel=3)
     missing = sorted(report["missing_keys"])
     inside = [key for key in missing if not _is_of_a_head(model, key)]
     if inside:

@@ -59,7 +59,8 @@ class NSACheckpointConfig(PreTrainedConfig):
     """The config of a patched model, with the model type that it has on disk.
 
     `base` is the config that the model has in memory. All its attributes are here too, but for
-    `architectures`, by which readers would look for the class of the dense model.
+    `architectures`, by which readers would look for the class of the dense model. What is set here
+    is set there.
     """
 
     model_type = MODEL_TYPE
@@ -77,6 +78,11 @@ class NSACheckpointConfig(PreTrainedConfig):
         architectures = config_dict.get("architectures")
         config.__dict__.update(vars(base), base=base, architectures=architectures)
         return (config, unused) if return_unused else config
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if "base" in vars(self) and name != "architectures":
+            setattr(self.base, name, value)
 
     def to_json_file(self, *args: Any, **kwargs: Any) -> None:
         """Write what was read: `base` with its record."""

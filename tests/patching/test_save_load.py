@@ -198,6 +198,32 @@ def test_a_model_made_from_the_config_of_a_patched_one_is_not_patched_anew() -> 
     assert nsa_flex.patch(fresh, NSA) is fresh
 
 
+def test_what_is_set_on_a_config_that_was_read_counts(tmp_path: Path) -> None:
+    nsa_flex.patch(tiny_model(), NSA).save_pretrained(tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    config.num_labels, config.pad_token_id = 5, 7
+    config.save_pretrained(tmp_path / "config")
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "config")
+    assert (again.num_labels, again.pad_token_id) == (5, 7)
+    classifier = transformers.AutoModelForSequenceClassification
+    with pytest.warns(UserWarning, match=r"newly initialized: score\.weight"):
+        model = classifier.from_pretrained(tmp_path / "model", config=config)
+    assert (model.score.out_features, model.config.pad_token_id) == (5, 7)
+
+
+def test_tensors_of_other_sizes_are_named(tmp_path: Path) -> None:
+    model = nsa_flex.patch(tiny_model(), NSA)
+    model.save_pretrained(tmp_path)
+    size = model.config.vocab_size
+    named = rf"embed_tokens\.weight is \({size}, \d+\) and \({size + 2}, \d+\) in the model"
+    with pytest.raises(ValueError, match=named):
+        nsa_flex.load(tmp_path, vocab_size=size + 2)
+    with pytest.warns(UserWarning, match=rf"newly initialized: .*{named}"):
+        found = nsa_flex.load(tmp_path, vocab_size=size + 2, ignore_mismatched_sizes=True)
+    assert found.lm_head.weight.shape[0] == size + 2
+    assert torch.equal(found.model.norm.weight, model.model.norm.weight)
+
+
 def test_the_model_in_memory_keeps_its_class_and_type(tmp_path: Path) -> None:
     model = nsa_flex.patch(tiny_model(), NSA)
     config = model.config
