@@ -123,7 +123,8 @@ class LayerCache(CacheState):
 
         Raises:
             ValueError: they do not fit what is cached, there is no room, gradients are being
-                recorded, or keys of the expected tokens came before. The cache is then as it was.
+                recorded, keys of the expected tokens came before, or padding did and nothing was
+                expected. The cache is then as it was.
         """
         if self.handed_out is not None:
             raise ValueError(
@@ -138,6 +139,11 @@ class LayerCache(CacheState):
             raise ValueError(problem)
         num_tokens = key_states.shape[2]
         if self.incoming is None:
+            if not self.columns.even:
+                raise ValueError(
+                    "this layer of the cache holds a padded batch, which only a patched model "
+                    "reads right: start with a new cache"
+                )
             self.columns.check_room(num_tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

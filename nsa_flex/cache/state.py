@@ -202,9 +202,12 @@ class CacheState:
         return tokens_to_remove
 
     def reset(self) -> None:
-        """Forget all tokens; the memory stays."""
+        """Forget all tokens; static memory stays, and with it the number of rows."""
         self.incoming = self.handed_out = self.pending = None
         self.columns.reset()
+        if self.max_length is None and self.is_initialized:
+            self.is_initialized = False
+            del self.buffers, self.lengths
         if self.is_initialized:
             self.lengths.zero_()
             for buffer in self.buffers.tensors:  # NaN would come through where nobody looks
@@ -283,7 +286,10 @@ def misfit(cache: Any, key: Tensor, value: Tensor) -> str | None:
             f"{_shapes(key, value)} are not those of this cache's layer: {heads} heads of "
             f"{key_dim} and {value_dim}"
         )
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+    wants_grad = torch.is_grad_enabled() and (
+        key.requires_grad or value.requires_grad or any(x.requires_grad for x in _phi(cache))
+    )
+    if wants_grad:
         return "NSA's cache carries no gradients: call under torch.no_grad(), or without a cache"
     if not cache.is_initialized:
         return _sharded_phi(cache)
@@ -304,9 +310,16 @@ def _shapes(key: Tensor, value: Tensor) -> str:
     return f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
 
 
+def _phi(cache: Any) -> list[Tensor]:
+    """Parameters of what compresses."""
+    if not cache.config.compresses:
+        return []
+    both = (cache.compress_key, cache.compress_value)
+    return [x for each in both for x in each.own_parameters().values()]
+
+
 def _sharded_phi(cache: Any) -> str | None:
-    phi = (cache.compress_key, cache.compress_value)
-    if any(is_sharded(x) for each in phi for x in each.own_parameters().values()):
+    if any(is_sharded(x) for x in _phi(cache)):
         return (
             "φ is sharded by itself (fully_shard on the nsa module), and a cache compresses "
             "outside of its forward: fully_shard the decoder layer, or pass use_cache=False"

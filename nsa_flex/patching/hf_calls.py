@@ -196,16 +196,18 @@ class CallHook:
         mask = _padding_mask(call.get("attention_mask"))
         num_keys, cached = self._cache_sizes(call, length)
         position_ids = _document_positions(call)
-        if mask is not None:
-            mask = _fit(mask, num_keys, cached, length)
+        cu_seqlens, uses_cache = call.get("cu_seq_lens_q"), _uses_cache(decoder, call)
+        if mask is not None and cu_seqlens is None:
+            mask = _fit(mask.expand(_rows_of(mask, batch), -1), num_keys, cached, length)
             if self._counts_padding(call):
                 call["position_ids"] = new_positions(mask, cached, length)
             elif position_ids is not None:
                 assert_padded_positions(call, position_ids, mask, cached, length)
             return padded_rows(mask, length, cached)
-        cu_seqlens, uses_cache = call.get("cu_seq_lens_q"), _uses_cache(decoder, call)
         if cu_seqlens is not None:
             self._check_packed(call, batch, uses_cache)
+            if isinstance(call.get("attention_mask"), Tensor):
+                _assert_no_padding(call.pop("attention_mask"))
             layout = align_packed(cu_seqlens, length, self.config, _longest(call))
             if call.get("position_ids") is None:  # the decoder would count on from one to the next
                 self._check_masks_to_come(call)
@@ -258,8 +260,12 @@ class CallHook:
             raise ValueError("cu_seq_lens_q with a cache is not supported: pass use_cache=False")
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q describes one row of tokens, got a batch of {batch}")
-        if keys is not None and keys.shape != call["cu_seq_lens_q"].shape:
-            raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q; expected self-attention")
+        queries, differs = call["cu_seq_lens_q"], "cu_seq_lens_k differs from cu_seq_lens_q"
+        if keys is None or keys is queries:
+            return
+        if keys.shape != queries.shape:
+            raise ValueError(f"{differs}; expected self-attention")
+        torch._assert_async((keys == queries).all(), differs)
 
     def _check_masks_to_come(self, call: dict[str, Any]) -> None:
         if self.kept_masks and call.get("attention_mask") is not None:
@@ -377,6 +383,20 @@ def _fit(mask: Tensor, num_keys: int, cached: int | Tensor, length: int) -> Tens
             f"and each new token, {num_keys} a row"
         )
     return torch.nn.functional.pad(mask, (0, num_keys - mask.shape[1]))
+
+
+def _rows_of(mask: Tensor, batch: int) -> int:
+    """The batch's rows, which a mask of one row is for too."""
+    if mask.shape[0] not in (1, batch):
+        raise ValueError(f"attention_mask has {mask.shape[0]} rows, and the call {batch}")
+    return batch
+
+
+def _assert_no_padding(mask: Tensor) -> None:
+    """That a mask beside packed documents hides nothing, as a tokenizer's does; likewise."""
+    torch._assert_async(
+        (mask != 0).all(), "attention_mask hides tokens of a row whose documents are packed"
+    )
 
 
 def _longest(call: dict[str, Any]) -> int | None:

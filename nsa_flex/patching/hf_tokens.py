@@ -133,11 +133,13 @@ def _assert_same_past(mask: Tensor, cache: LayerCache, num_tokens: int) -> None:
     if columns is None:
         past = torch.arange(mask.shape[1], device=mask.device) < cache.get_seq_length()
         real = ((mask != 0) & past).sum(1)
+        same = real == cache.lengths
     else:
-        real = (mask[:, :columns] != 0).sum(1)
+        real = mask[:, :columns] != 0
+        told = cache.columns.real(cache.batch_size)
+        same = real.sum(1) == cache.lengths if told is None else real == told.to(real.device)
     torch._assert_async(
-        (real == cache.lengths).all(),
-        "attention_mask hides or shows other cached tokens than when they came in",
+        same.all(), "attention_mask hides or shows other cached tokens than when they came in"
     )
 
 

@@ -102,14 +102,32 @@ class NSACache(_Base):
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times: several continuations of one prefix."""
+        """Each row `repeats` times: several continuations of one prefix.
+
+        Raises:
+            ValueError: an unpatched layer's cache is static, and cannot. Nothing changed.
+        """
+        self._check_can("batch_repeat_interleave")
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The rows `indices` alone."""
+        """The rows `indices` alone.
+
+        Raises:
+            ValueError: an unpatched layer's cache is static, and cannot. Nothing changed.
+        """
+        self._check_can("batch_select_indices")
         for layer in self.layers:
             layer.batch_select_indices(indices)
+
+    def _check_can(self, method: str) -> None:
+        for i, layer in enumerate(self.layers):
+            if not hasattr(layer, method):
+                raise ValueError(
+                    f"layer {i} is not patched, and its {type(layer).__name__} has no {method}: "
+                    "use a cache that grows"
+                )
 
 
 def _check_crop(layer: Any, tokens_to_remove: int) -> None:

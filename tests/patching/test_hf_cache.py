@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from typing import Any
@@ -161,18 +162,76 @@ def test_layers_are_asked_together_whether_a_block_is_completed(
 
 def test_a_cache_goes_on_after_another_patch(model: nn.Module) -> None:
     """If empty, and without memory for blocks of another size."""
-    cache, filled_one = nsa_flex.NSACache(model), nsa_flex.NSACache(model)
-    ids = tokens(2, 40)
-    step(model, ids[:, :3], filled_one)
+    cache, ids = nsa_flex.NSACache(model), tokens(2, 40)
+    growing, static = nsa_flex.NSACache(model), nsa_flex.NSACache(model, max_length=40)
+    for each in (growing, static):
+        step(model, ids[:, :3], each)
     nsa_flex.unpatch(model)
     sizes = {"compress_block_size": 16, "compress_stride": 8, "select_block_size": 16}
     moved(nsa_flex.patch(model, dataclasses.replace(NSA, **sizes)))
     step(model, ids[:, :30], cache)
     found = step(model, ids[:, 30:], cache)
     assert relative_error(found, model(ids, use_cache=False).logits[:, 30:]) < 1e-12
-    filled_one.reset()
+    for each in (growing, static):
+        each.reset()
+    step(model, ids[:, :30], growing)
+    assert relative_error(step(model, ids[:, 30:], growing), found) < 1e-12
     with pytest.raises(ValueError, match="another NSAConfig"):
-        step(model, ids, filled_one)
+        step(model, ids, static)
+
+
+def test_a_growing_cache_that_was_reset_takes_another_batch(model: nn.Module) -> None:
+    cache, ids = nsa_flex.NSACache(model.double()), tokens(3, 40)
+    step(model, ids[:2], cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    step(model, ids[:, :30], cache)
+    found = step(model, ids[:, 30:], cache)
+    assert relative_error(found, model(ids, use_cache=False).logits[:, 30:]) < 1e-12
+
+
+def test_a_padded_cache_is_refused_by_a_model_without_nsa(model: nn.Module) -> None:
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    mask[1, :7] = 0
+    for cache in (nsa_flex.NSACache(model), nsa_flex.NSACache(model, max_length=40)):
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            dense = copy.deepcopy(model)
+            nsa_flex.unpatch(dense)
+            with pytest.raises(ValueError, match="padded batch, which only a patched model reads"):
+                dense(ids[:, :4], past_key_values=cache)
+
+
+def test_rows_of_a_static_cache_beside_unpatched_layers_are_refused_whole() -> None:
+    model = nsa_flex.patch(tiny_model(), NSA, filter_fn=lambda layer, _: layer.layer_idx == 0)
+    cache, ids = nsa_flex.NSACache(model, max_length=40), tokens(2, 20)
+    step(model, ids[:, :10], cache)
+    with pytest.raises(ValueError, match="layer 1 is not patched, and its StaticLayer has no"):
+        cache.batch_select_indices(torch.tensor([1]))
+    with pytest.raises(ValueError, match="layer 1 is not patched, and its StaticLayer has no"):
+        cache.batch_repeat_interleave(2)
+    found = step(model, ids[:, 10:], cache)
+    assert relative_error(found, model(ids, use_cache=False).logits[:, 10:]) < 1e-5
+
+
+def test_gradients_of_what_compresses_over_a_cache_are_refused(model: nn.Module) -> None:
+    cache, ids = nsa_flex.NSACache(model), tokens(1, 40)
+    step(model, ids[:, :30], cache)
+    model.requires_grad_(False)
+    model.model.layers[-1].self_attn.nsa.compress_key.requires_grad_(True)
+    with pytest.raises(ValueError, match="carries no gradients"):
+        model(ids[:, 30:], past_key_values=cache)
+
+
+def test_a_mask_that_hides_as_many_other_tokens_is_refused(model: nn.Module) -> None:
+    cache, ids, mask = nsa_flex.NSACache(model), tokens(2, 20), torch.ones(2, 23)
+    mask[1, :2] = 0
+    other = mask.roll(1, 1)
+    with torch.no_grad():
+        model(ids, attention_mask=mask[:, :20], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="hides or shows other cached tokens"):
+            model(ids[:, :3], attention_mask=other, past_key_values=cache)
+        model(ids[:, :3], attention_mask=mask, past_key_values=copy.deepcopy(cache))
 
 
 def test_a_cache_from_a_file_goes_on(model: nn.Module) -> None:

@@ -67,6 +67,28 @@ def test_values_and_gradients_are_those_of_each_document_alone(way: str) -> None
         assert relative_error(ours, theirs) < 1e-10
 
 
+@pytest.mark.parametrize("patched", ["all layers", "one layer"])
+@pytest.mark.parametrize("way", ["cu_seq_lens", "both"])
+def test_a_mask_of_ones_beside_the_bounds_changes_nothing(way: str, patched: str) -> None:
+    """As a tokenizer makes it, and a collator may keep it."""
+    model, ids = tiny_model().double(), tokens(1, sum(LENGTHS))
+    only = (lambda layer, _: layer.layer_idx == 0) if patched == "one layer" else None
+    nsa_flex.patch(model, NSA, filter_fn=only)
+    call = how(way, LENGTHS)
+    rounding = 1e-6 if only else 1e-10  # transformers' own layers take softmax in float32
+    with torch.no_grad():
+        alone = [model(x, use_cache=False).logits for x in ids.split(LENGTHS, 1) if x.numel()]
+        found = model(ids, attention_mask=torch.ones_like(ids), **call).logits
+        assert relative_error(found, torch.cat(alone, 1)) < rounding
+        hiding = torch.ones_like(ids)
+        hiding[0, 5] = 0
+        with pytest.raises(RuntimeError, match="hides tokens of a row whose documents"):
+            model(ids, attention_mask=hiding, **call)
+        other = {**call, "cu_seq_lens_k": call["cu_seq_lens_k"] + 1}
+        with pytest.raises(RuntimeError, match="cu_seq_lens_k differs from cu_seq_lens_q"):
+            model(ids, **other)
+
+
 @settings(max_examples=6)
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(sum))
 def test_any_packing_in_any_way(lengths: list[int]) -> None:

@@ -55,6 +55,17 @@ def test_rows_of_other_families(family: str) -> None:
     assert error(model, found) < 1e-10
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_mask_of_one_row_is_for_all(use_cache: bool) -> None:
+    model = patched()
+    with torch.no_grad():
+        want = model(IDS, attention_mask=MASK[1:2].expand(4, -1), use_cache=use_cache).logits
+        found = model(IDS, attention_mask=MASK[1:2], use_cache=use_cache).logits
+        assert torch.equal(found, want)
+        with pytest.raises(ValueError, match="attention_mask has 3 rows, and the call 4"):
+            model(IDS, attention_mask=MASK[:3], use_cache=False)
+
+
 def test_learned_positions_are_left_as_they_are() -> None:
     """GPT-2 counts padding unless it is told otherwise, patched or not."""
     dense = tiny_model("gpt2")
