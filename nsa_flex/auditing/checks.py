@@ -67,11 +67,13 @@ class Checks:
         seen = {place_of(f.location)[:2] for f in eager}
         reads = [
             f
-            for f in self._value_reads(name, batches[0], train)
+            for batch in batches
+            for f in self._value_reads(name, batch, train)
             if f.kind != "device-copy" or place_of(f.location)[:2] not in seen
         ]
         if name == "decode":
-            self.add(self._cache_copies(batches[0]), name)
+            for batch in batches:
+                self.add(self._cache_copies(batch), name)
         try:
             swept = self._sweep(name, batches, train)
         except Exception:
@@ -94,7 +96,7 @@ class Checks:
             name=name,
             train=train,
             dynamic=self.dynamic,
-            backend=self.backend or ("aot_eager" if train else "eager"),
+            backend=self.backend or "aot_eager",
             tell=self.tell,
         )
 
@@ -122,12 +124,12 @@ class Checks:
         return found
 
     def _cache_copies(self, batch: Batch) -> list[AuditFinding]:
-        self.tell("decode: looking for copies of the cache")
+        self.tell(f"decode: looking for copies of the cache, {batch.label}")
         with torch.no_grad():
             return [_finding(f) for f in find_cache_copies(functools.partial(batch.bind, self.fn))]
 
     def _value_reads(self, name: str, batch: Batch, train: bool) -> list[AuditFinding]:
-        self.tell(f"{name}: running without data")
+        self.tell(f"{name}: running without data, {batch.label}")
         args, kwargs = split(batch.make())
         with torch.set_grad_enabled(train):
             step = ForwardBackward(self.fn) if train else self.fn

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import linecache
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,12 @@ class AuditFinding:
     @property
     def fingerprint(self) -> str:
         """The same for the same finding after lines have moved: what baselines compare."""
-        file, _, function = place_of(self.location)
+        file, line, function = place_of(self.location)
+        code = linecache.getline(file, line).strip() if line else ""
         message = re.sub(r"0x[0-9a-f]+|\d+", "#", self.message)
         if self.kind == "recompile":
             message = re.sub(r" == .*", " ==", message)  # The value is another every time.
-        text = "\0".join((self.kind, message, Path(file).name, function))
+        text = "\0".join((self.kind, message, Path(file).name, function, code))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -220,11 +223,17 @@ class AuditReport:
         """Number of graphs of each phase."""
         return {phase.name: len(phase.graphs) for phase in self.phases}
 
-    def against(self, baseline: frozenset[str]) -> AuditReport:
-        """The same report with the findings whose fingerprints are in `baseline` set aside."""
-        new = tuple(f for f in self.findings if f.fingerprint not in baseline)
-        known = tuple(f for f in self.findings if f.fingerprint in baseline)
-        return dataclasses.replace(self, findings=new, known=(*self.known, *known))
+    def against(self, baseline: Counter[str]) -> AuditReport:
+        """The same report with the findings set aside whose fingerprints `baseline` has.
+
+        As many of one fingerprint as there: the next one like them is new.
+        """
+        left = baseline.copy()
+        new, known = [], [*self.known]
+        for finding in self.findings:
+            (known if left[finding.fingerprint] > 0 else new).append(finding)
+            left[finding.fingerprint] -= 1
+        return dataclasses.replace(self, findings=tuple(new), known=tuple(known))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; findings carry their fingerprints."""
@@ -250,7 +259,7 @@ class AuditReport:
         return table(self)
 
 
-VERSION = 1
+VERSION = 2
 
 
 def write_baseline(report: AuditReport, file: str | Path) -> None:
@@ -269,8 +278,8 @@ def write_baseline(report: AuditReport, file: str | Path) -> None:
     Path(file).write_text(text + "\n")
 
 
-def read_baseline(file: str | Path) -> frozenset[str]:
-    """Fingerprints of the findings that `write_baseline` saved.
+def read_baseline(file: str | Path) -> Counter[str]:
+    """Fingerprints of the findings that `write_baseline` saved, and how many there are of each.
 
     Raises:
         ValueError: the file is no baseline.
@@ -279,7 +288,9 @@ def read_baseline(file: str | Path) -> frozenset[str]:
     try:
         saved = json.loads(Path(file).read_text())
         if saved["version"] == VERSION:
-            return frozenset(entry["fingerprint"] for entry in saved["findings"])
+            return Counter(entry["fingerprint"] for entry in saved["findings"])
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is no baseline of nsa-flex audit") from error
-    raise ValueError(f"{file} is a baseline of version {saved['version']}, expected {VERSION}")
+    raise ValueError(
+        f"{file} is a baseline of version {saved['version']}, expected {VERSION}: write it anew"
+    )

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import platform
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ def audit(
         max_graphs: more graphs than that in one phase are a finding.
         lint_scope: "own" reads sources outside of installed packages, "all" those too.
         measured: also compile with Inductor: times cold and warm, memory, kernels, CUDA graphs.
-        backend: what runs the graphs of the sweeps; by default `eager`, and `aot_eager`, which
-            traces the backward too, where one follows. Neither generates code.
+        backend: what runs the graphs of the sweeps; by default `aot_eager`, which traces the
+            backward too, where one follows, and generates no code. `eager` reports a read where
+            Python hands over a float that changes.
         baseline: findings to set aside: a file of `write_baseline`, or fingerprints.
         name: what the report calls it.
         mesh: ranks that share sequences, of which each batch is this rank's part, and of which
@@ -178,10 +180,10 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _fingerprints(baseline: str | Path | Iterable[str]) -> frozenset[str]:
+def _fingerprints(baseline: str | Path | Iterable[str]) -> Counter[str]:
     if isinstance(baseline, (str, Path)):
         return read_baseline(baseline)
-    return frozenset(baseline)
+    return baseline if isinstance(baseline, Counter) else Counter(baseline)
 
 
 def _name_of(fn: Any) -> str:

@@ -18,7 +18,7 @@ from nsa_flex.auditing.mends import mend_of
 from nsa_flex.auditing.report import AuditFinding, Graph, Phase, Recompile
 from nsa_flex.auditing.sources import definition_of
 from nsa_flex.hot_path import Finding, ForwardBackward, SyncDetector
-from nsa_flex.hot_path.findings import is_machinery, summary_location
+from nsa_flex.hot_path.findings import is_machinery, is_stdlib, summary_location
 from nsa_flex.hot_path.graphs import fullgraph_error, headline
 from nsa_flex.hot_path.torch_internals import fresh_compiler, lookup_backend, optimize
 
@@ -329,8 +329,13 @@ def _breaks(reasons: list[Any]) -> list[AuditFinding]:
             mend_of("graph-break", f"{headline(r.reason)}\n{r.reason}"),
         )
         for r in reasons
-        if r.graph_break
+        if r.graph_break and not _is_echo(r.user_stack)
     ]
+
+
+def _is_echo(stack: Any) -> bool:
+    """Of Python's library alone: it is compiled by itself where the caller's graph broke."""
+    return bool(stack) and all(is_stdlib(entry.filename) for entry in stack)
 
 
 def _skipped_whole(fn: Callable, batch: Batch, train: bool) -> list[AuditFinding]:

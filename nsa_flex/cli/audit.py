@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -208,7 +209,7 @@ def _joined(reports: list[AuditReport]) -> AuditReport:
     return AuditReport("all", findings=tuple(found))
 
 
-def _known(file: Path | None) -> frozenset[str] | None:
+def _known(file: Path | None) -> Counter[str] | None:
     from nsa_flex.auditing import read_baseline
 
     if file is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import traceback
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +29,12 @@ FindingKind = Literal[
 ]
 
 _UNKNOWN = "<no user frame>"
+_STDLIB = sysconfig.get_path("stdlib") + os.sep  # site-packages may lie below it
 # Frames of these files are machinery, never the line a user wants to read.
 _MACHINERY = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent) + os.sep,
     str(Path(__file__).parents[1] / "auditing") + os.sep,
-    contextlib.__file__,
-    warnings.__file__,
     "<frozen ",
     "<eval_with_key>",
 )
@@ -117,8 +116,13 @@ def error_location(error: BaseException) -> str:
 
 
 def is_machinery(filename: str) -> bool:
-    """Whether the file is torch's or a detector's, whose lines no user wants to read."""
-    return filename.startswith(_MACHINERY)
+    """Whether the file is torch's, Python's or a detector's, whose lines no user wants to read."""
+    return is_stdlib(filename) or filename.startswith(_MACHINERY)
+
+
+def is_stdlib(filename: str) -> bool:
+    """Whether the file is of Python's own library."""
+    return filename.startswith(_STDLIB) and "-packages" not in filename
 
 
 def _frames_above(frame: FrameType | None) -> Iterable[tuple[str, int, str]]:

@@ -10,4 +10,4 @@ from nsa_flex import AuditReport, audit
 
 def quick(fn: Callable, inputs: Any, **options: Any) -> AuditReport:
     """Of `fn`, not measured."""
-    return audit(fn, inputs, **{"measured": False, "backend": "eager", **options})
+    return audit(fn, inputs, **{"measured": False, **options})
