@@ -9,6 +9,7 @@ from typing import Any
 from nsa_flex.bench.measure.machine import IDENTITY
 
 Row = dict[str, Any]
+SETTINGS = ("compiler", "seed")  # that rows of a run may share
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -65,9 +66,9 @@ class Notebook:
     """Rows of a run, on disk at all times.
 
     Args:
-        path: the file; rows that are there and of this machine, versions and sources count as
-            done.
-        shared: the columns of `machine.describe`.
+        path: the file; rows that are there and of this machine, versions, sources and settings
+            count as done.
+        shared: the columns of `machine.describe`, and settings.
         fresh: forget what is there.
     """
 
@@ -94,4 +95,5 @@ class Notebook:
         return added
 
     def _same(self, row: Row) -> bool:
-        return all(row.get(name) == self.shared[name] for name in IDENTITY)
+        names = [*IDENTITY, *(name for name in SETTINGS if name in self.shared)]
+        return all(row.get(name) == self.shared[name] for name in names)

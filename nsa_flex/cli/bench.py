@@ -60,7 +60,8 @@ def bench(
         Path | None,
         typer.Option(
             help="File of rows; default nsa_flex_bench/PRESET.json. Cases that it has "
-            "from this device, versions and sources are not measured again."
+            "from this device, versions and sources, with this compiler and seed, are not "
+            "measured again."
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what --out holds.")] = False,
@@ -100,6 +101,8 @@ def bench(
     where = check_device(device, "benchmarks run")
     name = preset_name or ("quick" if where.type == "cuda" else "smoke")
     shapes = shapes_of(heads, seq_len, head_dim, batch, dtype)
+    if not (run_them or list_them) and shapes != [{}]:
+        raise typer.BadParameter("shows all rows of --out; --only chooses", param_hint="--no-run")
     cases = _cases(name, shapes, only or []) if run_them or list_them else []
     if list_them:
         keys = [case.key for case in cases]
@@ -117,7 +120,8 @@ def bench(
     if run_them:
         compiler = compiler or ("inductor" if where.type == "cuda" else "aot_eager")
         options = Options(where, milliseconds, compiler, seed)
-        rows = _run(cases, Notebook(path, machine.describe(where), fresh=fresh), options, console)
+        shared = {**machine.describe(where), "compiler": compiler, "seed": seed}
+        rows = _run(cases, Notebook(path, shared, fresh=fresh), options, console)
     else:
         rows = _chosen(read_rows(path), only or [])
     verdicts = _compare(earlier, rows) if compare_with else None
@@ -145,6 +149,10 @@ def _cases(name: str, shapes: list[dict[str, Any]], only: list[str]) -> list[Any
             f"{name!r} is none of {', '.join(PRESETS)}", param_hint="--preset"
         )
     cases = preset(name)
+    if shapes != [{}] and not any(isinstance(case, Case) for case in cases):
+        raise typer.BadParameter(
+            f"cases of {name} have no shapes to choose", param_hint="--preset"
+        )
     if shapes != [{}]:
         cases = [
             dataclasses.replace(case, **shape)
@@ -198,14 +206,25 @@ def _check_files(path: Path, old: Path | None, plot: Path | None, run_them: bool
     try:
         for file in (path, old):
             if file is not None and file.exists():
-                read_rows(file)
+                _check_rows(file)
     except ValueError as error:
         fail("bench", str(error))
+
+
+def _check_rows(file: Path) -> None:
+    """ValueError for rows of something else, which tables and comparisons cannot show."""
+    for row in read_rows(file):
+        if not row.keys() >= {"target", "status", "pass", "device"}:
+            raise ValueError(f"{file} has rows of another benchmark: {row['case']}")
 
 
 def _run(
     cases: list[AnyCase], notebook: Notebook, options: Options, console: Console
 ) -> list[Row]:
+    kept = sum(bool(notebook.done(case.key)) for case in cases)
+    if kept:
+        text = f"{kept} of {len(cases)} cases are in {notebook.path}; --fresh measures them again"
+        console.print(text, markup=False, soft_wrap=True)
     with progress_bar(console) as progress:
         task = progress.add_task("rates of this device", total=len(cases))
         dtype = torch.bfloat16 if options.device.type == "cuda" else torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,8 @@ class Stage:
     alignment: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.alignment < 0:
-            raise ValueError(f"alignment={self.alignment} must be at least 0")
+        if not 0 <= self.alignment < math.inf:
+            raise ValueError(f"alignment={self.alignment} must be at least 0, and finite")
 
 
 # The first one is left out unless it is asked for: with φ "mean" it gained nothing.

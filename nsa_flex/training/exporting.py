@@ -132,7 +132,7 @@ def _facts(
     until = step_of(model) if model.name.startswith(PREFIX) else math.inf
     told = summary(run, stopped=False, seconds=0.0, until=until)
     names = ("steps", "tokens", "loss", "held_out_loss", "perplexity", "bits_per_byte")
-    facts["run"] = {name: told[name] for name in names}
+    facts["run"] = {name: told[name] for name in (*names, "held_out_step")}
     facts["command"] = f"nsa-flex train {TRAINING_FILE}"
     checkpoint = model if (model / "run.json").is_file() else last_checkpoint(run)
     if checkpoint is not None:
@@ -145,8 +145,11 @@ def _facts(
         }
         if (run / DATA_REPORT).is_file():
             report = json.loads((run / DATA_REPORT).read_text())
-            counted = {name: report[name] for name in ("documents", "epochs")}
-            facts["data"] |= {name: x for name, x in counted.items() if x is not None}
+            if report["documents"] is not None:
+                facts["data"]["documents"] = report["documents"]
+            if report["epochs"] is not None:  # of all steps that were planned
+                done = told["steps"] / config.training.steps
+                facts["data"]["epochs"] = report["epochs"] * done
     samples = [row for row in read_rows(run, "samples") if row["step"] <= until]
     if samples:
         facts["sample"] = {name: samples[-1][name] for name in ("step", "prompt", "text")}

@@ -225,6 +225,7 @@ def summary(
         "loss": trained[-1]["loss"] if trained else None,
         "first_loss": trained[0]["loss"] if trained else None,
         **{name: evaluated[-1][name] if evaluated else None for name in _HELD_OUT},
+        "held_out_step": evaluated[-1]["step"] if evaluated else None,
         "seconds": round(seconds, 2),
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "model": None if stopped else str(run / MODEL_FOLDER),

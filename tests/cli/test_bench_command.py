@@ -23,13 +23,17 @@ def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, command, prog_name="nsa-flex", env={"COLUMNS": "200"})
 
 
+SMOKE = ("--preset", "smoke", "--device", "cpu", "--compiler", "eager")
+
+
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """One run of every smoke case, and its file of rows."""
     out = tmp_path_factory.mktemp("bench") / "new" / "rows.json"
     # Traced but not compiled: that costs most of the time and has tests of its own.
-    options = ("--device", "cpu", "--milliseconds", 2, "--compiler", "eager")
-    return invoke(*options, "--json", "--out", out, "--plot", out.with_suffix(".png")), out
+    return invoke(
+        *SMOKE, "--milliseconds", 2, "--json", "--out", out, "--plot", out.with_suffix(".png")
+    ), out
 
 
 @pytest.fixture
@@ -67,9 +71,25 @@ def test_picture_is_a_png(smoke):
 
 
 def test_finished_run_measures_nothing_again(smoke, no_measuring):
-    result = invoke("--preset", "smoke", "--device", "cpu", "--out", smoke[1], "--json")
+    result = invoke(*SMOKE, "--out", smoke[1], "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["rows"] == read_rows(smoke[1])
+    kept = len(preset("smoke"))
+    assert f"{kept} of {kept} cases are in {smoke[1]}; --fresh measures" in result.stderr
+
+
+@pytest.mark.parametrize("other", [("--seed", "7"), ("--compiler", "aot_eager")])
+def test_other_settings_are_measured(other, smoke, tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows.json", read_rows(smoke[1]))
+    measured: list[str] = []
+
+    def note(case: Any, *arguments: Any) -> list[dict[str, Any]]:
+        measured.append(case.key)
+        return [{**case.fields(), "pass": "forward", "status": "skipped", "reason": "x"}]
+
+    monkeypatch.setattr(runner, "rows_of", note)
+    invoke(*SMOKE, *other, "--out", tmp_path / "rows.json", "--only", "choice")
+    assert measured
 
 
 def test_interrupted_run_measures_the_rest(smoke, tmp_path, monkeypatch):
@@ -80,12 +100,13 @@ def test_interrupted_run_measures_the_rest(smoke, tmp_path, monkeypatch):
 
     def note(case: Any, *arguments: Any) -> list[dict[str, Any]]:
         measured.append(case.key)
-        return [{"case": case.key, "pass": "training_step", "status": "skipped", "reason": "x"}]
+        skipped = {"status": "skipped", "reason": "x"}
+        return [{"case": case.key, "target": "core", "pass": "forward", **skipped}]
 
     monkeypatch.setattr(runner, "rows_of", note)
-    invoke("--preset", "smoke", "--device", "cpu", "--out", out, "--json")
+    invoke(*SMOKE, "--out", out, "--json")
     assert measured == [last]
-    invoke("--preset", "smoke", "--device", "cpu", "--out", out, "--json", "--fresh")
+    invoke(*SMOKE, "--out", out, "--json", "--fresh")
     assert measured == [last, *(case.key for case in preset("smoke"))]
 
 
@@ -159,6 +180,8 @@ def test_shapes_replace_those_of_the_preset():
         (("--dtype", "int8"), "'int8' is none of bfloat16"),
         (("--only", "nothing like it"), "no case of smoke holds"),
         (("--no-run", "--out", "missing.json"), "there is no file missing.json"),
+        (("--no-run", "--seq-len", "64"), "shows all rows of --out; --only chooses"),
+        (("--preset", "compile", "--heads", "8/2"), "cases of compile have no shapes to choose"),
         (("--compare", "missing.json"), "there is no file missing.json"),
     ],
 )
@@ -175,6 +198,10 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     assert result.exit_code == 2
     assert "holds no rows of nsa-flex bench" in result.output
     assert (tmp_path / "other.json").read_text() == "{}"
+    (tmp_path / "other.json").write_text('[{"case": "a"}]')
+    result = invoke("--no-run", "--out", tmp_path / "other.json")
+    assert result.exit_code == 2
+    assert "has rows of another benchmark: a" in result.output
 
 
 def test_help_has_examples_that_parse():
