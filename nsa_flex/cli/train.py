@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch.distributed as dist
@@ -89,6 +90,8 @@ def train(
             result = (_dry_run(chosen) if dry else {}) | (_data_report(chosen) if data else {})
         else:
             told = [each.partition("=")[0] for each in changes or ()]
+            if resume and not told and not Path(chosen.out).exists() and _is_first():
+                typer.echo(f"there is no {chosen.out} yet: from the first step", err=True)
             result = _run(chosen, console, resume=resume, resume_from=resume_from, changes=told)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         fail("train", in_one_line(error), error)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from nsa_flex.config import NSAConfig
 from nsa_flex.gates import GateInit
 from nsa_flex.training.config_reading import from_mapping
+from nsa_flex.training.errors import blamed_on
 
 # The optional sections of a config and their fields; docs/guide/train-command.md has the table.
 
@@ -301,17 +302,14 @@ def read_config(name: str, overrides: tuple[str, ...] = ()) -> TrainConfig:
     Raises:
         ValueError: there is no such file, it is no YAML, or something in it is wrong.
     """
-    yaml = _yaml()
     path = Path(name)
     if not path.is_file():
         if name not in shipped_configs():
             shipped = ", ".join(shipped_configs())
             raise ValueError(f"{name} is neither a file nor one of the configs {shipped}")
         path = shipped_configs()[name]
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    with blamed_on(str(path)):
+        values = load_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no mapping of sections; nsa-flex train needs one")
     return config_of(values, overrides)
@@ -320,11 +318,11 @@ def read_config(name: str, overrides: tuple[str, ...] = ()) -> TrainConfig:
 def config_of(values: dict[str, Any], overrides: Collection[str] = ()) -> TrainConfig:
     """A config from what a YAML file would hold; `overrides`, as of `read_config`, change it."""
     for each in overrides:
-        _override(values, each, _yaml())
+        _override(values, each)
     return from_mapping(TrainConfig, values)
 
 
-def _override(values: dict[str, Any], text: str, yaml: Any) -> None:
+def _override(values: dict[str, Any], text: str) -> None:
     name, equals, value = text.partition("=")
     *sections, key = name.split(".")
     if not equals or not key:
@@ -333,10 +331,33 @@ def _override(values: dict[str, Any], text: str, yaml: Any) -> None:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise ValueError(f"{name}: {section} is not a section")
+    with blamed_on(name):
+        values[key] = load_yaml(value)
+
+
+def load_yaml(text: str) -> Any:
+    """What YAML says, as plain types.
+
+    Raises:
+        ValueError: it is no YAML, or has a key twice, of which YAML would take the last.
+        ModuleNotFoundError: pyyaml is missing.
+    """
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                name = str(key.value)
+                if name in seen:
+                    raise ValueError(f"{name} is given twice (line {key.start_mark.line + 1})")
+                seen.add(name)
+            return super().construct_mapping(node, deep)
+
     try:
-        values[key] = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from error
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def _yaml() -> Any:

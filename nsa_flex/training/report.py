@@ -19,6 +19,7 @@ from typing import Any
 
 from nsa_flex.auditing.html import TEMPLATES as AUDIT_TEMPLATES
 from nsa_flex.auditing.html import environment, size
+from nsa_flex.training.errors import blamed_on
 from nsa_flex.training.telemetry.rows import last_of_each_step, read_rows
 from nsa_flex.training.telemetry.schemas import schema
 
@@ -220,7 +221,8 @@ def _config(run: Path) -> dict[str, str]:
             "it with: pip install 'nsa-flex[audit,train]'",
             name="yaml",
         ) from error
-    return dict(_flat(yaml.safe_load(path.read_text())))
+    with blamed_on(str(path)):
+        return dict(_flat(yaml.safe_load(path.read_text())))
 
 
 def _flat(values: dict[str, Any], where: str = "") -> Any:
@@ -245,13 +247,14 @@ def _data(run: Path) -> dict[str, str]:
     records = sorted(run.glob("checkpoint-*/run.json"), key=lambda path: path.stat().st_mtime)
     if not records:
         return {}
-    files = json.loads(records[-1].read_text())["files"]
-    hashes = "".join(file["hash"] for file in files)
-    return {
-        "files": f"{len(files):,}",
-        "size": size(sum(file["size"] for file in files)),
-        "fingerprint": hashlib.sha256(hashes.encode()).hexdigest()[:16],
-    }
+    with blamed_on(str(records[-1])):
+        files = json.loads(records[-1].read_text())["files"]
+        hashes = "".join(file["hash"] for file in files)
+        return {
+            "files": f"{len(files):,}",
+            "size": size(sum(file["size"] for file in files)),
+            "fingerprint": hashlib.sha256(hashes.encode()).hexdigest()[:16],
+        }
 
 
 def _number(value: Any) -> Any:

@@ -237,6 +237,8 @@ def _find(config: TrainConfig, run: Path, resume: Resume) -> Start:
 def _changes(config: TrainConfig, run: Path, resume: Resume) -> list[Change]:
     file = run / CONFIG_FILE
     if not (file.exists() and read_rows(run, "training")):  # nothing was trained
+        if resume.told:
+            raise ValueError(f"{run} holds no run to go on with: begin it without changes")
         return []
     if not (resume.wanted or resume.checkpoint):
         raise ValueError(f"{run} holds a run already: resume it (--resume), or choose another out")

@@ -94,7 +94,7 @@ def test_baseline_fails_on_new_findings_only(factories: str, tmp_path: Path) -> 
     code, text = invoke("audit", target, *QUICK, "--baseline", file)
     assert code == 0
     assert "Known, from the baseline" in text
-    Path(file).write_text('{"version": 1, "findings": []}')
+    Path(file).write_text('{"version": 2, "findings": []}')
     assert invoke("audit", target, *QUICK, "--baseline", file)[0] == 1
 
 

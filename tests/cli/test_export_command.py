@@ -173,6 +173,9 @@ def test_a_checkpoint_and_the_average(run: Path, tmp_path: Path) -> None:
     result = invoke(run / "checkpoint-8", tmp_path / "checkpoint", "--json")
     told = json.loads(result.stdout)
     assert (told["run"]["steps"], told["sample"]["step"]) == (8, 6)
+    assert told["run"]["held_out_step"] == 6
+    planned = json.loads((run / "data.json").read_text())["epochs"]
+    assert told["data"]["epochs"] == pytest.approx(planned * 8 / 12)
     assert told["run"]["perplexity"] is not None
     assert invoke(run, tmp_path / "average", "--average").exit_code == 0
     assert "Averages over the training" in (tmp_path / "average" / "README.md").read_text()

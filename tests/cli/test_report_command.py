@@ -265,6 +265,27 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
     assert "holds no row of training.csv yet: name the folder of a run" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "garbage: ["),
+        ("config.yaml", "- 1"),
+        ("checkpoint-2/run.json", "{}"),
+        ("heartbeat.jsonl", "null\n"),
+        ("training.csv", None),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(name: str, text: str | None, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(file.read_text().replace("3.5", "abc") if text is None else text)
+    result = invoke(tmp_path)
+    assert result.exit_code == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"nsa-flex report: {file}: ")
+
+
 @pytest.mark.parametrize("missing", ["jinja2", "yaml"])
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str

@@ -253,6 +253,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "gates_every=5 must be a multiple of log_every=2: gates are measured where rows are",
     ),
     "a change of nothing": (nothing, ["--change", "seed=1"], "--change needs --resume"),
+    "a change of no run": (
+        nothing,
+        ["--resume", "--change", "training.steps=4"],
+        "{tmp}/run holds no run to go on with: begin it without changes",
+    ),
     "no such checkpoint": (nothing, ["--resume-from", "4"], "-4 is no checkpoint; {tmp}/run has"),
 }
 
@@ -333,7 +338,9 @@ def test_too_little_memory_for_a_row(config: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_change_is_told_on_the_command_line(config: Path, tmp_path: Path) -> None:
-    assert invoke(config, "--set", "training.steps=4").exit_code == 0
+    begun = invoke(config, "--set", "training.steps=4", "--resume")
+    assert begun.exit_code == 0
+    assert f"there is no {tmp_path / 'run'} yet: from the first step" in begun.stderr
     refused = invoke(config, "--resume")
     assert refused.exit_code == 2
     assert "training.steps is 4 in the run and 12 here (keep it with --set" in refused.stderr

@@ -446,6 +446,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
         convert("nowhere", tmp_path, ["text"])
 
 
-def test_a_negative_alignment_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"alignment=-1 must be at least 0"):
-        Stage("a", 1, 1, 1.0, alignment=-1)
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_an_alignment_that_weighs_nothing_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=r"alignment=.* must be at least 0, and finite"):
+        Stage("a", 1, 1, 1.0, alignment=weight)

@@ -270,6 +270,26 @@ def test_a_name_that_is_neither_file_nor_config(tmp_path: Path) -> None:
         read_config(str(tmp_path / "torn.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 3\nout: a\nseed: 4\n", r"seed is given twice \(line 3\)"),
+        (
+            "data:\n  files: [a]\n  seq_len: 8\n  seq_len: 8\n",
+            r"seq_len is given twice \(line 4\)",
+        ),
+        ("training: {steps: 1}\ntraining: {steps: 1}\n", r"training is given twice \(line 2\)"),
+        ("training: {steps: 1, steps: 2}\n", r"steps is given twice \(line 1\)"),
+    ],
+)
+def test_a_key_that_is_given_twice(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"twice\.yaml: {told}"):
+        read_config(str(tmp_path / "twice.yaml"))
+    with pytest.raises(ValueError, match=r"model\.nsa: window_size is given twice"):
+        read_config("125m", ("model.nsa={window_size: 8, window_size: 9}",))
+
+
 @pytest.mark.parametrize("name", sorted(shipped_configs()))
 def test_shipped_configs_are_valid(name: str) -> None:
     config = read_config(name)

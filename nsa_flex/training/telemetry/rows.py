@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nsa_flex.training.errors import blamed_on
 from nsa_flex.training.telemetry.schemas import Artefact, columns, file_name, schema
 
 
@@ -89,17 +90,26 @@ def read_rows(folder: str | os.PathLike[str], artefact: Artefact) -> list[dict[s
     Empty cells are None, and so are columns that the version which wrote the file did not have.
 
     Raises:
-        ValueError: the file has other columns.
+        ValueError: the file has other columns, or is damaged.
     """
     path = Path(folder) / file_name(artefact)
     if not path.exists():
         return []
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in lines]
-    if lines:
-        _header(path, artefact)
-    return list(_typed(lines, schema(artefact)["properties"]))
+    with blamed_on(str(path)):
+        text = path.read_text()
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        if path.suffix == ".jsonl":
+            return [_object(line) for line in lines]
+        if lines:
+            _header(path, artefact)
+        return list(_typed(lines, schema(artefact)["properties"]))
+
+
+def _object(line: str) -> dict[str, Any]:
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError(f"a line is {line.strip()[:40]}; expected an object")
+    return found
 
 
 def last_of_each_step(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
