@@ -83,7 +83,7 @@ class Evaluation(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finished, or stopped: the losses on all rows."""
         self._clock("seconds")
-        self._write(state.global_step, "stopped")  # a process killed in the evaluation goes on
+        self._write(state.global_step, "running")  # a process killed in the evaluation goes on
         losses = self._losses(self.held_out)
         self._add_point(state.global_step, losses[: self.few])
         self.row |= summary(losses.numpy(), self.held_out.numpy().astype(np.uint8))
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="as of nsa-flex train")
     given = parser.parse_args()
     row = one_run(given.variant, given.size, given.seed, given.corpus, given.out, tuple(given.set))
-    print({name: row[name] for name in ("case", "status", "tokens", "seconds", "loss")})
+    print({name: row.get(name) for name in ("case", "status", "tokens", "seconds", "loss")})
 
 
 if __name__ == "__main__":

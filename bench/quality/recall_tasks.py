@@ -243,7 +243,8 @@ def _frequent(rng: np.random.Generator, body: np.ndarray) -> Questions:
 
 
 def _share(rng: np.random.Generator, body: np.ndarray) -> Questions:
-    """Slots full of words, and how many of them four words have, as a power of two."""
+    """Slots full of words, and how many of 32 four words have, as a power of two."""
+    body = body[: len(body) // LEAST_SLOTS * LEAST_SLOTS]
     words = _draw(rng, WORDS, len(WORDS))
     powers = rng.integers(0, SHARES, 4)
     counts = len(body) * 2**powers // LEAST_SLOTS

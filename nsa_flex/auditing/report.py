@@ -8,6 +8,7 @@ import json
 import linecache
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,12 +224,12 @@ class AuditReport:
         """Number of graphs of each phase."""
         return {phase.name: len(phase.graphs) for phase in self.phases}
 
-    def against(self, baseline: Counter[str]) -> AuditReport:
+    def against(self, baseline: Iterable[str]) -> AuditReport:
         """The same report with the findings set aside whose fingerprints `baseline` has.
 
         As many of one fingerprint as there: the next one like them is new.
         """
-        left = baseline.copy()
+        left = Counter(baseline)
         new, known = [], [*self.known]
         for finding in self.findings:
             (known if left[finding.fingerprint] > 0 else new).append(finding)

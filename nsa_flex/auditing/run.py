@@ -132,8 +132,9 @@ def _merged(findings: list[AuditFinding]) -> list[AuditFinding]:
     """Each once, with all its phases; echoes of a finding on the same line are left out."""
     merged: dict[tuple[str, str, str], AuditFinding] = {}
     for f in findings:
-        # Guards that differ in a number alone are one finding.
-        key = f.kind, f.fingerprint if f.kind == "recompile" else f.message, f.location
+        # Guards that differ in a number alone are one finding, and copies of caches of any size.
+        numbered = f.kind in ("recompile", "cache-copy")
+        key = f.kind, f.fingerprint if numbered else f.message, f.location
         phases = (*merged[key].phases, *f.phases) if key in merged else f.phases
         first = merged.get(key, f)
         merged[key] = dataclasses.replace(first, phases=tuple(dict.fromkeys(phases)))
@@ -183,7 +184,7 @@ def _quiet() -> Iterator[None]:
 def _fingerprints(baseline: str | Path | Iterable[str]) -> Counter[str]:
     if isinstance(baseline, (str, Path)):
         return read_baseline(baseline)
-    return baseline if isinstance(baseline, Counter) else Counter(baseline)
+    return Counter(baseline)
 
 
 def _name_of(fn: Any) -> str:

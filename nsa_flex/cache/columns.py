@@ -163,13 +163,16 @@ class Columns:
         later = known.new_ones(known.shape[0], before - known.shape[1])
         self.tell(torch.cat((known, later, real.to(known.dtype)), 1), number)
 
+    def told(self) -> Tensor | None:
+        """Bool (B or 1, n): which of the first n columns are no padding, as far as it was said."""
+        return None if self._real is None else self._real[:, : min(self._told, self.number())] != 0
+
     def real(self, batch_size: int) -> Tensor | None:
         """Bool (B, columns): which of them are no padding; None if nobody said."""
-        if self._real is None:
+        real = self.told()
+        if real is None:
             return None
-        number = self.number()
-        real = self._real[:, : min(self._told, number)] != 0
-        later = number - real.shape[1]
+        later = self.number() - real.shape[1]
         return torch.nn.functional.pad(real, (0, later), value=True).expand(batch_size, -1)
 
     def real_among_last(self, num_tokens: int) -> int | Tensor:

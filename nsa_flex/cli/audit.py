@@ -18,7 +18,7 @@ from nsa_flex.cli.options import check_device, teller
 from nsa_flex.cli.outputs import check_file, json_alone, print_json
 
 if TYPE_CHECKING:
-    from nsa_flex.auditing import AuditReport
+    from nsa_flex.auditing import AuditFinding, AuditReport
 
 Lengths = Annotated[str, typer.Option(help="Sequence lengths to sweep, the first one first.")]
 
@@ -205,7 +205,15 @@ def _check_page() -> None:
 def _joined(reports: list[AuditReport]) -> AuditReport:
     from nsa_flex.auditing import AuditReport
 
-    found = [f for report in reports for f in (*report.known, *report.findings)]
+    found: list[AuditFinding] = []
+    most: Counter[str] = Counter()  # in one report, as each is compared by itself
+    for report in reports:
+        seen: Counter[str] = Counter()
+        for each in (*report.known, *report.findings):
+            seen[each.fingerprint] += 1
+            if seen[each.fingerprint] > most[each.fingerprint]:
+                most[each.fingerprint] += 1
+                found.append(each)
     return AuditReport("all", findings=tuple(found))
 
 

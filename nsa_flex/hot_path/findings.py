@@ -35,6 +35,7 @@ _MACHINERY = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent) + os.sep,
     str(Path(__file__).parents[1] / "auditing") + os.sep,
+    contextlib.__file__,  # of a library in a zip file, too
     "<frozen ",
     "<eval_with_key>",
 )
@@ -122,7 +123,7 @@ def is_machinery(filename: str) -> bool:
 
 def is_stdlib(filename: str) -> bool:
     """Whether the file is of Python's own library."""
-    return filename.startswith(_STDLIB) and "-packages" not in filename
+    return filename.startswith(_STDLIB) and "-packages" not in filename[len(_STDLIB) :]
 
 
 def _frames_above(frame: FrameType | None) -> Iterable[tuple[str, int, str]]:

@@ -206,8 +206,10 @@ class CallHook:
             return padded_rows(mask, length, cached)
         if cu_seqlens is not None:
             self._check_packed(call, batch, uses_cache)
-            if isinstance(call.get("attention_mask"), Tensor):
-                _assert_no_padding(call.pop("attention_mask"))
+            if mask is not None:
+                _assert_no_padding(mask, length)
+            if mask is call.get("attention_mask"):  # unpatched layers' mask knows documents then
+                call["attention_mask"] = None
             layout = align_packed(cu_seqlens, length, self.config, _longest(call))
             if call.get("position_ids") is None:  # the decoder would count on from one to the next
                 self._check_masks_to_come(call)
@@ -392,8 +394,13 @@ def _rows_of(mask: Tensor, batch: int) -> int:
     return batch
 
 
-def _assert_no_padding(mask: Tensor) -> None:
+def _assert_no_padding(mask: Tensor, length: int) -> None:
     """That a mask beside packed documents hides nothing, as a tokenizer's does; likewise."""
+    if mask.shape != (1, length):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; expected {(1, length)}, ones alone, "
+            "beside cu_seq_lens_q"
+        )
     torch._assert_async(
         (mask != 0).all(), "attention_mask hides tokens of a row whose documents are packed"
     )

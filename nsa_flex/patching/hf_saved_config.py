@@ -7,6 +7,7 @@ where they would otherwise load a dense model and drop the trained tensors of NS
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, ClassVar
 
@@ -80,9 +81,16 @@ class NSACheckpointConfig(PreTrainedConfig):
         return (config, unused) if return_unused else config
 
     def __setattr__(self, name: str, value: Any) -> None:
+        base = vars(self).get("base")
+        if base is not None and name not in ("base", "architectures"):
+            name = type(base).attribute_map.get(name, name)
+            setattr(base, name, value)
         super().__setattr__(name, value)
-        if "base" in vars(self) and name != "architectures":
-            setattr(self.base, name, value)
+
+    def __copy__(self) -> Any:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(vars(self), base=copy.copy(self.base))
+        return twin
 
     def to_json_file(self, *args: Any, **kwargs: Any) -> None:
         """Write what was read: `base` with its record."""

@@ -136,8 +136,10 @@ def _assert_same_past(mask: Tensor, cache: LayerCache, num_tokens: int) -> None:
         same = real == cache.lengths
     else:
         real = mask[:, :columns] != 0
-        told = cache.columns.real(cache.batch_size)
-        same = real.sum(1) == cache.lengths if told is None else real == told.to(real.device)
+        same = real.sum(1) == cache.lengths
+        told = cache.columns.told()
+        if told is not None:
+            same = same & (real[:, : told.shape[1]] == told.to(real.device)).all(1)
     torch._assert_async(
         same.all(), "attention_mask hides or shows other cached tokens than when they came in"
     )

@@ -345,14 +345,16 @@ def load_yaml(text: str) -> Any:
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[str] = set()
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen = set()
             for key, _ in node.value:
-                name = str(key.value)
-                if name in seen:
-                    raise ValueError(f"{name} is given twice (line {key.start_mark.line + 1})")
+                name = key.tag, str(key.value)
+                if name in seen and key.tag != "tag:yaml.org,2002:merge":
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"{key.value} is given twice (line {line})")
                 seen.add(name)
-            return super().construct_mapping(node, deep)
+            return node
 
     try:
         return yaml.load(text, Loader)

@@ -310,6 +310,8 @@ def test_a_baseline_knows_as_many_findings_as_it_lists(tmp_path: Path) -> None:
         report = quick(more, lengths(8), baseline=file)
         assert not report.ok
         assert report.known
+    known = [f.fingerprint for f in quick(Twice(), lengths(8)).findings]
+    assert quick(Twice(), lengths(8), baseline=frozenset(known)).ok
 
 
 def test_a_read_in_a_later_batch_is_found() -> None:

@@ -110,16 +110,20 @@ def test_the_audit_tells_what_a_growing_dense_cache_costs() -> None:
         if patched:
             nsa_flex.patch(model, NSA)
 
-        def step(model: Any = model) -> dict[str, Any]:
+        def longer() -> dict[str, Any]:
+            return step(length=50)
+
+        def step(model: Any = model, length: int = 40) -> dict[str, Any]:
             cache = transformers.DynamicCache(config=model.config)
             with torch.no_grad():
-                model(tokens(1, 40), past_key_values=cache)
+                model(tokens(1, length), past_key_values=cache)
             return {"input_ids": tokens(1, 1), "past_key_values": cache}
 
         inputs = {"input_ids": tokens(1, 8), "use_cache": False}
-        report = audit(logits(model), inputs, decode=[step], measured=False, train=False)
+        report = audit(logits(model), inputs, decode=[step, longer], measured=False, train=False)
         copies = [found for found in report.findings if found.kind == "cache-copy"]
         assert bool(copies) != patched
+        assert len({found.location for found in copies}) == len(copies)  # whatever the length
         assert all(found.phases == ("decode",) and found.mend for found in copies)
         assert all("cache_utils.py" in found.location for found in copies)
 

@@ -223,6 +223,22 @@ def test_gradients_of_what_compresses_over_a_cache_are_refused(model: nn.Module)
         model(ids[:, 30:], past_key_values=cache)
 
 
+def test_a_mask_goes_on_after_compiled_calls_that_told_nothing_of_padding(
+    model: nn.Module,
+) -> None:
+    ids, mask = tokens(2, 24), torch.ones(2, 24, dtype=torch.int64)
+    mask[1, :3] = mask[0, 10:12] = 0
+    found = []
+    for middle in (model, torch.compile(model, backend="eager")):
+        cache = nsa_flex.NSACache(model, max_length=32)
+        with torch.no_grad():
+            for call, begin, end in ((model, 0, 10), (middle, 10, 16), (model, 16, 24)):
+                told = {"attention_mask": mask[:, :end], "past_key_values": cache}
+                logits = call(ids[:, begin:end], **told).logits
+        found.append(logits)
+    assert relative_error(found[1], found[0]) < 1e-5
+
+
 def test_a_mask_that_hides_as_many_other_tokens_is_refused(model: nn.Module) -> None:
     cache, ids, mask = nsa_flex.NSACache(model), tokens(2, 20), torch.ones(2, 23)
     mask[1, :2] = 0

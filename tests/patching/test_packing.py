@@ -84,9 +84,24 @@ def test_a_mask_of_ones_beside_the_bounds_changes_nothing(way: str, patched: str
         hiding[0, 5] = 0
         with pytest.raises(RuntimeError, match="hides tokens of a row whose documents"):
             model(ids, attention_mask=hiding, **call)
+        for shape in ((2, ids.shape[1]), (1, ids.shape[1] + 3)):
+            with pytest.raises(
+                ValueError, match=r"attention_mask has shape .* beside cu_seq_lens"
+            ):
+                model(ids, attention_mask=torch.ones(shape), **call)
         other = {**call, "cu_seq_lens_k": call["cu_seq_lens_k"] + 1}
         with pytest.raises(RuntimeError, match="cu_seq_lens_k differs from cu_seq_lens_q"):
             model(ids, **other)
+
+
+def test_a_mask_that_transformers_prepared_must_hide_nothing_either() -> None:
+    model, ids = nsa_flex.patch(tiny_model("qwen3"), NSA), tokens(1, sum(LENGTHS))
+    call, mask = how("both", LENGTHS), torch.ones_like(ids)
+    found = model(ids, attention_mask={"full_attention": mask}, **call).logits
+    assert torch.equal(found, model(ids, **call).logits)
+    mask[0, 5] = 0
+    with pytest.raises(RuntimeError, match="hides tokens of a row whose documents"):
+        model(ids, attention_mask={"full_attention": mask}, **call)
 
 
 @settings(max_examples=6)

@@ -205,10 +205,21 @@ def test_what_is_set_on_a_config_that_was_read_counts(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "config")
     again = transformers.AutoConfig.from_pretrained(tmp_path / "config")
     assert (again.num_labels, again.pad_token_id) == (5, 7)
+    copy.copy(config).pad_token_id = 9
+    assert config.base.pad_token_id == 7
     classifier = transformers.AutoModelForSequenceClassification
     with pytest.warns(UserWarning, match=r"newly initialized: score\.weight"):
         model = classifier.from_pretrained(tmp_path / "model", config=config)
     assert (model.score.out_features, model.config.pad_token_id) == (5, 7)
+
+
+def test_a_config_that_was_read_agrees_with_itself(tmp_path: Path) -> None:
+    """GPT-2 calls its width n_embd, and hidden_size too."""
+    nsa_flex.patch(tiny_model("gpt2"), NSA).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    for name, size in (("hidden_size", 64), ("n_embd", 96)):
+        setattr(config, name, size)
+        assert config.hidden_size == config.n_embd == config.base.hidden_size == size
 
 
 def test_tensors_of_other_sizes_are_named(tmp_path: Path) -> None:

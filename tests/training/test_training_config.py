@@ -12,7 +12,7 @@ import torch
 import yaml
 from training.small_config import small_mapping, write_texts
 
-from nsa_flex.training.config import TrainConfig, read_config, shipped_configs
+from nsa_flex.training.config import TrainConfig, load_yaml, read_config, shipped_configs
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.dry_run import dry_run, memory
 from nsa_flex.training.flops import num_parameters
@@ -288,6 +288,14 @@ def test_a_key_that_is_given_twice(text: str, told: str, tmp_path: Path) -> None
         read_config(str(tmp_path / "twice.yaml"))
     with pytest.raises(ValueError, match=r"model\.nsa: window_size is given twice"):
         read_config("125m", ("model.nsa={window_size: 8, window_size: 9}",))
+
+
+def test_keys_that_are_merged_and_given_anew() -> None:
+    text = "outer:\n  a: &a {x: 1, y: 1}\n  b: &b {<<: *a, x: 2}\nc: {<<: *b}\nd: {<<: [*a, *b]}\n"
+    found = load_yaml(text)
+    assert found["outer"]["b"] == found["c"] == {"x": 2, "y": 1}
+    assert found["d"] == {"x": 1, "y": 1}
+    assert load_yaml("{1: a, '1': b}") == {1: "a", "1": "b"}
 
 
 @pytest.mark.parametrize("name", sorted(shipped_configs()))

@@ -95,13 +95,13 @@ def read_rows(folder: str | os.PathLike[str], artefact: Artefact) -> list[dict[s
     path = Path(folder) / file_name(artefact)
     if not path.exists():
         return []
+    if path.suffix == ".csv":
+        _header(path, artefact)
     with blamed_on(str(path)):
         text = path.read_text()
         lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
         if path.suffix == ".jsonl":
             return [_object(line) for line in lines]
-        if lines:
-            _header(path, artefact)
         return list(_typed(lines, schema(artefact)["properties"]))
 
 
