@@ -230,7 +230,8 @@ class AuditReport:
         As many of one fingerprint as there: the next one like them is new.
         """
         left = Counter(baseline)
-        new, known = [], [*self.known]
+        new: list[AuditFinding] = []
+        known = list(self.known)
         for finding in self.findings:
             (known if left[finding.fingerprint] > 0 else new).append(finding)
             left[finding.fingerprint] -= 1

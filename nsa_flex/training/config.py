@@ -344,7 +344,7 @@ def load_yaml(text: str) -> Any:
     """
     yaml = _yaml()
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
             seen = set()
