@@ -92,6 +92,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("nsa_flex.training.telemetry").telemetry
     if name == "TelemetryCallback":  # imports transformers
         return importlib.import_module("nsa_flex.training").TelemetryCallback
-    if name == "testing":
-        return importlib.import_module("nsa_flex.testing")
+    if name in ("auditing", "hot_path", "parallel", "testing", "training"):
+        return importlib.import_module(f"nsa_flex.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -129,7 +129,8 @@ def nsa_attention(
         scale: factor of query . key, by default 1 / sqrt(D).
         backend: "auto", one backend, or a mapping from branch to backend; see `explain`.
         query_offset: key index of query 0, an int or int (B,); by default Sk - Sq. Keys after a
-            query are never seen, so that Sk may be the length of a larger static cache.
+            query are never seen, so that Sk may be the length of a larger static cache; but unless
+            on CUDA they must be finite.
         document_start: int (B, Sq), key index of the first token of each query's document, a
             multiple of `select_block_size`; see `nsa_flex.documents` for packed and padded rows.
         max_document_length: tokens of the longest of these documents, where the host knows. Up to
@@ -139,7 +140,8 @@ def nsa_attention(
         return_aux: also return the chosen blocks and the log-sum-exps.
 
     Returns:
-        (B, Hq, Sq, Dv) in the query's dtype, and an `NSAAux` if asked. A query that sees no
+        (B, Hq, Sq, Dv) in the query's dtype (under autocast that of PyTorch's operations, where
+        they compute it), and an `NSAAux` if asked. A query that sees no
         compressed block (t < l - 1) gets 0 from that branch, with zero gradients.
 
     Raises:
@@ -237,8 +239,8 @@ def nsa_attention(
     out = gated_sum([out for out, _ in results.values()], gates)
     if not return_aux:
         return out
-    lse = BranchLSE(*(results[name][1] if name in results else None for name in BRANCHES))
-    return out, NSAAux(blocks, lse)
+    told = {name: lse.detach() for name, (_, lse) in results.items() if lse is not None}
+    return out, NSAAux(blocks, BranchLSE(*map(told.get, BRANCHES)))
 
 
 def aux_of_kernels(blocks: Tensor, lse: Tensor, config: NSAConfig) -> NSAAux:

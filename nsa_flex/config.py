@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -27,6 +27,8 @@ def checked_int(name: str, value: Any) -> int:
     Raises:
         TypeError: it is none.
     """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value  # before attributes are asked for, which compiled code cannot
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     return operator.index(value)
@@ -102,7 +104,8 @@ class NSAConfig:
             self._check_tiles()
 
     def _check_branches(self) -> None:
-        given = tuple(self.branches)
+        is_several = isinstance(self.branches, Iterable) and not isinstance(self.branches, str)
+        given = tuple(self.branches) if is_several else ()
         if not given or not set(given) <= set(BRANCHES):
             raise ValueError(
                 f"branches is {self.branches!r}; it must name some of {', '.join(BRANCHES)}"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import NSAConfig, checked_int
 
 # On CUDA a message may have 254 characters; Inductor for the CPU takes no quotation marks.
 POSITIONS_RULE = (
@@ -88,6 +88,23 @@ def align_packed(
             max_document_length is less than 1.
         TypeError: max_document_length is not an int.
     """
+    cu = checked_bounds(cu_seqlens, num_tokens, max_document_length)
+    num_documents = cu.shape[0] - 1
+    token = torch.arange(num_tokens, device=cu.device)
+    # One less than the number of documents that begin at or before the token. Over all of cu:
+    # Inductor of torch 2.11 cannot search in a slice.
+    document = torch.searchsorted(cu, token, right=True) - 1
+    first = cu[document.clamp(0, num_documents - 1)]
+    room = num_documents * (config.select_block_size - 1)
+    num_slots = _num_slots(num_tokens, room, config)
+    target = _aligned(first, config)
+    return _row(first, target, (1, num_tokens), num_slots, config, max_document_length)
+
+
+def checked_bounds(
+    cu_seqlens: Tensor, num_tokens: int, max_document_length: int | None = None
+) -> Tensor:
+    """`cu_seqlens` of `align_packed` as int64, which raises as that does."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or not is_integral(cu_seqlens):
         raise ValueError(
             f"cu_seqlens must be a 1-D integer tensor (num_documents + 1,), "
@@ -96,7 +113,6 @@ def align_packed(
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens} must be at least 1")
     check_max_document_length(max_document_length)
-    num_documents = cu_seqlens.shape[0] - 1
     cu = cu_seqlens.long()
     lengths = cu.diff()
     torch._assert_async(
@@ -110,15 +126,7 @@ def align_packed(
             "cu_seqlens hold a document that is longer than max_document_length: pass the length "
             "of the longest",
         )
-    token = torch.arange(num_tokens, device=cu.device)
-    # One less than the number of documents that begin at or before the token. Over all of cu:
-    # Inductor of torch 2.11 cannot search in a slice.
-    document = torch.searchsorted(cu, token, right=True) - 1
-    first = cu[document.clamp(0, num_documents - 1)]
-    room = num_documents * (config.select_block_size - 1)
-    num_slots = _num_slots(num_tokens, room, config)
-    target = _aligned(first, config)
-    return _row(first, target, (1, num_tokens), num_slots, config, max_document_length)
+    return cu
 
 
 def is_integral(x: Tensor) -> bool:
@@ -157,8 +165,13 @@ def align_positions(
     (an assertion that the host does not wait for), which calls the bound `bound_name`.
     `align_packed` has no such bound.
     """
-    if position_ids.dim() != 2 or 0 in position_ids.shape:
-        raise ValueError(f"position_ids must be (B, S), got {tuple(position_ids.shape)}")
+    if position_ids.dim() != 2 or 0 in position_ids.shape or not is_integral(position_ids):
+        raise ValueError(
+            f"position_ids must be integers (B, S), got {position_ids.dtype} "
+            f"{tuple(position_ids.shape)}"
+        )
+    if max_documents is not None:
+        max_documents = checked_int(bound_name, max_documents)
     batch, length = position_ids.shape
     total, gap = batch * length, config.select_block_size - 1
     room = total // 8 + (8 + batch) * gap if max_documents is None else max_documents * gap
@@ -235,6 +248,8 @@ def align_padded(attention_mask: Tensor) -> DocumentLayout:
         attention_mask: (B, S), nonzero at real tokens, which must be adjacent in each row; a gap
             raises an error on the device (an assertion that the host does not wait for).
     """
+    if attention_mask.dim() != 2 or 0 in attention_mask.shape:
+        raise ValueError(f"attention_mask must be (B, S), got {tuple(attention_mask.shape)}")
     batch, length = attention_mask.shape
     real = (attention_mask != 0).to(torch.int32)
     rises = (real[:, 1:] > real[:, :-1]).sum(1) + real[:, 0]

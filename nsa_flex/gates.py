@@ -102,6 +102,11 @@ class Gates(nn.Module):
         for name, size in (("hidden_size", hidden_size), ("num_query_heads", num_query_heads)):
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
+        known = set(branches) <= set(BRANCHES)  # letters of a string are none
+        if not known or not branches or len(set(branches)) < len(branches):
+            raise ValueError(
+                f"branches is {branches!r}; it must name some of {', '.join(BRANCHES)}, each once"
+            )
         self.hidden_size = hidden_size
         self.num_query_heads = num_query_heads
         if init == "dense" and "selected" not in branches:

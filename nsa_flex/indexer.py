@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.backends.branch import query_positions
+from nsa_flex.config import checked_int
 from nsa_flex.inputs import check_positions, check_query_and_key
 from nsa_flex.installed import HAS_TRITON
 
@@ -101,7 +102,8 @@ def _indexer_topk(
         if on_kernel:
             scores = block_max.block_max(query[:, :, span], key, own, bound, block_size)
         else:
-            scores = _block_max(query[:, :, span], key, own, bound, block_size)
+            with torch.autocast(query.device.type, enabled=False):
+                scores = _block_max(query[:, :, span], key, own, bound, block_size)
         selected[:, :, span] = _best(scores, own, bound, block_size, count, num_local)
     return selected
 
@@ -152,7 +154,10 @@ def _best(
 
 
 def _check_sizes(block_size: int, num_blocks: int, num_local_blocks: int) -> None:
-    """Raises ValueError naming the first that cannot be."""
+    """Raises ValueError, or TypeError for no int, naming the first that cannot be."""
+    checked_int("block_size", block_size)
+    checked_int("num_blocks", num_blocks)
+    checked_int("num_local_blocks", num_local_blocks)
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size={block_size} must be a power of two, at least 16")
     if not 0 <= num_local_blocks <= num_blocks or num_blocks < 1:

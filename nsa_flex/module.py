@@ -14,7 +14,13 @@ from nsa_flex.cache.layer import LayerCache, advance
 from nsa_flex.compression import Compression, branched, compress_what_is_read
 from nsa_flex.config import NSAConfig
 from nsa_flex.dispatch import Backend
-from nsa_flex.documents import DocumentLayout, align_packed, align_padded, real_positions
+from nsa_flex.documents import (
+    DocumentLayout,
+    align_packed,
+    align_padded,
+    checked_bounds,
+    real_positions,
+)
 from nsa_flex.gates import GateInit, Gates, gates_of_step
 from nsa_flex.parallel import SequenceShards, ShardedCache, context_parallel_attention
 from nsa_flex.rotary import apply_rotary, rotary_cos_sin
@@ -173,6 +179,11 @@ class NSAAttention(nn.Module):
                 cu_seqlens) cache are given, or x does not fit the cache, which is then as it was.
         """
         self._check(x, positions, cu_seqlens, attention_mask)
+        if max_document_length is not None and cu_seqlens is None:
+            raise ValueError(
+                f"max_document_length={max_document_length} was given without cu_seqlens: pass "
+                "both, or leave it out"
+            )
         if self.shards is not None:
             refused = {
                 "attention_mask": attention_mask is not None,
@@ -187,14 +198,13 @@ class NSAAttention(nn.Module):
             sharded = cache if isinstance(cache, ShardedCache) else None
             if sharded is not None and not sharded.is_empty:
                 return self._step_over_ranks(x, positions, sharded)
-            return self._attend_shards(x, positions, cu_seqlens, self.shards, sharded)
+            bounds = None
+            if cu_seqlens is not None:
+                whole = x.shape[1] * self.shards.size
+                bounds = checked_bounds(cu_seqlens, whole, max_document_length)
+            return self._attend_shards(x, positions, bounds, self.shards, sharded)
         if isinstance(cache, ShardedCache):
             raise ValueError("a ShardedCache needs nsa_flex.context_parallel(layer, mesh) first")
-        if max_document_length is not None and cu_seqlens is None:
-            raise ValueError(
-                f"max_document_length={max_document_length} was given without cu_seqlens: pass "
-                "both, or leave it out"
-            )
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: cache one document a row")
@@ -290,7 +300,7 @@ class NSAAttention(nn.Module):
         """`x` (B, T, E) is this rank's shard; `cu_seqlens` are places in the whole row."""
         places, start = shards.positions(x.shape[1], x.device), None
         if cu_seqlens is not None:
-            first = cu_seqlens.long()[:-1]
+            first = cu_seqlens[:-1]
             torch._assert_async(
                 (first % self.config.select_block_size == 0).all(),
                 "cu_seqlens in nsa_flex.context_parallel: documents must begin at multiples of "

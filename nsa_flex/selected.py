@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_flex.backends.branch import Branch, Inputs, known_offset, query_positions
-from nsa_flex.config import NSAConfig
+from nsa_flex.config import NSAConfig, checked_int
 from nsa_flex.dispatch import IMPLEMENTATIONS, BackendName, Facts, choose_backends
 from nsa_flex.inputs import check_positions, check_scale, check_shapes, check_tensors
 from nsa_flex.masks.selected import visible_blocks
@@ -189,7 +189,8 @@ def _config(
         if block_size is None:
             raise ValueError("neither config nor block_size is given: give one of them")
         check_block_size("block_size", block_size)
-        initial, local = 0 if initial is None else initial, 1 if local is None else local
+        initial = checked_int("num_initial_blocks", 0 if initial is None else initial)
+        local = checked_int("num_local_blocks", 1 if local is None else local)
         config = NSAConfig(
             compress_block_size=block_size,
             compress_stride=block_size,

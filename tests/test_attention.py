@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa_flex import NSAAux, NSAConfig, align_packed, nsa_attention
+from nsa_flex.attention import IMPLEMENTATIONS
 from reference import oracle
 from reference.accuracy import FLOAT32_LIMIT, assert_close, to_float64
 
@@ -262,6 +263,22 @@ def test_float64_gradients() -> None:
     for x in inputs:
         x.requires_grad_(True)
     assert torch.autograd.gradcheck(lambda *xs: nsa_attention(*xs, config=SMALL), inputs)
+
+
+def test_log_sum_exps_carry_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a backend either that would let them."""
+    dense = IMPLEMENTATIONS["dense", "sliding"]
+
+    def leaking(branch: Any) -> tuple[Tensor, Tensor | None]:
+        out, lse = dense(branch)
+        return out, lse + branch.query.sum()
+
+    monkeypatch.setitem(IMPLEMENTATIONS, ("dense", "sliding"), leaking)
+    config = NSAConfig(8, 4, 8, 4, window_size=12)
+    inputs = [x.requires_grad_() for x in problem(config, 40)]
+    out, aux = run(inputs, config, backend="dense")
+    assert out.requires_grad
+    assert not any(lse.requires_grad for lse in aux.lse)
 
 
 def test_any_strides() -> None:

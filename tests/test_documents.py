@@ -170,7 +170,7 @@ def test_what_is_no_layout_of_tokens() -> None:
     with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
         align_packed(torch.zeros(3).int(), 0, CONFIG)
     for shape in ((9,), (2, 0)):
-        with pytest.raises(ValueError, match=r"position_ids must be \(B, S\)"):
+        with pytest.raises(ValueError, match=r"position_ids must be integers \(B, S\)"):
             align_positions(torch.zeros(shape).long(), CONFIG)
 
 

@@ -276,6 +276,12 @@ def test_bad_arguments(arguments, init, message):
         Gates(*arguments, init=init)
 
 
+@pytest.mark.parametrize("branches", ["selected", ("compresed",), ("sliding", "sliding"), ()])
+def test_branches_that_are_none_are_refused(branches):
+    with pytest.raises(ValueError, match=r"branches is .*; it must name some of compressed"):
+        Gates(16, 4, branches=branches)
+
+
 @pytest.mark.parametrize("shape", [(7, 16), (2, 7, 15), (2, 4, 7, 16)])
 def test_bad_shapes(shape):
     with pytest.raises(ValueError, match=r"x has shape .*; expected \(batch, tokens, hidden_s"):

@@ -88,6 +88,21 @@ def test_it_compiles_whole_for_any_length():
     assert len(lengths) == 1
 
 
+def test_scores_are_float32_under_autocast():
+    query, key = tensors(1, 2, 200, 200)
+    expected = indexer_topk(query, key, block_size=16, num_blocks=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = indexer_topk(query, key, block_size=16, num_blocks=3)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["block_size", "num_blocks", "num_local_blocks"])
+def test_counts_are_ints(name):
+    query, key = tensors(1, 2, 20, 20)
+    with pytest.raises(TypeError, match=f"{name} must be an int, got float"):
+        indexer_topk(query, key, **{"block_size": 16, name: 16.0})
+
+
 def test_no_gradient():
     query, key = tensors(1, 2, 20, 20)
     query.requires_grad_()

@@ -315,6 +315,16 @@ def test_compiles_whole(case):
     assert_compiled_equals_eager(module, compiled, inputs(case, 61))
 
 
+@pytest.mark.parametrize("max_length", [None, 64])
+def test_compiles_whole_with_a_fresh_cache(max_length):
+    module = layer()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x, cache = torch.randn(1, 41, 24), module.new_cache(max_length=max_length)
+    with torch.no_grad():
+        found = [compiled(part, cache=cache) for part in (x[:, :40], x[:, 40:])]
+        torch.testing.assert_close(torch.cat(found, 1), module(x), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.exhaustive
 def test_compiles_once_for_all_lengths():
     module = layer()

@@ -169,7 +169,7 @@ def _flex(
             out = out.clone(memory_format=torch.contiguous_format)
         return out, None
     out, aux = result
-    return out[:, :, :q_len], aux.lse[:, :, :q_len].detach()
+    return out[:, :, :q_len], aux.lse[:, :, :q_len].detach().float()
 
 
 def _whole_blocks(

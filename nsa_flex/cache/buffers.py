@@ -118,7 +118,8 @@ def roomy(num_tokens: int) -> int:
 
 def lasting() -> contextlib.AbstractContextManager[Any]:
     """For tensors that are changed later: one made in `inference_mode` could only be there."""
-    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+    # In this order: compiled code must not ask for the mode.
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return contextlib.nullcontext()
 

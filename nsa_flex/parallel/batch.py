@@ -113,6 +113,10 @@ def shard_batch(
         "position_ids": position_ids,
         "cu_seqlens": cu_seqlens,
     }
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids must be (B, S), got {tuple(input_ids.shape)}")
+    if max_documents is not None and position_ids is None:
+        raise ValueError(f"max_documents={max_documents} was given without position_ids")
     names = [name for name, x in given.items() if x is not None]
     if len(names) > 1:
         raise ValueError(f"{names[0]} and {names[1]} were both given: pass one")

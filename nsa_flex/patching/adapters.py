@@ -24,7 +24,7 @@ projection) stays the module's own:
 
 from __future__ import annotations
 
-import types
+import functools
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
@@ -84,7 +84,7 @@ def find_adapter(module: nn.Module) -> Adapter[Any] | None:
 def install(module: nn.Module) -> None:
     """Run `module` through its adapter from now on."""
     # An instance attribute: the class and the other modules of this type keep their forward.
-    module.forward = types.MethodType(_adapted_forward, module)
+    module.forward = functools.partial(_adapted_forward, module)  # a method is not unpickled
 
 
 def remove(module: nn.Module) -> None:
@@ -99,7 +99,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def is_installed(module: nn.Module) -> bool:
     """Whether `install` changed this module."""
-    return getattr(vars(module).get("forward"), "__func__", None) is _adapted_forward
+    return getattr(vars(module).get("forward"), "func", None) is _adapted_forward
 
 
 def _adapted_forward(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -272,6 +272,16 @@ def layers(device: torch.device) -> None:
             layer(x, **{name: value})
     with pytest.raises(RuntimeError, match="documents must begin at multiples of select_block"):
         layer(nsa_flex.shard_sequence(x, mesh), cu_seqlens=torch.tensor([0, 23, 96]))
+    for bounds in ([8, 96], [0, 48], [0, 64, 32, 96], [0, 192]):
+        with pytest.raises(RuntimeError, match="cu_seqlens must begin with 0, never descend"):
+            layer(nsa_flex.shard_sequence(x, mesh), cu_seqlens=torch.tensor(bounds))
+    with pytest.raises(ValueError, match="cu_seqlens must be a 1-D integer tensor"):
+        layer(nsa_flex.shard_sequence(x, mesh), cu_seqlens=torch.tensor([0.0, 96.0]))
+    bounded = {"cu_seqlens": torch.tensor([0, 96]), "max_document_length": 8}
+    with pytest.raises(RuntimeError, match="document that is longer than max_document_length"):
+        layer(nsa_flex.shard_sequence(x, mesh), **bounded)
+    with pytest.raises(ValueError, match="max_document_length=8 was given without cu_seqlens"):
+        layer(nsa_flex.shard_sequence(x, mesh), max_document_length=8)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -285,7 +295,9 @@ def test_batches_refused(tmp_path: Path) -> None:
 
 def batch_refusals(device: torch.device) -> None:
     mesh, ids = init_device_mesh("cpu", (1,)), tokens(2, 20)
-    cases: list[tuple[dict[str, Tensor], str]] = [
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"max_documents": 3}, "max_documents=3 was given without position_ids"),
+        ({"position_ids": torch.zeros(2, 20)}, "position_ids must be integers"),
         (
             {"attention_mask": torch.ones(2, 20), "position_ids": ids},
             "attention_mask and position_ids were both given: pass one",
@@ -296,3 +308,6 @@ def batch_refusals(device: torch.device) -> None:
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             nsa_flex.shard_batch(ids, mesh, CONFIG["cpu"], **call)
+    for others in (ids[0], ids[None], ids[:, :0]):
+        with pytest.raises(ValueError, match=r"input_ids must be \(B, S\), got"):
+            nsa_flex.shard_batch(others, mesh, CONFIG["cpu"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -154,6 +155,14 @@ def test_a_copy_runs_on_its_own_weights() -> None:
         for parameter in model.parameters():
             parameter.zero_()
     assert torch.equal(run(twin, TOKENS), expected)
+
+
+def test_a_pickled_model_runs_through_its_adapter() -> None:
+    model = nsa_flex.patch(GPT(), NSA)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(run(twin, TOKENS), run(model, TOKENS))
+    nsa_flex.unpatch(twin)
+    assert not any(isinstance(module, NSALayer) for module in twin.modules())
 
 
 def test_the_state_dict_round_trip() -> None:

@@ -324,6 +324,22 @@ def test_counts_are_positive(name: str, tmp_path: Path) -> None:
         nsa_flex.telemetry(patched(), tmp_path, **{name: 0})
 
 
+@pytest.mark.parametrize("name", ["first_step", "sent_bytes"])
+def test_counts_are_not_negative(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{name}=-1 must be at least 0"):
+        nsa_flex.telemetry(patched(), tmp_path, **{name: -1})
+
+
+def test_what_a_step_cannot_have_is_refused(tmp_path: Path) -> None:
+    with nsa_flex.telemetry(patched(), tmp_path, every=1) as run:
+        with pytest.raises(ValueError, match=r"loss has shape \(2,\); expected one number"):
+            run.step(torch.ones(2))
+        with pytest.raises(ValueError, match="tokens=-5 must be at least 0"):
+            run.step(torch.ones(()), tokens=-5)
+        run.step(torch.ones(1), tokens=5)
+    assert [row["loss"] for row in read_rows(tmp_path, "training")] == [1.0]
+
+
 def test_a_padded_probe_is_refused() -> None:
     mask = torch.ones(1, 9, dtype=torch.long)
     mask[0, 0] = 0

@@ -107,10 +107,14 @@ class Telemetry:
             "every": every,
             "gates_every": gates_every,
             "heartbeat_seconds": heartbeat_seconds,
+            "tokens_per_byte": 1.0 if tokens_per_byte is None else tokens_per_byte,
         }
         for name, value in counts.items():
             if not value > 0:
                 raise ValueError(f"{name}={value} must be more than 0")
+        for name, count in (("first_step", first_step), ("sent_bytes", sent_bytes)):
+            if count is not None and count < 0:
+                raise ValueError(f"{name}={count} must be at least 0")
         if strict and probe is None:
             raise ValueError("strict=True needs a probe: pass a batch to ask the layers with")
         self.model, self.folder = model, Path(folder)
@@ -175,7 +179,11 @@ class Telemetry:
         Raises:
             TrainingError: a loss since the last row is not finite.
         """
-        self._losses.append(loss.detach())
+        if loss.numel() != 1:
+            raise ValueError(f"loss has shape {tuple(loss.shape)}; expected one number, a mean")
+        if tokens is not None and tokens < 0:
+            raise ValueError(f"tokens={tokens} must be at least 0")
+        self._losses.append(loss.detach().reshape(()))
         self.step_ended(self.step_count + 1, tokens=tokens, calls=calls)
         if self.step_count % self.every == 0:
             self.measure()
