@@ -111,8 +111,8 @@ def check_documents(document_start: Tensor | None, max_document_length: int | No
 
 def check_scale(scale: float) -> None:
     """Raises ValueError unless it is positive and finite."""
-    if type(scale) in (str, Tensor) or not 0 < scale < math.inf:
-        raise ValueError(f"scale is {scale!r}; it must be a number, positive and finite")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}; it must be positive and finite")
 
 
 def check_positions(
