@@ -102,7 +102,7 @@ class Recipe:
         return self.learning_rate * warm * (1 - 0.9 * into_last)
 
 
-# Of what is spread over the row, alone: beside the other tasks no model learns it.
+# Of what is spread over the row, alone.
 AGGREGATION = Recipe(
     name="aggregation",
     stages=tuple(

@@ -1,8 +1,9 @@
-"""Rows that ask for what stands far back: needles, associations, chains of names, counts.
+"""Rows that ask for what stands far back: needles, associations, chains, shares.
 
-A row is filler, facts at random places, and questions at its end, each of one token followed by
-its answer. A fact is a key and its value after the token SET. Answers are given in the row, as in
-training on text: the model's answer to one question is what it predicts at the question's token.
+A row is filler, facts at random places or words that fill it, and questions at its end, each of
+one token followed by its answer. A fact is a key and its value after the token SET. Answers are
+given in the row, as in training on text: the model's answer to one question is what it predicts at
+the question's token.
 
 Two more kinds of short rows are for training alone: one asks at each token for the one before, one
 for the token that followed another. From these models learn to match keys within some hundred

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import platform
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,9 @@ def audit(
         branches=branches,
         environment=_environment(),
     )
-    return report if baseline is None else report.against(_fingerprints(baseline))
+    if isinstance(baseline, (str, Path)):
+        baseline = read_baseline(baseline)
+    return report if baseline is None else report.against(baseline)
 
 
 def _made(work: Checks, inputs: Any, phase: str) -> list[Batch]:
@@ -179,12 +180,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _fingerprints(baseline: str | Path | Iterable[str]) -> Counter[str]:
-    if isinstance(baseline, (str, Path)):
-        return read_baseline(baseline)
-    return Counter(baseline)
 
 
 def _name_of(fn: Any) -> str:

@@ -198,7 +198,7 @@ class CallHook:
         position_ids = _document_positions(call)
         cu_seqlens, uses_cache = call.get("cu_seq_lens_q"), _uses_cache(decoder, call)
         if mask is not None and cu_seqlens is None:
-            mask = _fit(mask.expand(_rows_of(mask, batch), -1), num_keys, cached, length)
+            mask = _fit(mask, batch, num_keys, cached, length)
             if self._counts_padding(call):
                 call["position_ids"] = new_positions(mask, cached, length)
             elif position_ids is not None:
@@ -374,8 +374,11 @@ def _use_phi(module: Attention, layer: LayerCache) -> None:
         layer.use_phi(module.nsa.compress_key, module.nsa.compress_value)
 
 
-def _fit(mask: Tensor, num_keys: int, cached: int | Tensor, length: int) -> Tensor:
-    """The padding mask, filled up over the places that a static cache has yet to use."""
+def _fit(mask: Tensor, batch: int, num_keys: int, cached: int | Tensor, length: int) -> Tensor:
+    """The padding mask of all rows, filled up over what a static cache has yet to use."""
+    if mask.shape[0] not in (1, batch):
+        raise ValueError(f"attention_mask has {mask.shape[0]} rows, and the call {batch}")
+    mask = mask.expand(batch, -1)  # one row is that of all
     is_static = isinstance(cached, Tensor) or num_keys > cached + length
     if mask.shape[1] == num_keys:
         return mask
@@ -385,13 +388,6 @@ def _fit(mask: Tensor, num_keys: int, cached: int | Tensor, length: int) -> Tens
             f"and each new token, {num_keys} a row"
         )
     return torch.nn.functional.pad(mask, (0, num_keys - mask.shape[1]))
-
-
-def _rows_of(mask: Tensor, batch: int) -> int:
-    """The batch's rows, which a mask of one row is for too."""
-    if mask.shape[0] not in (1, batch):
-        raise ValueError(f"attention_mask has {mask.shape[0]} rows, and the call {batch}")
-    return batch
 
 
 def _assert_no_padding(mask: Tensor, length: int) -> None:
