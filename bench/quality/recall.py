@@ -125,6 +125,7 @@ class Run:
         self.about = json.dumps([variant, seed, dataclasses.asdict(recipe)])
         self.model = build(recipe, variant, seed, checkpoint).to(device)
         if device.type == "cuda":  # the host bounds short rows: half as long a step
+            torch._dynamo.config.recompile_limit = max(8, len(recipe.stages))  # a length each
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
         self.optimizer = torch.optim.AdamW(

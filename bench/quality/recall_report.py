@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.quality.recall_tasks import TASKS
 from nsa_flex.bench.report.cells import EMPTY, markdown
 from nsa_flex.bench.report.cells import tokens as length_cell
 from nsa_flex.bench.report.rows import Row, earlier_rows, merged, read_rows, write_rows
@@ -22,6 +23,8 @@ MAPPED = ("single", "multi_key", "associative")
 def recall(rows: list[Row]) -> pd.DataFrame:
     """One line a variant, recipe and task: percent of right answers by length, over the seeds.
 
+    A recipe's "steps" are all that it has. Tasks of rows that the study asks no more are left out.
+
     Of wrong answers at the longest tested length that was trained on, or the longest of all:
     percent of needles whose block was selected, and mean share of the selected branch in the
     gates of the heads that did, 0 where none did.
@@ -29,15 +32,17 @@ def recall(rows: list[Row]) -> pd.DataFrame:
     lines = []
     models = _by_model(rows)
     lengths = _lengths([row for runs in models.values() for row in runs])
-    for (variant, recipe), runs in models.items():
+    for (variant, recipe, steps), runs in models.items():
         longest = max([n for n in lengths if n <= runs[0]["trained_length"]] or lengths)
-        for task in dict.fromkeys(test["task"] for row in runs for test in row["tests"]):
+        asked = {test["task"] for row in runs for test in row["tests"]}
+        for task in (each for each in TASKS if each in asked):
             found = {n: _tests(runs, task, n) for n in lengths}
             wrong = [test["causes"]["wrong"] for test in found[longest] if _has_wrong(test)]
             lines.append(
                 {
                     "variant": variant,
                     "recipe": recipe,
+                    "steps": str(steps),
                     "task": task.replace("_", " "),
                     "seeds": str(len(runs)),
                     **{length_cell(n): _percent(x["right"] for x in found[n]) for n in lengths},
@@ -49,12 +54,14 @@ def recall(rows: list[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _by_model(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """By variant and recipe."""
-    found: dict[tuple[str, str], list[Row]] = {}
+def _by_model(rows: list[Row]) -> dict[tuple[str, str, int], list[Row]]:
+    """By variant, and by a recipe's name and steps."""
+    found: dict[tuple[str, str, int], list[Row]] = {}
     for row in rows:
         if row["target"] == "recall" and row["tests"]:
-            model = row["variant"], row["recipe"].get("name", "scratch")
+            recipe = row["recipe"]
+            steps = sum(stage["steps"] for stage in recipe["stages"])
+            model = row["variant"], recipe.get("name", "scratch"), steps
             found.setdefault(model, []).append(row)
     return found
 
@@ -63,12 +70,13 @@ def _lengths(runs: list[Row]) -> list[int]:
     return sorted({test["length"] for row in runs for test in row["tests"]})
 
 
-def _tests(runs: list[Row], task: str, length: int) -> list[dict[str, Any]]:
+def _tests(runs: list[Row], task: str, length: int | None = None) -> list[dict[str, Any]]:
+    """Of all lengths if None."""
     return [
         test
         for row in runs
         for test in row["tests"]
-        if (test["task"], test["length"]) == (task, length)
+        if test["task"] == task and length in (test["length"], None)
     ]
 
 
@@ -90,18 +98,18 @@ def draw(rows: list[Row], path: Path) -> None:
     """One PNG: for each variant and some tasks, right answers by the needle's depth and length."""
     from matplotlib.figure import Figure
 
-    models = _by_model(rows)
-    figure = Figure(figsize=(3.4 * len(MAPPED), 2.2 * len(models) + 0.6), layout="constrained")
-    axes = figure.subplots(len(models), len(MAPPED), squeeze=False)
+    found = {model: runs for model, runs in _by_model(rows).items() if _tests(runs, MAPPED[0])}
+    figure = Figure(figsize=(3.4 * len(MAPPED), 2.2 * len(found) + 0.6), layout="constrained")
+    axes = figure.subplots(len(found), len(MAPPED), squeeze=False)
     picture: Any = None
-    for places, ((variant, recipe), runs) in zip(axes, models.items(), strict=True):
+    for places, ((variant, recipe, steps), runs) in zip(axes, found.items(), strict=True):
         lengths = _lengths(runs)
         for place, task in zip(places, MAPPED, strict=True):
             cells = [_mean_by_depth(_tests(runs, task, n)) for n in lengths]
             picture = place.imshow(np.array(cells).T, vmin=0, vmax=1, aspect="auto")
             place.set_xticks(range(len(lengths)), [length_cell(n) for n in lengths])
             place.set_yticks([])
-            place.set_title(f"{variant}, {recipe}: {task.replace('_', ' ')}", fontsize=9)
+            place.set_title(f"{variant}, {recipe}, {steps}: {task.replace('_', ' ')}", fontsize=9)
         places[0].set_ylabel("depth, start above")
     figure.colorbar(picture, ax=axes, label="share of right answers")
     path.parent.mkdir(parents=True, exist_ok=True)

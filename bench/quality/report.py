@@ -14,21 +14,34 @@ import numpy as np
 import pandas as pd
 
 from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.quality.evaluation import FAR, NEAR
 from nsa_flex.bench.report.cells import EMPTY, markdown
 from nsa_flex.bench.report.cells import tokens as length
 from nsa_flex.bench.report.rows import Row, earlier_rows, merged, read_rows, write_rows
 
 BASE = "dense"  # what the others are compared with
 GROUP = ["size", "seq_len", "tokens"]
+NAMES = {
+    f"names back < {NEAR}": "near",
+    f"{NEAR} to {FAR}": "middle",
+    f"from {FAR}": "far",
+}
 
 
 def quality(rows: list[Row]) -> pd.DataFrame:
     """One line a variant, of runs with as many tokens: mean of the seeds ± half their range.
 
-    "after dense" is its loss less that of dense attention with the same seeds. Losses are
-    held-out nats a token.
+    "after dense" is its loss less that of dense attention with the same seeds, "names back" are
+    names by how many tokens ago they came last. Losses are held-out nats a token. Stopped runs of
+    a variant that has finished ones are left out.
     """
     lines = []
+    finished = {(row["variant"], row["seq_len"]) for row in rows if row["status"] == "ok"}
+    rows = [
+        row
+        for row in rows
+        if row["status"] == "ok" or (row["variant"], row["seq_len"]) not in finished
+    ]
     for (size, seq_len, count), group in _groups(rows).items():
         by_variant: dict[str, list[Row]] = {}
         for row in group:
@@ -36,7 +49,6 @@ def quality(rows: list[Row]) -> pd.DataFrame:
         dense = {row["seed"]: row["loss"] for row in by_variant.get(BASE, [])}
         for name, runs in by_variant.items():
             behind = [row["loss"] - dense[row["seed"]] for row in runs if row["seed"] in dense]
-            speed = np.mean([row["tokens"] / row["seconds"] for row in runs])
             lines.append(
                 {
                     "model": size,
@@ -47,9 +59,10 @@ def quality(rows: list[Row]) -> pd.DataFrame:
                     "seeds": str(len(runs)),
                     "held-out loss": spread([row["loss"] for row in runs]),
                     "after dense": spread(behind, "+.3f"),
-                    "last quarter": spread([last_quarter(row) for row in runs]),
-                    "names far back": spread([loss for row in runs for loss in _far(row)]),
-                    "tokens/s": f"{speed:,.0f}",
+                    **{
+                        title: spread([loss for row in runs for loss in _of_names(row, kind)])
+                        for title, kind in NAMES.items()
+                    },
                     "commit": runs[0]["commit"],
                 }
             )
@@ -62,9 +75,9 @@ def last_quarter(row: Row) -> float:
     return float(np.mean(places[-(len(places) // 4) :]))
 
 
-def _far(row: Row) -> list[float]:
-    """Loss on names that came last far back; nothing if there is none."""
-    return [row["names"]["far"]["loss"]] if "far" in row["names"] else []
+def _of_names(row: Row, kind: str) -> list[float]:
+    """Loss on names that came last so far back; nothing if there is none."""
+    return [row["names"][kind]["loss"]] if kind in row["names"] else []
 
 
 def _groups(rows: list[Row]) -> dict[tuple[Any, ...], list[Row]]:

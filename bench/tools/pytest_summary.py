@@ -1,6 +1,8 @@
 """Turns pytest's JUnit XML into the JSON summary that is committed under bench/results.
 
 Example: python -m nsa_flex.bench.tools.pytest_summary junit.xml bench/results/pytest_h200.json
+
+Of a test that several files hold the last one counts: a run, and what of it was repeated.
 """
 
 from __future__ import annotations
@@ -17,31 +19,36 @@ from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure.machine import describe
 
 
-def summarize(junit: Path) -> dict[str, Any]:
+def summarize(*junits: Path) -> dict[str, Any]:
     """Counts, wall time, tests that did not pass, and the number of passed tests of each file.
 
     Of tests that were under way when the run was stopped the file has no name: they count as none.
     """
+    found: dict[tuple[str, str], str] = {}
+    suites = [_suite(junit) for junit in junits]
+    for case in (case for suite in suites for case in suite.iter("testcase")):
+        if (name := case.get("name")) is not None:
+            outcome = next((child.tag for child in case if child.tag in OUTCOMES), "passed")
+            found[str(case.get("classname")), name] = outcome
+    passed = Counter(file for (file, _), outcome in found.items() if outcome == "passed")
+    return {
+        "tests": len(found),
+        "passed": passed.total(),
+        "not_passed": [
+            {"test": f"{file}::{name}", "outcome": outcome}
+            for (file, name), outcome in found.items()
+            if outcome != "passed"
+        ],
+        "passed_by_file": dict(sorted(passed.items())),
+        "wall_seconds": sum(float(suite.get("time", 0)) for suite in suites),
+        "timestamp": suites[0].get("timestamp"),
+    }
+
+
+def _suite(junit: Path) -> ET.Element:
     suite = ET.parse(junit).getroot().find("testsuite")
     assert suite is not None, f"{junit} holds no testsuite"
-    not_passed, passed = [], Counter[str]()
-    for case in suite.iter("testcase"):
-        if case.get("name") is None:
-            continue
-        name = f"{case.get('classname')}::{case.get('name')}"
-        outcome = next((child.tag for child in case if child.tag in OUTCOMES), None)
-        if outcome is None:
-            passed[str(case.get("classname"))] += 1
-        else:
-            not_passed.append({"test": name, "outcome": outcome})
-    return {
-        "tests": int(suite.get("tests", 0)),
-        "passed": sum(passed.values()),
-        "not_passed": not_passed,
-        "passed_by_file": dict(sorted(passed.items())),
-        "wall_seconds": float(suite.get("time", 0)),
-        "timestamp": suite.get("timestamp"),
-    }
+    return suite
 
 
 OUTCOMES = ("failure", "error", "skipped")
@@ -49,7 +56,7 @@ OUTCOMES = ("failure", "error", "skipped")
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("junit", type=Path, help="file that pytest --junitxml wrote")
+    parser.add_argument("junit", nargs="+", type=Path, help="files that pytest --junitxml wrote")
     parser.add_argument("json", type=Path, help="where the summary goes")
     parser.add_argument(
         "--machine", type=Path, help="JSON of what ran the tests, if it was another machine"
@@ -57,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ran = json.loads(arguments.machine.read_text()) if arguments.machine else describe(device)
-    row = {**ran, **summarize(arguments.junit)}
+    row = {**ran, **summarize(*arguments.junit)}
     arguments.json.write_text(json.dumps(row, indent=2) + "\n")
     print(f"{row['passed']} of {row['tests']} passed")
 

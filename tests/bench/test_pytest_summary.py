@@ -1,4 +1,4 @@
-"""The summary of a run of the tests: of one that was stopped, and of another machine's."""
+"""The summary of runs of the tests: of one that was stopped, repeated, and of another machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+
+from nsa_flex.bench.tools.pytest_summary import summarize
 
 JUNIT = """<testsuites><testsuite tests="3" time="1.5" timestamp="2026-01-01T00:00:00">
 <testcase classname="tests.a" name="one" time="0.1" />
@@ -28,3 +30,15 @@ def test_a_run_that_was_stopped_on_another_machine(tmp_path: Path) -> None:
     assert found["passed_by_file"] == {"tests.a": 1}
     outcomes = [x["outcome"] for x in found["not_passed"]]
     assert outcomes == ["failure", "skipped"]
+
+
+def test_what_was_repeated_counts_once(tmp_path: Path) -> None:
+    first, again = tmp_path / "first.xml", tmp_path / "again.xml"
+    first.write_text(JUNIT)
+    again.write_text(
+        '<testsuites><testsuite tests="1" time="2"><testcase classname="tests.a" name="two" />'
+        "</testsuite></testsuites>"
+    )
+    found = summarize(first, again)
+    assert (found["tests"], found["passed"], found["wall_seconds"]) == (3, 2, 3.5)
+    assert [each["outcome"] for each in found["not_passed"]] == ["skipped"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -208,11 +209,17 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
     assert all(("causes" in test) == (variant == "mean") for test in row["tests"])
     table = table_of([row])
     assert list(table.task)[2] == "multi key"
-    assert list(table.columns)[4:6] == ["240", "320"]
+    assert list(table.columns)[2:7] == ["steps", "task", "seeds", "240", "320"]
     if variant == "mean":  # of 240, which is trained on; 320 is not
         for test in row["tests"]:
             test["causes"]["wrong"] = {"selected": test["length"] / 1000, "gate": 0.0}
         assert set(table_of([row])["missed: selected"]) == {"24"}
+    longer = copy.deepcopy(row)
+    longer["recipe"]["stages"][0]["steps"] += 1
+    longer["tests"][0]["task"] = "of earlier days"
+    table = table_of([row, longer])  # a recipe that has changed is not of the same line
+    assert list(table.steps) == ["4"] * len(TASKS) + ["5"] * len(TASKS)
+    assert "of earlier days" not in {*table.task}
     draw([row], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5_000
     for other in (1, TINY), (0, dataclasses.replace(TINY, learning_rate=1e-3)):
