@@ -192,39 +192,57 @@ class CallHook:
             _assert_one_document(position_ids, _CACHED_DOCUMENTS)
 
     def _rows(self, decoder: Decoder, call: dict[str, Any], max_documents: int | None) -> Rows:
-        batch, length = _tokens(call).shape[:2]
+        """Rows without a cache of NSA's, by what tells their tokens apart."""
         mask = _padding_mask(call.get("attention_mask"))
+        if call.get("cu_seq_lens_q") is not None:
+            return self._rows_of_bounds(decoder, call, mask)
+        if mask is not None:
+            return self._rows_of_mask(call, mask)
+        return self._rows_of_positions(decoder, call, max_documents)
+
+    def _rows_of_bounds(self, decoder: Decoder, call: dict[str, Any], mask: Tensor | None) -> Rows:
+        """One row of packed documents, whose bounds `cu_seq_lens_q` are."""
+        batch, length = _tokens(call).shape[:2]
+        self._check_packed(call, batch, _uses_cache(decoder, call))
+        if mask is not None:
+            _assert_no_padding(mask, length)
+        if mask is call.get("attention_mask"):  # unpatched layers' mask knows documents then
+            call["attention_mask"] = None
+        layout = align_packed(call["cu_seq_lens_q"], length, self.config, _longest(call))
+        position_ids = _document_positions(call)
+        if call.get("position_ids") is None:  # the decoder would count on from one to the next
+            self._check_masks_to_come(call)
+            call["position_ids"] = layout.positions
+        elif position_ids is not None:
+            assert_positions(call, position_ids)
+            _assert_restart(position_ids, layout.positions)
+        return packed_rows(layout)
+
+    def _rows_of_mask(self, call: dict[str, Any], mask: Tensor) -> Rows:
+        """Rows with padding."""
+        batch, length = _tokens(call).shape[:2]
+        num_keys, cached = self._cache_sizes(call, length)
+        mask = _fit(mask, batch, num_keys, cached, length)
+        position_ids = _document_positions(call)
+        if self._counts_padding(call):
+            call["position_ids"] = new_positions(mask, cached, length)
+        elif position_ids is not None:
+            assert_padded_positions(call, position_ids, mask, cached, length)
+        return padded_rows(mask, length, cached)
+
+    def _rows_of_positions(
+        self, decoder: Decoder, call: dict[str, Any], max_documents: int | None
+    ) -> Rows:
+        """Rows of one document, or of packed ones, at each of which `position_ids` restart."""
+        batch, length = _tokens(call).shape[:2]
         num_keys, cached = self._cache_sizes(call, length)
         position_ids = _document_positions(call)
-        cu_seqlens, uses_cache = call.get("cu_seq_lens_q"), _uses_cache(decoder, call)
-        if mask is not None and cu_seqlens is None:
-            mask = _fit(mask, batch, num_keys, cached, length)
-            if self._counts_padding(call):
-                call["position_ids"] = new_positions(mask, cached, length)
-            elif position_ids is not None:
-                assert_padded_positions(call, position_ids, mask, cached, length)
-            return padded_rows(mask, length, cached)
-        if cu_seqlens is not None:
-            self._check_packed(call, batch, uses_cache)
-            if mask is not None:
-                _assert_no_padding(mask, length)
-            if mask is call.get("attention_mask"):  # unpatched layers' mask knows documents then
-                call["attention_mask"] = None
-            layout = align_packed(cu_seqlens, length, self.config, _longest(call))
-            if call.get("position_ids") is None:  # the decoder would count on from one to the next
-                self._check_masks_to_come(call)
-                call["position_ids"] = layout.positions
-            elif position_ids is not None:
-                assert_positions(call, position_ids)
-                _assert_restart(position_ids, layout.positions)
-            return packed_rows(layout)
-        if position_ids is None:
-            return _unpadded_rows(batch, num_keys, cached, length)
-        one_document = _CACHED_DOCUMENTS if uses_cache else self.mixing
-        if one_document is not None or length == 1:
-            assert_positions(call, position_ids, cached)
-            if one_document is not None:
-                _assert_one_document(position_ids, one_document)
+        one_document = _CACHED_DOCUMENTS if _uses_cache(decoder, call) else self.mixing
+        if position_ids is None or one_document is not None or length == 1:
+            if position_ids is not None:
+                assert_positions(call, position_ids, cached)
+                if one_document is not None:
+                    _assert_one_document(position_ids, one_document)
             return _unpadded_rows(batch, num_keys, cached, length)
         if position_ids.dim() != 2:
             raise ValueError(
