@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from nsa_flex.bench.quality.needles import KINDS
-from nsa_flex.bench.quality.report import last_quarter, spread
+from nsa_flex.bench.quality.report import spread
 from nsa_flex.bench.report.cells import EMPTY
 from nsa_flex.bench.report.cells import tokens as length_cell
 from nsa_flex.bench.report.rows import Row
@@ -114,8 +114,14 @@ def _columns(runs: list[Row], controls: dict[int, Row]) -> dict[str, str]:
             [behind(row, controls[row["seed"]], length) for row in runs if row["seed"] in controls]
         )
         columns[f"needles, {cell}"] = _needles(runs, str(length))
-    last = [last_quarter(row["losses"][str(recipe["long_length"])]) for row in runs]
+    last = [_last_quarter(row["losses"][str(recipe["long_length"])]) for row in runs]
     return columns | {"last quarter": spread(last)}
+
+
+def _last_quarter(row: Row) -> float:
+    """Loss of the last quarter of positions, where a context is long."""
+    places = row["by_position"]
+    return float(np.mean(places[-(len(places) // 4) :]))
 
 
 def _needles(runs: list[Row], length: str) -> str:

@@ -30,7 +30,14 @@ from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.recall_causes import causes_of
 from nsa_flex.bench.quality.recall_recipes import RECIPES, Recipe
-from nsa_flex.bench.quality.recall_tasks import TASKS, VOCABULARY, Batch, Task, make_batch
+from nsa_flex.bench.quality.recall_tasks import (
+    DEPTHS,
+    TASKS,
+    VOCABULARY,
+    Batch,
+    Task,
+    make_batch,
+)
 from nsa_flex.bench.quality.variants import variants
 from nsa_flex.bench.report.rows import Row, write_rows
 from nsa_flex.training.config import DataSection, ModelSection
@@ -41,7 +48,6 @@ ROW = "recall.json"
 STATE = "state.pt"
 MODEL = "model"  # what a conversion starts from
 WORKERS = 4  # processes that make rows
-DEPTHS = 8
 CLOSING = 0.2  # of the seconds, for the tests
 TEST_TOKENS = 65536  # of a forward
 
@@ -125,7 +131,8 @@ class Run:
         self.about = json.dumps([variant, seed, dataclasses.asdict(recipe)])
         self.model = build(recipe, variant, seed, checkpoint).to(device)
         if device.type == "cuda":  # the host bounds short rows: half as long a step
-            torch._dynamo.config.recompile_limit = max(8, len(recipe.stages))  # a length each
+            # A graph for each length and kind of layer.
+            torch._dynamo.config.recompile_limit = max(8, 2 * len(recipe.stages))
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
         self.optimizer = torch.optim.AdamW(
@@ -289,7 +296,7 @@ def recall(
         with torch.compiler.set_stance("force_eager"):  # so that hooks look on
             tests = test(run, begun + seconds)
     row = {
-        "case": f"recall/{variant} {recipe.name} seed {seed}",
+        "case": f"recall/{variant} {recipe.name} {recipe.steps} seed {seed}",
         "target": "recall",
         "variant": variant,
         "seed": seed,

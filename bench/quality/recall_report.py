@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from nsa_flex.bench.command_line import parser_of
-from nsa_flex.bench.quality.recall_tasks import TASKS
+from nsa_flex.bench.quality.recall_tasks import DEPTHS, TASKS
 from nsa_flex.bench.report.cells import EMPTY, markdown
 from nsa_flex.bench.report.cells import tokens as length_cell
 from nsa_flex.bench.report.rows import Row, earlier_rows, merged, read_rows, write_rows
@@ -70,13 +70,12 @@ def _lengths(runs: list[Row]) -> list[int]:
     return sorted({test["length"] for row in runs for test in row["tests"]})
 
 
-def _tests(runs: list[Row], task: str, length: int | None = None) -> list[dict[str, Any]]:
-    """Of all lengths if None."""
+def _tests(runs: list[Row], task: str, length: int) -> list[dict[str, Any]]:
     return [
         test
         for row in runs
         for test in row["tests"]
-        if test["task"] == task and length in (test["length"], None)
+        if (test["task"], test["length"]) == (task, length)
     ]
 
 
@@ -98,7 +97,13 @@ def draw(rows: list[Row], path: Path) -> None:
     """One PNG: for each variant and some tasks, right answers by the needle's depth and length."""
     from matplotlib.figure import Figure
 
-    found = {model: runs for model, runs in _by_model(rows).items() if _tests(runs, MAPPED[0])}
+    found = {
+        model: runs
+        for model, runs in _by_model(rows).items()
+        if {*MAPPED} <= {test["task"] for row in runs for test in row["tests"]}
+    }
+    if not found:
+        return
     figure = Figure(figsize=(3.4 * len(MAPPED), 2.2 * len(found) + 0.6), layout="constrained")
     axes = figure.subplots(len(found), len(MAPPED), squeeze=False)
     picture: Any = None
@@ -118,7 +123,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def _mean_by_depth(tests: list[dict[str, Any]]) -> np.ndarray:
     """Of the seeds; NaN where nothing was asked."""
-    cells = np.array([test["by_depth"] for test in tests], float)
+    cells = np.array([test["by_depth"] for test in tests], float).reshape(-1, DEPTHS)
     known = ~np.isnan(cells)
     with np.errstate(invalid="ignore"):
         return np.where(known, cells, 0.0).sum(0) / known.sum(0)

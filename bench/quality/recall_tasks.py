@@ -45,6 +45,7 @@ MOST_QUESTIONS = 32
 QUESTION_TOKENS = 4  # of a short row, for each question
 LEAST = 32  # tokens of a row
 MOST_NEEDLES = 8
+DEPTHS = 8  # parts of a row, by which needles are told apart
 OFTEN = 8  # every so many slots have the most frequent word
 SHARES = 4  # a word fills 2⁰ to 2³ of 32 slots
 LEAST_SLOTS = 32  # that every task has room in

@@ -36,12 +36,6 @@ def quality(rows: list[Row]) -> pd.DataFrame:
     a variant that has finished ones are left out.
     """
     lines = []
-    finished = {(row["variant"], row["seq_len"]) for row in rows if row["status"] == "ok"}
-    rows = [
-        row
-        for row in rows
-        if row["status"] == "ok" or (row["variant"], row["seq_len"]) not in finished
-    ]
     for (size, seq_len, count), group in _groups(rows).items():
         by_variant: dict[str, list[Row]] = {}
         for row in group:
@@ -69,24 +63,27 @@ def quality(rows: list[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def last_quarter(row: Row) -> float:
-    """Loss of the last quarter of positions, where a context is long."""
-    places = row["by_position"]
-    return float(np.mean(places[-(len(places) // 4) :]))
-
-
 def _of_names(row: Row, kind: str) -> list[float]:
     """Loss on names that came last so far back; nothing if there is none."""
     return [row["names"][kind]["loss"]] if kind in row["names"] else []
 
 
 def _groups(rows: list[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """Runs that compare: of the same size, length and tokens."""
+    """Runs that compare: of the same size, length and tokens.
+
+    Stopped ones of a variant that has finished ones are left out.
+    """
+    rows = [row for row in rows if row["target"] == "quality" and "by_position" in row]
+    finished = {_model(row) for row in rows if row["status"] == "ok"}
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        if row["target"] == "quality" and "by_position" in row:
+        if row["status"] == "ok" or _model(row) not in finished:
             groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
     return groups
+
+
+def _model(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("size", "seq_len", "variant"))
 
 
 def spread(values: list[float], style: str = ".3f") -> str:

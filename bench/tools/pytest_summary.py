@@ -2,7 +2,8 @@
 
 Example: python -m nsa_flex.bench.tools.pytest_summary junit.xml bench/results/pytest_h200.json
 
-Of a test that several files hold the last one counts: a run, and what of it was repeated.
+Of a test that several files hold the last one counts: a run, and what of it was repeated. A module
+that could not be collected is an error, without a test.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ def summarize(*junits: Path) -> dict[str, Any]:
     """
     found: dict[tuple[str, str], str] = {}
     suites = [_suite(junit) for junit in junits]
-    for case in (case for suite in suites for case in suite.iter("testcase")):
-        if (name := case.get("name")) is not None:
-            outcome = next((child.tag for child in case if child.tag in OUTCOMES), "passed")
-            found[str(case.get("classname")), name] = outcome
+    for suite in suites:
+        found |= _outcomes(suite)
     passed = Counter(file for (file, _), outcome in found.items() if outcome == "passed")
     return {
         "tests": len(found),
@@ -43,6 +42,18 @@ def summarize(*junits: Path) -> dict[str, Any]:
         "wall_seconds": sum(float(suite.get("time", 0)) for suite in suites),
         "timestamp": suites[0].get("timestamp"),
     }
+
+
+def _outcomes(suite: ET.Element) -> dict[tuple[str, str], str]:
+    """By file and name; of a test that failed and left an error behind, the failure."""
+    found: dict[tuple[str, str], str] = {}
+    for case in suite.iter("testcase"):
+        if (name := case.get("name")) is not None:
+            outcome = next((child.tag for child in case if child.tag in OUTCOMES), "passed")
+            key = str(case.get("classname")), name
+            if found.get(key, "passed") == "passed":
+                found[key] = outcome
+    return found
 
 
 def _suite(junit: Path) -> ET.Element:

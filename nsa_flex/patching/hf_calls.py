@@ -233,16 +233,20 @@ class CallHook:
     def _rows_of_positions(
         self, decoder: Decoder, call: dict[str, Any], max_documents: int | None
     ) -> Rows:
-        """Rows of one document, or of packed ones, at each of which `position_ids` restart."""
+        """Rows of one document, or of packed ones, at each of which `position_ids` restart.
+
+        Without positions, rows of one document.
+        """
         batch, length = _tokens(call).shape[:2]
         num_keys, cached = self._cache_sizes(call, length)
         position_ids = _document_positions(call)
+        if position_ids is None:
+            return _unpadded_rows(batch, num_keys, cached, length)
         one_document = _CACHED_DOCUMENTS if _uses_cache(decoder, call) else self.mixing
-        if position_ids is None or one_document is not None or length == 1:
-            if position_ids is not None:
-                assert_positions(call, position_ids, cached)
-                if one_document is not None:
-                    _assert_one_document(position_ids, one_document)
+        if one_document is not None or length == 1:
+            assert_positions(call, position_ids, cached)
+            if one_document is not None:
+                _assert_one_document(position_ids, one_document)
             return _unpadded_rows(batch, num_keys, cached, length)
         if position_ids.dim() != 2:
             raise ValueError(

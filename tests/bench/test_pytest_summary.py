@@ -12,6 +12,7 @@ from nsa_flex.bench.tools.pytest_summary import summarize
 JUNIT = """<testsuites><testsuite tests="3" time="1.5" timestamp="2026-01-01T00:00:00">
 <testcase classname="tests.a" name="one" time="0.1" />
 <testcase classname="tests.a" name="two" time="0.1"><failure message="no">no</failure></testcase>
+<testcase classname="tests.a" name="two" time="0.1"><error message="teardown">no</error></testcase>
 <testcase classname="tests.b" name="three" time="0"><skipped message="no GPU" /></testcase>
 <testcase time="0.003" />
 </testsuite></testsuites>"""

@@ -289,6 +289,10 @@ def test_runs_become_a_table(
     assert list(table.variant) == list(TRAINED)
     assert list(table["seeds"])[:2] == ["2", "1"]
     assert table["after dense"][0] == "+0.000 ± 0.000"
+    stopped = [{**rows[0], "status": "stopped", "tokens": rows[0]["tokens"] // 2}]
+    assert quality([*rows, *stopped]).equals(table)  # its variant has a finished run
+    others = [{**stopped[0], "size": "125m"}]
+    assert list(quality([*rows, *others]).model)[-1] == "125m"
     draw(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     # What is finished is not run again.

@@ -220,7 +220,10 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
     table = table_of([row, longer])  # a recipe that has changed is not of the same line
     assert list(table.steps) == ["4"] * len(TASKS) + ["5"] * len(TASKS)
     assert "of earlier days" not in {*table.task}
-    draw([row], tmp_path / "plot.png")
+    longer["tests"] = [each for each in longer["tests"] if each["task"] == "share"]
+    draw([longer], tmp_path / "no.png")  # nothing that has a depth
+    assert not (tmp_path / "no.png").exists()
+    draw([row, longer], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5_000
     for other in (1, TINY), (0, dataclasses.replace(TINY, learning_rate=1e-3)):
         with pytest.raises(ValueError, match="holds a run of another variant, seed or recipe"):
@@ -249,7 +252,7 @@ def test_what_learnt_the_tasks_with_dense_attention_is_patched_and_goes_on(tmp_p
     for variant, patched in (("dense", (False, False)), ("dense-nsa", (False, True))):
         row = recall(variant, 0, tmp_path / f"{variant}-patched", 1e6, untrained, learnt)
         assert (row["status"], row["steps"], row["trained_length"]) == ("ok", 0, 0)
-        assert row["case"] == f"recall/{variant} patched seed 0"
+        assert row["case"] == f"recall/{variant} patched 0 seed 0"
         assert len(row["tests"]) == 2 * len(TASKS)
         layers = build(untrained, variant, 0, learnt).model.layers
         assert tuple(hasattr(layer.self_attn, "nsa") for layer in layers) == patched
