@@ -141,8 +141,8 @@ def nsa_attention(
 
     Returns:
         (B, Hq, Sq, Dv) in the query's dtype (under autocast that of PyTorch's operations, where
-        they compute it), and an `NSAAux` if asked. A query that sees no
-        compressed block (t < l - 1) gets 0 from that branch, with zero gradients.
+        they compute it), and an `NSAAux` if asked. A query that sees no compressed block
+        (t < l - 1) gets 0 from that branch, with zero gradients.
 
     Raises:
         TypeError: an input that is no tensor, or a max_document_length that is no int.
