@@ -115,6 +115,7 @@ def pieces(recipe: Recipe) -> tuple[Piece, ...]:
     all_short = dataclasses.replace(sparse, steps=short)
     aligned = dataclasses.replace(sparse, alignment=recipe.alignment)
     never_long = dataclasses.replace(sparse, steps=recipe.sparse + recipe.lengthen)
+    all_steps = dataclasses.replace(sparse, steps=short + recipe.lengthen)
     return (
         Piece(DENSE, "dense", (pretraining,)),
         Piece("continued", "dense", (all_short, long)),
@@ -130,6 +131,9 @@ def pieces(recipe: Recipe) -> tuple[Piece, ...]:
         Piece("small-fifth", "small-fifth", (all_short, long)),
         Piece("one-dense", "mean", (all_short, long), keep_dense=1),
         Piece("two-dense", "mean", (all_short, long), keep_dense=2),
+        Piece("one-dense-align", "mean", (align, sparse, long), keep_dense=1),
+        Piece("one-dense-aligned", "mean", (align, aligned, long), keep_dense=1),
+        Piece("one-dense-short", "mean", (all_steps,), keep_dense=1),
     )
 
 
