@@ -21,6 +21,7 @@ allocators: Any = pytest.importorskip(f"{_ENGINE}.cache_allocators")
 hf_generation = importlib.import_module("nsa_flex.patching.hf_generation")
 hf_engine = importlib.import_module("nsa_flex.patching.hf_engine")
 input_outputs = importlib.import_module(f"{_ENGINE}.input_outputs")
+model_runner = importlib.import_module(f"{_ENGINE}.model_runner")
 offloading = importlib.import_module(f"{_ENGINE}.offloading_manager")
 
 NUM_NEW = 12
@@ -186,6 +187,24 @@ def test_a_batch_is_computed_after_its_inputs_are_written(
     inputs = prompts(5, 700, 33)
     options = {"page_size": 256, "max_batch_tokens": 512, "use_cuda_graph": use_cuda_graph}
     options["use_async_batching"] = False
+    assert batched(model, inputs, **options) == alone(model, inputs)
+
+
+@pytest.mark.gpu
+def test_a_pass_of_the_warm_up_reads_its_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that computes is late, as it may be on a busy device."""
+    runner = model_runner.ModelRunner
+    compute = runner.compute_batch
+
+    def late(self: Any, *args: Any) -> None:
+        with torch.cuda.stream(self.inputs_and_outputs.compute_stream):
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+        compute(self, *args)
+
+    monkeypatch.setattr(runner, "compute_batch", late)
+    model = on_cuda()
+    inputs = prompts(5, 700, 33)
+    options = {"page_size": 256, "max_batch_tokens": 512, "use_cuda_graph": (False, True)}
     assert batched(model, inputs, **options) == alone(model, inputs)
 
 
