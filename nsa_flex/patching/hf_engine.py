@@ -192,11 +192,8 @@ class NSAManager(ContinuousBatchingManager):
         inputs, runner = self.batch_processor.inputs_and_outputs, self.batch_processor.model_runner
         stream = inputs.compute_stream
         if stream is not None:
-            # Other streams write what the current one has just cleared.
+            # The engine (transformers 5.23) cleared its inputs there; others write and read them.
             torch.cuda.current_stream(stream.device).synchronize()
-            runner.run_one_warmup = functools.partial(
-                _then_wait, stream, type(runner).run_one_warmup, runner
-            )
             if type(inputs) is ContinuousBatchingIOs:
                 compute = functools.partial(type(runner).compute_batch, runner)
                 runner.compute_batch = functools.partial(_in_order, compute, stream)
@@ -223,17 +220,6 @@ def _in_order(compute: Any, stream: Any, *args: Any) -> None:
     stream.wait_stream(current)
     compute(*args)
     current.wait_stream(stream)
-
-
-def _then_wait(stream: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a pass of the warm-up, and wait for it.
-
-    The engine (transformers 5.23) would write the next one's inputs over those it still reads.
-    """
-    try:
-        return run(*args, **kwargs)
-    finally:
-        stream.synchronize()
 
 
 def _table_width(model: Any, page_size: int) -> int:

@@ -191,17 +191,23 @@ def test_a_batch_is_computed_after_its_inputs_are_written(
 
 
 @pytest.mark.gpu
-def test_a_pass_of_the_warm_up_reads_its_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream that computes is late, as it may be on a busy device."""
-    runner = model_runner.ModelRunner
-    compute = runner.compute_batch
+def test_inputs_are_cleared_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that clears them is late, and the one that computes is later."""
+    inputs_of, runner = input_outputs.ContinuousBatchingIOs, model_runner.ModelRunner
+    clear, compute = inputs_of._reset_static_tensors, runner.compute_batch
 
-    def late(self: Any, *args: Any) -> None:
+    def late(self: Any, full_reset: bool = False) -> None:
+        if full_reset and self.device.type == "cuda":
+            torch.cuda._sleep(40_000_000)  # about 20 ms
+        clear(self, full_reset)
+
+    def later(self: Any, *args: Any) -> None:
         with torch.cuda.stream(self.inputs_and_outputs.compute_stream):
-            torch.cuda._sleep(20_000_000)  # about 10 ms
+            torch.cuda._sleep(60_000_000)
         compute(self, *args)
 
-    monkeypatch.setattr(runner, "compute_batch", late)
+    monkeypatch.setattr(inputs_of, "_reset_static_tensors", late)
+    monkeypatch.setattr(runner, "compute_batch", later)
     model = on_cuda()
     inputs = prompts(5, 700, 33)
     options = {"page_size": 256, "max_batch_tokens": 512, "use_cuda_graph": (False, True)}
