@@ -31,7 +31,15 @@ from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.evaluation import BUCKETS, names_again, summary
 from nsa_flex.bench.quality.one_run import ROW, one_run
 from nsa_flex.bench.quality.report import draw, quality
-from nsa_flex.bench.quality.run import POLL_SECONDS, Piece, _environment, in_order, run_piece
+from nsa_flex.bench.quality.run import Piece, in_order, run_piece
+from nsa_flex.bench.quality.side_by_side import (
+    POLL_SECONDS,
+    SECONDS,
+    Job,
+    Limits,
+    environment_on,
+    run_jobs,
+)
 from nsa_flex.bench.quality.variants import config_of, parameters, variants
 from nsa_flex.bench.quality.windows import window_attention, windows_by_chunks
 from nsa_flex.bench.report.rows import merged, read_rows, write_rows
@@ -261,15 +269,18 @@ def test_runs_become_a_table(
     few = ("training.steps=4", "run.log_every=1", "run.gates_every=4", "model.backend=dense")
     monkeypatch.setattr(one_run_module, "POINTS", 2)
 
+    runs = in_order(TRAINED, [0]) + in_order(["dense"], [1])
+    piece = Piece(corpus, tmp_path / "work", tmp_path / "rows.json", runs, "tiny", few)
+
     class Done:
-        def __init__(self, piece: Piece, run: tuple[str, int], gpu: int) -> None:
-            one_run(run[0], piece.size, run[1], corpus, piece.folder(run), piece.overrides)
+        def __init__(self, job: Job, gpu: int, seconds: float) -> None:
+            name, seed = next(run for run in runs if piece.job(run) == job)
+            folder = piece.folder((name, seed))
+            one_run(name, piece.size, seed, corpus, folder, piece.overrides)
 
         def poll(self) -> int:
             return 0
 
-    runs = in_order(TRAINED, [0]) + in_order(["dense"], [1])
-    piece = Piece(corpus, tmp_path / "work", tmp_path / "rows.json", runs, "tiny", few)
     rows = run_piece(piece, Done, sleep=lambda seconds: None)
     assert rows == read_rows(piece.out)
     assert {(row["variant"], row["seed"]) for row in rows} == set(runs)
@@ -366,22 +377,64 @@ def test_a_piece_ends_in_time(
     corpus: Path, tmp_path: Path, length: float, stops_in: float, count: int, told: list[str]
 ) -> None:
     times = [0.0]
-    started: list[tuple[tuple[str, int], Process]] = []
+    started: list[tuple[Job, Process]] = []
 
     def sleep(seconds: float) -> None:
         times[0] += seconds
 
-    def start(piece: Piece, run: tuple[str, int], gpu: int) -> Process:
-        started.append((run, Process(lambda: times[0], length, stops_in)))
+    def start(job: Job, gpu: int, seconds: float) -> Process:
+        assert seconds == 540 - 45 - times[0] >= 90
+        started.append((job, Process(lambda: times[0], length, stops_in)))
         return started[-1][1]
 
     runs = in_order(["dense", "mean"], [0, 1, 2, 3])
     out = tmp_path / "rows.json"
-    piece = Piece(corpus, tmp_path / "work", out, runs, "tiny", seconds=540.0)
+    piece = Piece(corpus, tmp_path / "work", out, runs, "tiny")
     assert run_piece(piece, start, lambda: times[0], sleep) == []
-    assert [run for run, _ in started] == list(runs)[:count]
+    assert [job for job, _ in started] == [piece.job(run) for run in runs[:count]]
     assert [process.told for _, process in started] == [[]] * 4 + [told] * (count - 4)
     assert times[0] <= 540 + POLL_SECONDS
+
+
+def test_what_is_told_its_time_ends_by_itself() -> None:
+    times = [0.0]
+    told = []
+
+    def sleep(seconds: float) -> None:
+        times[0] += seconds
+
+    def start(job: Job, gpu: int, seconds: float) -> Process:
+        told.append(Process(lambda: times[0], seconds + 10, 0.0))
+        return told[-1]
+
+    jobs = [Job("a", (f"--seconds={SECONDS}",)), Job("b", ())]
+    given = (lambda job: False, lambda: None, start, lambda: times[0], sleep)
+    assert run_jobs(jobs, Limits(seconds=200.0), *given) == []
+    assert [process.told for process in told] == [[], ["terminate"]]
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_job_waits_for_what_it_needs(finishes: bool) -> None:
+    """And is left for later if that was stopped."""
+    times = [0.0]
+    started: list[tuple[str, float]] = []
+
+    def sleep(seconds: float) -> None:
+        times[0] += seconds
+
+    def start(job: Job, gpu: int, seconds: float) -> Process:
+        started.append((job.name, times[0]))
+        return Process(lambda: times[0], 20.0, 0.0)
+
+    def is_done(job: Job) -> bool:
+        return finishes and any(job.name == name and times[0] >= at + 20 for name, at in started)
+
+    jobs = [Job("needs it", (), ("needed",)), Job("needed", ()), Job("alone", ())]
+    given = (is_done, lambda: None, start, lambda: times[0], sleep)
+    assert run_jobs(jobs, Limits(), *given) == []
+    later = [("needs it", 20.0)] if finishes else []
+    assert started == [("needed", 0.0), ("alone", 0.0), *later]
+    assert times[0] < 60
 
 
 def test_runs_are_spread_over_the_gpus(
@@ -394,14 +447,15 @@ def test_runs_are_spread_over_the_gpus(
     def sleep(seconds: float) -> None:
         times[0] += seconds
 
-    def start(piece: Piece, run: tuple[str, int], gpu: int) -> Process:
-        found.append((gpu, _environment(piece, gpu)["CUDA_VISIBLE_DEVICES"]))
-        return Process(lambda: times[0], lengths[run[0]], 0.0)
+    def start(job: Job, gpu: int, seconds: float) -> Process:
+        found.append((gpu, environment_on(gpu, 2)["CUDA_VISIBLE_DEVICES"]))
+        return Process(lambda: times[0], lengths[job.command[2]], 0.0)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     runs = in_order(["mean", "dense"], [0, 1, 2])
     out = tmp_path / "rows.json"
-    piece = Piece(corpus, tmp_path / "work", out, runs, "tiny", gpus=2, side_by_side=1)
+    limits = Limits(gpus=2, side_by_side=1)
+    piece = Piece(corpus, tmp_path / "work", out, runs, "tiny", limits=limits)
     run_piece(piece, start, lambda: times[0], sleep)
     assert found == [(0, "5"), (1, "7"), (1, "7"), (0, "5"), (0, "5"), (1, "7")]
 
