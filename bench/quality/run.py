@@ -25,7 +25,7 @@ from nsa_flex.bench.quality.cutting import cut
 from nsa_flex.bench.quality.one_run import HELD_OUT_TOKENS, ROW, settings_of
 from nsa_flex.bench.quality.side_by_side import Job, Limits, run_jobs, start_in
 from nsa_flex.bench.quality.variants import config_of, sizes, variants
-from nsa_flex.bench.report.rows import Row, merged, read_rows, write_rows
+from nsa_flex.bench.report.rows import Row, earlier_rows, merged, write_rows
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,15 @@ def run_piece(
     Args:
         start: as of `run_jobs`.
     """
+    begun = clock()
     rows_of_corpus(piece.out, piece.corpus)
     piece.cut()
     runs = {piece.job(run): run for run in piece.runs}
     failed = run_jobs(
         tuple(runs),
         piece.limits,
-        lambda job: _finished(piece, runs[job]),
+        begun,
+        lambda job: is_finished(piece, runs[job], earlier_rows(piece.out)),
         lambda: collect(piece),
         start or start_in(piece.work, piece.limits),
         clock,
@@ -104,17 +106,15 @@ def collect(piece: Piece) -> list[Row]:
 _TELLING = ("variant", "seed", "size", "seq_len", "steps")
 
 
-def _finished(piece: Piece, run: tuple[str, int]) -> bool:
-    """Whether --out has a finished row of it, with as many steps as now.
+def is_finished(piece: Piece, run: tuple[str, int], rows: list[Row]) -> bool:
+    """Whether a row is of the run, finished, with as many steps as now.
 
     Raises:
-        ValueError: with other settings, which its file does not tell apart.
+        ValueError: with other settings, which a file of rows does not tell apart.
     """
-    if not piece.out.exists():
-        return False
     config = config_of(run[0], piece.size, piece.overrides)
     wanted = (*run, piece.size, config.data.seq_len, config.training.steps)
-    for row in read_rows(piece.out):
+    for row in rows:
         if row["status"] == "ok" and wanted == tuple(row[name] for name in _TELLING):
             if row["settings"] != settings_of(config):
                 raise ValueError(

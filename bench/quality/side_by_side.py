@@ -85,6 +85,7 @@ def environment_on(gpu: int, gpus: int) -> dict[str, str]:
 def run_jobs(
     jobs: Sequence[Job],
     limits: Limits,
+    begun: float,
     is_done: Callable[[Job], bool],
     collect: Callable[[], Any],
     start: Callable[[Job, int, float], Any],
@@ -94,12 +95,12 @@ def run_jobs(
     """Start, watch and stop jobs, in their order; returns what failed, in words.
 
     Args:
+        begun: the clock's time from which the limits count.
         is_done: whether a job needs to be run no more.
         collect: called again and again, to take over what jobs have written.
         start: makes something with the `poll`, `terminate` and `kill` of a process, for a job on a
             GPU with so many seconds.
     """
-    begun = clock()
     waiting = [job for job in jobs if not is_done(job)]
     missing = {job.name: job for job in waiting}
     running: dict[Job, Any] = {}
@@ -107,6 +108,7 @@ def run_jobs(
     gpus = max(limits.gpus, 1)
     failed: list[str] = []
     asked = False
+    killed: set[Job] = set()
     while waiting or running:
         left = begun + limits.seconds - clock()
         ended = [job for job, process in running.items() if process.poll() is not None]
@@ -114,7 +116,7 @@ def run_jobs(
         for job in ended:
             code = running.pop(job).poll()
             del places[job]
-            if code:
+            if code and job not in killed:
                 failed.append(f"{job.name} ended with {code}")
             elif is_done(job):
                 del missing[job.name]
@@ -135,5 +137,6 @@ def run_jobs(
         if left < 2 * POLL_SECONDS:
             for process in running.values():
                 process.kill()
+            killed |= {*running}
         sleep(POLL_SECONDS)
     return failed

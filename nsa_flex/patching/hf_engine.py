@@ -192,7 +192,8 @@ class NSAManager(ContinuousBatchingManager):
         inputs, runner = self.batch_processor.inputs_and_outputs, self.batch_processor.model_runner
         stream = inputs.compute_stream
         if stream is not None:
-            # The engine (transformers 5.23) cleared its inputs there; others write and read them.
+            # The engine (transformers 5.23) has just cleared its inputs on the current stream, for
+            # which those that write and read them do not wait.
             torch.cuda.current_stream(stream.device).synchronize()
             if type(inputs) is ContinuousBatchingIOs:
                 compute = functools.partial(type(runner).compute_batch, runner)

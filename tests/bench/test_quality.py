@@ -408,7 +408,7 @@ def test_what_is_told_its_time_ends_by_itself() -> None:
         return told[-1]
 
     jobs = [Job("a", (f"--seconds={SECONDS}",)), Job("b", ())]
-    given = (lambda job: False, lambda: None, start, lambda: times[0], sleep)
+    given = (0.0, lambda job: False, lambda: None, start, lambda: times[0], sleep)
     assert run_jobs(jobs, Limits(seconds=200.0), *given) == []
     assert [process.told for process in told] == [[], ["terminate"]]
 
@@ -430,7 +430,7 @@ def test_a_job_waits_for_what_it_needs(finishes: bool) -> None:
         return finishes and any(job.name == name and times[0] >= at + 20 for name, at in started)
 
     jobs = [Job("needs it", (), ("needed",)), Job("needed", ()), Job("alone", ())]
-    given = (is_done, lambda: None, start, lambda: times[0], sleep)
+    given = (0.0, is_done, lambda: None, start, lambda: times[0], sleep)
     assert run_jobs(jobs, Limits(), *given) == []
     later = [("needs it", 20.0)] if finishes else []
     assert started == [("needed", 0.0), ("alone", 0.0), *later]

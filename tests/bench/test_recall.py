@@ -292,6 +292,17 @@ def test_a_run_without_time_is_stopped_and_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / MODEL).exists()
 
 
+def test_a_run_without_time_for_its_tests_is_tested_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("nsa_flex.bench.quality.recall.test", lambda run, until: [])
+        row = recall("dense", 0, tmp_path, 1e6, TINY)
+    assert (row["status"], row["steps"]) == ("stopped", TINY.steps)
+    row = recall("dense", 0, tmp_path, 1e6, TINY)
+    assert (row["status"], row["steps"]) == ("ok", TINY.steps)
+
+
 @pytest.mark.gpu
 def test_a_run_on_the_kernels(tmp_path: Path) -> None:
     recipe = Recipe(stages=(Stage(256, 8, 4), Stage(2048, 2, 4)), tests=((4096, 2),))
