@@ -59,8 +59,7 @@ def wrong_choice(inputs: Any, out: Any, aux: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        # 2 %, and at most the 0.8 % by which a right step may err.
-        (wrong_output, r"the step's output is off by (1\.[2-9]|2\.[0-8])e-02"),
+        (wrong_output, r"the step's output is off by (1\.9|2)"),  # 2 %, rounded
         (wrong_first_row, "the step's output is off"),
         (wrong_compressed, "the compressed row is off"),
         (wrong_key, "a token was not stored"),
@@ -68,6 +67,7 @@ def wrong_choice(inputs: Any, out: Any, aux: Any) -> None:
     ],
 )
 def test_wrong_steps_fail(monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str) -> None:
+    torch.manual_seed(0)  # a right step errs by up to 0.8 % itself, which some draws would show
     inputs = make_inputs(SHAPE, "mlp", "cpu")
 
     def spoiled(*arguments: Any, return_aux: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -75,13 +76,13 @@ def rows_of(job: Job, corpus: Path) -> list[Row]:
     kind, *middle, seed = job.name.split("-")
     if not middle:  # conversion-0
         (row, *_) = read_rows(RESULTS / "conversion_stages_30m_h200.json")
-        recipe = {**row["recipe"], **json.loads(json.dumps(vars(conversion.Recipe())))}
+        recipe = dataclasses.asdict(conversion.Recipe())
         row |= {"seed": int(seed), "recipe": recipe, "corpus": digest(corpus)}
         pieces = (conversion.DENSE, *study.PIECES)
         return [{**row, "piece": name, "case": f"{name} seed {seed}"} for name in pieces]
     rows = read_rows(RESULTS / "recall_h200.json")
     row = next(row for row in rows if row["case"].startswith("recall/mean scratch"))
-    recipe = json.loads(json.dumps(study.dataclasses.asdict(study.RECIPES[kind])))
+    recipe = dataclasses.asdict(study.RECIPES[kind])
     variant = "-".join(middle)
     return [{**row, "case": job.name, "variant": variant, "seed": int(seed), "recipe": recipe}]
 
@@ -90,8 +91,8 @@ def run_study(
     corpus: Path,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Job, list[Row]], list[Row]] = lambda job, rows: rows,
     *more: str,
+    change: Callable[[Job, list[Row]], list[Row]] = lambda job, rows: rows,
 ) -> list[str]:
     """Runs two parts, whose processes write rows and end at once; returns what was started."""
     runs = {run.job: run for run in study.study(corpus, folder, folder / "rows")}
@@ -127,7 +128,7 @@ def test_rows_become_tables_and_what_is_finished_is_not_run_again(
     monkeypatch.setattr(study.recall_report, "draw", lambda rows, path: None)
     assert run_study(corpus, tmp_path, monkeypatch) == []
     capsys.readouterr()
-    assert run_study(corpus, tmp_path, monkeypatch, *[lambda job, rows: rows], "--list") == []
+    assert run_study(corpus, tmp_path, monkeypatch, "--list") == []
     assert set(capsys.readouterr().out.split()) & {"finished", "to"} == {"finished"}
 
 
@@ -154,7 +155,7 @@ def test_what_is_not_finished_is_run_again(
     waiting = {name for name in run_study(corpus, tmp_path, monkeypatch) if name in changed}
     assert waiting == changed
     other = tmp_path / "other"
-    started = run_study(corpus, other, monkeypatch, change)
+    started = run_study(corpus, other, monkeypatch, change=change)
     needs_it = {f"conversion-{name}-2" for name in ("dense", "dense-nsa", "small-blocks", "mean")}
     assert len(started) == 35 - len(needs_it)
     assert not needs_it & {*started}
@@ -174,6 +175,6 @@ def test_a_folder_of_another_corpus_and_unknown_parts_are_refused(
     def change(job: Job, rows: list[Row]) -> list[Row]:
         return [{**row, "corpus": "0123456789ab"} for row in rows]
 
-    run_study(corpus, tmp_path, monkeypatch, change)
+    run_study(corpus, tmp_path, monkeypatch, change=change)
     with pytest.raises(ValueError, match=r"conversion\.json holds rows of another corpus"):
         run_study(corpus, tmp_path, monkeypatch)
