@@ -2,8 +2,9 @@
 
     python -m nsa_flex.bench.quality.recall mean --out runs/recall/mean-0 --seconds 540
 
-With --checkpoint the model is one that was trained on text, or (--recipe conversion, patched) one
-that learnt the tasks with dense attention: model in the folder of its run. Goes on with what the
+With --checkpoint the model is one that was trained on text, or (--recipe conversion, one-dense or
+patched) one that learnt the tasks with dense attention: model in the folder of its run. Goes on
+with what the
 folder holds; stopped in time, it saves its state and is tested all the same.
 Its row, recall.json there, has the share of right answers by task, length and depth, and for the
 wrong ones whether the blocks that the answer stands in were selected and how the gates stood.
@@ -29,7 +30,7 @@ from nsa_flex.bench.cases.models import best_dense
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.recall_causes import causes_of
-from nsa_flex.bench.quality.recall_recipes import RECIPES, Recipe
+from nsa_flex.bench.quality.recall_recipes import RECIPES, Recipe, Stage
 from nsa_flex.bench.quality.recall_tasks import (
     DEPTHS,
     TASKS,
@@ -41,6 +42,7 @@ from nsa_flex.bench.quality.recall_tasks import (
 from nsa_flex.bench.quality.variants import variants
 from nsa_flex.bench.report.rows import Row, write_rows
 from nsa_flex.training.config import DataSection, ModelSection
+from nsa_flex.training.dense_choice import lost_by_layer, most_lossy
 from nsa_flex.training.models import build_model
 from nsa_flex.training.tokenization import BYTES
 
@@ -50,6 +52,7 @@ MODEL = "model"  # what a conversion starts from
 WORKERS = 4  # processes that make rows
 CLOSING = 0.2  # of the seconds, for the tests
 TEST_TOKENS = 65536  # of a forward
+CHOICE_ROWS = 64  # of the first stage, on which layers are told apart
 
 
 def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = None) -> Any:
@@ -75,6 +78,9 @@ def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = Non
             nsa=sizes,
             dense_layers=found.dense_layers(layers),
         )
+        if recipe.keep_dense:
+            chosen = choose_dense_layers(recipe, section)
+            section = dataclasses.replace(section, dense_layers=chosen)
         model = build_model(section, DataSection(files=()), BYTES)
         model.resize_token_embeddings(VOCABULARY)
         return model
@@ -99,6 +105,24 @@ def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = Non
     return build_model(section, DataSection(files=()), BYTES)
 
 
+def choose_dense_layers(recipe: Recipe, section: ModelSection) -> tuple[int, ...]:
+    """Of a dense checkpoint, those that lose most as NSA on rows of the first stage.
+
+    Args:
+        section: how the others are patched.
+    """
+    dense = dataclasses.replace(section, attention="dense", dense_layers=())
+    model = build_model(dense, DataSection(files=()), BYTES).to(_device()).eval()
+    stage = dataclasses.replace(recipe.stages[0], rows=CHOICE_ROWS)
+    batch = draw(stage, np.random.default_rng(2))
+
+    @torch.no_grad()
+    def measure() -> float:
+        return loss_of(model, batch).item()
+
+    return tuple(most_lossy(lost_by_layer(model, section, measure, print), recipe.keep_dense))
+
+
 class Steps(Dataset):
     """What the steps from `first` on are trained on; the same in every piece."""
 
@@ -111,9 +135,31 @@ class Steps(Dataset):
     def __getitem__(self, index: int) -> Batch:
         step = self.first + index
         stage = self.recipe.stage_at(step)
-        rng = np.random.default_rng((self.seed, step))
-        tasks = [stage.tasks[i] for i in rng.choice(len(stage.tasks), stage.rows, p=stage.shares)]
-        return make_batch(rng, tasks, stage.length)
+        return draw(stage, np.random.default_rng((self.seed, step)))
+
+
+def draw(stage: Stage, rng: np.random.Generator) -> Batch:
+    """What one step is trained on."""
+    tasks = [stage.tasks[i] for i in rng.choice(len(stage.tasks), stage.rows, p=stage.shares)]
+    return make_batch(rng, tasks, stage.length)
+
+
+def logits_of(model: Any, batch: Batch, rows: np.ndarray, number: np.ndarray) -> Tensor:
+    """Float32 (N, V) at questions `number` of `rows`, int (N,)."""
+    device = model.device
+    ids = torch.from_numpy(batch.ids).to(device)
+    places = torch.from_numpy(batch.places[rows, number]).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=ids.is_cuda):
+        hidden = model.model(input_ids=ids).last_hidden_state
+        found = hidden[torch.from_numpy(rows).to(device), places]
+        return model.lm_head(found).float()
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    """Of all answers, nats."""
+    rows, number = np.nonzero(batch.places >= 0)
+    answers = torch.from_numpy(batch.answers[rows, number]).to(model.device)
+    return F.cross_entropy(logits_of(model, batch, rows, number), answers)
 
 
 class Run:
@@ -159,10 +205,7 @@ class Run:
                 print(*self.losses[-1], flush=True)
 
     def _step(self, batch: Batch) -> Tensor:
-        rows, number = np.nonzero(batch.places >= 0)
-        logits = self.logits(batch, rows, number)
-        answers = torch.from_numpy(batch.answers[rows, number]).to(self.device)
-        loss = F.cross_entropy(logits, answers)
+        loss = loss_of(self.model, batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate_at(self.step)
         self.optimizer.zero_grad()
@@ -171,15 +214,6 @@ class Run:
         self.optimizer.step()
         self.step += 1
         return loss.detach()
-
-    def logits(self, batch: Batch, rows: np.ndarray, number: np.ndarray) -> Tensor:
-        """Float32 (N, V) at questions `number` of `rows`, int (N,)."""
-        ids = torch.from_numpy(batch.ids).to(self.device)
-        places = torch.from_numpy(batch.places[rows, number]).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=ids.is_cuda):
-            hidden = self.model.model(input_ids=ids).last_hidden_state
-            found = hidden[torch.from_numpy(rows).to(self.device), places]
-            return self.model.lm_head(found).float()
 
     def save(self, path: Path) -> None:
         """At once or not at all."""
@@ -250,7 +284,7 @@ def _predicted(
     """The model's answers, int (N,), and the causes of each; one forward gives both."""
     found: list[Tensor] = []
     causes = causes_of(
-        run.model, lambda: found.append(run.logits(batch, row, number).argmax(-1)), batch
+        run.model, lambda: found.append(logits_of(run.model, batch, row, number).argmax(-1)), batch
     )
     return found[0].cpu().numpy(), causes
 
@@ -283,9 +317,9 @@ def recall(
 ) -> Row:
     """Train and test within `seconds`; returns the row."""
     begun = time.monotonic()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     folder.mkdir(parents=True, exist_ok=True)
-    with _kernels(variant):
+    with _kernels(variant, recipe):
         run = Run(recipe, variant, seed, device, checkpoint)
         if (folder / STATE).exists():
             run.load(folder / STATE)
@@ -306,6 +340,11 @@ def recall(
         "status": "ok" if run.step == recipe.steps and is_tested else "stopped",
         "steps": run.step,
         "trained_length": recipe.stage_at(run.step - 1).length if recipe.stages else 0,
+        "dense_layers": [
+            number
+            for number, layer in enumerate(run.model.model.layers)
+            if not hasattr(layer.self_attn, "nsa")
+        ],
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "seconds": round(time.monotonic() - begun, 1),
         "losses": run.losses,
@@ -315,10 +354,14 @@ def recall(
     return row
 
 
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @contextlib.contextmanager
-def _kernels(variant: str) -> Iterator[None]:
+def _kernels(variant: str, recipe: Recipe) -> Iterator[None]:
     found = variants()[variant]
-    has_dense = found.attention == "dense" or "dense" in found.layers
+    has_dense = found.attention == "dense" or "dense" in found.layers or recipe.keep_dense
     with best_dense() if has_dense else contextlib.nullcontext():
         yield
 

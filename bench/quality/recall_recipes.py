@@ -42,6 +42,7 @@ class Recipe:
         tests: (length, rows of each task).
         rope_theta: so large that pairs of a key keep their angle over the longest row.
         of_checkpoint: the model is one that was trained before, and has its own sizes.
+        keep_dense: layers of a dense one that stay dense, those that lose most as NSA.
     """
 
     name: str = "scratch"
@@ -74,6 +75,7 @@ class Recipe:
     warmup_steps: int = 100
     nsa: NSAConfig = dataclasses.field(default_factory=NSAConfig)
     of_checkpoint: bool = False
+    keep_dense: int = 0
 
     @property
     def steps(self) -> int:
@@ -135,12 +137,16 @@ TEXT = Recipe(
     tests=((8192, 128), (32768, 32), (65536, 16)),
     learning_rate=3e-4,
 )
-# Of one that has learnt the tasks with dense attention, with less than a tenth of its tokens.
+# Of one that has learnt the tasks with dense attention, with less than a fifth of its tokens.
 CONVERSION = dataclasses.replace(
     TEXT,
     name="conversion",
-    stages=(Stage(4096, 8, 150), Stage(16384, 2, 80), Stage(65536, 1, 40)),
+    stages=(Stage(4096, 8, 150), Stage(16384, 4, 150), Stage(65536, 4, 100)),
+    tests=((8192, 128), (32768, 64), (65536, 32)),
     warmup_steps=20,
 )
+ONE_DENSE = dataclasses.replace(CONVERSION, name="one-dense", keep_dense=1)
 PATCHED = dataclasses.replace(CONVERSION, name="patched", stages=())
-RECIPES = {each.name: each for each in (Recipe(), AGGREGATION, TEXT, CONVERSION, PATCHED)}
+RECIPES = {
+    each.name: each for each in (Recipe(), AGGREGATION, TEXT, CONVERSION, ONE_DENSE, PATCHED)
+}

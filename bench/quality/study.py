@@ -88,8 +88,10 @@ def study(corpus: Path, work: Path, out: Path) -> list[Run]:
     runs += text("64k", in_order(BY_BRANCH, SEEDS), steps=256)
     runs += text("4k", in_order(("dense", "mean", "window"), SEEDS))
     runs += _recall(work, "aggregation", in_order(("dense", "small-blocks", "mean"), SEEDS))
-    converted = "dense", "dense-nsa", "small-blocks", "mean"
-    runs += _recall(work, "conversion", in_order(converted, SEEDS))
+    converted = "small-blocks", "mean"
+    runs += _recall(work, "conversion", in_order(("dense", "dense-nsa", *converted), SEEDS))
+    runs += _recall(work, "one-dense", in_order(converted, SEEDS))
+    runs += _recall(work, "patched", in_order(converted, SEEDS))
     runs += _recall(work, "aggregation", in_order(("dense-nsa", "blocks-32"), [0]))
     runs += text("16k", in_order(OTHERS, [0]))
     runs += text("16k", in_order(("dense", "mean", "mlp", "window"), [0]), size="125m")
@@ -121,7 +123,7 @@ def _recall(work: Path, recipe: str, runs: Runs) -> Iterable[Run]:
         command = ["-m", "nsa_flex.bench.quality.recall", variant, f"--recipe={recipe}"]
         command += [f"--seed={seed}", f"--out={folder}", f"--seconds={SECONDS}"]
         after: tuple[str, ...] = ()
-        if recipe == "conversion":  # of what learnt the tasks with dense attention
+        if RECIPES[recipe].of_checkpoint:  # that what learnt the tasks with dense attention
             learnt = folder.with_name(f"scratch-dense-{seed}")
             command.append(f"--checkpoint={learnt / recall.MODEL}")
             after = (learnt.name,)

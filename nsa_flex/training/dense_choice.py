@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_flex.patching import unpatch
 from nsa_flex.patching.sites import choose_sites
 from nsa_flex.training.arguments import is_bf16, uses_cuda
-from nsa_flex.training.config import TrainConfig
+from nsa_flex.training.config import ModelSection, TrainConfig
 from nsa_flex.training.models import build_model, patch_layers
 from nsa_flex.training.packing import Collator
 from nsa_flex.training.texts import find_texts
@@ -45,7 +45,7 @@ def choose_dense_layers(
     dense = dataclasses.replace(config.model, attention="dense", dense_layers=())
     device = torch.device("cuda" if uses_cuda(config) else "cpu")
     model = build_model(dense, config.data, texts.tokenizer).to(device).eval()
-    layers = [int(site.module.layer_idx) for site in choose_sites(model, None)]
+    layers = _layers(model)
     if not 0 < count < len(layers):
         raise ValueError(
             f"{count} layers were to stay dense, of {len(layers)} that can be NSA; leave one to it"
@@ -61,22 +61,53 @@ def choose_dense_layers(
             f"no held-out row has more than n * l' = {selected} tokens, beyond which alone layers "
             "lose something: take more text, or longer rows"
         )
-    before = _loss(model, batches, config)
-    lost = {}
-    for layer in layers:
-        others = tuple(each for each in layers if each != layer)
-        patch_layers(model, dataclasses.replace(config.model, dense_layers=others))
-        lost[layer] = _loss(model.to(device), batches, config) - before
-        unpatch(model)
-        note(f"layer {layer} as NSA, the others dense: {lost[layer]:+.4f} nats")
-        if not math.isfinite(lost[layer]):
-            raise ValueError(f"the loss with layer {layer} as NSA is not finite")
-    chosen = sorted(sorted(lost, key=lambda layer: lost[layer], reverse=True)[:count])
+    lost = lost_by_layer(model, config.model, lambda: _loss(model, batches, config), note)
+    chosen = most_lossy(lost, count)
     note(f"dense layers: {chosen}")
     out.mkdir(parents=True, exist_ok=True)
     told = {"dense_layers": chosen, "lost": {str(layer): nats for layer, nats in lost.items()}}
     (out / CHOICE_FILE).write_text(json.dumps(told, indent=2) + "\n")
     return chosen
+
+
+def lost_by_layer(
+    model: Any,
+    section: ModelSection,
+    measure: Callable[[], float],
+    note: Callable[[str], None] = lambda text: None,
+) -> dict[int, float]:
+    """What `measure` of a dense model gains with one layer patched, untrained, by its number.
+
+    Args:
+        section: how the layer is patched.
+        measure: the model's loss in nats.
+
+    Raises:
+        ValueError: a loss is not finite.
+    """
+    layers, device = _layers(model), model.device
+    before = measure()
+    lost = {}
+    for layer in layers:
+        others = tuple(each for each in layers if each != layer)
+        patch_layers(model, dataclasses.replace(section, dense_layers=others))
+        model.to(device)
+        lost[layer] = measure() - before
+        unpatch(model)
+        note(f"layer {layer} as NSA, the others dense: {lost[layer]:+.4f} nats")
+        if not math.isfinite(lost[layer]):
+            raise ValueError(f"the loss with layer {layer} as NSA is not finite")
+    return lost
+
+
+def most_lossy(lost: dict[int, float], count: int) -> list[int]:
+    """Numbers of the layers that lose most, in their order."""
+    return sorted(sorted(lost, key=lambda layer: lost[layer], reverse=True)[:count])
+
+
+def _layers(model: Any) -> list[int]:
+    """Numbers of those that can be NSA."""
+    return [int(site.module.layer_idx) for site in choose_sites(model, None)]
 
 
 @torch.no_grad()

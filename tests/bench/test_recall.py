@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from nsa_flex.bench.quality.recall import (
     recall,
 )
 from nsa_flex.bench.quality.recall_causes import causes_of
-from nsa_flex.bench.quality.recall_recipes import PATCHED, RECIPES, Recipe, Stage
+from nsa_flex.bench.quality.recall_recipes import ONE_DENSE, PATCHED, RECIPES, Recipe, Stage
 from nsa_flex.bench.quality.recall_report import draw
 from nsa_flex.bench.quality.recall_report import recall as table_of
 from nsa_flex.bench.quality.recall_tasks import (
@@ -261,12 +262,37 @@ def test_what_learnt_the_tasks_with_dense_attention_is_patched_and_goes_on(tmp_p
         assert torch.equal(state[name], value), name
 
 
+def test_the_layer_that_loses_most_stays_dense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recall("dense", 0, tmp_path / "dense", 1e6, TINY)
+    recipe = dataclasses.replace(ONE_DENSE, stages=TINY.stages, tests=TINY.tests, nsa=TINY.nsa)
+    losses = {(): 1.0, (0,): 1.5, (1,): 1.2}
+    seen = []
+
+    def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+        seen.append(len(batch.ids))
+        layers = model.model.layers
+        patched = [i for i, each in enumerate(layers) if hasattr(each.self_attn, "nsa")]
+        return torch.tensor(losses[tuple(patched)])
+
+    with monkeypatch.context() as measured:
+        measured.setattr("nsa_flex.bench.quality.recall.loss_of", loss_of)
+        model = build(recipe, "mean", 0, tmp_path / "dense" / MODEL)
+    assert seen == [64] * 3
+    assert [hasattr(each.self_attn, "nsa") for each in model.model.layers] == [False, True]
+    row = recall("mean", 0, tmp_path / "one", 1e6, recipe, tmp_path / "dense" / MODEL)
+    assert (row["status"], len(row["dense_layers"])) == ("ok", 1)
+    assert row["case"] == "recall/mean one-dense 4 seed 0"
+
+
 def test_a_conversion_takes_few_of_the_tokens_of_what_it_starts_from() -> None:
     tokens = {
         name: sum(stage.length * stage.rows * stage.steps for stage in recipe.stages)
         for name, recipe in RECIPES.items()
     }
-    assert 0 < tokens["conversion"] < tokens["text"] / 10
+    assert 0 < tokens["conversion"] < tokens["scratch"] / 5
+    assert tokens["one-dense"] == tokens["conversion"]
     assert tokens["patched"] == 0
 
 
