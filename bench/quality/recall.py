@@ -52,7 +52,7 @@ MODEL = "model"  # what a conversion starts from
 WORKERS = 4  # processes that make rows
 CLOSING = 0.2  # of the seconds, for the tests
 TEST_TOKENS = 65536  # of a forward
-CHOICE_ROWS = 64  # of the first stage, on which layers are told apart
+CHOICE_ROWS = 8  # of the last stage, on which layers are told apart
 
 
 def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = None) -> Any:
@@ -106,14 +106,14 @@ def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = Non
 
 
 def choose_dense_layers(recipe: Recipe, section: ModelSection) -> tuple[int, ...]:
-    """Of a dense checkpoint, those that lose most as NSA on rows of the first stage.
+    """Of a dense checkpoint, those that lose most as NSA on rows of the last stage.
 
     Args:
         section: how the others are patched.
     """
     dense = dataclasses.replace(section, attention="dense", dense_layers=())
     model = build_model(dense, DataSection(files=()), BYTES).to(_device()).eval()
-    stage = dataclasses.replace(recipe.stages[0], rows=CHOICE_ROWS)
+    stage = dataclasses.replace(recipe.stages[-1], rows=CHOICE_ROWS)
     batch = draw(stage, np.random.default_rng(2))
 
     @torch.no_grad()

@@ -279,7 +279,7 @@ def test_the_layer_that_loses_most_stays_dense(
     with monkeypatch.context() as measured:
         measured.setattr("nsa_flex.bench.quality.recall.loss_of", loss_of)
         model = build(recipe, "mean", 0, tmp_path / "dense" / MODEL)
-    assert seen == [64] * 3
+    assert seen == [8] * 3
     assert [hasattr(each.self_attn, "nsa") for each in model.model.layers] == [False, True]
     row = recall("mean", 0, tmp_path / "one", 1e6, recipe, tmp_path / "dense" / MODEL)
     assert (row["status"], len(row["dense_layers"])) == ("ok", 1)
