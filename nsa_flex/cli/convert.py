@@ -46,6 +46,14 @@ def convert(
         int,
         typer.Option(min=0, help="Layers to leave dense: those that lose most as NSA."),
     ] = 0,
+    choice_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of the rows on which they are chosen: as many as the checkpoint has "
+            "learnt. The first stage's if not given.",
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="section.key=value of nsa-flex train, for all stages."),
@@ -77,6 +85,7 @@ def convert(
                 tokenizer=tokenizer,
                 stages=stages,
                 keep_dense=keep_dense,
+                choice_len=choice_len,
                 overrides=overrides or (),
                 note=lambda text: console.print(text, markup=False),
                 callbacks=lambda config: [_progress(config, console, bars)],

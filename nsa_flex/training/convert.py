@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -78,6 +79,7 @@ def convert(
     tokenizer: str | None = None,
     stages: Sequence[Stage] = STAGES,
     keep_dense: int = 0,
+    choice_len: int | None = None,
     overrides: Collection[str] = (),
     note: Callable[[str], None] = lambda text: None,
     callbacks: Callable[[TrainConfig], Sequence[TrainerCallback]] = lambda config: (),
@@ -94,7 +96,10 @@ def convert(
         tokenizer: "bytes" or a directory; the checkpoint's if None.
         stages: in their order; those without steps are left out.
         keep_dense: how many layers stay dense: those without whose attention the checkpoint loses
-            most (`choose_dense_layers`, on rows as long as the first stage's).
+            most (`choose_dense_layers`).
+        choice_len: tokens of the rows that this is measured on. Take as many as the checkpoint has
+            learnt: short rows do not show which layer finds what stands far back. Those of the
+            first stage if None.
         overrides: "section.key=value" for all stages.
         note: called with a line on each layer that is measured for that.
         callbacks: gives further ones for the Trainer of a stage.
@@ -108,8 +113,8 @@ def convert(
         ValueError: what `train` raises; or there are several processes, or rows of a frozen stage
             that are too short for scores to select anything, or a finished stage in `out` was
             run with other settings, or any with another alignment; or what `choose_dense_layers`
-            raises, or `keep_dense` is negative, stands beside dense layers in `overrides`, or is
-            another number than the first stage began with.
+            raises; `choice_len` stands without `keep_dense`; or this is negative, stands beside
+            dense layers in `overrides`, or is another number than the first stage began with.
     """
     if world_size() > 1:
         raise ValueError("a conversion runs in one process for now: start it without torchrun")
@@ -131,7 +136,13 @@ def convert(
     longest = max((config.data for config in found), key=lambda data: data.seq_len)
     build_model(found[0].model, longest, load_tokenizer(longest.tokenizer), values="none")
     if keep_dense:
-        found = configs(f"model.dense_layers={_dense_layers(found[0], keep_dense, out, note)}")
+        first = found[0]
+        if choice_len is not None:
+            data = dataclasses.replace(first.data, seq_len=choice_len)
+            first = dataclasses.replace(first, data=data)
+        found = configs(f"model.dense_layers={_dense_layers(first, keep_dense, out, note)}")
+    elif choice_len is not None:
+        raise ValueError(f"choice_len={choice_len} without keep_dense: no layer is chosen")
     for stage, config in zip(stages, found, strict=True):
         _check_before(stage, config)
     result: dict[str, Any] = {}

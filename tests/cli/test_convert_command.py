@@ -25,12 +25,13 @@ def test_options_become_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "convert", convert)
     options = ["--steps", "10,20,0", "--lengths", "64,128,256", "--rates", "1e-2,1e-3,1e-4"]
-    options += ["--alignment", "0.5", "--keep-dense", "2", "--set", "seed=1", "--json"]
+    options += ["--alignment", "0.5", "--keep-dense", "2", "--choice-len", "512"]
+    options += ["--set", "seed=1", "--json"]
     result = invoke("dense", "--text", "a", "--text", "b", "--out", "runs/x", *options)
     assert result.exit_code == 0, result.output
     assert seen["given"] == ("dense", Path("runs/x"), ["a", "b"])
     assert list(seen["overrides"]) == ["seed=1"]
-    assert (seen["tokenizer"], seen["keep_dense"]) == (None, 2)
+    assert (seen["tokenizer"], seen["keep_dense"], seen["choice_len"]) == (None, 2, 512)
     assert seen["stages"] == [
         module.Stage("1-align", 10, 64, 1e-2, frozen=True, alignment=1.0),
         module.Stage("2-sparse", 20, 128, 1e-3, alignment=0.5),

@@ -250,7 +250,13 @@ def test_rows_longer_than_learnt_positions_are_refused_before_all_stages(
 def test_layers_that_lose_most_stay_dense(dense: str, texts: Path, tmp_path: Path) -> None:
     lines: list[str] = []
 
-    def run(keep_dense: int, *more: str, out: str = "out", seq_len: int = 128) -> dict[str, Any]:
+    def run(
+        keep_dense: int,
+        *more: str,
+        out: str = "out",
+        seq_len: int = 128,
+        choice_len: int | None = None,
+    ) -> dict[str, Any]:
         return convert(
             dense,
             tmp_path / out,
@@ -258,6 +264,7 @@ def test_layers_that_lose_most_stay_dense(dense: str, texts: Path, tmp_path: Pat
             tokenizer="bytes",
             stages=[dataclasses.replace(stage, seq_len=seq_len) for stage in STAGES[1:]],
             keep_dense=keep_dense,
+            choice_len=choice_len,
             overrides=[*settings(), *more],
             note=lines.append,
         )
@@ -270,6 +277,10 @@ def test_layers_that_lose_most_stay_dense(dense: str, texts: Path, tmp_path: Pat
             run(count)
     with pytest.raises(ValueError, match=r"no held-out row has more than n \* l' = 32 tokens"):
         run(1, seq_len=32)
+    with pytest.raises(ValueError, match=r"no held-out row has more than n \* l' = 32 tokens"):
+        run(1, choice_len=32)
+    with pytest.raises(ValueError, match="choice_len=64 without keep_dense: no layer is chosen"):
+        run(0, choice_len=64)
     assert not lines
     assert not (tmp_path / "out").exists()
     result = run(1)
@@ -288,6 +299,10 @@ def test_layers_that_lose_most_stay_dense(dense: str, texts: Path, tmp_path: Pat
         run(2)
     with pytest.raises(ValueError, match=r"keep_dense=1 must be .* without model.dense_layers"):
         run(1, "model.dense_layers=[0]", out="other")
+    longer = run(1, out="longer", choice_len=192)
+    again = json.loads((tmp_path / "longer" / CHOICE_FILE).read_text())
+    assert again["dense_layers"] == longer["dense_layers"]
+    assert again["lost"] != told["lost"]
 
 
 @pytest.mark.parametrize("documents", ["joined", "separate"])
