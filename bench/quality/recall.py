@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,35 +55,46 @@ TEST_TOKENS = 65536  # of a forward
 CHOICE_ROWS = 8  # of the last stage, on which layers are told apart
 
 
-def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = None) -> Any:
+def build(
+    recipe: Recipe,
+    variant: str,
+    seed: int,
+    checkpoint: Path | None = None,
+    dense_layers: Collection[int] = (),
+) -> Any:
     """A model of a variant of the study: one of its attentions.
 
     Args:
         checkpoint: a dense or patched one of transformers; a dense one is patched, and bytes make
             room for the tokens of the tasks. Fresh weights if None.
+        dense_layers: numbers of those that stay dense; the variant's if there are none.
     """
+    torch.manual_seed(seed)
+    section = _section(recipe, variant, checkpoint)
+    if dense_layers:
+        section = dataclasses.replace(section, dense_layers=tuple(dense_layers))
+    model = build_model(section, DataSection(files=()), BYTES)
+    if checkpoint is not None:
+        model.resize_token_embeddings(VOCABULARY)
+    return model
+
+
+def _section(recipe: Recipe, variant: str, checkpoint: Path | None) -> ModelSection:
     found = variants()[variant]
     if "window" in found.layers:
         raise ValueError(f"variant is {variant!r}; expected one without layers of windows alone")
     sizes = dataclasses.replace(
         recipe.nsa, compression=found.compression, branches=found.branches, **found.nsa
     )
-    torch.manual_seed(seed)
     if checkpoint is not None:
         layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
-        section = ModelSection(
+        return ModelSection(
             checkpoint=str(checkpoint),
             attention=found.attention,
             init="dense",
             nsa=sizes,
             dense_layers=found.dense_layers(layers),
         )
-        if recipe.keep_dense:
-            chosen = choose_dense_layers(recipe, section)
-            section = dataclasses.replace(section, dense_layers=chosen)
-        model = build_model(section, DataSection(files=()), BYTES)
-        model.resize_token_embeddings(VOCABULARY)
-        return model
     config = {
         "model_type": "qwen3",
         "vocab_size": VOCABULARY,
@@ -96,21 +107,17 @@ def build(recipe: Recipe, variant: str, seed: int, checkpoint: Path | None = Non
         "rope_theta": recipe.rope_theta,
         "max_position_embeddings": 2 * max(length for length, _ in recipe.tests),
     }
-    section = ModelSection(
+    return ModelSection(
         config=config,
         attention=found.attention,
         nsa=sizes,
         dense_layers=found.dense_layers(recipe.num_layers),
     )
-    return build_model(section, DataSection(files=()), BYTES)
 
 
-def choose_dense_layers(recipe: Recipe, section: ModelSection) -> tuple[int, ...]:
-    """Of a dense checkpoint, those that lose most as NSA on rows of the last stage.
-
-    Args:
-        section: how the others are patched.
-    """
+def lost_as_nsa(recipe: Recipe, variant: str, checkpoint: Path) -> dict[int, float]:
+    """What each layer of a dense checkpoint loses as NSA on rows of the last stage, in nats."""
+    section = _section(recipe, variant, checkpoint)
     dense = dataclasses.replace(section, attention="dense", dense_layers=())
     model = build_model(dense, DataSection(files=()), BYTES).to(_device()).eval()
     stage = dataclasses.replace(recipe.stages[-1], rows=CHOICE_ROWS)
@@ -120,7 +127,7 @@ def choose_dense_layers(recipe: Recipe, section: ModelSection) -> tuple[int, ...
     def measure() -> float:
         return loss_of(model, batch).item()
 
-    return tuple(most_lossy(lost_by_layer(model, section, measure, print), recipe.keep_dense))
+    return lost_by_layer(model, section, measure, print)
 
 
 class Steps(Dataset):
@@ -175,7 +182,11 @@ class Run:
     ) -> None:
         self.recipe, self.seed, self.device = recipe, seed, device
         self.about = json.dumps([variant, seed, dataclasses.asdict(recipe)])
-        self.model = build(recipe, variant, seed, checkpoint).to(device)
+        self.lost: dict[int, float] = {}
+        if recipe.keep_dense and checkpoint is not None:
+            self.lost = lost_as_nsa(recipe, variant, checkpoint)
+        chosen = most_lossy(self.lost, recipe.keep_dense)
+        self.model = build(recipe, variant, seed, checkpoint, chosen).to(device)
         if device.type == "cuda":  # the host bounds short rows: half as long a step
             # A graph for each length and kind of layer.
             torch._dynamo.config.recompile_limit = max(8, 2 * len(recipe.stages))
@@ -345,6 +356,7 @@ def recall(
             for number, layer in enumerate(run.model.model.layers)
             if not hasattr(layer.self_attn, "nsa")
         ],
+        **({"lost": run.lost, "lost_length": recipe.stages[-1].length} if run.lost else {}),
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "seconds": round(time.monotonic() - begun, 1),
         "losses": run.losses,

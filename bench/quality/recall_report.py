@@ -1,4 +1,4 @@
-"""Rows of recall in one file, their table, and heat maps of depth and length beside it.
+"""Rows of recall in one file, their tables, and heat maps of depth and length beside it.
 
 python -m nsa_flex.bench.quality.recall_report runs/recall/*/recall.json --out recall.json
 """
@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from nsa_flex.bench.command_line import parser_of
+from nsa_flex.bench.quality.recall_recipes import RECIPES
 from nsa_flex.bench.quality.recall_tasks import DEPTHS, TASKS
 from nsa_flex.bench.report.cells import EMPTY, markdown
 from nsa_flex.bench.report.cells import tokens as length_cell
@@ -51,6 +52,29 @@ def recall(rows: list[Row]) -> pd.DataFrame:
                     "commit": runs[0]["commit"],
                 }
             )
+    return pd.DataFrame(lines)
+
+
+def by_task(rows: list[Row]) -> pd.DataFrame:
+    """One line a variant and recipe: percent of right answers, means of the seeds.
+
+    A cell has one number for each length that all rows are tested at.
+    """
+    models = _by_model(rows)
+    every = [{*_lengths([row])} for runs in models.values() for row in runs]
+    lengths = sorted(set.intersection(*every))
+    order = {name: place for place, name in enumerate(RECIPES)}
+    lines = []
+    for (variant, recipe, steps), runs in sorted(
+        models.items(), key=lambda each: order.get(each[0][1], len(order))
+    ):
+        line = {"variant": variant, "recipe": recipe, "steps": str(steps)}
+        line["seeds"] = str(len(runs))
+        for task in TASKS:
+            found = [[x["right"] for x in _tests(runs, task, n)] for n in lengths]
+            means = [f"{100 * np.mean(shares):.0f}" for shares in found if shares]
+            line[task.replace("_", " ")] = " / ".join(means) or EMPTY
+        lines.append(line | {"commit": runs[0]["commit"]})
     return pd.DataFrame(lines)
 
 
@@ -140,7 +164,7 @@ def main() -> None:
         rows = merged(rows, read_rows(path))
     rows.sort(key=lambda row: row["case"])
     write_rows(given.out, rows)
-    print(markdown(recall(rows)))
+    print(f"{markdown(recall(rows))}\n\n{markdown(by_task(rows))}")
     draw(rows, given.out.with_suffix(".png"))
 
 

@@ -170,7 +170,8 @@ def told(part: str, rows: list[Row], plot: Path) -> str:
         return "nothing yet"
     if part == RECALL:
         recall_report.draw(rows, plot)
-        return markdown(recall_report.recall(rows))
+        tables = recall_report.recall(rows), recall_report.by_task(rows)
+        return "\n\n".join(map(markdown, tables))
     report.draw(rows, plot)
     return markdown(report.quality(rows))
 

@@ -21,7 +21,7 @@ from nsa_flex.bench.cases.layers import IMPLEMENTATIONS as LAYERS
 from nsa_flex.bench.cases.models import IMPLEMENTATIONS, WHOLE
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality.conversion_report import choices, conversion
-from nsa_flex.bench.quality.recall_report import recall
+from nsa_flex.bench.quality.recall_report import by_task, recall
 from nsa_flex.bench.quality.report import quality
 from nsa_flex.bench.report.cells import (
     EMPTY,
@@ -375,6 +375,7 @@ TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "path": persons_path,
     "quality": quality,
     "recall": recall,
+    "by_task": by_task,
     "conversion": conversion,
     "choices": choices,
     "reasons": reasons,

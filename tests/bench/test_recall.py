@@ -24,7 +24,7 @@ from nsa_flex.bench.quality.recall import (
 )
 from nsa_flex.bench.quality.recall_causes import causes_of
 from nsa_flex.bench.quality.recall_recipes import ONE_DENSE, PATCHED, RECIPES, Recipe, Stage
-from nsa_flex.bench.quality.recall_report import draw
+from nsa_flex.bench.quality.recall_report import by_task, draw
 from nsa_flex.bench.quality.recall_report import recall as table_of
 from nsa_flex.bench.quality.recall_tasks import (
     ASK,
@@ -221,6 +221,16 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
     table = table_of([row, longer])  # a recipe that has changed is not of the same line
     assert list(table.steps) == ["4"] * len(TASKS) + ["5"] * len(TASKS)
     assert "of earlier days" not in {*table.task}
+    other = copy.deepcopy(row)
+    for test in other["tests"]:
+        test["right"] = {240: 1.0, 320: 0.5}[test["length"]]
+    right = {test["length"]: test["right"] for test in row["tests"] if test["task"] == "share"}
+    (line,) = by_task([row, other]).to_dict("records")
+    means = [50 * (right[240] + 1.0), 50 * (right[320] + 0.5)]
+    assert line["share"] == " / ".join(f"{mean:.0f}" for mean in means)
+    assert (line["seeds"], line["multi key"].count("/")) == ("2", 1)
+    other["tests"] = [test for test in other["tests"] if test["length"] == 240]
+    assert by_task([row, other]).share[0] == f"{means[0]:.0f}"  # a length that all have
     longer["tests"] = [each for each in longer["tests"] if each["task"] == "share"]
     draw([longer], tmp_path / "no.png")  # nothing that has a depth
     assert not (tmp_path / "no.png").exists()
@@ -278,11 +288,13 @@ def test_the_layer_that_loses_most_stays_dense(
 
     with monkeypatch.context() as measured:
         measured.setattr("nsa_flex.bench.quality.recall.loss_of", loss_of)
-        model = build(recipe, "mean", 0, tmp_path / "dense" / MODEL)
+        run = Run(recipe, "mean", 0, torch.device("cpu"), tmp_path / "dense" / MODEL)
     assert seen == [8] * 3
-    assert [hasattr(each.self_attn, "nsa") for each in model.model.layers] == [False, True]
+    layers = run.model.model.layers
+    assert [hasattr(each.self_attn, "nsa") for each in layers] == [False, True]
     row = recall("mean", 0, tmp_path / "one", 1e6, recipe, tmp_path / "dense" / MODEL)
-    assert (row["status"], len(row["dense_layers"])) == ("ok", 1)
+    assert row["status"] == "ok"
+    assert row["dense_layers"] == [max(row["lost"], key=row["lost"].get)]
     assert row["case"] == "recall/mean one-dense 4 seed 0"
 
 
