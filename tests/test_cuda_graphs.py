@@ -44,6 +44,7 @@ def llama(**changes: Any) -> torch.nn.Module:
     pytest.importorskip("transformers")
     from patching.tiny_models import tiny_model
 
+    # The second layer goes by the launch plans of the first.
     sizes = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64}
     return patch(tiny_model("llama", **sizes).cuda(), CONFIG, **changes)
 

@@ -4,8 +4,7 @@
 
 With --checkpoint the model is one that was trained on text, or (--recipe conversion, one-dense or
 patched) one that learnt the tasks with dense attention: model in the folder of its run. Goes on
-with what the
-folder holds; stopped in time, it saves its state and is tested all the same.
+with what the folder holds; stopped in time, it saves its state and is tested all the same.
 Its row, recall.json there, has the share of right answers by task, length and depth, and for the
 wrong ones whether the blocks that the answer stands in were selected and how the gates stood.
 """
@@ -30,7 +29,7 @@ from nsa_flex.bench.cases.models import best_dense
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.recall_causes import causes_of
-from nsa_flex.bench.quality.recall_recipes import RECIPES, Recipe, Stage
+from nsa_flex.bench.quality.recall_recipes import RECIPES, Recipe, Stage, own_settings
 from nsa_flex.bench.quality.recall_tasks import (
     DEPTHS,
     TASKS,
@@ -42,7 +41,7 @@ from nsa_flex.bench.quality.recall_tasks import (
 from nsa_flex.bench.quality.variants import variants
 from nsa_flex.bench.report.rows import Row, write_rows
 from nsa_flex.training.config import DataSection, ModelSection
-from nsa_flex.training.dense_choice import lost_by_layer, most_lossy
+from nsa_flex.training.dense_choice import CHOICE_FILE, lost_by_layer, most_lossy
 from nsa_flex.training.models import build_model
 from nsa_flex.training.tokenization import BYTES
 
@@ -52,7 +51,7 @@ MODEL = "model"  # what a conversion starts from
 WORKERS = 4  # processes that make rows
 CLOSING = 0.2  # of the seconds, for the tests
 TEST_TOKENS = 65536  # of a forward
-CHOICE_ROWS = 8  # of the last stage, on which layers are told apart
+CHOICE_ROWS = 8  # on which layers are told apart
 
 
 def build(
@@ -115,19 +114,26 @@ def _section(recipe: Recipe, variant: str, checkpoint: Path | None) -> ModelSect
     )
 
 
-def lost_as_nsa(recipe: Recipe, variant: str, checkpoint: Path) -> dict[int, float]:
-    """What each layer of a dense checkpoint loses as NSA on rows of the last stage, in nats."""
-    section = _section(recipe, variant, checkpoint)
-    dense = dataclasses.replace(section, attention="dense", dense_layers=())
-    model = build_model(dense, DataSection(files=()), BYTES).to(_device()).eval()
-    stage = dataclasses.replace(recipe.stages[-1], rows=CHOICE_ROWS)
-    batch = draw(stage, np.random.default_rng(2))
+def lost_as_nsa(
+    recipe: Recipe, variant: str, checkpoint: Path, device: torch.device
+) -> dict[int, float]:
+    """What each layer of a dense checkpoint loses as NSA, in nats, by its number.
+
+    Raises:
+        ValueError: the variant has dense layers of its own.
+    """
+    found = variants()[variant]
+    if found.attention == "dense" or found.layers:
+        raise ValueError(f"variant is {variant!r}; expected one whose layers are all NSA")
+    model = build(recipe, "dense", 0, checkpoint).to(device).eval()
+    stage = dataclasses.replace(recipe.stages[-1], length=recipe.choice_length, rows=CHOICE_ROWS)
+    batch = batch_of(stage, np.random.default_rng(2))
 
     @torch.no_grad()
     def measure() -> float:
         return loss_of(model, batch).item()
 
-    return lost_by_layer(model, section, measure, print)
+    return lost_by_layer(model, _section(recipe, variant, checkpoint), measure, print)
 
 
 class Steps(Dataset):
@@ -142,10 +148,10 @@ class Steps(Dataset):
     def __getitem__(self, index: int) -> Batch:
         step = self.first + index
         stage = self.recipe.stage_at(step)
-        return draw(stage, np.random.default_rng((self.seed, step)))
+        return batch_of(stage, np.random.default_rng((self.seed, step)))
 
 
-def draw(stage: Stage, rng: np.random.Generator) -> Batch:
+def batch_of(stage: Stage, rng: np.random.Generator) -> Batch:
     """What one step is trained on."""
     tasks = [stage.tasks[i] for i in rng.choice(len(stage.tasks), stage.rows, p=stage.shares)]
     return make_batch(rng, tasks, stage.length)
@@ -179,14 +185,11 @@ class Run:
         seed: int,
         device: torch.device,
         checkpoint: Path | None = None,
+        dense_layers: Collection[int] = (),
     ) -> None:
         self.recipe, self.seed, self.device = recipe, seed, device
         self.about = json.dumps([variant, seed, dataclasses.asdict(recipe)])
-        self.lost: dict[int, float] = {}
-        if recipe.keep_dense and checkpoint is not None:
-            self.lost = lost_as_nsa(recipe, variant, checkpoint)
-        chosen = most_lossy(self.lost, recipe.keep_dense)
-        self.model = build(recipe, variant, seed, checkpoint, chosen).to(device)
+        self.model = build(recipe, variant, seed, checkpoint, dense_layers).to(device)
         if device.type == "cuda":  # the host bounds short rows: half as long a step
             # A graph for each length and kind of layer.
             torch._dynamo.config.recompile_limit = max(8, 2 * len(recipe.stages))
@@ -241,7 +244,9 @@ class Run:
             ValueError: for a run of another variant, seed or recipe.
         """
         state = torch.load(path, map_location=self.device, weights_only=True)
-        if state["about"] != self.about:
+        *before, recipe = json.loads(state["about"])
+        *now, own = json.loads(self.about)
+        if before != now or own_settings(recipe) != own_settings(own):
             raise ValueError(
                 f"{path.parent} holds a run of another variant, seed or recipe: choose another"
             )
@@ -326,12 +331,19 @@ def recall(
     recipe: Recipe,
     checkpoint: Path | None = None,
 ) -> Row:
-    """Train and test within `seconds`; returns the row."""
+    """Train and test within `seconds`; returns the row.
+
+    Raises:
+        ValueError: the folder holds another run; or the recipe chooses a layer, and there is no
+            checkpoint, or the variant has dense layers of its own.
+    """
     begun = time.monotonic()
-    device = _device()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder.mkdir(parents=True, exist_ok=True)
     with _kernels(variant, recipe):
-        run = Run(recipe, variant, seed, device, checkpoint)
+        lost = _lost(recipe, variant, folder, checkpoint, device) if recipe.choice_length else {}
+        chosen = most_lossy(lost, 1)
+        run = Run(recipe, variant, seed, device, checkpoint, chosen)
         if (folder / STATE).exists():
             run.load(folder / STATE)
         run.train(begun + seconds * (1 - CLOSING))
@@ -356,7 +368,7 @@ def recall(
             for number, layer in enumerate(run.model.model.layers)
             if not hasattr(layer.self_attn, "nsa")
         ],
-        **({"lost": run.lost, "lost_length": recipe.stages[-1].length} if run.lost else {}),
+        **({"lost": lost, "lost_length": recipe.choice_length} if lost else {}),
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "seconds": round(time.monotonic() - begun, 1),
         "losses": run.losses,
@@ -366,14 +378,22 @@ def recall(
     return row
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _lost(
+    recipe: Recipe, variant: str, folder: Path, checkpoint: Path | None, device: torch.device
+) -> dict[int, float]:
+    """`lost_as_nsa`, measured once a folder."""
+    if checkpoint is None:
+        raise ValueError(f"recipe {recipe.name} chooses a layer of a checkpoint; expected one")
+    path = folder / CHOICE_FILE
+    if not path.exists():
+        path.write_text(json.dumps(lost_as_nsa(recipe, variant, checkpoint, device)))
+    return {int(layer): nats for layer, nats in json.loads(path.read_text()).items()}
 
 
 @contextlib.contextmanager
 def _kernels(variant: str, recipe: Recipe) -> Iterator[None]:
     found = variants()[variant]
-    has_dense = found.attention == "dense" or "dense" in found.layers or recipe.keep_dense
+    has_dense = found.attention == "dense" or "dense" in found.layers or recipe.choice_length
     with best_dense() if has_dense else contextlib.nullcontext():
         yield
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +45,8 @@ class Recipe:
         tests: (length, rows of each task).
         rope_theta: so large that pairs of a key keep their angle over the longest row.
         of_checkpoint: the model is one that was trained before, and has its own sizes.
-        keep_dense: layers of a dense one that stay dense, those that lose most as NSA.
+        choice_length: of rows on which the layer is chosen that stays dense, the one that loses
+            most as NSA; 0 keeps none.
     """
 
     name: str = "scratch"
@@ -75,7 +79,7 @@ class Recipe:
     warmup_steps: int = 100
     nsa: NSAConfig = dataclasses.field(default_factory=NSAConfig)
     of_checkpoint: bool = False
-    keep_dense: int = 0
+    choice_length: int = 0
 
     @property
     def steps(self) -> int:
@@ -145,8 +149,19 @@ CONVERSION = dataclasses.replace(
     tests=((8192, 128), (32768, 64), (65536, 32)),
     warmup_steps=20,
 )
-ONE_DENSE = dataclasses.replace(CONVERSION, name="one-dense", keep_dense=1)
+ONE_DENSE = dataclasses.replace(CONVERSION, name="one-dense", choice_length=65536)
 PATCHED = dataclasses.replace(CONVERSION, name="patched", stages=())
 RECIPES = {
     each.name: each for each in (Recipe(), AGGREGATION, TEXT, CONVERSION, ONE_DENSE, PATCHED)
 }
+
+
+def own_settings(recipe: Mapping[str, Any], kind: type = Recipe) -> dict[str, Any]:
+    """What of a recipe in a row is not as by default: a field that is younger than the row is.
+
+    Args:
+        recipe: its fields, as JSON has them.
+        kind: its dataclass.
+    """
+    defaults = json.loads(json.dumps(dataclasses.asdict(kind())))
+    return {name: value for name, value in recipe.items() if value != defaults.get(name, ...)}

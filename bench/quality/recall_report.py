@@ -58,9 +58,11 @@ def recall(rows: list[Row]) -> pd.DataFrame:
 def by_task(rows: list[Row]) -> pd.DataFrame:
     """One line a variant and recipe: percent of right answers, means of the seeds.
 
-    A cell has one number for each length that all rows are tested at.
+    A cell has one number for each length that all rows are tested at. Stopped runs are left out.
     """
-    models = _by_model(rows)
+    models = _by_model([row for row in rows if row["status"] == "ok"])
+    if not models:
+        return pd.DataFrame()
     every = [{*_lengths([row])} for runs in models.values() for row in runs]
     lengths = sorted(set.intersection(*every))
     order = {name: place for place, name in enumerate(RECIPES)}
@@ -69,11 +71,11 @@ def by_task(rows: list[Row]) -> pd.DataFrame:
         models.items(), key=lambda each: order.get(each[0][1], len(order))
     ):
         line = {"variant": variant, "recipe": recipe, "steps": str(steps)}
-        line["seeds"] = str(len(runs))
+        line |= {"seeds": str(len(runs)), "lengths": " / ".join(map(length_cell, lengths))}
         for task in TASKS:
             found = [[x["right"] for x in _tests(runs, task, n)] for n in lengths]
-            means = [f"{100 * np.mean(shares):.0f}" for shares in found if shares]
-            line[task.replace("_", " ")] = " / ".join(means) or EMPTY
+            means = [f"{100 * np.mean(shares):.0f}" if shares else EMPTY for shares in found]
+            line[task.replace("_", " ")] = " / ".join(means) if any(found) else EMPTY
         lines.append(line | {"commit": runs[0]["commit"]})
     return pd.DataFrame(lines)
 

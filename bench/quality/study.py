@@ -25,7 +25,7 @@ from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality import conversion, one_run, recall, recall_report, report
 from nsa_flex.bench.quality.build import rows_of_corpus
 from nsa_flex.bench.quality.conversion_report import conversion as conversion_table
-from nsa_flex.bench.quality.recall_recipes import RECIPES
+from nsa_flex.bench.quality.recall_recipes import RECIPES, own_settings
 from nsa_flex.bench.quality.run import Piece, in_order, is_finished
 from nsa_flex.bench.quality.side_by_side import SECONDS, Job, Limits, run_jobs, start_in
 from nsa_flex.bench.report.cells import markdown
@@ -123,7 +123,7 @@ def _recall(work: Path, recipe: str, runs: Runs) -> Iterable[Run]:
         command = ["-m", "nsa_flex.bench.quality.recall", variant, f"--recipe={recipe}"]
         command += [f"--seed={seed}", f"--out={folder}", f"--seconds={SECONDS}"]
         after: tuple[str, ...] = ()
-        if RECIPES[recipe].of_checkpoint:  # that what learnt the tasks with dense attention
+        if RECIPES[recipe].of_checkpoint:  # one that has learnt the tasks with dense attention
             learnt = folder.with_name(f"scratch-dense-{seed}")
             command.append(f"--checkpoint={learnt / recall.MODEL}")
             after = (learnt.name,)
@@ -144,9 +144,11 @@ def _conversion(corpus: Path, work: Path) -> Iterable[Run]:
 
 def _done(wanted: set[str], recipe: Any, rows: list[Row]) -> bool:
     """Whether all pieces are finished, by the recipe as it is now; recall has one, of no name."""
-    told = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    finished = [row for row in rows if (row["status"], row["recipe"]) == ("ok", told)]
-    return wanted <= {row.get("piece", "") for row in finished}
+    kind = type(recipe)
+    own = own_settings(json.loads(json.dumps(dataclasses.asdict(recipe))), kind)
+    finished = [row for row in rows if row["status"] == "ok"]
+    same = [row for row in finished if own_settings(row["recipe"], kind) == own]
+    return wanted <= {row.get("piece", "") for row in same}
 
 
 def collect(runs: Iterable[Run], out: Path) -> None:
@@ -161,7 +163,7 @@ def collect(runs: Iterable[Run], out: Path) -> None:
 
 
 def told(part: str, rows: list[Row], plot: Path) -> str:
-    """The table of a part's finished and stopped runs; draws its plot, where it has one."""
+    """The tables of a part's finished and stopped runs; draws its plot, where it has one."""
     if part == CONVERSION:
         return markdown(conversion_table(rows))
     stopped = set() if part == RECALL else {"stopped"}

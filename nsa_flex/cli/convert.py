@@ -49,8 +49,8 @@ def convert(
     choice_len: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Tokens of the rows on which they are chosen: as many as the checkpoint has "
+            min=2,
+            help="Tokens of the rows on which --keep-dense chooses: as many as the checkpoint has "
             "learnt. The first stage's if not given.",
         ),
     ] = None,
@@ -66,7 +66,8 @@ def convert(
     the blocks that dense attention would look at are selected. The same command goes on with what
     is there. Exits with 1 if a run could not go on, with 2 on wrong usage, with 130 after Ctrl-C.
 
-    Example: `nsa-flex convert my/checkpoint --text my/text --out runs/mine --keep-dense 1`
+    Example: `nsa-flex convert my/checkpoint --text my/text --out runs/mine --keep-dense 1
+    --choice-len 32768`
 
     Example: `nsa-flex convert my/checkpoint --text code --out runs/mine --lengths 4096,4096,8192`
     """

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from nsa_flex.training.alignment import ALIGNMENT_FILE, AlignmentCallback
 from nsa_flex.training.arguments import world_size
 from nsa_flex.training.config import TrainConfig, config_of, read_config
-from nsa_flex.training.dense_choice import choose_dense_layers
+from nsa_flex.training.dense_choice import CHOICE_FILE, choose_dense_layers
 from nsa_flex.training.models import build_model
 from nsa_flex.training.record import marks
 from nsa_flex.training.resuming import CONFIG_FILE, FREE, differences
@@ -114,7 +114,8 @@ def convert(
             that are too short for scores to select anything, or a finished stage in `out` was
             run with other settings, or any with another alignment; or what `choose_dense_layers`
             raises; `choice_len` stands without `keep_dense`; or this is negative, stands beside
-            dense layers in `overrides`, or is another number than the first stage began with.
+            dense layers in `overrides`; or one of the two is another than the first stage began
+            with.
     """
     if world_size() > 1:
         raise ValueError("a conversion runs in one process for now: start it without torchrun")
@@ -133,16 +134,17 @@ def convert(
     found = configs()
     for stage, config in zip(stages, found, strict=True):  # before any of them takes hours
         _check(stage, config)
-    longest = max((config.data for config in found), key=lambda data: data.seq_len)
+    first = found[0]
+    if choice_len is not None:
+        if not keep_dense:
+            raise ValueError(f"choice_len={choice_len} without keep_dense: no layer is chosen")
+        data = dataclasses.replace(first.data, seq_len=choice_len, seq_len_warmup=())
+        first = dataclasses.replace(first, data=data)
+    longest = max((each.data for each in (first, *found)), key=lambda data: data.seq_len)
     build_model(found[0].model, longest, load_tokenizer(longest.tokenizer), values="none")
     if keep_dense:
-        first = found[0]
-        if choice_len is not None:
-            data = dataclasses.replace(first.data, seq_len=choice_len)
-            first = dataclasses.replace(first, data=data)
-        found = configs(f"model.dense_layers={_dense_layers(first, keep_dense, out, note)}")
-    elif choice_len is not None:
-        raise ValueError(f"choice_len={choice_len} without keep_dense: no layer is chosen")
+        dense = _dense_layers(first, keep_dense, choice_len, out, note)
+        found = configs(f"model.dense_layers={dense}")
     for stage, config in zip(stages, found, strict=True):
         _check_before(stage, config)
     result: dict[str, Any] = {}
@@ -158,7 +160,11 @@ def convert(
 
 
 def _dense_layers(
-    first: TrainConfig, count: int, out: Path, note: Callable[[str], None]
+    first: TrainConfig,
+    count: int,
+    length: int | None,
+    out: Path,
+    note: Callable[[str], None],
 ) -> list[int]:
     """Those of the first stage, if it has begun; else they are measured."""
     if first.model.dense_layers or count < 0:
@@ -171,6 +177,14 @@ def _dense_layers(
         raise ValueError(
             f"{first.out} was begun with dense layers {chosen}, and keep_dense={count}: repeat "
             "their number, or choose another out"
+        )
+    told = out / CHOICE_FILE
+    measured = json.loads(told.read_text()).get("seq_len") if told.exists() else None
+    if length not in (None, measured):
+        raise ValueError(
+            f"{first.out} was begun with dense layers {chosen}, chosen on rows of "
+            f"{measured or 'other'} tokens, and choice_len={length}: leave it out, or choose "
+            "another out"
         )
     return chosen
 

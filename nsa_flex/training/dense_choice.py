@@ -35,7 +35,7 @@ def choose_dense_layers(
 
     Args:
         config: of a dense checkpoint; rows of its held-out text are as in its training.
-        note: called with a line on each layer, and on the choice.
+        note: called with a line on the rows, on each layer, and on the choice.
 
     Raises:
         ValueError: the model has no more than `count` layers that could be NSA; no row has more
@@ -61,11 +61,18 @@ def choose_dense_layers(
             f"no held-out row has more than n * l' = {selected} tokens, beyond which alone layers "
             "lose something: take more text, or longer rows"
         )
+    tokens = [row.real for row in rows]
+    note(f"layers are measured on {len(rows)} rows, the longest of {max(tokens)} tokens")
     lost = lost_by_layer(model, config.model, lambda: _loss(model, batches, config), note)
     chosen = most_lossy(lost, count)
     note(f"dense layers: {chosen}")
     out.mkdir(parents=True, exist_ok=True)
-    told = {"dense_layers": chosen, "lost": {str(layer): nats for layer, nats in lost.items()}}
+    told = {
+        "dense_layers": chosen,
+        "lost": {str(layer): nats for layer, nats in lost.items()},
+        "seq_len": config.data.seq_len,
+        "tokens": tokens,
+    }
     (out / CHOICE_FILE).write_text(json.dumps(told, indent=2) + "\n")
     return chosen
 
@@ -74,7 +81,7 @@ def lost_by_layer(
     model: Any,
     section: ModelSection,
     measure: Callable[[], float],
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None],
 ) -> dict[int, float]:
     """What `measure` of a dense model gains with one layer patched, untrained, by its number.
 

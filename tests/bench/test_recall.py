@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nsa_flex import NSAConfig
+from nsa_flex.bench.quality import recall as module
 from nsa_flex.bench.quality.recall import (
     MODEL,
     ROW,
@@ -20,10 +21,18 @@ from nsa_flex.bench.quality.recall import (
     Run,
     Steps,
     build,
+    lost_as_nsa,
     recall,
 )
 from nsa_flex.bench.quality.recall_causes import causes_of
-from nsa_flex.bench.quality.recall_recipes import ONE_DENSE, PATCHED, RECIPES, Recipe, Stage
+from nsa_flex.bench.quality.recall_recipes import (
+    ONE_DENSE,
+    PATCHED,
+    RECIPES,
+    Recipe,
+    Stage,
+    own_settings,
+)
 from nsa_flex.bench.quality.recall_report import by_task, draw
 from nsa_flex.bench.quality.recall_report import recall as table_of
 from nsa_flex.bench.quality.recall_tasks import (
@@ -230,7 +239,9 @@ def test_a_run_goes_on_and_becomes_a_table(variant: str, tmp_path: Path) -> None
     assert line["share"] == " / ".join(f"{mean:.0f}" for mean in means)
     assert (line["seeds"], line["multi key"].count("/")) == ("2", 1)
     other["tests"] = [test for test in other["tests"] if test["length"] == 240]
-    assert by_task([row, other]).share[0] == f"{means[0]:.0f}"  # a length that all have
+    (line,) = by_task([row, other]).to_dict("records")  # a length that all have
+    assert (line["lengths"], line["share"]) == ("240", f"{means[0]:.0f}")
+    assert by_task([{**row, "status": "stopped"}]).empty
     longer["tests"] = [each for each in longer["tests"] if each["task"] == "share"]
     draw([longer], tmp_path / "no.png")  # nothing that has a depth
     assert not (tmp_path / "no.png").exists()
@@ -276,26 +287,54 @@ def test_the_layer_that_loses_most_stays_dense(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recall("dense", 0, tmp_path / "dense", 1e6, TINY)
-    recipe = dataclasses.replace(ONE_DENSE, stages=TINY.stages, tests=TINY.tests, nsa=TINY.nsa)
+    checkpoint = tmp_path / "dense" / MODEL
+    recipe = dataclasses.replace(
+        ONE_DENSE, stages=TINY.stages, tests=TINY.tests, nsa=TINY.nsa, choice_length=300
+    )
     losses = {(): 1.0, (0,): 1.5, (1,): 1.2}
     seen = []
 
     def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-        seen.append(len(batch.ids))
+        seen.append(batch.ids)
         layers = model.model.layers
         patched = [i for i, each in enumerate(layers) if hasattr(each.self_attn, "nsa")]
         return torch.tensor(losses[tuple(patched)])
 
     with monkeypatch.context() as measured:
         measured.setattr("nsa_flex.bench.quality.recall.loss_of", loss_of)
-        run = Run(recipe, "mean", 0, torch.device("cpu"), tmp_path / "dense" / MODEL)
-    assert seen == [8] * 3
-    layers = run.model.model.layers
-    assert [hasattr(each.self_attn, "nsa") for each in layers] == [False, True]
-    row = recall("mean", 0, tmp_path / "one", 1e6, recipe, tmp_path / "dense" / MODEL)
-    assert row["status"] == "ok"
-    assert row["dense_layers"] == [max(row["lost"], key=row["lost"].get)]
+        cpu = torch.device("cpu")
+        for _ in range(2):  # on the same rows each time
+            assert lost_as_nsa(recipe, "mean", checkpoint, cpu) == pytest.approx({0: 0.5, 1: 0.2})
+    assert len(seen) == 6
+    assert all(np.array_equal(ids, seen[0]) for ids in seen)
+    assert seen[0].shape == (8, 300)
+    with monkeypatch.context() as measured:
+        measured.setattr(module, "lost_as_nsa", lambda *given: {0: 0.2, 1: 0.5})
+        row = recall("mean", 0, tmp_path / "one", 0.0, recipe, checkpoint)
+        measured.setattr(module, "lost_as_nsa", lambda *given: {0: 0.5, 1: 0.2})
+        assert row["status"] == "stopped"
+        row = recall("mean", 0, tmp_path / "one", 1e6, recipe, checkpoint)  # not measured again
+    assert (row["status"], row["dense_layers"], row["lost_length"]) == ("ok", [1], 300)
+    for variant, given, text in (
+        ("dense-nsa", checkpoint, "variant is 'dense-nsa'; expected one whose layers are all"),
+        ("dense", checkpoint, "variant is 'dense'; expected one whose layers are all NSA"),
+        ("mean", None, "recipe one-dense chooses a layer of a checkpoint; expected one"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            recall(variant, 0, tmp_path / variant, 1e6, recipe, given)
     assert row["case"] == "recall/mean one-dense 4 seed 0"
+
+
+def test_a_run_from_before_a_setting_goes_on(tmp_path: Path) -> None:
+    """Its state and its row name no setting that came later."""
+    run = Run(TINY, "dense", 0, torch.device("cpu"))
+    *names, recipe = json.loads(run.about)
+    del recipe["choice_length"]
+    run.about = json.dumps([*names, recipe])
+    run.save(tmp_path / STATE)
+    assert recall("dense", 0, tmp_path, 1e6, TINY)["status"] == "ok"
+    assert own_settings(recipe) == own_settings({**recipe, "choice_length": 0})
+    assert own_settings(recipe) != own_settings({**recipe, "choice_length": 1})
 
 
 def test_a_conversion_takes_few_of_the_tokens_of_what_it_starts_from() -> None:

@@ -123,6 +123,7 @@ def test_rows_become_tables_and_what_is_finished_is_not_run_again(
     assert len(started) == len(set(started)) == 47
     printed = capsys.readouterr().out
     assert "| small-blocks | aggregation | 3100 | share | 3 |" in printed
+    assert "| mean | one-dense | 400 | 3 | 8k / 16k / 32k / 64k / 128k |" in printed
     assert "| one-dense | dense | 52.4 M | 3 |" in printed
     assert (tmp_path / "rows" / "recall.png").stat().st_size > 10_000
     assert len(read_rows(tmp_path / "rows" / "conversion.json")) == 3 * (1 + len(study.PIECES))
@@ -131,6 +132,21 @@ def test_rows_become_tables_and_what_is_finished_is_not_run_again(
     capsys.readouterr()
     assert run_study(corpus, tmp_path, monkeypatch, "--list") == []
     assert set(capsys.readouterr().out.split()) & {"finished", "to"} == {"finished"}
+
+
+def test_rows_that_were_written_earlier_count_by_their_recipe(tmp_path: Path) -> None:
+    """Those of the page are of older code, which chose layers on rows of 4k."""
+    runs = {run.job.name: run for run in study.study(tmp_path, tmp_path, tmp_path)}
+    finished: dict[str, set[bool]] = {}
+    for name in ("recall_h200", "recall_conversion_h200"):
+        for row in read_rows(RESULTS / f"{name}.json"):
+            job = f"{row['recipe']['name']}-{row['variant']}-{row['seed']}"
+            path = runs[job].path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([row]))
+            finished.setdefault(row["recipe"]["name"], set()).add(runs[job].is_finished())
+    assert finished["aggregation"] == {True}
+    assert finished["one-dense"] == {False}
 
 
 @pytest.fixture

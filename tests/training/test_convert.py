@@ -287,22 +287,27 @@ def test_layers_that_lose_most_stay_dense(dense: str, texts: Path, tmp_path: Pat
     told = json.loads((tmp_path / "out" / CHOICE_FILE).read_text())
     worst = max(told["lost"], key=lambda layer: told["lost"][layer])
     assert told["dense_layers"] == result["dense_layers"] == [int(worst)]
-    assert [line.split()[1] for line in lines] == ["0", "1", "layers:"]
+    assert lines[0] == "layers are measured on 8 rows, the longest of 128 tokens"
+    assert (told["seq_len"], told["tokens"]) == (128, [128] * 8)
+    assert [line.split()[1] for line in lines[1:]] == ["0", "1", "layers:"]
     layers = decoder_layers(nsa_flex.load(result["model"]))
     is_dense = [not hasattr(layer.self_attn, "nsa") for layer in layers]
     assert is_dense == [str(number) == worst for number in (0, 1)]
     assert run(1)["dense_layers"] == [int(worst)]
-    assert len(lines) == 3  # not measured again
+    assert len(lines) == 4  # not measured again
+    assert run(1, choice_len=128)["dense_layers"] == [int(worst)]
+    with pytest.raises(ValueError, match=r"chosen on rows of 128 tokens, and choice_len=192: le"):
+        run(1, choice_len=192)
     with pytest.raises(
         ValueError, match=rf"begun with dense layers \[{worst}\], and keep_dense=2"
     ):
         run(2)
     with pytest.raises(ValueError, match=r"keep_dense=1 must be .* without model.dense_layers"):
         run(1, "model.dense_layers=[0]", out="other")
-    longer = run(1, out="longer", choice_len=192)
-    again = json.loads((tmp_path / "longer" / CHOICE_FILE).read_text())
-    assert again["dense_layers"] == longer["dense_layers"]
-    assert again["lost"] != told["lost"]
+    run(1, "data.seq_len_warmup=[[1,64]]", out="longer", choice_len=192)
+    longer = json.loads((tmp_path / "longer" / CHOICE_FILE).read_text())
+    assert {*longer["tokens"]} == {192}
+    assert longer["lost"] != told["lost"]
 
 
 @pytest.mark.parametrize("documents", ["joined", "separate"])
