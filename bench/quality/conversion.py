@@ -38,7 +38,7 @@ from nsa_flex.bench.quality.needles import KINDS, hide, needles
 from nsa_flex.bench.quality.one_run import ROW, held_out_rows, write_row
 from nsa_flex.bench.quality.variants import config_of
 from nsa_flex.bench.report.cells import markdown
-from nsa_flex.bench.report.rows import Row, merged, write_rows
+from nsa_flex.bench.report.rows import Row, is_of, merged, write_rows
 from nsa_flex.training.config import ModelSection, TrainConfig
 from nsa_flex.training.config_reading import from_mapping
 from nsa_flex.training.convert import Stage, convert
@@ -272,10 +272,9 @@ def _rows_of(stage: Stage, recipe: Recipe) -> int:
 def _row_of(study: Study, piece: Piece) -> Row:
     """What an earlier call left of it, or a fresh one."""
     path = study.folder(piece) / ROW
-    recipe = dataclasses.asdict(study.recipe)
     if path.exists():
         row: Row = json.loads(path.read_text())
-        if row["recipe"] != recipe:
+        if not is_of(row["recipe"], study.recipe):
             raise ValueError(f"{path.parent} holds a run of another recipe; choose another --work")
         return row
     return {
@@ -285,7 +284,7 @@ def _row_of(study: Study, piece: Piece) -> Row:
         "piece": piece.name,
         "variant": piece.variant,
         "seed": study.seed,
-        "recipe": recipe,
+        "recipe": dataclasses.asdict(study.recipe),
         "corpus": digest(study.corpus),
         **machine.describe(_device()),
         "status": "running",
@@ -416,7 +415,7 @@ def run(study: Study, out: Path, names: Collection[str] = ()) -> list[Row]:
         ValueError: `out` holds rows of another corpus or recipe.
     """
     rows = rows_of_corpus(out, study.corpus)
-    if any(row["recipe"] != dataclasses.asdict(study.recipe) for row in rows):
+    if not all(is_of(row["recipe"], study.recipe) for row in rows):
         raise ValueError(f"{out} holds rows of another recipe; choose another --out")
     held_out = study.held_out()
 

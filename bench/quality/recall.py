@@ -29,7 +29,7 @@ from nsa_flex.bench.cases.models import best_dense
 from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.measure import machine
 from nsa_flex.bench.quality.recall_causes import causes_of
-from nsa_flex.bench.quality.recall_recipes import RECIPES, Recipe, Stage, own_settings
+from nsa_flex.bench.quality.recall_recipes import RECIPES, Recipe, Stage
 from nsa_flex.bench.quality.recall_tasks import (
     DEPTHS,
     TASKS,
@@ -39,7 +39,7 @@ from nsa_flex.bench.quality.recall_tasks import (
     make_batch,
 )
 from nsa_flex.bench.quality.variants import variants
-from nsa_flex.bench.report.rows import Row, write_rows
+from nsa_flex.bench.report.rows import Row, is_of, write_rows
 from nsa_flex.training.config import DataSection, ModelSection
 from nsa_flex.training.dense_choice import CHOICE_FILE, lost_by_layer, most_lossy
 from nsa_flex.training.models import build_model
@@ -244,9 +244,8 @@ class Run:
             ValueError: for a run of another variant, seed or recipe.
         """
         state = torch.load(path, map_location=self.device, weights_only=True)
-        *before, recipe = json.loads(state["about"])
-        *now, own = json.loads(self.about)
-        if before != now or own_settings(recipe) != own_settings(own):
+        *names, recipe = json.loads(state["about"])
+        if names != json.loads(self.about)[:-1] or not is_of(recipe, self.recipe):
             raise ValueError(
                 f"{path.parent} holds a run of another variant, seed or recipe: choose another"
             )

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -154,14 +151,3 @@ PATCHED = dataclasses.replace(CONVERSION, name="patched", stages=())
 RECIPES = {
     each.name: each for each in (Recipe(), AGGREGATION, TEXT, CONVERSION, ONE_DENSE, PATCHED)
 }
-
-
-def own_settings(recipe: Mapping[str, Any], kind: type = Recipe) -> dict[str, Any]:
-    """What of a recipe in a row is not as by default: a field that is younger than the row is.
-
-    Args:
-        recipe: its fields, as JSON has them.
-        kind: its dataclass.
-    """
-    defaults = json.loads(json.dumps(dataclasses.asdict(kind())))
-    return {name: value for name, value in recipe.items() if value != defaults.get(name, ...)}

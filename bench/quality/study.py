@@ -9,7 +9,6 @@ runs nothing. All of it takes some hours of an H200.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -25,11 +24,11 @@ from nsa_flex.bench.command_line import parser_of
 from nsa_flex.bench.quality import conversion, one_run, recall, recall_report, report
 from nsa_flex.bench.quality.build import rows_of_corpus
 from nsa_flex.bench.quality.conversion_report import conversion as conversion_table
-from nsa_flex.bench.quality.recall_recipes import RECIPES, own_settings
+from nsa_flex.bench.quality.recall_recipes import RECIPES
 from nsa_flex.bench.quality.run import Piece, in_order, is_finished
 from nsa_flex.bench.quality.side_by_side import SECONDS, Job, Limits, run_jobs, start_in
 from nsa_flex.bench.report.cells import markdown
-from nsa_flex.bench.report.rows import Row, earlier_rows, merged, write_rows
+from nsa_flex.bench.report.rows import Row, earlier_rows, is_of, merged, write_rows
 
 RECALL, CONVERSION = "recall", "conversion"  # parts; the others are of text
 LENGTHS = {"4k": 4096, "16k": 16384, "64k": 65536}
@@ -144,11 +143,8 @@ def _conversion(corpus: Path, work: Path) -> Iterable[Run]:
 
 def _done(wanted: set[str], recipe: Any, rows: list[Row]) -> bool:
     """Whether all pieces are finished, by the recipe as it is now; recall has one, of no name."""
-    kind = type(recipe)
-    own = own_settings(json.loads(json.dumps(dataclasses.asdict(recipe))), kind)
-    finished = [row for row in rows if row["status"] == "ok"]
-    same = [row for row in finished if own_settings(row["recipe"], kind) == own]
-    return wanted <= {row.get("piece", "") for row in same}
+    finished = [row for row in rows if row["status"] == "ok" and is_of(row["recipe"], recipe)]
+    return wanted <= {row.get("piece", "") for row in finished}
 
 
 def collect(runs: Iterable[Run], out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ def write_rows(path: Path, rows: list[Row]) -> None:
     draft = path.with_name(path.name + ".new")
     draft.write_text(f"[\n{lines}\n]\n" if rows else "[]\n")
     draft.replace(path)
+
+
+def is_of(told: dict[str, Any], recipe: Any) -> bool:
+    """Whether the recipe that a row tells is this one.
+
+    A field that is younger than the row counts as by default.
+
+    Args:
+        told: fields, as JSON has them.
+        recipe: a dataclass.
+    """
+    default, now = (json.loads(json.dumps(asdict(each))) for each in (type(recipe)(), recipe))
+    return bool({**default, **told} == now)
 
 
 def merged(before: list[Row], new: list[Row]) -> list[Row]:

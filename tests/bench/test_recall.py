@@ -31,7 +31,6 @@ from nsa_flex.bench.quality.recall_recipes import (
     RECIPES,
     Recipe,
     Stage,
-    own_settings,
 )
 from nsa_flex.bench.quality.recall_report import by_task, draw
 from nsa_flex.bench.quality.recall_report import recall as table_of
@@ -50,7 +49,7 @@ from nsa_flex.bench.quality.recall_tasks import (
     make_batch,
 )
 from nsa_flex.bench.quality.variants import config_of
-from nsa_flex.bench.report.rows import read_rows
+from nsa_flex.bench.report.rows import is_of, read_rows
 from nsa_flex.training.models import build_model
 from nsa_flex.training.tokenization import BYTES
 
@@ -333,8 +332,9 @@ def test_a_run_from_before_a_setting_goes_on(tmp_path: Path) -> None:
     run.about = json.dumps([*names, recipe])
     run.save(tmp_path / STATE)
     assert recall("dense", 0, tmp_path, 1e6, TINY)["status"] == "ok"
-    assert own_settings(recipe) == own_settings({**recipe, "choice_length": 0})
-    assert own_settings(recipe) != own_settings({**recipe, "choice_length": 1})
+    assert is_of(recipe, TINY)
+    assert is_of({**recipe, "choice_length": 0}, TINY)
+    assert not is_of({**recipe, "choice_length": 1}, TINY)
 
 
 def test_a_conversion_takes_few_of_the_tokens_of_what_it_starts_from() -> None:
